@@ -1,0 +1,56 @@
+# make help tells what there is. Plain pip equivalents stand in the README.
+
+# The first Python of at least 3.11 that runs and can make an environment.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+	2>/dev/null && echo $$python && break; done)
+# Anything pip should know when it fetches torch, such as an index of CPU builds.
+TORCH_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+export HEAPR_CACHE_DIR ?= $(abspath data/cache)
+ifneq ($(wildcard ../shared/data/text),)
+export HEAPR_DATA_DIR ?= $(abspath ../shared/data/text)
+endif
+ifneq ($(wildcard ../shared/data/zero_shot),)
+export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
+endif
+
+.PHONY: help install test lint types tests reproduce lab clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+install: $(STAMP) ## make .venv with the pinned dependencies
+
+# torch comes first, by itself: a CPU build that is installed satisfies all the others.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; give PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install pip==26.3
+	$(BIN)/python -m pip install -c constraints.txt $(TORCH_ARGS) torch==2.13.0
+	$(BIN)/python -m pip install -c constraints.txt --build-constraint constraints.txt -e '.[test]'
+	touch $@
+
+test: lint types tests ## lint, types, tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+tests: $(STAMP)
+	$(BIN)/python -m pytest -m "not (browser or gpu or slow or network)"
+
+reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
+	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")
+
+lab: $(STAMP) ## JupyterLab on the notebooks
+	$(BIN)/jupyter lab notebooks
+
+clean: ## remove the environment and what tools left; results and the cache stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
