@@ -1,0 +1,276 @@
+"""Parameters, bytes and floating-point operations, before and after pruning.
+
+Layer 1, plain arithmetic. One multiplication with one addition counts as two
+operations, as in torch's counter; norms, activations, softmax and additions of biases
+count as none. An atom is a row of W_gate and W_up and a column of W_down, with the
+biases of its two rows; the bias of W_down's output is the expert's and stays.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pandas as pd
+
+from heapr_lab.specs import SpecError
+
+
+class Keep(Protocol):
+    """What is read of a `KeepMask`."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Indices of the layers."""
+
+    def by_layer(self, layer: int) -> np.ndarray:
+        """What stays in a layer, bool (n_experts, d_inter)."""
+
+
+class MeasuredTable(Protocol):
+    """What is read of an `ImportanceTable`."""
+
+    @property
+    def architecture(self) -> "Architecture":
+        """The shapes of the model."""
+
+    def expert_tokens(self) -> pd.DataFrame:
+        """Columns layer, expert, tokens."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The routed experts of one layer."""
+
+    n_experts: int
+    d_inter: int
+    d_expert: int
+    """Width the experts work in, mostly d_model."""
+    n_matrices: int = 3
+    """3 with W_gate, 2 without."""
+    atom_biases: int = 0
+    """Bias entries of one atom: 2 if W_gate and W_up have biases."""
+    top_k: int = 1
+
+    @property
+    def atom_parameters(self) -> int:
+        """Parameters that go with one atom."""
+        return self.n_matrices * self.d_expert + self.atom_biases
+
+    @property
+    def n_atoms(self) -> int:
+        """Routed atoms of the layer."""
+        return self.n_experts * self.d_inter
+
+    @property
+    def atom_flops(self) -> int:
+        """Operations of one atom for one routed token."""
+        return 2 * self.n_matrices * self.d_expert
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The sizes of a model that pruning its routed experts changes, and the rest.
+
+    Example:
+        One layer, 2 experts of 3 atoms, gated, d_model 4: an atom has 12 parameters.
+
+        >>> shape = LayerShape(n_experts=2, d_inter=3, d_expert=4)
+        >>> Architecture(100, 2, 4, {0: shape}, 10, 8).routed_parameters
+        72
+    """
+
+    n_parameters: int
+    """Of the whole model, tied weights counted once."""
+    bytes_per_parameter: float
+    d_model: int
+    layers: Mapping[int, LayerShape]
+    other_weights_per_token: int
+    """Entries of all matrices outside the routed experts that multiply every token."""
+    attention_width: int
+    """Σ over softmax-attention layers of n_heads · (qk_head_dim + v_head_dim)."""
+
+    # --- parameters -------------------------------------------------------------
+
+    def atom_parameters(self, layer: int) -> int:
+        """Parameters that go with one atom of `layer`."""
+        return self._shape(layer).atom_parameters
+
+    @property
+    def routed_parameters(self) -> int:
+        """Parameters of all routed atoms."""
+        return sum(s.n_atoms * s.atom_parameters for s in self.layers.values())
+
+    @property
+    def routed_share(self) -> float:
+        """Share of the model's parameters that are in routed atoms."""
+        return self.routed_parameters / self.n_parameters
+
+    def parameters(self, keep: Keep | None = None) -> int:
+        """Parameters of the whole model after pruning (before, without `keep`)."""
+        if keep is None:
+            return self.n_parameters
+        self._check(keep)
+        removed = sum(
+            int(np.count_nonzero(~keep.by_layer(layer))) * self.atom_parameters(layer)
+            for layer in keep.layers
+        )
+        return self.n_parameters - removed
+
+    def size_bytes(self, keep: Keep | None = None) -> int:
+        """Bytes of the weights after pruning (before, without `keep`)."""
+        return round(self.parameters(keep) * self.bytes_per_parameter)
+
+    # --- operations -------------------------------------------------------------
+
+    def routed_flops_per_token(
+        self, keep: Keep | None = None, tokens: pd.DataFrame | None = None
+    ) -> float:
+        """Operations of the routed experts for a mean token.
+
+        In a layer every token goes to `top_k` experts, to expert i with the measured
+        share of `tokens`: Σ_i top_k · tokens_i / Σ tokens · kept_i · atom_flops.
+
+        Args:
+            keep: what stays; everything, without.
+            tokens: columns layer, expert, tokens, one row per expert; without (and in
+                a layer nothing was routed in) every expert gets the same share.
+        """
+        if keep is not None:
+            self._check(keep)
+        total = 0.0
+        for layer, shape in self.layers.items():
+            width: Any = shape.d_inter
+            if keep is not None:
+                width = keep.by_layer(layer).sum(axis=1)
+            share = _shares(tokens, layer=layer, n_experts=shape.n_experts)
+            total += shape.top_k * shape.atom_flops * float(np.sum(share * width))
+        return total
+
+    def routed_flops_saved(
+        self, keep: Keep, tokens: pd.DataFrame | None = None
+    ) -> float:
+        """Share of the routed experts' operations that pruning saves."""
+        return 1 - self.routed_flops_per_token(keep, tokens) / (
+            self.routed_flops_per_token(None, tokens)
+        )
+
+    def flops_per_token(
+        self,
+        keep: Keep | None = None,
+        tokens: pd.DataFrame | None = None,
+        *,
+        seq_len: int,
+    ) -> float:
+        """Operations of the whole model for a mean token of a `seq_len` sequence.
+
+        Attention is counted whole, as torch's counter does: every token against all
+        `seq_len` keys.
+        """
+        other = 2 * self.other_weights_per_token
+        attention = 2 * seq_len * self.attention_width
+        return other + attention + self.routed_flops_per_token(keep, tokens)
+
+    # --- plain data -------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data that `from_dict` takes back."""
+        plain = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+        plain["layers"] = {
+            str(layer): dataclasses.asdict(shape)
+            for layer, shape in self.layers.items()
+        }
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Architecture":
+        """The architecture that `to_dict` described.
+
+        Raises:
+            SpecError: an entry is missing or unknown.
+        """
+        try:
+            layers = {int(k): LayerShape(**v) for k, v in plain["layers"].items()}
+            return cls(**{**plain, "layers": layers})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SpecError(
+                f"not an architecture: {error}; expected what Architecture.to_dict "
+                f"gives, with the entries "
+                f"{', '.join(f.name for f in dataclasses.fields(cls))}"
+            ) from error
+
+    # --- checks -----------------------------------------------------------------
+
+    def _shape(self, layer: int) -> LayerShape:
+        if layer not in self.layers:
+            raise SpecError(
+                f"layer {layer} has no routed experts; layers with routed experts: "
+                f"{', '.join(map(str, self.layers))}"
+            )
+        return self.layers[layer]
+
+    def _check(self, keep: Keep) -> None:
+        """Make sure that `keep` has the layers and shapes of this model.
+
+        Raises:
+            SpecError: it is for another model.
+        """
+        found = {layer: keep.by_layer(layer).shape for layer in keep.layers}
+        expected = {k: (s.n_experts, s.d_inter) for k, s in self.layers.items()}
+        for layer in sorted(found.keys() | expected.keys()):
+            if found.get(layer) != expected.get(layer):
+                raise SpecError(
+                    f"the mask is for another model: in layer {layer} it has (experts, "
+                    f"atoms) {found.get(layer)}, the model {expected.get(layer)}"
+                )
+
+
+def _shares(tokens: pd.DataFrame | None, *, layer: int, n_experts: int) -> np.ndarray:
+    """Each expert's share of a layer's routed tokens, float64 (n_experts,).
+
+    Raises:
+        SpecError: `tokens` has not one row for each expert.
+    """
+    equal = np.full(n_experts, 1 / n_experts)
+    if tokens is None:
+        return equal
+    rows = tokens[tokens["layer"] == layer].sort_values("expert")
+    if rows["expert"].tolist() != list(range(n_experts)):
+        raise SpecError(
+            f"tokens has {len(rows)} rows for layer {layer}, expected one for each of "
+            f"its {n_experts} experts; give ImportanceTable.expert_tokens()"
+        )
+    counts: np.ndarray = rows["tokens"].to_numpy(dtype=np.float64)
+    return counts / counts.sum() if counts.sum() > 0 else equal
+
+
+def summary(keep: Keep, table: MeasuredTable, *, seq_len: int = 2048) -> pd.DataFrame:
+    """One row: parameters, bytes and operations per token, before and after pruning.
+
+    Args:
+        keep: what stays.
+        table: where `keep` was selected from: its architecture and measured routing.
+        seq_len: length of the sequences whose attention is counted.
+    """
+    model, tokens = table.architecture, table.expert_tokens()
+    parameters = model.n_parameters, model.parameters(keep)
+    flops = (
+        model.flops_per_token(None, tokens, seq_len=seq_len),
+        model.flops_per_token(keep, tokens, seq_len=seq_len),
+    )
+    return pd.DataFrame(
+        {
+            "parameters_before": [parameters[0]],
+            "parameters_after": [parameters[1]],
+            "parameter_reduction": [1 - parameters[1] / parameters[0]],
+            "bytes_before": [model.size_bytes()],
+            "bytes_after": [model.size_bytes(keep)],
+            "flops_before": [flops[0]],
+            "flops_after": [flops[1]],
+            "flops_reduction": [1 - flops[1] / flops[0]],
+            "routed_flops_reduction": [model.routed_flops_saved(keep, tokens)],
+        }
+    )

@@ -1,0 +1,231 @@
+"""Windows of token ids to calibrate and to test on.
+
+The paper's calibration (appendix): a whole corpus joined by a blank line, tokenised,
+cut into consecutive windows, of which n are drawn without replacement with a seed.
+With one seed the draws are nested: the first 8 of 128 windows are the 8 of a smaller
+set.
+"""
+
+import functools
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from heapr_lab import store
+from heapr_lab.corpora import Corpus, load_corpus
+from heapr_lab.specs import CorpusError, SpecError, canonical_json
+
+_TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationSet:
+    """Token windows, with where they came from."""
+
+    ids: torch.Tensor = field(repr=False)
+    """Token ids, LongTensor (n_sequences, seq_len)."""
+    provenance: dict[str, Any]
+    """Corpus, source, split, seed and the like: recorded, never used."""
+
+    def __post_init__(self) -> None:
+        """Check the shape.
+
+        Raises:
+            SpecError: `ids` is not a LongTensor of at least 1 × 2.
+        """
+        ids = self.ids
+        if (
+            ids.dtype != torch.long
+            or ids.dim() != 2
+            or ids.shape[1] < 2
+            or not len(ids)
+        ):
+            raise SpecError(
+                f"ids is a {ids.dtype} tensor of shape {tuple(ids.shape)}, expected a "
+                "LongTensor (n_sequences, seq_len) with seq_len at least 2"
+            )
+
+    @classmethod
+    def from_ids(cls, ids: torch.Tensor) -> "CalibrationSet":
+        """A set of token ids one already has, LongTensor (n_sequences, seq_len).
+
+        Raises:
+            SpecError: `ids` has another type or shape.
+        """
+        return cls(ids, {"corpus": "token ids given by the caller"})
+
+    @property
+    def n_sequences(self) -> int:
+        """Windows."""
+        return self.ids.shape[0]
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of each window."""
+        return self.ids.shape[1]
+
+    @property
+    def n_predicted(self) -> int:
+        """Tokens that have a loss: the first of a window is not predicted."""
+        return self.n_sequences * (self.seq_len - 1)
+
+    @property
+    def label(self) -> str:
+        """Corpus and split, for people."""
+        return f"{self.provenance['corpus']} {self.provenance.get('split', '')}".strip()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the ids and their shape."""
+        sha = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
+        sha.update(self.ids.cpu().numpy().astype("<i8").tobytes())
+        return sha.hexdigest()
+
+
+def load_calibration(
+    corpus: str,
+    tokenizer: Any,
+    *,
+    n_sequences: int = 128,
+    seq_len: int = 2048,
+    seed: int = 0,
+    split: str = "train",
+) -> CalibrationSet:
+    """Draw calibration windows as the paper does.
+
+    Args:
+        corpus: a corpus name or path (see `heapr_lab.corpora`), or a weighted mixture
+            such as `"0.7*pydocs + 0.3*ptb"`, which shares out `n_sequences`.
+        tokenizer: a transformers tokenizer.
+        n_sequences: windows to draw.
+        seq_len: tokens of each.
+        seed: of the draw.
+        split: `train`, `validation` or `test`.
+
+    Raises:
+        SpecError: a number is not positive, or the mixture cannot be read.
+        CorpusError: a corpus cannot be had, or has fewer windows than asked for; the
+            message gives the number available.
+    """
+    if n_sequences < 1 or seq_len < 2:
+        raise SpecError(
+            f"n_sequences is {n_sequences} and seq_len {seq_len}, expected at least 1 "
+            "and 2"
+        )
+    parts, sources = [], []
+    for name, count in _shares(corpus, n_sequences).items():
+        text = load_corpus(name, split=split)
+        windows = _windows(text, tokenizer, seq_len)
+        if count > len(windows):
+            raise CorpusError(
+                f"{name} ({split}) has {len(windows)} windows of {seq_len} tokens, "
+                f"{count} were asked for: ask for at most {len(windows)}, or shorter"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randperm(len(windows), generator=generator)[:count]
+        parts.append(windows[drawn])
+        sources.append(text.provenance | {"n_sequences": count})
+    provenance = {"corpus": corpus, "split": split, "seed": seed, "sources": sources}
+    return CalibrationSet(torch.cat(parts), provenance)
+
+
+def load_windows(
+    corpus: str,
+    tokenizer: Any,
+    *,
+    seq_len: int = 2048,
+    n_sequences: int | None = None,
+    split: str = "test",
+) -> CalibrationSet:
+    """The first consecutive windows of a split: what perplexity is measured on.
+
+    Args:
+        corpus: a corpus name or path.
+        tokenizer: a transformers tokenizer.
+        seq_len: tokens of each window.
+        n_sequences: windows to take; by default all.
+        split: `train`, `validation` or `test`.
+
+    Raises:
+        CorpusError: the corpus cannot be had, or has fewer windows than asked for.
+    """
+    text = load_corpus(corpus, split=split)
+    windows = _windows(text, tokenizer, seq_len)
+    wanted = len(windows) if n_sequences is None else n_sequences
+    if wanted > len(windows) or not len(windows):
+        raise CorpusError(
+            f"{corpus} ({split}) has {len(windows)} windows of {seq_len} tokens, "
+            f"{wanted or 1} were asked for"
+        )
+    provenance = {"corpus": corpus, "split": split, "sources": [text.provenance]}
+    return CalibrationSet(windows[:wanted], provenance)
+
+
+def _shares(corpus: str, n_sequences: int) -> dict[str, int]:
+    """How many windows each corpus of a mixture gives (largest remainders).
+
+    Raises:
+        SpecError: the mixture cannot be read.
+    """
+    terms = corpus.split("+")
+    matches = [_TERM.fullmatch(term) for term in terms]
+    if not any(matches):
+        return {corpus.strip(): n_sequences}
+    if not all(matches):
+        raise SpecError(
+            f"cannot read the mixture {corpus!r}: expected weights and names, such as "
+            "'0.7*pydocs + 0.3*ptb'"
+        )
+    weights = {match[2]: float(match[1]) for match in matches if match}
+    if len(weights) != len(terms) or min(weights.values()) <= 0:
+        raise SpecError(f"mixture {corpus!r} repeats a corpus or has a weight of 0")
+    total = sum(weights.values())
+    exact = {name: n_sequences * weight / total for name, weight in weights.items()}
+    counts = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: n_sequences - sum(counts.values())]:
+        counts[name] += 1
+    return counts
+
+
+def _windows(corpus: Corpus, tokenizer: Any, seq_len: int) -> torch.Tensor:
+    """Consecutive windows (n, seq_len); the last, incomplete one is dropped."""
+    ids = torch.from_numpy(_token_ids(corpus, tokenizer))
+    n_windows = len(ids) // seq_len
+    return ids[: n_windows * seq_len].view(n_windows, seq_len).long()
+
+
+def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:
+    """Ids of the joined corpus without special tokens, int32; kept in the cache."""
+    key = {"corpus": corpus.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+
+    def compute() -> np.ndarray:
+        text = corpus.joined()
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False)
+        return np.asarray(encoded["input_ids"], dtype=np.int32)
+
+    return store.cached(
+        "tokens",
+        key,
+        compute,
+        read=lambda path: store.load_state(path)[0]["ids"],
+        write=lambda path, ids: store.save_state(path, {"ids": ids}, {}),
+        extension="safetensors",
+    )
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 of everything that determines a tokenizer's ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        plain = json.loads(backend.to_str())
+        # Left over from whoever called it last, and set anew by every call.
+        text = canonical_json(plain | {"truncation": None, "padding": None})
+    else:  # a slow tokenizer: its vocabulary and class stand for it
+        text = repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
+    return hashlib.sha256(text.encode()).hexdigest()

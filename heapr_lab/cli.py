@@ -1,0 +1,345 @@
+"""The command line: the stages of the pipeline, without a notebook.
+
+Everything that needs torch is imported inside the commands, so that `--help` is there
+at once. Results go to standard output, as text or with `--json` as one JSON object;
+progress and errors go to standard error.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from heapr_lab import options
+from heapr_lab.specs import HeaprLabError
+
+
+class _Commands(TyperGroup):
+    """The commands; an error that was foreseen is one line and exit status 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HeaprLabError as error:
+            message = " ".join(str(error).split())
+            typer.echo(f"heapr-lab: {message}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Score, prune and study the atomic experts of Mixture-of-Experts models.",
+    epilog=options.EXAMPLES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command(epilog=options.SCORE_EXAMPLES)
+def score(
+    model: options.Model,
+    corpus: options.Corpus = "pydocs",
+    n_sequences: options.Sequences = None,
+    seq_len: options.SeqLen = None,
+    seed: options.Seed = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the table here too, as parquet.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Windows per pass [default: what fits].")
+    ] = None,
+    profile: options.Profile = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure the importance of every atom.
+
+    The table stays in the cache, from which the other commands take it.
+    """
+    from heapr_lab import headless
+    from heapr_lab.pipeline import Setting
+
+    bench = headless.open_bench(
+        model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
+    )
+    setting = Setting(0.0, calibration=corpus, n_sequences=n_sequences, seed=seed)
+    windows = bench.calibration_set(setting)
+    table = bench.measure(windows, batch_size=batch_size)
+    if out is not None:
+        table.write(out)
+    facts: dict[str, Any] = {
+        "model": model,
+        "atoms": table.n_atoms,
+        "layers": table.n_layers,
+        "predicted_tokens": table.metadata["N"],
+        "unrouted_experts": len(table.unrouted()),
+        "calibration": f"{windows.n_sequences} x {windows.seq_len} of {windows.label}",
+        "spec_hash": table.metadata["spec_hash"],
+        "out": None if out is None else str(out),
+    }
+    _print(facts, as_json=as_json)
+
+
+@app.command(epilog=options.PRUNE_EXAMPLES)
+def prune(
+    model: options.Model,
+    ratio: Annotated[float, typer.Option(help="What goes, in [0, 1): 0.25, not 25.")],
+    importance: options.Importance = None,
+    estimator: options.Estimator = "heapr",
+    scope: Annotated[str, typer.Option(help="global or layer.")] = "global",
+    granularity: Annotated[str, typer.Option(help="atom or expert.")] = "atom",
+    structure: Annotated[
+        str, typer.Option(help="ragged, aligned, per_layer or uniform.")
+    ] = "ragged",
+    multiple: Annotated[
+        int | None, typer.Option(min=1, help="Widths are a multiple of it.")
+    ] = None,
+    of: Annotated[
+        str, typer.Option(help="The ratio counts: routed atoms, or the whole model.")
+    ] = "atoms",
+    exclude_layers: Annotated[
+        str, typer.Option(help="Layers to leave alone, with commas.")
+    ] = "",
+    min_atoms: Annotated[
+        int, typer.Option(min=0, help="Atoms that every expert keeps.")
+    ] = 0,
+    protect_outliers: Annotated[
+        float, typer.Option(help="Share of atoms with the largest outputs that stay.")
+    ] = 0.0,
+    protect_unrouted: Annotated[
+        bool, typer.Option("--protect-unrouted", help="Keep experts without tokens.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the keep mask here, as parquet.")
+    ] = None,
+    corpus: options.Corpus = "pydocs",
+    n_sequences: options.Sequences = None,
+    seq_len: options.SeqLen = None,
+    seed: options.Seed = 0,
+    profile: options.Profile = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Select what stays, and say what that saves.
+
+    The importance comes from a file of `score`, or from the cache, measured if it is
+    not there.
+    """
+    from heapr_lab import headless
+    from heapr_lab.pipeline import Setting
+    from heapr_lab.selection import select
+
+    bench = headless.open_bench(
+        model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
+    )
+    setting = Setting(0.0, calibration=corpus, n_sequences=n_sequences, seed=seed)
+    if importance is None:
+        table = bench.importance(setting)
+    else:
+        table = headless.own_table(importance, bench, name=model)
+    keep = select(
+        table,
+        ratio=ratio,
+        estimator=estimator,
+        scope=scope,
+        granularity=granularity,
+        structure=structure,
+        multiple=multiple,
+        of=of,
+        exclude_layers=[int(layer) for layer in _names(exclude_layers)],
+        min_atoms=min_atoms,
+        protect_outliers=protect_outliers,
+        protect_unrouted=protect_unrouted,
+    )
+    if out is not None:
+        headless.write_mask(out, keep, bench)
+    saved = headless.savings(keep, table, seq_len=bench.profile.seq_len)
+    counts = {"atoms": keep.n_atoms, "atoms_kept": keep.n_kept}
+    facts = {"model": model, **counts, "achieved_ratio": keep.achieved_ratio, **saved}
+    _print({**facts, "out": None if out is None else str(out)}, as_json=as_json)
+
+
+@app.command(epilog=options.EVALUATE_EXAMPLES)
+def evaluate(
+    model: options.Model,
+    mask: options.Mask = None,
+    corpora: Annotated[
+        str, typer.Option(help="Test splits to measure perplexity on, with commas.")
+    ] = "pydocs",
+    tasks: options.Tasks = "",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Items of each harness task.")
+    ] = None,
+    kl: Annotated[
+        bool, typer.Option("--kl", help="KL(dense || pruned) and top-1 agreement too.")
+    ] = False,
+    seq_len: options.SeqLen = None,
+    profile: options.Profile = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure perplexity and accuracy.
+
+    Of the dense model, or under a mask of `prune`.
+    """
+    from heapr_lab import headless
+
+    bench = headless.open_bench(
+        model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
+    )
+    keep = None if mask is None else headless.own_mask(mask, bench, name=model)
+    rows = []
+    for corpus in _names(corpora):
+        rows += headless.perplexity_rows(bench, keep, corpus, kl=kl)
+    for task in _names(tasks):
+        rows += headless.accuracy_rows(bench, keep, task, limit=limit)
+    if as_json:
+        _print({"model": model, "results": rows}, as_json=True)
+        return
+    for row in rows:
+        error = f" ± {row['stderr']:.4g}" if math.isfinite(row["stderr"]) else ""
+        name = f"{row['dataset']} {row['metric']}"
+        typer.echo(f"{name:<40} {row['value']:.6g}{error}")
+
+
+@app.command(epilog=options.FIGURES_EXAMPLES)
+def figures(
+    model: options.ModelOption = "lab",
+    profile: options.Profile = None,
+    out: options.OutFolder = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Make every figure and table."""
+    _reproduce(model, profile, out, device, dtype, notebooks=False, as_json=as_json)
+
+
+@app.command(epilog=options.REPRODUCE_EXAMPLES)
+def reproduce(
+    model: options.ModelOption = "lab",
+    profile: options.Profile = None,
+    out: options.OutFolder = None,
+    notebooks: Annotated[bool, typer.Option(help="Execute the notebooks too.")] = True,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Make every figure, execute every notebook.
+
+    The main job: score, prune at 10 to 90 %, evaluate, draw.
+    """
+    _reproduce(model, profile, out, device, dtype, notebooks=notebooks, as_json=as_json)
+
+
+@app.command(epilog=options.TRAIN_EXAMPLES)
+def train_lab_model(
+    out: Annotated[
+        Path | None, typer.Option(help="Folder [default: the bundled model's].")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="State to resume from [default: in the cache].")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="[default: the bundled model's].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: options.AsJson = False,
+) -> None:
+    """Train the lab model, or go on training it.
+
+    The same seed and steps give the same model.
+    """
+    from heapr_lab import lab_card, lab_model, store
+    from heapr_lab.lab_run import TrainSpec
+    from heapr_lab.progress import progress_bar
+
+    spec = TrainSpec(seed=seed)
+    spec = spec if steps is None else dataclasses.replace(spec, n_steps=steps)
+    out = out or store.lab_model_dir()
+    work = work or store.cache_dir() / "lab_training"
+    losses: list[float] = []
+    with progress_bar("training the lab model", "step") as bar:
+
+        def on_step(step: int, n_steps: int, loss: float) -> None:
+            losses.append(loss)
+            bar(step, n_steps)
+
+        lab_model.train_lab_model(
+            out, spec=spec, work=work, device=device, on_step=on_step
+        )
+    lab_card.write_card(out)
+    last = losses[-1] if losses else None
+    facts = {"out": str(out), "steps": spec.n_steps, "tokens": spec.n_tokens}
+    _print({**facts, "last_batch_loss_nats": last}, as_json=as_json)
+
+
+# --- what the commands share ------------------------------------------------------
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _reproduce(
+    model: str,
+    profile: str | None,
+    out: Path | None,
+    device: str,
+    dtype: str,
+    *,
+    notebooks: bool,
+    as_json: bool,
+) -> None:
+    from heapr_lab.reproduce import reproduce as make
+
+    summary = make(
+        model,
+        profile=profile,
+        device=device,
+        dtype=dtype,
+        figures_dir=out,
+        notebooks=notebooks,
+    )
+    if not as_json:
+        typer.echo("\n".join(summary.lines()))
+        return
+    facts = {
+        "model": model,
+        "figures": str(summary.figures),
+        "files": [str(path) for path in summary.files],
+        "notebooks": [str(path) for path in summary.notebooks],
+        "skipped": summary.skipped,
+        "perplexity": summary.perplexity,
+        "seconds": summary.seconds,
+    }
+    _print(facts, as_json=True)
+
+
+def _print(facts: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_plain(facts), indent=2))
+        return
+    for name, value in facts.items():
+        if value is not None:
+            shown = f"{value:,.6g}" if isinstance(value, float) else str(value)
+            typer.echo(f"{name.replace('_', ' '):<28} {shown}")
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN: what was not measured is null."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,94 @@
+"""Tables to data frames to Axes to files: every figure and table, without torch.
+
+Each figure is a data function that returns a tidy frame (`boundary_data`), a plot
+function that draws it on one Axes and returns that (`plot_boundary`), and a figure
+function that lays out all its panels (`figure_boundary`). Each table is a data function
+and a `..._table` function that returns it as people read it. `save_figure` and
+`write_table` make files of them, the same input giving the same bytes.
+"""
+
+from heapr_lab.figures.atom import (
+    atomic_expert_data,
+    figure_atomic_expert,
+    plot_atomic_expert,
+)
+from heapr_lab.figures.bins import bins_data, figure_bins, plot_bins
+from heapr_lab.figures.boundary import boundary_data, figure_boundary, plot_boundary
+from heapr_lab.figures.calibration_size import (
+    calibration_size_data,
+    figure_calibration_size,
+    plot_calibration_size,
+)
+from heapr_lab.figures.comparisons import (
+    figure_granularity,
+    figure_scope,
+    granularity_data,
+    plot_granularity,
+    plot_scope,
+    scope_data,
+)
+from heapr_lab.figures.files import save_figure, write_table
+from heapr_lab.figures.layers import (
+    figure_layer_ratios,
+    layer_ratios_data,
+    plot_layer_ratios,
+    plot_score_histogram,
+    plot_widths,
+    score_histogram_data,
+)
+from heapr_lab.figures.paper import paper_label, paper_table
+from heapr_lab.figures.style import STYLE_FILE, look, styled
+from heapr_lab.figures.tables import (
+    comparison_table,
+    cost_data,
+    cost_table,
+    figure_cost,
+    figure_main,
+    main_data,
+    main_table,
+    plot_cost,
+    plot_main,
+)
+
+__all__ = [
+    "STYLE_FILE",
+    "atomic_expert_data",
+    "bins_data",
+    "boundary_data",
+    "calibration_size_data",
+    "comparison_table",
+    "cost_data",
+    "cost_table",
+    "figure_atomic_expert",
+    "figure_bins",
+    "figure_boundary",
+    "figure_calibration_size",
+    "figure_cost",
+    "figure_granularity",
+    "figure_layer_ratios",
+    "figure_main",
+    "figure_scope",
+    "granularity_data",
+    "layer_ratios_data",
+    "look",
+    "main_data",
+    "main_table",
+    "paper_label",
+    "paper_table",
+    "plot_atomic_expert",
+    "plot_bins",
+    "plot_boundary",
+    "plot_calibration_size",
+    "plot_cost",
+    "plot_granularity",
+    "plot_layer_ratios",
+    "plot_main",
+    "plot_scope",
+    "plot_score_histogram",
+    "plot_widths",
+    "save_figure",
+    "scope_data",
+    "score_histogram_data",
+    "styled",
+    "write_table",
+]

@@ -1,0 +1,279 @@
+"""Figure 7: a picture of what an atomic expert is, drawn from its definition.
+
+Letters: `W_gate`, `W_up` (d_inter, d_model), `W_down` (d_model, d_inter); x is one
+token's input, h_k the activation of atomic expert k. (The paper writes the transposes
+and so speaks of columns of `W_gate` and `W_up`.)
+"""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from heapr_lab.figures.style import ATOM_COLOR, styled
+from heapr_lab.specs import SpecError
+
+_INK = "#444444"
+_OPERATOR_X = 14.2
+_PRODUCT_X = 17.4
+
+
+def atomic_expert_data(
+    *, d_model: int = 6, d_inter: int = 9, atom: int = 3
+) -> pd.DataFrame:
+    """The cells of the picture: every entry of the matrices, and whose it is.
+
+    Args:
+        d_model: cells along the model width.
+        d_inter: cells along the expert's inner width, that is, atomic experts.
+        atom: the atomic expert that is highlighted.
+
+    Returns:
+        Columns matrix ("x", "W_gate", "W_up", "W_down", "e_k", "E"), row, column,
+        of_atom (it belongs to atomic expert `atom`), left and bottom (position).
+
+    Raises:
+        SpecError: there is no such atom.
+    """
+    if not 0 <= atom < d_inter:
+        raise SpecError(
+            f"atom {atom} of an expert with d_inter {d_inter}: expected 0 to "
+            f"{d_inter - 1}."
+        )
+    half = d_model / 2
+    gap = 1.4
+    down_left = _PRODUCT_X + 4.8
+    # name: (rows, columns, left, bottom, rows of the atom, columns of the atom)
+    parts = {
+        "x": (d_model, 1, 0.0, -half, None, None),
+        "W_gate": (d_inter, d_model, 4.0, gap, atom, None),
+        "W_up": (d_inter, d_model, 4.0, -gap - d_inter, atom, None),
+        "W_down": (d_model, d_inter, down_left, -half, None, atom),
+        "e_k": (d_model, 1, down_left + d_inter + 2.2, -half, None, 0),
+        "E": (d_model, 1, down_left + d_inter + 6.4, -half, None, None),
+    }
+    frames = []
+    for name, (rows, columns, left, bottom, atom_row, atom_column) in parts.items():
+        row, column = (axis.ravel() for axis in np.indices((rows, columns)))
+        frames.append(
+            pd.DataFrame(
+                {
+                    "matrix": name,
+                    "row": row,
+                    "column": column,
+                    "of_atom": (row == atom_row) | (column == atom_column),
+                    "left": left + column,
+                    "bottom": bottom + rows - 1 - row,
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+@styled
+def plot_atomic_expert(
+    data: pd.DataFrame | None = None, *, ax: Axes | None = None
+) -> Axes:
+    """Row k of `W_gate` and of `W_up`, column k of `W_down`, and what they compute.
+
+    Args:
+        data: from `atomic_expert_data`, which is called where it is left out.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes, without axis lines.
+    """
+    data = atomic_expert_data() if data is None else data
+    if ax is None:
+        ax = plt.subplots(figsize=(7, 4.4))[1]
+    _draw_cells(ax, data)
+    boxes = _boxes(data)
+    _label_parts(ax, boxes)
+    _draw_flow(ax, data, boxes)
+    ax.set_aspect("equal")
+    ax.set_xlim(-2.4, boxes.loc["E", "right"] + 2.6)
+    ax.set_ylim(boxes.loc["W_up", "bottom"] - 4.6, boxes.loc["W_gate", "top"] + 1.9)
+    ax.set_axis_off()
+    return ax
+
+
+def _draw_cells(ax: Axes, data: pd.DataFrame) -> None:
+    # shades only make a matrix look like one; they are no data
+    shades = np.random.default_rng(7).uniform(0.25, 1.0, size=len(data))
+    plain, own = np.array(to_rgb("#AEB6BF")), np.array(to_rgb(ATOM_COLOR))
+    for cell, shade in zip(data.itertuples(), shades, strict=True):
+        color, depth = (own, 0.6 + 0.4 * shade) if cell.of_atom else (plain, shade)
+        ax.add_patch(
+            Rectangle(
+                (cell.left, cell.bottom),
+                1,
+                1,
+                facecolor=tuple(1 - depth * (1 - color)),
+                edgecolor="white",
+                linewidth=0.8,
+            )
+        )
+    for _, box in _boxes(data).iterrows():
+        size = (box["right"] - box["left"], box["top"] - box["bottom"])
+        ax.add_patch(
+            Rectangle(
+                (box["left"], box["bottom"]),
+                *size,
+                fill=False,
+                edgecolor=_INK,
+                linewidth=0.9,
+            )
+        )
+
+
+def _boxes(data: pd.DataFrame) -> pd.DataFrame:
+    groups = data.groupby("matrix")
+    return pd.DataFrame(
+        {
+            "left": groups["left"].min(),
+            "right": groups["left"].max() + 1,
+            "bottom": groups["bottom"].min(),
+            "top": groups["bottom"].max() + 1,
+        }
+    )
+
+
+def _label_parts(ax: Axes, boxes: pd.DataFrame) -> None:
+    names = {
+        "x": "$x$",
+        "W_gate": r"$W_{\mathrm{gate}}$",
+        "W_up": r"$W_{\mathrm{up}}$",
+        "W_down": r"$W_{\mathrm{down}}$",
+        "e_k": "$e_k(x)$",
+        "E": "$E(x)$",
+    }
+    for part, name in names.items():
+        box = boxes.loc[part]
+        above = part != "W_up"
+        ax.text(
+            (box["left"] + box["right"]) / 2,
+            box["top"] + 0.45 if above else box["bottom"] - 0.45,
+            name,
+            ha="center",
+            va="bottom" if above else "top",
+            fontsize=11,
+        )
+    for part in ("W_gate", "W_up"):
+        box = boxes.loc[part]
+        _small(ax, box["right"] + 0.6, box["bottom"] + 2, "d_inter", 90)
+    gate, down, x = boxes.loc["W_gate"], boxes.loc["W_down"], boxes.loc["x"]
+    _small(ax, (gate["left"] + gate["right"]) / 2, 0.0, "d_model")
+    _small(ax, down["right"] - 1.8, down["bottom"] - 0.8, "d_inter")
+    _small(ax, x["left"] - 0.7, 0.0, "d_model", 90)
+
+
+def _letter_k(ax: Axes, centre: tuple[float, float]) -> None:
+    ax.text(*centre, "$k$", ha="center", va="center", fontsize=10, color=ATOM_COLOR)
+
+
+def _small(ax: Axes, x: float, y: float, text: str, rotation: float = 0) -> None:
+    ax.text(
+        x,
+        y,
+        text,
+        rotation=rotation,
+        ha="center",
+        va="center",
+        fontsize=8,
+        color="#777777",
+        family="monospace",
+    )
+
+
+def _draw_flow(ax: Axes, data: pd.DataFrame, boxes: pd.DataFrame) -> None:
+    own = data[data["of_atom"]].groupby("matrix")["bottom"].mean() + 0.5
+    gate_y, up_y = own["W_gate"], own["W_up"]
+    x, down = boxes.loc["x"], boxes.loc["W_down"]
+    right = boxes.loc["W_gate", "right"]
+    for y, beside in ((gate_y, 1.0), (up_y, -1.0)):
+        left = boxes.loc["W_gate", "left"]
+        _arrow(ax, (x["right"] + 0.2, 0), (left - 0.2, y))
+        _letter_k(ax, (left - 0.55, y + beside))
+    column = data.loc[data["of_atom"] & data["matrix"].eq("W_down"), "left"].iloc[0]
+    _letter_k(ax, (column + 0.5, down["bottom"] - 0.8))
+    _node(ax, (_OPERATOR_X, gate_y), "act")
+    _arrow(ax, (right + 0.2, gate_y), (_OPERATOR_X - 1.1, gate_y))
+    _node(ax, (_PRODUCT_X, 0), "×")
+    _arrow(ax, (_OPERATOR_X + 0.8, gate_y - 0.8), (_PRODUCT_X - 0.4, 1.0))
+    _arrow(ax, (right + 0.2, up_y), (_PRODUCT_X - 0.4, -1.0))
+    _arrow(ax, (_PRODUCT_X + 1.1, 0), (down["left"] - 0.2, 0))
+    ax.text(
+        (_PRODUCT_X + 1.1 + down["left"]) / 2,
+        0.5,
+        "$h_k$",
+        ha="center",
+        va="bottom",
+        fontsize=11,
+        color=ATOM_COLOR,
+    )
+    for before, after, text in (("W_down", "e_k", ""), ("e_k", "E", r"$\sum_k$")):
+        start, end = boxes.loc[before, "right"] + 0.2, boxes.loc[after, "left"] - 0.2
+        _arrow(ax, (start, 0), (end, 0))
+        ax.text((start + end) / 2, 0.5, text, ha="center", va="bottom", fontsize=10)
+    _draw_formulas(ax, boxes)
+
+
+def _draw_formulas(ax: Axes, boxes: pd.DataFrame) -> None:
+    lines = (
+        r"$h_k = \mathrm{act}(w_{\mathrm{gate},k}\cdot x)\;(w_{\mathrm{up},k}\cdot x)$",
+        r"$e_k(x) = w_{\mathrm{down},k}\,h_k \qquad E(x) = \sum_k e_k(x)$",
+    )
+    for place, line in enumerate(lines):
+        y = boxes.loc["W_up", "bottom"] + 2.4 - 2.1 * place
+        ax.text(_PRODUCT_X + 1.2, y, line, fontsize=10, va="center")
+    ax.text(
+        (boxes.loc["x", "left"] + boxes.loc["E", "right"]) / 2,
+        boxes.loc["W_up", "bottom"] - 3.4,
+        r"atomic expert $k$  =  row $k$ of $W_{\mathrm{gate}}$  +  "
+        r"row $k$ of $W_{\mathrm{up}}$  +  column $k$ of $W_{\mathrm{down}}$",
+        ha="center",
+        va="center",
+        fontsize=11,
+        color=ATOM_COLOR,
+    )
+
+
+def _node(ax: Axes, centre: tuple[float, float], text: str) -> None:
+    ax.text(
+        *centre,
+        text,
+        ha="center",
+        va="center",
+        fontsize=9,
+        bbox={
+            "boxstyle": "circle,pad=0.3",
+            "facecolor": "white",
+            "edgecolor": _INK,
+            "linewidth": 0.9,
+        },
+    )
+
+
+def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    ax.add_patch(
+        FancyArrowPatch(
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=9,
+            linewidth=1.1,
+            color=_INK,
+            shrinkA=0,
+            shrinkB=0,
+        )
+    )
+
+
+@styled
+def figure_atomic_expert(data: pd.DataFrame | None = None) -> Figure:
+    """The picture on a figure of its own."""
+    figure = plot_atomic_expert(data).figure
+    return figure if isinstance(figure, Figure) else figure.get_figure(root=True)

@@ -1,0 +1,193 @@
+"""Figure 2: does the summed score of a group of atoms foretell what losing it costs?"""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heapr_lab.estimators import ESTIMATORS
+from heapr_lab.figures.curves import matching, require_one_row
+from heapr_lab.figures.style import (
+    LABELS,
+    REFERENCE_GREY,
+    add_legend,
+    look,
+    own_axes,
+    panels,
+    share_legend,
+    styled,
+)
+from heapr_lab.specs import SpecError
+
+ORDERS = {"index": "bins by original index", "score": "bins by score rank"}
+INTERVAL = 0.95
+
+
+def bins_data(
+    bins: pd.DataFrame,
+    *,
+    estimator: str = "heapr",
+    dataset: str | None = None,
+    n_resamples: int = 5000,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Predicted and measured loss change per bin, with Spearman's correlation.
+
+    Args:
+        bins: one row per order and bin: order, bin, score_sum, delta_nll, estimator,
+            dataset.
+        estimator: whose scores.
+        dataset: where the loss was measured; may be left out if there is one only.
+        n_resamples: bootstrap resamples of the bins.
+        seed: of the bootstrap.
+
+    Returns:
+        The rows sorted by order and bin, with rho, rho_low and rho_high (95 %
+        percentile interval) of their order; `attrs["spearman"]` maps each order to
+        those three.
+
+    Raises:
+        SpecError: several data sets and none chosen.
+    """
+    rows = matching(bins, {"estimator": estimator})
+    held = sorted(set(rows["dataset"]))
+    if dataset is None and len(held) > 1:
+        raise SpecError(
+            f"bins of {len(held)} data sets {held}, expected one. Pass dataset=."
+        )
+    rows = matching(rows, {"dataset": dataset or held[0]})
+    rows = require_one_row(rows, ["order", "bin"]).sort_values(["order", "bin"])
+    spearman = {
+        str(order): spearman_interval(
+            group["score_sum"], group["delta_nll"], n_resamples=n_resamples, seed=seed
+        )
+        for order, group in rows.groupby("order")
+    }
+    data = rows.reset_index(drop=True)
+    for field in ("rho", "rho_low", "rho_high"):
+        data[field] = data["order"].map({key: s[field] for key, s in spearman.items()})
+    data.attrs["spearman"] = spearman
+    return data
+
+
+def spearman_interval(
+    x: pd.Series, y: pd.Series, *, n_resamples: int, seed: int
+) -> dict[str, float]:
+    """Spearman's correlation and the percentile interval of its bootstrap.
+
+    Pairs are resampled with replacement; resamples in which x or y is constant have no
+    correlation and are left out.
+
+    Returns:
+        rho, rho_low and rho_high.
+    """
+    pairs = np.stack([np.asarray(x, dtype=float), np.asarray(y, dtype=float)])
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(pairs.shape[1], size=(n_resamples, pairs.shape[1]))
+    # row 0 is the sample itself
+    picks = np.vstack([np.arange(pairs.shape[1]), picks])
+    ranks = [pd.DataFrame(values[picks]).rank(axis=1).to_numpy() for values in pairs]
+    centred = [rank - rank.mean(axis=1, keepdims=True) for rank in ranks]
+    spread = np.sqrt((centred[0] ** 2).sum(axis=1) * (centred[1] ** 2).sum(axis=1))
+    product = (centred[0] * centred[1]).sum(axis=1)
+    rho = np.divide(product, spread, out=np.full_like(spread, np.nan), where=spread > 0)
+    tail = (1 - INTERVAL) / 2
+    drawn = rho[1:][~np.isnan(rho[1:])]
+    low, high = np.quantile(drawn, [tail, 1 - tail]) if len(drawn) else (np.nan, np.nan)
+    return {"rho": float(rho[0]), "rho_low": float(low), "rho_high": float(high)}
+
+
+@styled
+def plot_bins(
+    data: pd.DataFrame, *, order: str | None = None, ax: Axes | None = None
+) -> Axes:
+    """Measured against predicted loss change, one point per bin of 10 % of the atoms.
+
+    Numbers beside the points are the bins; where the estimator's scores are nats per
+    predicted token, a dashed line shows where prediction and measurement agree (the
+    paper's score is a mean over an expert's own tokens). Score bins span orders of
+    magnitude and get logarithmic axes (linear around 0 where a measured change is not
+    positive).
+
+    Args:
+        data: from `bins_data`.
+        order: "index" or "score"; by default the first there is.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    order = order or str(data["order"].iloc[0])
+    rows = matching(data, {"order": order})
+    shown = look(str(rows["estimator"].iloc[0]))
+    ax = own_axes(ax)
+    ax.plot(
+        rows["score_sum"],
+        rows["delta_nll"],
+        linestyle="none",
+        marker=shown.marker,
+        color=shown.color,
+        label=f"10 % of the atomic experts, by {shown.label}",
+    )
+    if order == "score":
+        _use_log_axes(ax, rows)
+    per_token = ESTIMATORS[str(rows["estimator"].iloc[0])].per_predicted_token
+    if per_token:
+        _draw_agreement(ax, rows)
+    for row in rows.itertuples():
+        ax.annotate(
+            str(row.bin),
+            (row.score_sum, row.delta_nll),
+            xytext=(4, -8),
+            textcoords="offset points",
+            fontsize=8,
+            color="#666666",
+        )
+    first = rows.iloc[0]
+    found = (
+        f"Spearman ρ = {first['rho']:.2f}, "
+        f"95 % interval [{first['rho_low']:.2f}, {first['rho_high']:.2f}]"
+    ).replace("-", "−")
+    # the second line of the panel's name, in plain type
+    ax.set_title(ORDERS.get(order, order) + "\n")
+    ax.text(0, 1.03, found, transform=ax.transAxes, fontsize=8)
+    ax.margins(0.1)
+    unit = "nats/token" if per_token else "nats per routed token"
+    ax.set_xlabel(f"summed score [{unit}]")
+    ax.set_ylabel(LABELS["delta_nll"])
+    add_legend(ax)
+    return ax
+
+
+def _use_log_axes(ax: Axes, rows: pd.DataFrame) -> None:
+    scores, losses = rows["score_sum"], rows["delta_nll"]
+    if scores.gt(0).all():
+        ax.set_xscale("log")
+    if losses.gt(0).all():
+        ax.set_yscale("log")
+    elif losses.gt(0).any():
+        ax.set_yscale("symlog", linthresh=losses[losses.gt(0)].min())
+
+
+def _draw_agreement(ax: Axes, rows: pd.DataFrame) -> None:
+    ends = np.array([rows["score_sum"].min(), rows["score_sum"].max()])
+    ax.plot(
+        ends,
+        ends,
+        color=REFERENCE_GREY,
+        linestyle="--",
+        linewidth=1,
+        zorder=1,
+        label="prediction = measurement",
+    )
+
+
+@styled
+def figure_bins(data: pd.DataFrame) -> Figure:
+    """Bins by original index (as the paper) and by score rank, side by side."""
+    held = [order for order in ORDERS if order in set(data["order"])]
+    figure, axes = panels(len(held), height=3.0)
+    for order, ax in zip(held, axes, strict=True):
+        plot_bins(data, order=order, ax=ax)
+    share_legend(figure)
+    return figure

@@ -1,0 +1,221 @@
+"""Figure 4: how far pruning goes before it hurts, and what it saves on the way."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heapr_lab.figures.curves import (
+    CURVE_COLUMNS,
+    curves_data,
+    draw_chance,
+    draw_paper_points,
+    label_panel,
+    matching,
+    savings_curves,
+    sort_curves,
+    use_log,
+)
+from heapr_lab.figures.paper import paper_label, paper_table
+from heapr_lab.figures.style import (
+    LABELS,
+    PAPER_GREY,
+    add_legend,
+    look,
+    own_axes,
+    panels,
+    share_legend,
+    show_percent,
+    styled,
+)
+from heapr_lab.specs import SpecError
+
+QUANTITIES = ("accuracy", "perplexity", "flops_reduction")
+
+
+def boundary_data(
+    results: pd.DataFrame,
+    savings: pd.DataFrame,
+    *,
+    estimator: str = "heapr",
+    scope: str = "global",
+    paper_dir: Path | None = None,
+) -> pd.DataFrame:
+    """Accuracy, perplexity and FLOPs saved over the ratio, with the paper's statements.
+
+    The paper's ratio is the share of the whole model; it is placed on our axis of
+    routed atomic experts by the routed share of our model, so that it is right on the
+    second axis.
+
+    Args:
+        results: evaluation rows of one calibration, dense rows among them.
+        savings: parameters and FLOPs saved per setting.
+        estimator: whose scores.
+        scope: "global" or "layer".
+        paper_dir: folder of the paper's CSV files, if not the usual one.
+
+    Returns:
+        A curve frame (see `heapr_lab.figures.curves`) with two columns more:
+        `parameter_reduction`, the share of the whole model, and `at_most`, True where
+        the paper says "below".
+    """
+    settings = {
+        "estimator": estimator,
+        "scope": scope,
+        "granularity": "atom",
+        "structure": "ragged",
+    }
+    share = routed_share(matching(savings, settings))
+    ours = pd.concat(
+        [
+            curves_data(results, vary="estimator", settings=settings),
+            savings_curves(savings, vary="estimator", settings=settings),
+        ]
+    )
+    paper = _paper_boundary(share, paper_dir)
+    data = pd.concat([sort_curves(ours).assign(at_most=False), paper])
+    data["parameter_reduction"] = data["ratio"] * share
+    return data.reset_index(drop=True)
+
+
+def routed_share(savings: pd.DataFrame) -> float:
+    """Share of the whole model's parameters that are routed atomic experts.
+
+    Raises:
+        SpecError: nothing is removed in any row.
+    """
+    pruned = savings[savings["achieved_ratio"].gt(0)]
+    if pruned.empty:
+        raise SpecError(
+            "no row of savings removes anything, so the routed share of the model is "
+            "unknown. Pass the savings of at least one ratio above 0."
+        )
+    return float(pruned["parameter_reduction"].sum() / pruned["achieved_ratio"].sum())
+
+
+def _paper_boundary(share: float, paper_dir: Path | None) -> pd.DataFrame:
+    table = paper_table("boundary", directory=paper_dir)
+    stated = table["share_of_model_removed"].astype(str)
+    base = pd.DataFrame(
+        {
+            "source": "paper",
+            "name": "heapr",
+            "model": table["model"],
+            "ratio": stated.str.lstrip("<").astype(float) / share,
+            "dataset": "",
+            "at_most": stated.str.startswith("<"),
+        }
+    )
+    accuracy = base.assign(metric="accuracy", relative=table["accuracy_retained"])
+    flops = base.assign(metric="flops_reduction", value=table["flops_reduction"])
+    rows = pd.concat([accuracy, flops])
+    return rows.reindex(columns=[*CURVE_COLUMNS, "at_most"])
+
+
+@styled
+def plot_boundary(
+    data: pd.DataFrame, *, quantity: str = "accuracy", ax: Axes | None = None
+) -> Axes:
+    """One quantity of the pruning boundary, with the share of the model on top.
+
+    Args:
+        data: from `boundary_data`.
+        quantity: "accuracy" (of the dense model's), "perplexity" (log axis) or
+            "flops_reduction".
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes; the second x axis is its child.
+    """
+    ax = own_axes(ax)
+    rows = data[data["metric"].eq(quantity)]
+    ours = rows[rows["source"].eq("ours")]
+    column = "relative" if quantity == "accuracy" else "value"
+    for dataset in ours["dataset"].drop_duplicates():
+        _draw_curve(ax, ours[ours["dataset"].eq(dataset)], column=column)
+    _draw_statements(ax, rows[rows["source"].eq("paper")], column=column)
+    label_panel(ax, quantity, relative=quantity == "accuracy")
+    if quantity == "perplexity":
+        use_log(ax)
+    if quantity == "accuracy":
+        draw_chance(ax, rows)
+    if quantity != "perplexity":
+        ax.set_ylim(bottom=0)
+    _draw_model_axis(ax, data)
+    add_legend(ax)
+    return ax
+
+
+def _draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str) -> None:
+    dataset = curve["dataset"].iloc[0]
+    shown = look(dataset or curve["name"].iloc[0])
+    errors = curve["relative_stderr" if column == "relative" else "stderr"]
+    ax.errorbar(
+        curve["ratio"],
+        curve[column],
+        yerr=None if errors.isna().all() else errors.fillna(0),
+        color=shown.color,
+        marker=shown.marker,
+        label=shown.label if dataset else "_nolegend_",
+    )
+
+
+def _draw_statements(ax: Axes, statements: pd.DataFrame, *, column: str) -> None:
+    if statements.empty:
+        return
+    draw_paper_points(
+        ax,
+        statements["ratio"],
+        statements[column],
+        marker="o",
+        label=paper_label(statements["model"].iloc[0]),
+    )
+    for row in statements[statements["at_most"]].to_dict("records"):
+        # "below 0.4" holds for every smaller share too: an arrow to the left
+        ax.annotate(
+            "",
+            xy=(row["ratio"] - 0.16, row[column]),
+            xytext=(row["ratio"], row[column]),
+            arrowprops={"arrowstyle": "-|>", "color": PAPER_GREY, "shrinkA": 3.5},
+            zorder=4,
+        )
+
+
+def _draw_model_axis(ax: Axes, data: pd.DataFrame) -> None:
+    removed = data[data["ratio"].gt(0)]
+    share = removed["parameter_reduction"].sum() / removed["ratio"].sum()
+    end = max(1.0, data["ratio"].max()) + 0.05
+    ax.set_xlim(-0.03, end)
+    ax.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+    if end > 1.06:
+        ax.axvspan(1, end, color="#F0F0F0", zorder=0)
+        ax.text(
+            (1 + end) / 2,
+            0.04,
+            "nothing routed is left",
+            transform=ax.get_xaxis_transform(),
+            rotation=90,
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            color="#777777",
+        )
+    top = ax.secondary_xaxis(
+        "top", functions=(lambda x: x * share, lambda y: y / share)
+    )
+    top.set_xlabel(LABELS["parameter_reduction"])
+    top.set_xticks(np.arange(0, end * share, 0.2))
+    show_percent(top.xaxis)
+
+
+@styled
+def figure_boundary(data: pd.DataFrame) -> Figure:
+    """Accuracy, perplexity and FLOPs saved side by side, one legend."""
+    held = [name for name in QUANTITIES if name in set(data["metric"])]
+    figure, axes = panels(len(held), height=3.0)
+    for quantity, ax in zip(held, axes, strict=True):
+        plot_boundary(data, quantity=quantity, ax=ax)
+    share_legend(figure)
+    return figure

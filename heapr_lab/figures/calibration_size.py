@@ -1,0 +1,154 @@
+"""Figure 3: how much calibration text it takes, and whether it matters which."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from heapr_lab.figures.curves import METRICS, matching
+from heapr_lab.figures.style import (
+    LABELS,
+    REFERENCE_GREY,
+    add_legend,
+    look,
+    own_axes,
+    panels,
+    share_legend,
+    show_percent,
+    styled,
+)
+from heapr_lab.specs import SpecError
+
+
+def calibration_size_data(
+    results: pd.DataFrame,
+    *,
+    ratio: float = 0.2,
+    estimator: str = "heapr",
+    scope: str = "global",
+) -> pd.DataFrame:
+    """Mean and spread over seeds of each metric, per corpus and calibration size.
+
+    Args:
+        results: evaluation rows of several calibrations; the dense model's rows, where
+            there are any, give `dense`.
+        ratio: the pruning ratio asked for.
+        estimator: whose scores.
+        scope: "global" or "layer".
+
+    Returns:
+        Columns calibration, n_sequences, metric, dataset, value (mean over seeds),
+        spread (standard deviation over seeds, NaN for one seed), n_seeds, dense.
+    """
+    settings = {
+        "estimator": estimator,
+        "scope": scope,
+        "granularity": "atom",
+        "structure": "ragged",
+        "ratio": ratio,
+    }
+    rows = matching(results[results["metric"].isin(METRICS)], settings)
+    keys = ["calibration", "n_sequences", "metric", "dataset"]
+    rows = rows.drop_duplicates([*keys, "seed"])
+    data = (
+        rows.groupby(keys)["value"]
+        .agg(value="mean", spread="std", n_seeds="size")
+        .reset_index()
+    )
+    data["n_sequences"] = data["n_sequences"].astype(int)
+    dense = results[results["estimator"].eq("dense")]
+    dense = dense.groupby(["metric", "dataset"])["value"].first().rename("dense")
+    return data.merge(dense.reset_index(), how="left", on=["metric", "dataset"])
+
+
+@styled
+def plot_calibration_size(
+    data: pd.DataFrame,
+    *,
+    metric: str | None = None,
+    dataset: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """One metric against the number of calibration sequences, one curve per corpus.
+
+    Error bars are one standard deviation over the seeds.
+
+    Args:
+        data: from `calibration_size_data`.
+        metric: "perplexity" or "accuracy"; by default the first there is.
+        dataset: where it was measured; by default the first there is.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        SpecError: there is no such panel.
+    """
+    pairs = [
+        pair
+        for pair in _panels_of(data)
+        if metric in {None, pair[0]} and dataset in {None, pair[1]}
+    ]
+    if not pairs:
+        raise SpecError(
+            f"no rows of metric {metric!r} on data set {dataset!r}: the data holds "
+            f"{_panels_of(data)}. Ask for one of those."
+        )
+    metric, dataset = pairs[0]
+    rows = matching(data, {"metric": metric, "dataset": dataset})
+    ax = own_axes(ax)
+    for corpus, curve in rows.groupby("calibration"):
+        shown = look(str(corpus))
+        ax.errorbar(
+            curve["n_sequences"],
+            curve["value"],
+            yerr=curve["spread"].fillna(0),
+            color=shown.color,
+            marker=shown.marker,
+            label=f"calibrated on {shown.label}",
+        )
+    if rows["dense"].notna().any():
+        level = rows["dense"].iloc[0]
+        ax.axhline(
+            level,
+            color=REFERENCE_GREY,
+            linestyle="--",
+            linewidth=1,
+            label="dense model",
+        )
+    _finish(ax, rows, metric=metric)
+    ax.set_title(look(dataset).label)
+    add_legend(ax)
+    return ax
+
+
+def _finish(ax: Axes, rows: pd.DataFrame, *, metric: str) -> None:
+    sizes = sorted(set(rows["n_sequences"]))
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(sizes, [str(size) for size in sizes])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlabel(LABELS["n_sequences"])
+    ax.set_ylabel(LABELS[metric])
+    if metric == "accuracy":
+        show_percent(ax.yaxis)
+
+
+def _panels_of(data: pd.DataFrame) -> list[tuple[str, str]]:
+    pairs = set(zip(data["metric"], data["dataset"], strict=True))
+    return sorted(pairs, key=lambda pair: (METRICS.index(pair[0]), pair[1]))
+
+
+@styled
+def figure_calibration_size(data: pd.DataFrame) -> Figure:
+    """Every metric and data set, one panel each; the legend names the error bars."""
+    wanted = _panels_of(data)
+    figure, axes = panels(len(wanted), height=2.6)
+    for (metric, dataset), ax in zip(wanted, axes, strict=True):
+        plot_calibration_size(data, metric=metric, dataset=dataset, ax=ax)
+    seeds = int(data["n_seeds"].max())
+    if seeds > 1:
+        note = f"error bars: ± 1 s.d. over {seeds} seeds"
+        axes[0].plot([], [], linestyle="none", marker="|", color="#555555", label=note)
+    share_legend(figure)
+    return figure

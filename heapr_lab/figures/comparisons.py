@@ -1,0 +1,184 @@
+"""Atomic against whole experts, and global against layer-wise selection.
+
+Values are shown relative to the dense model, because that is what can be laid beside
+the paper's numbers for another model on other data.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heapr_lab.figures.curves import (
+    curves_data,
+    draw_chance,
+    draw_curves,
+    label_panel,
+    panel,
+    panels_of,
+    savings_curves,
+    sort_curves,
+    use_log,
+)
+from heapr_lab.figures.paper import PAPER_TASKS, paper_dense, paper_table
+from heapr_lab.figures.style import (
+    add_legend,
+    look,
+    own_axes,
+    panels,
+    share_legend,
+    styled,
+)
+
+_LEVELS = {"Expert": "expert", "Atomic Expert": "atom"}
+_SCOPES = {"HEAPr-L": "layer", "HEAPr-G": "global"}
+_GRANULARITY_MODEL = "DeepSeekMoE-16B-Base"
+_SCOPE_MODEL = "Qwen1.5-MoE-A2.7B-Chat"
+
+
+def granularity_data(
+    results: pd.DataFrame,
+    savings: pd.DataFrame,
+    *,
+    estimator: str = "heapr",
+    scope: str = "global",
+    paper_dir: Path | None = None,
+) -> pd.DataFrame:
+    """Curves of pruning whole experts and of pruning atomic experts, with the paper's.
+
+    Args:
+        results: evaluation rows of one calibration, dense rows among them.
+        savings: parameters and FLOPs saved per setting.
+        estimator: whose scores.
+        scope: "global" or "layer".
+        paper_dir: folder of the paper's CSV files, if not the usual one.
+
+    Returns:
+        A curve frame (see `heapr_lab.figures.curves`) whose `name` is "atom" or
+        "expert"; metrics perplexity, accuracy and flops_reduction.
+    """
+    settings = {"estimator": estimator, "scope": scope, "structure": "ragged"}
+    ours = curves_data(results, vary="granularity", settings=settings)
+    saved = savings_curves(savings, vary="granularity", settings=settings)
+    paper = _paper_granularity(paper_dir)
+    if ours["dataset"].eq("wikitext2").any():
+        # the paper's perplexity is that of WikiText-2; without it, any panel must do
+        paper.loc[paper["metric"].eq("perplexity"), "dataset"] = "wikitext2"
+    return sort_curves(pd.concat([ours, saved, paper]))
+
+
+def scope_data(
+    results: pd.DataFrame,
+    *,
+    estimator: str = "heapr",
+    paper_dir: Path | None = None,
+) -> pd.DataFrame:
+    """Curves of global and of layer-wise pruning of atomic experts, with the paper's.
+
+    The paper's points are Qwen1.5-MoE's: for DeepSeekMoE it prints `acc_norm` here but
+    no dense value of it, so nothing relative can be said. Averages are those of the
+    seven cells; the paper prints another one for HEAPr-G at 25 %.
+
+    Args:
+        results: evaluation rows of one calibration, dense rows among them.
+        estimator: whose scores.
+        paper_dir: folder of the paper's CSV files, if not the usual one.
+
+    Returns:
+        A curve frame whose `name` is "global" or "layer".
+    """
+    settings = {
+        "estimator": estimator,
+        "granularity": "atom",
+        "structure": "ragged",
+    }
+    ours = curves_data(results, vary="scope", settings=settings)
+    return sort_curves(pd.concat([ours, _paper_scopes(paper_dir)]))
+
+
+def _paper_granularity(paper_dir: Path | None) -> pd.DataFrame:
+    table = paper_table("granularity", directory=paper_dir)
+    dense = paper_dense(_GRANULARITY_MODEL, directory=paper_dir)
+    table = table[table["model"].eq(_GRANULARITY_MODEL)]
+    wide = pd.DataFrame(
+        {
+            "name": table["level"].map(_LEVELS),
+            "ratio": table["ratio"],
+            "perplexity": table["wikitext2_ppl"],
+            "accuracy": table[list(PAPER_TASKS)].mean(axis=1) / 100,
+            "flops_reduction": table["flops_reduction"],
+        }
+    )
+    rows = wide.melt(["name", "ratio"], var_name="metric")
+    rows["relative"] = rows["value"] / rows["metric"].map(dense)
+    return rows.assign(source="paper", model=_GRANULARITY_MODEL, dataset="")
+
+
+def _paper_scopes(paper_dir: Path | None) -> pd.DataFrame:
+    table = paper_table("global_vs_layer", directory=paper_dir)
+    dense = paper_dense(_SCOPE_MODEL, directory=paper_dir)
+    table = table[table["model"].eq(_SCOPE_MODEL) & table["method"].isin(list(_SCOPES))]
+    rows = pd.DataFrame(
+        {
+            "name": table["method"].map(_SCOPES),
+            "ratio": table["ratio"],
+            "value": table[list(PAPER_TASKS)].mean(axis=1) / 100,
+        }
+    )
+    rows["relative"] = rows["value"] / dense["accuracy"]
+    return rows.assign(
+        source="paper", model=_SCOPE_MODEL, metric="accuracy", dataset=""
+    )
+
+
+@styled
+def plot_comparison(
+    data: pd.DataFrame,
+    *,
+    metric: str | None = None,
+    dataset: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """One metric of a curve frame against the ratio, relative to the dense model.
+
+    Args:
+        data: from `granularity_data`, `scope_data` or `main_data`.
+        metric: "perplexity" (log axis), "accuracy" or "flops_reduction"; by default
+            the first there is.
+        dataset: a data set of that metric; by default the first there is.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    rows, metric, dataset = panel(data, metric, dataset)
+    ax = own_axes(ax)
+    relative = metric != "flops_reduction"
+    if relative:
+        draw_curves(ax, rows, column="relative", error="relative_stderr")
+    else:
+        draw_curves(ax, rows, column="value", error="stderr")
+    label_panel(ax, metric, relative=relative)
+    if metric == "perplexity":
+        use_log(ax)
+    if metric == "accuracy":
+        draw_chance(ax, rows)
+    ax.set_title(look(dataset).label if dataset else "whole model")
+    add_legend(ax)
+    return ax
+
+
+@styled
+def figure_comparison(data: pd.DataFrame) -> Figure:
+    """Every metric and data set of a curve frame, one panel each, one legend."""
+    wanted = panels_of(data)
+    figure, axes = panels(len(wanted))
+    for (metric, dataset), ax in zip(wanted, axes, strict=True):
+        plot_comparison(data, metric=metric, dataset=dataset, ax=ax)
+    share_legend(figure)
+    return figure
+
+
+plot_granularity = plot_scope = plot_comparison
+figure_granularity = figure_scope = figure_comparison

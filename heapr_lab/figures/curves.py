@@ -1,0 +1,285 @@
+"""Evaluation rows as tidy curves over the pruning ratio, and how they are drawn.
+
+Every curve frame has the columns `source` ("ours" or "paper"), `name` (which curve:
+an estimator, a scope or a granularity), `model` (of the paper's rows), `ratio`
+(achieved share of the routed atomic experts), `metric`, `dataset`, `value`, `stderr`,
+and the same two divided by the dense model's value, `relative`, `relative_stderr`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from heapr_lab.figures.paper import paper_label
+from heapr_lab.figures.style import (
+    LABELS,
+    PAPER_GREY,
+    REFERENCE_GREY,
+    look,
+    place,
+    show_percent,
+)
+from heapr_lab.specs import SpecError
+
+METRICS = ("perplexity", "accuracy")
+CHANCE = {"continuation": 0.25}
+"""Accuracy of guessing, for the tasks whose number of choices is known."""
+
+CURVE_COLUMNS = [
+    "source",
+    "name",
+    "model",
+    "ratio",
+    "metric",
+    "dataset",
+    "value",
+    "stderr",
+    "relative",
+    "relative_stderr",
+]
+
+
+def matching(frame: pd.DataFrame, settings: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows of `frame` in which every column of `settings` has its value.
+
+    Raises:
+        SpecError: no row is left.
+    """
+    rows = np.ones(len(frame), dtype=bool)
+    for column, value in settings.items():
+        rows &= frame[column].eq(value).to_numpy()
+    if not rows.any():
+        held = {column: sorted(set(frame[column].dropna())) for column in settings}
+        raise SpecError(
+            f"no rows with {dict(settings)}: the frame holds {held}. Evaluate that "
+            "setting first, or ask for one that was evaluated."
+        )
+    return frame[rows]
+
+
+def require_one_row(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """`frame` without repeated rows, in which each combination of `keys` stands once.
+
+    Raises:
+        SpecError: two different rows share their keys.
+    """
+    unique = frame.drop_duplicates()
+    twice = unique[unique.duplicated(list(keys), keep=False)]
+    if twice.empty:
+        return unique
+    first = twice[twice[list(keys)].eq(twice[list(keys)].iloc[0]).all(axis=1)]
+    differ = [column for column in first if first[column].nunique(dropna=False) > 1]
+    raise SpecError(
+        f"{len(first)} rows for {first[list(keys)].iloc[0].to_dict()}, expected one; "
+        f"they differ in {differ}. Keep the rows of one setting before plotting, as in "
+        'results[results["seed"] == 0].'
+    )
+
+
+def relative_to_dense(results: pd.DataFrame) -> pd.DataFrame:
+    """`results` with perplexity and accuracy also as multiples of the dense model's.
+
+    Adds `relative` and `relative_stderr` (the dense value taken as exact), and sets
+    `ratio` to the achieved one.
+
+    Args:
+        results: evaluation rows, the dense model's (estimator "dense") among them.
+
+    Raises:
+        SpecError: a metric of a data set has no row of the dense model.
+    """
+    rows = results[results["metric"].isin(METRICS)].copy()
+    dense = rows[rows["estimator"].eq("dense")]
+    base = dense.groupby(["dataset", "metric"])["value"].first()
+    keys = pd.MultiIndex.from_frame(rows[["dataset", "metric"]])
+    missing = sorted(set(keys) - set(base.index))
+    if missing:
+        raise SpecError(
+            f"no row with estimator 'dense' for {missing}; values are stated relative "
+            "to the unpruned model. Evaluate the dense model on them too."
+        )
+    divisor = base.reindex(keys).to_numpy()
+    rows["relative"] = rows["value"].to_numpy() / divisor
+    rows["relative_stderr"] = rows["stderr"].to_numpy() / divisor
+    rows["ratio"] = rows["achieved_ratio"].fillna(rows["ratio"])
+    return rows
+
+
+def curves_data(
+    results: pd.DataFrame, *, vary: str, settings: Mapping[str, Any]
+) -> pd.DataFrame:
+    """One curve per value of column `vary`, each starting at the dense model.
+
+    Args:
+        results: evaluation rows.
+        vary: the column that names the curves.
+        settings: column values held fixed.
+
+    Returns:
+        A curve frame (columns of this module's docstring) sorted by name, metric,
+        data set and ratio.
+    """
+    rows = relative_to_dense(results)
+    pruned = matching(rows[~rows["estimator"].eq("dense")], settings)
+    pruned = pruned.assign(name=pruned[vary])
+    pruned = require_one_row(pruned, ["name", "ratio", "dataset", "metric"])
+    dense = rows[rows["estimator"].eq("dense")].drop_duplicates(["dataset", "metric"])
+    starts = [dense.assign(name=name) for name in sorted(set(pruned["name"]))]
+    curves = pd.concat([*starts, pruned]).assign(source="ours", model="")
+    # a curve starts only on data sets on which it goes on
+    alive = pruned[["name", "metric", "dataset"]].drop_duplicates()
+    curves = curves.merge(alive, on=["name", "metric", "dataset"])
+    return sort_curves(curves)
+
+
+def savings_curves(
+    savings: pd.DataFrame, *, vary: str, settings: Mapping[str, Any]
+) -> pd.DataFrame:
+    """Curves of the FLOPs saved (metric "flops_reduction"), from 0 at ratio 0."""
+    rows = matching(savings, settings)
+    rows = rows.assign(
+        name=rows[vary], ratio=rows["achieved_ratio"].fillna(rows["ratio"])
+    )
+    rows = require_one_row(rows, ["name", "ratio"])
+    starts = rows.drop_duplicates("name").assign(ratio=0.0, flops_reduction=0.0)
+    rows = pd.concat([starts, rows]).drop_duplicates(["name", "ratio"])
+    rows = rows.rename(columns={"flops_reduction": "value"}).assign(
+        source="ours", model="", metric="flops_reduction", dataset=""
+    )
+    return sort_curves(rows)
+
+
+def sort_curves(curves: pd.DataFrame) -> pd.DataFrame:
+    """`curves` with exactly the curve columns, sorted, on a fresh index."""
+    order = ["source", "metric", "dataset", "name", "model", "ratio"]
+    full = curves.reindex(columns=CURVE_COLUMNS)
+    return full.sort_values(
+        order,
+        key=lambda column: column.map(place) if column.name == "name" else column,
+        kind="stable",
+        ignore_index=True,
+    )
+
+
+def panels_of(data: pd.DataFrame) -> list[tuple[str, str]]:
+    """The (metric, data set) pairs of our rows: perplexities, accuracies, FLOPs."""
+    ours = data[data["source"].eq("ours")]
+    pairs = set(zip(ours["metric"], ours["dataset"], strict=True))
+    order = [*METRICS, "flops_reduction"]
+    return sorted(pairs, key=lambda pair: (order.index(pair[0]), pair[1]))
+
+
+def panel(
+    data: pd.DataFrame, metric: str | None, dataset: str | None
+) -> tuple[pd.DataFrame, str, str]:
+    """Our rows of one panel with the paper's rows of its metric; the first by default.
+
+    The paper's rows carry the data set "" where they are drawn on any data set.
+
+    Raises:
+        SpecError: there is no such panel.
+    """
+    pairs = [
+        pair
+        for pair in panels_of(data)
+        if metric in {None, pair[0]} and dataset in {None, pair[1]}
+    ]
+    if not pairs:
+        raise SpecError(
+            f"no rows of metric {metric!r} on data set {dataset!r}: the data holds "
+            f"{panels_of(data)}. Ask for one of those."
+        )
+    metric, dataset = pairs[0]
+    ours = data["source"].eq("ours") & data["dataset"].eq(dataset)
+    paper = data["source"].eq("paper") & data["dataset"].isin(["", dataset])
+    return data[data["metric"].eq(metric) & (ours | paper)], metric, dataset
+
+
+def draw_curves(ax: Axes, rows: pd.DataFrame, *, column: str, error: str) -> None:
+    """Our curves with error bars, and the paper's points as hollow grey markers."""
+    ours = rows[rows["source"].eq("ours")]
+    for name in ours["name"].drop_duplicates():
+        curve = ours[ours["name"].eq(name)].sort_values("ratio")
+        shown = look(name)
+        errors = curve[error].to_numpy(dtype=float)
+        ax.errorbar(
+            curve["ratio"],
+            curve[column],
+            yerr=None if np.isnan(errors).all() else np.nan_to_num(errors),
+            color=shown.color,
+            marker=shown.marker,
+            label=shown.label,
+            zorder=3 - 0.01 * place(name),  # the first in the legend lies on top
+        )
+    paper = rows[rows["source"].eq("paper")]
+    for (name, model), points in paper.groupby(["name", "model"], sort=False):
+        draw_paper_points(
+            ax,
+            points["ratio"],
+            points[column],
+            marker=look(name).marker,
+            label=paper_label(model),
+        )
+
+
+def draw_paper_points(
+    ax: Axes, x: Sequence[float], y: Sequence[float], *, marker: str, label: str
+) -> None:
+    """Hollow grey points; the legend names each model once."""
+    known = ax.get_legend_handles_labels()[1]
+    ax.plot(
+        x,
+        y,
+        linestyle="none",
+        marker=marker or "o",
+        markersize=6.5,
+        markerfacecolor="none",
+        markeredgecolor=PAPER_GREY,
+        markeredgewidth=1.2,
+        zorder=4,
+        label="_nolegend_" if label in known else label,
+    )
+
+
+def label_panel(ax: Axes, metric: str, *, relative: bool) -> None:
+    """Axis labels, per cent ticks and the dense model's line of one panel."""
+    key = f"relative {metric}" if relative else metric
+    ax.set_xlabel(LABELS["ratio"])
+    ax.set_ylabel(LABELS[key])
+    show_percent(ax.xaxis)
+    if metric != "perplexity":
+        show_percent(ax.yaxis)
+    if relative:
+        ax.axhline(1, color=REFERENCE_GREY, linestyle="--", linewidth=1, zorder=1)
+
+
+def draw_chance(ax: Axes, rows: pd.DataFrame) -> None:
+    """A dotted line at the accuracy of guessing, where it is known for the task."""
+    ours = rows[rows["source"].eq("ours") & rows["dataset"].isin(list(CHANCE))]
+    if ours.empty:
+        return
+    first = ours.iloc[0]
+    dense = first["value"] / first["relative"]
+    ax.axhline(
+        CHANCE[first["dataset"]] / dense,
+        color=REFERENCE_GREY,
+        linestyle=":",
+        linewidth=1.2,
+        label="guessing",
+    )
+
+
+def use_log(ax: Axes) -> None:
+    """A logarithmic y axis with ticks written as plain numbers."""
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    narrow = high / low < 4  # too few of 1, 2, 5, 10 to read a value from
+    ax.yaxis.set_major_locator(
+        MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1, 2, 5))
+    )
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter("{x:g}")

@@ -1,0 +1,161 @@
+"""Figures and tables as files: the same input gives the same bytes."""
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from heapr_lab.figures.style import styled
+from heapr_lab.specs import digest
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "↓": r"$\downarrow$",
+    "↑": r"$\uparrow$",
+    "Δ": r"$\Delta$",
+    "÷": r"$\div$",
+    "×": r"$\times$",
+    "±": r"$\pm$",
+    "—": "---",
+}
+
+
+@styled
+def save_figure(
+    figure: Figure, stem: str | Path, *, provenance: dict[str, Any]
+) -> list[Path]:
+    """Write `figure` as `stem`.png and `stem`.pdf and return the two paths.
+
+    No date or version goes into the files, so equal figures are equal bytes. The hash
+    of `provenance` stands in the PNG's Description and in the PDF's Keywords.
+
+    Args:
+        figure: what to write; its layout is settled by this.
+        stem: path without a suffix; its folder is made.
+        provenance: plain data that says where the numbers come from.
+    """
+    stem = Path(stem)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    mark = f"heapr-lab provenance sha256:{digest(provenance)}"
+    metadata = {
+        "png": {"Description": mark, "Title": stem.name, "Software": None},
+        "pdf": {
+            "Keywords": mark,
+            "Title": stem.name,
+            "Creator": "heapr-lab",
+            "Producer": None,
+            "CreationDate": None,
+        },
+    }
+    # settled once: a second layout of the same figure may differ in the last bits
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    paths = []
+    for suffix, fields in metadata.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix, metadata=fields)
+        path = stem.with_name(f"{stem.name}.{suffix}")
+        path.write_bytes(buffer.getvalue())
+        paths.append(path)
+    return paths
+
+
+def write_table(
+    frame: pd.DataFrame, stem: str | Path, *, provenance: dict[str, Any]
+) -> list[Path]:
+    """Write `frame` as `stem`.csv, `stem`.md and `stem`.tex and return the paths.
+
+    The CSV file keeps every digit and nothing but the table; Markdown and LaTeX
+    (booktabs) are for reading: about four significant digits, a dash for a missing
+    value, and the hash of `provenance` in a comment.
+
+    Args:
+        frame: the table; its index is not written.
+        stem: path without a suffix; its folder is made.
+        provenance: plain data that says where the numbers come from.
+    """
+    stem = Path(stem)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    mark = f"heapr-lab provenance sha256:{digest(provenance)}"
+    texts = {
+        "csv": frame.to_csv(index=False, lineterminator="\n"),
+        "md": f"{table_markdown(frame)}\n<!-- {mark} -->\n",
+        "tex": f"% {mark}\n{table_latex(frame)}",
+    }
+    paths = []
+    for suffix, text in texts.items():
+        path = stem.with_name(f"{stem.name}.{suffix}")
+        path.write_text(text, encoding="utf-8", newline="\n")
+        paths.append(path)
+    return paths
+
+
+def table_markdown(frame: pd.DataFrame) -> str:
+    """`frame` as a GitHub table, numbers to the right."""
+    header, rows, numeric = _cells(frame)
+    rules = ["---:" if right else "---" for right in numeric]
+    lines = [header, rules, *rows]
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+
+
+def table_latex(frame: pd.DataFrame) -> str:
+    """`frame` as a LaTeX tabular with the rules of booktabs."""
+    header, rows, numeric = _cells(frame)
+    align = "".join("r" if right else "l" for right in numeric)
+    lines = [
+        rf"\begin{{tabular}}{{{align}}}",
+        r"\toprule",
+        _latex_row(header),
+        r"\midrule",
+        *(_latex_row(row) for row in rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _latex_row(cells: list[str]) -> str:
+    escaped = ["".join(_LATEX.get(letter, letter) for letter in c) for c in cells]
+    return " & ".join(escaped) + r" \\"
+
+
+def _cells(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], list[bool]]:
+    header = [str(column) for column in frame.columns]
+    numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in frame.dtypes]
+    columns = [format_column(frame[column]) for column in frame.columns]
+    return header, [list(row) for row in zip(*columns, strict=True)], numeric
+
+
+def format_column(values: pd.Series) -> list[str]:
+    """`values` for reading: one number of decimals for all, missing ones a dash.
+
+    Decimals are such that the median has four significant digits; whole numbers have
+    none.
+
+    Example:
+        >>> format_column(pd.Series([28.3149, 9.5, float("nan")]))
+        ['28.31', '9.50', '—']
+    """
+    if not pd.api.types.is_float_dtype(values.dtype):
+        return ["—" if pd.isna(value) else str(value) for value in values]
+    sizes = values.abs()[values.abs().gt(0) & np.isfinite(values)]
+    # 100 * 0.3 is a whole number to a reader
+    if sizes.empty or np.allclose(sizes, sizes.round(), rtol=1e-12):
+        decimals = 0
+    else:
+        decimals = min(8, max(0, 3 - math.floor(math.log10(sizes.median()))))
+    return ["—" if pd.isna(value) else f"{value:.{decimals}f}" for value in values]

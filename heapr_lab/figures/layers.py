@@ -1,0 +1,270 @@
+"""Figure 1, removed share per layer, and the pictures of widths and scores."""
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from heapr_lab.figures.style import (
+    LABELS,
+    REFERENCE_GREY,
+    add_legend,
+    look,
+    own_axes,
+    panels,
+    share_legend,
+    show_percent,
+    styled,
+)
+from heapr_lab.specs import SpecError
+
+_RATIO_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+_REMOVED = "#D55E00"
+_IN_NATS = ("heapr", "heapr_total", "fisher", "taylor")
+
+
+class Keep(Protocol):
+    """What this module asks of a keep mask."""
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Share of all routed atomic experts that is removed."""
+
+    def layer_ratios(self) -> pd.Series:
+        """Share of the atomic experts removed, per layer."""
+
+
+def layer_ratios_data(masks: Mapping[float, Keep]) -> pd.DataFrame:
+    """Share of the atomic experts removed in each layer, for each global ratio.
+
+    Args:
+        masks: the keep mask selected at each ratio.
+
+    Returns:
+        Columns ratio (as asked), achieved_ratio, layer, layer_ratio.
+    """
+    frames = [
+        pd.DataFrame(
+            {
+                "ratio": ratio,
+                "achieved_ratio": keep.achieved_ratio,
+                "layer": keep.layer_ratios().index,
+                "layer_ratio": keep.layer_ratios().to_numpy(),
+            }
+        )
+        for ratio, keep in masks.items()
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
+@styled
+def plot_layer_ratios(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Bars of the removed share per layer, a dashed line at each global ratio.
+
+    Args:
+        data: from `layer_ratios_data`; several ratios stand side by side.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ax = own_axes(ax)
+    ratios = list(data["ratio"].drop_duplicates())
+    width = 0.8 / len(ratios)
+    for place, ratio in enumerate(ratios):
+        bars = data[data["ratio"].eq(ratio)]
+        color = _RATIO_COLORS[place % len(_RATIO_COLORS)]
+        shift = (place - (len(ratios) - 1) / 2) * width
+        ax.bar(bars["layer"] + shift, bars["layer_ratio"], width=width, color=color)
+        ax.axhline(
+            bars["achieved_ratio"].iloc[0],
+            color=color if len(ratios) > 1 else "#222222",
+            linestyle="--",
+            linewidth=1.2,
+            label=f"{100 * ratio:g} % of all layers",
+        )
+    ax.set_xlabel("MoE layer [index]")
+    ax.set_ylabel(LABELS["layer_ratio"])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.grid(visible=False, axis="x")
+    show_percent(ax.yaxis)
+    add_legend(ax)
+    return ax
+
+
+@styled
+def figure_layer_ratios(data: pd.DataFrame) -> Figure:
+    """One panel of bars per global ratio, on one scale."""
+    ratios = list(data["ratio"].drop_duplicates())
+    figure, axes = panels(len(ratios))
+    top = min(1.0, data["layer_ratio"].max() * 1.2)
+    for ratio, ax in zip(ratios, axes, strict=True):
+        plot_layer_ratios(data[data["ratio"].eq(ratio)], ax=ax)
+        ax.set_ylim(0, top)
+        ax.set_title(f"{100 * ratio:g} % removed globally")
+        ax.get_lines()[0].set_label("share removed from all layers together")
+    share_legend(figure)
+    return figure
+
+
+@styled
+def plot_widths(
+    widths: pd.DataFrame,
+    tokens: pd.DataFrame | None = None,
+    *,
+    full_width: int | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Heat map of the atomic experts kept in each expert.
+
+    Args:
+        widths: kept atoms, layer × expert, as `KeepMask.widths()` gives them.
+        tokens: routed tokens, layer × expert. A dot's area is the expert's share of
+            its layer's tokens; × marks an expert without any.
+        full_width: atoms of an unpruned expert, the top of the colour scale; by
+            default the widest one.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ax = own_axes(ax, size=(7, 0.9 + 0.26 * min(len(widths), 24)))
+    values = np.ma.masked_invalid(widths.to_numpy(dtype=float))
+    rows = np.arange(len(widths))
+    image = ax.pcolormesh(
+        np.arange(widths.shape[1] + 1) - 0.5,
+        np.arange(len(widths) + 1) - 0.5,
+        values,
+        vmin=0,
+        vmax=full_width or values.max(),
+        edgecolor="white",
+        linewidth=0.4,
+    )
+    if tokens is not None:
+        _draw_load(ax, tokens.reindex_like(widths))
+    step = max(1, -(-len(rows) // 24))
+    ax.set_yticks(rows[::step], [str(layer) for layer in widths.index[::step]])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.invert_yaxis()
+    ax.grid(visible=False)
+    key = "dot area: share of the layer's tokens, ×: no token routed"
+    ax.set_xlabel("expert [index]" + (f"\n{key}" if tokens is not None else ""))
+    ax.set_ylabel("MoE layer [index]")
+    bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
+    bar.set_label("atomic experts kept [count]")
+    bar.outline.set_visible(False)
+    return ax
+
+
+def _draw_load(ax: Axes, tokens: pd.DataFrame) -> None:
+    counts = tokens.to_numpy(dtype=float)
+    totals = np.nansum(counts, axis=1, keepdims=True)
+    share = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
+    used = np.argwhere(share > 0)
+    # the busiest expert's dot fills a cell of about 0.2 inch on a 7 inch figure
+    largest = 72 * min(0.16, 4.5 / counts.shape[1])
+    ax.scatter(
+        used[:, 1],
+        used[:, 0],
+        s=largest**2 * share[share > 0] / share.max() if share.any() else [],
+        color="white",
+        edgecolor="#222222",
+        linewidth=0.5,
+    )
+    idle = np.argwhere(counts == 0)
+    if len(idle):
+        ax.scatter(idle[:, 1], idle[:, 0], marker="x", color="white", s=25)
+
+
+def score_histogram_data(
+    scores: pd.Series, cut: float | None = None, *, bins: int = 60
+) -> pd.DataFrame:
+    """Counts of the scores in bins of equal width on a logarithmic axis.
+
+    Scores of 0 (and below, where a first-order term is kept) have no logarithm; their
+    number is in `attrs["n_not_positive"]`.
+
+    Args:
+        scores: one score per atomic expert.
+        cut: the score below which atoms are removed; it is a bin edge, so that no bin
+            holds both.
+        bins: how many bins, give or take the one that the cut adds.
+
+    Returns:
+        Columns left, right (bin edges), n_atoms, removed (the bin lies below the cut).
+
+    Raises:
+        SpecError: no score is above 0.
+    """
+    values = scores.to_numpy(dtype=float)
+    positive = values[values > 0]
+    if not len(positive):
+        raise SpecError(
+            f"none of {len(values)} scores is above 0, so there is no logarithmic axis "
+            "for them. Measure the table on text that reaches the experts."
+        )
+    low, high = positive.min(), positive.max()
+    anchor = cut if cut is not None and low < cut < high else low
+    # half a step of room at the top, so that rounding loses no score
+    step = max((high / low) ** (1 / bins), 1 + 1e-6)
+    first = math.floor(math.log(low / anchor) / math.log(step))
+    last = math.floor(math.log(high / anchor) / math.log(step) + 0.5) + 1
+    edges = anchor * step ** np.arange(first, last + 1, dtype=float)
+    edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
+    counts = np.histogram(positive, bins=edges)[0]
+    data = pd.DataFrame({"left": edges[:-1], "right": edges[1:], "n_atoms": counts})
+    data["removed"] = data["right"].le(cut) if cut is not None else False
+    data.attrs["n_not_positive"] = int(len(values) - len(positive))
+    return data
+
+
+@styled
+def plot_score_histogram(
+    scores: pd.Series, cut: float | None = None, *, ax: Axes | None = None
+) -> Axes:
+    """Histogram of the scores on a logarithmic axis, removed atoms in another colour.
+
+    Args:
+        scores: one score per atomic expert; the series' name labels the axis.
+        cut: the score below which atoms are removed, drawn as a line.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ax = own_axes(ax)
+    data = score_histogram_data(scores, cut)
+    shown = look(str(scores.name or "heapr"))
+    for removed, color, label in (
+        (False, look("heapr").color, "kept"),
+        (True, _REMOVED, "removed"),
+    ):
+        bars = data[data["removed"].eq(removed)]
+        if not bars.empty:
+            width = bars["right"] - bars["left"]
+            ax.bar(
+                bars["left"],
+                bars["n_atoms"],
+                width=width,
+                align="edge",
+                color=color,
+                label=label,
+            )
+    if cut is not None and cut > 0:
+        ax.axvline(cut, color=REFERENCE_GREY, linestyle="--", linewidth=1.2)
+    ax.set_xscale("log")
+    unit = "nats/token" if scores.name in _IN_NATS else "arbitrary unit"
+    ax.set_xlabel(f"score, {shown.label} [{unit}]")
+    ax.set_ylabel("atomic experts [count]")
+    if data.attrs["n_not_positive"]:
+        hidden = (
+            f"not shown: {data.attrs['n_not_positive']:,} with a score of 0 or less"
+        )
+        ax.set_title(hidden, fontsize=8, fontweight="normal")
+    add_legend(ax)
+    return ax

@@ -1,0 +1,78 @@
+"""The paper's published numbers, and how they are marked in our figures."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from heapr_lab.specs import SpecError
+
+PAPER_TASKS = (
+    "openbookqa",
+    "arc_easy",
+    "winogrande",
+    "hellaswag",
+    "arc_challenge",
+    "piqa",
+    "mathqa",
+)
+"""The seven zero-shot tasks of the paper, by their column names in its tables."""
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = (
+    _PACKAGE.parent / "data" / "paper",
+    # where a wheel puts them (pyproject.toml, tool.setuptools.data-files)
+    Path(sysconfig.get_path("data")) / "share" / "heapr_lab" / "paper",
+)
+
+
+def paper_table(name: str, *, directory: Path | None = None) -> pd.DataFrame:
+    """One of the paper's tables, as published.
+
+    Args:
+        name: `main_results`, `global_vs_layer`, `granularity`, `cost`,
+            `calibration_sizes` or `boundary`.
+        directory: the folder of the CSV files; by default `data/paper` of the
+            repository, or the copy that an installed package brings.
+
+    Returns:
+        The CSV file as a frame; a dash of the paper is NaN.
+
+    Raises:
+        SpecError: there is no such table.
+    """
+    folders = (Path(directory),) if directory is not None else _FOLDERS
+    for folder in folders:
+        path = folder / f"{name}.csv"
+        if path.is_file():
+            return pd.read_csv(path)
+    found = sorted({path.stem for folder in folders for path in folder.glob("*.csv")})
+    raise SpecError(
+        f"no table {name!r} in {[str(folder) for folder in folders]}: found "
+        f"{found or 'no CSV file'}. Name one of those, or pass the folder with the "
+        "paper's CSV files as directory."
+    )
+
+
+def paper_label(model: str) -> str:
+    """Legend label of the paper's points for `model`."""
+    short = model.removesuffix("-Base").removesuffix("-Chat")
+    return f"paper: {short}, not comparable (other model and data)"
+
+
+def paper_dense(model: str, *, directory: Path | None = None) -> pd.Series:
+    """The unpruned model's published WikiText-2 perplexity and mean task accuracy.
+
+    Returns:
+        Series with `perplexity` and `accuracy` (a fraction; the mean of the seven
+        tasks, as the paper prints them to two digits).
+    """
+    table = paper_table("main_results", directory=directory)
+    row = table[table["model"].eq(model) & table["method"].eq("Original")].iloc[0]
+    return pd.Series(
+        {
+            "perplexity": float(row["wikitext2_ppl"]),
+            "accuracy": float(np.mean([row[task] for task in PAPER_TASKS])),
+        }
+    )

@@ -1,0 +1,190 @@
+"""One look for every figure: a style file, and a colour and a marker per name.
+
+Names are estimators (`heapr`), granularities (`atom`), scopes (`layer`), corpora
+(`ptb`) and benchmark methods (`two_stage`). A name looks the same in every figure,
+whatever else is drawn beside it. Colours are those of Okabe and Ito; the controls are
+grey or orange.
+"""
+
+import functools
+import textwrap
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+STYLE_FILE = Path(__file__).parent / "heapr.mplstyle"
+"""The matplotlib style every figure is drawn and saved with."""
+
+PAPER_GREY = "#555555"
+REFERENCE_GREY = "#888888"
+ATOM_COLOR = "#D55E00"
+"""Colour of one atomic expert in the picture of what it is."""
+
+LABELS = {
+    "ratio": "atomic experts removed [%]",
+    "parameter_reduction": "of the whole model [%]",
+    "layer_ratio": "removed [% of the layer]",
+    "perplexity": "perplexity ↓",
+    "relative perplexity": "perplexity ÷ dense [×] ↓",
+    "accuracy": "accuracy [%] ↑",
+    "relative accuracy": "accuracy kept [% of dense] ↑",
+    "flops_reduction": "FLOPs saved [%] ↑",
+    "delta_nll": "measured Δloss [nats/token]",
+    "n_sequences": "calibration [sequences]",
+    "seconds": "time [s] ↓",
+    "peak_bytes": "peak memory [MiB] ↓",
+    "state_bytes": "accumulated state [MiB] ↓",
+}
+"""Axis label of each quantity: name, unit, and an arrow towards the better end."""
+
+_LABEL_WIDTH = 40
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one name is drawn, wherever it is drawn."""
+
+    color: str
+    marker: str
+    label: str
+
+
+_LOOKS = {
+    "dense": Look("#222222", "", "dense model"),
+    "heapr": Look("#0072B2", "o", "HEAPr"),
+    "heapr_total": Look("#56B4E9", "s", "HEAPr, weighted by use"),
+    "fisher": Look("#009E73", "^", "Fisher"),
+    "taylor": Look("#CC79A7", "D", "Taylor"),
+    "camera": Look("#D55E00", "v", "CAMERA-P (layer-wise)"),
+    "magnitude": Look("#E69F00", "P", "magnitude"),
+    "frequency": Look("#444444", "X", "frequency"),
+    "random": Look("#999999", "*", "random"),
+    "atom": Look("#0072B2", "o", "atomic experts"),
+    "expert": Look("#D55E00", "s", "whole experts"),
+    "global": Look("#0072B2", "o", "global (HEAPr-G)"),
+    "layer": Look("#D55E00", "s", "layer-wise (HEAPr-L)"),
+    "pydocs": Look("#0072B2", "o", "pydocs"),
+    "wikitext2": Look("#D55E00", "s", "WikiText-2"),
+    "ptb": Look("#009E73", "^", "PTB"),
+    "c4": Look("#CC79A7", "D", "C4"),
+    "continuation": Look("#E69F00", "D", "continuation"),
+    "plain": Look("#999999", "o", "forward + backward"),
+    "plain_eager": Look("#CCCCCC", "o", "the same, eager experts"),
+    "one_pass": Look("#0072B2", "s", "one pass"),
+    "two_stage": Look("#D55E00", "^", "Algorithm 1, two stages"),
+}
+_SPARE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_SPARE_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def look(name: str) -> Look:
+    """Colour, marker and legend label of `name`.
+
+    A name that has none of its own gets one from a checksum of its letters, so that it
+    still looks the same everywhere.
+    """
+    if name in _LOOKS:
+        return _LOOKS[name]
+    number = zlib.crc32(name.encode())
+    return Look(
+        _SPARE_COLORS[number % len(_SPARE_COLORS)],
+        _SPARE_MARKERS[number % len(_SPARE_MARKERS)],
+        name,
+    )
+
+
+def place(name: str) -> int:
+    """Where `name` stands among names in legends and tables; unknown ones last."""
+    known = list(_LOOKS)
+    return known.index(name) if name in known else len(known)
+
+
+def styled(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, run in the house style, which ends with it."""
+
+    @functools.wraps(function)
+    def in_style(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A notebook's backend turns interactive mode on when first used; inside the
+        # context that would end with it, and later figures would not be shown.
+        plt.draw_if_interactive()
+        with plt.style.context(STYLE_FILE):
+            return function(*args, **kwargs)
+
+    return in_style
+
+
+def own_axes(ax: Axes | None, *, size: tuple[float, float] = (4.6, 3.2)) -> Axes:
+    """`ax`, or the Axes of a new figure of `size` inches; never the current Axes."""
+    return plt.subplots(figsize=size)[1] if ax is None else ax
+
+
+def panels(count: int, *, height: float = 2.7) -> tuple[Figure, list[Axes]]:
+    """A figure of README width with `count` panels, at most three in a row."""
+    columns = min(count, 3) if count != 4 else 2
+    rows = -(-count // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(7, height * rows + 0.5), squeeze=False
+    )
+    axes = list(grid.flat)
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
+
+
+def share_legend(figure: Figure) -> None:
+    """One legend under the panels, in place of each panel's own."""
+    entries = _entries(figure.axes)
+    for ax in figure.axes:
+        legend = ax.get_legend()
+        if legend is not None:
+            legend.remove()
+    if not entries:
+        return
+    figure.draw_without_rendering()  # the first layout, which a legend is fitted to
+    for columns in range(len(entries), 0, -1):
+        legend = figure.legend(
+            list(entries.values()),
+            list(entries),
+            loc="outside lower center",
+            ncols=columns,
+        )
+        if legend.get_window_extent().width <= figure.bbox.width or columns == 1:
+            return
+        legend.remove()
+
+
+def add_legend(ax: Axes) -> None:
+    """The legend of one Axes, long labels broken; none where nothing is labelled."""
+    entries = _entries([ax])
+    if entries:
+        ax.legend(list(entries.values()), list(entries))
+
+
+def _entries(axes: Iterable[Axes]) -> dict[str, Any]:
+    """Legend handles by label, once each: curves, then lines, then the paper's."""
+    handles: dict[str, Any] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+
+    def rank(label: str) -> tuple[bool, bool]:
+        return label.startswith("paper"), isinstance(handles[label], Line2D)
+
+    ordered = sorted(handles, key=rank)
+    return {textwrap.fill(label, _LABEL_WIDTH): handles[label] for label in ordered}
+
+
+def show_percent(axis: Axis) -> None:
+    """Write the fractions on `axis` as per cent; the unit is in its label."""
+    axis.set_major_formatter(lambda value, _: f"{100 * value:g}".replace("-", "−"))

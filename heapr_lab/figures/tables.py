@@ -1,0 +1,263 @@
+"""Tables 8 and 9: estimators × ratios, and what measuring the scores costs."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heapr_lab.figures.comparisons import figure_comparison, plot_comparison
+from heapr_lab.figures.curves import METRICS, curves_data, sort_curves
+from heapr_lab.figures.paper import paper_dense, paper_table
+from heapr_lab.figures.style import (
+    LABELS,
+    add_legend,
+    look,
+    own_axes,
+    panels,
+    place,
+    share_legend,
+    styled,
+)
+from heapr_lab.specs import SpecError
+
+MIB = 2**20
+NOT_COMPARABLE = "paper, not comparable (other model, data and machine)"
+COST_COLUMNS = [
+    "source",
+    "method",
+    "model",
+    "d_model",
+    "d_inter",
+    "n_experts",
+    "seconds",
+    "peak_bytes",
+    "state_bytes",
+]
+
+plot_main = plot_comparison
+figure_main = figure_comparison
+
+
+def main_data(
+    results: pd.DataFrame,
+    *,
+    paper_model: str = "DeepSeekMoE-16B-Base",
+    paper_dir: Path | None = None,
+) -> pd.DataFrame:
+    """One curve per estimator over the ratios, with the paper's HEAPr on WikiText-2.
+
+    An estimator that was evaluated with both scopes is shown with the global one.
+
+    Args:
+        results: evaluation rows of one calibration, dense rows among them.
+        paper_model: the model whose published points are added.
+        paper_dir: folder of the paper's CSV files, if not the usual one.
+
+    Returns:
+        A curve frame (see `heapr_lab.figures.curves`) whose `name` is the estimator.
+    """
+    dense = results["estimator"].eq("dense")
+    with_global = set(results.loc[results["scope"].eq("global"), "estimator"])
+    main_scope = results["scope"].eq("global") | ~results["estimator"].isin(with_global)
+    settings = {"granularity": "atom", "structure": "ragged"}
+    ours = curves_data(results[dense | main_scope], vary="estimator", settings=settings)
+    return sort_curves(pd.concat([ours, _paper_heapr(paper_model, paper_dir)]))
+
+
+def _paper_heapr(model: str, paper_dir: Path | None) -> pd.DataFrame:
+    table = paper_table("main_results", directory=paper_dir)
+    dense = paper_dense(model, directory=paper_dir)
+    rows = table[table["model"].eq(model) & table["method"].eq("HEAPr")]
+    values = pd.DataFrame(
+        {
+            "ratio": rows["ratio"],
+            "value": rows["wikitext2_ppl"].astype(float),
+            "relative": rows["wikitext2_ppl"].astype(float) / dense["perplexity"],
+        }
+    )
+    return values.assign(
+        source="paper",
+        name="heapr",
+        model=model,
+        metric="perplexity",
+        dataset="wikitext2",
+    )
+
+
+def main_table(data: pd.DataFrame) -> pd.DataFrame:
+    """Our rows of `main_data` as the main table: a line per ratio and estimator.
+
+    Returns:
+        Columns `removed [%]`, `method`, then the perplexities, then the accuracies in
+        per cent, each followed by its standard error where there is one.
+    """
+    ours = data[data["source"].eq("ours")]
+    # layer-wise counts round down in each layer: 0.1999 stands beside 0.2
+    ours = ours.assign(ratio=ours["ratio"].round(3))
+    start = ours["ratio"].eq(0)
+    # the dense model is one line, not one per estimator
+    ours = ours.assign(name=ours["name"].mask(start, "dense"))
+    ours = ours.drop_duplicates(["name", "ratio", "metric", "dataset"])
+    lines = {}
+    for metric in METRICS:
+        scale = 100 if metric == "accuracy" else 1
+        panel = ours[ours["metric"].eq(metric)]
+        for dataset, group in panel.groupby("dataset"):
+            rows = group.set_index(["ratio", "name"])
+            lines[f"{dataset} {LABELS[metric]}"] = scale * rows["value"]
+            if rows["stderr"].notna().any():
+                lines[f"± {dataset} {metric}"] = scale * rows["stderr"]
+    table = pd.DataFrame(lines).rename_axis(["ratio", "name"]).reset_index()
+    by_look = table.assign(place=table["name"].map(place))
+    table = table.loc[by_look.sort_values(["ratio", "place", "name"]).index]
+    table = table.reset_index(drop=True)
+    table.insert(0, "removed [%]", 100 * table.pop("ratio"))
+    table.insert(1, "method", [look(name).label for name in table.pop("name")])
+    return table
+
+
+def comparison_table(data: pd.DataFrame) -> pd.DataFrame:
+    """Any curve frame as a table: ours and the paper's rows, marked as such.
+
+    Returns:
+        Columns `source`, `selection`, `removed [%]`, `metric`, `data set`, `value`,
+        `relative to dense`.
+    """
+    rows = data[data["ratio"].gt(0) | data["source"].eq("paper")]
+    source = rows["source"].where(
+        rows["source"].eq("ours"), "paper, " + rows["model"] + ", not comparable"
+    )
+    return pd.DataFrame(
+        {
+            "source": source,
+            "selection": [look(name).label for name in rows["name"]],
+            "removed [%]": 100 * rows["ratio"],
+            "metric": rows["metric"],
+            "data set": rows["dataset"],
+            "value": rows["value"],
+            "relative to dense": rows["relative"],
+        }
+    ).reset_index(drop=True)
+
+
+def cost_data(
+    costs: Iterable[Mapping[str, Any]] | pd.DataFrame,
+    *,
+    baseline: str | None = None,
+    paper_dir: Path | None = None,
+) -> pd.DataFrame:
+    """Measured costs with the paper's, in seconds and bytes.
+
+    Args:
+        costs: rows of method, model, d_model, d_inter, n_experts, seconds, peak_bytes
+            and state_bytes.
+        baseline: the method whose time `times_baseline` divides by, per model.
+        paper_dir: folder of the paper's CSV files, if not the usual one.
+
+    Returns:
+        The rows of `costs` with `source` "ours", then the paper's with `source`
+        "paper"; `times_baseline` where a baseline is named.
+
+    Raises:
+        SpecError: a model has no row of the baseline.
+    """
+    ours = pd.DataFrame(costs).assign(source="ours")
+    if baseline is not None:
+        base = ours[ours["method"].eq(baseline)].set_index("model")["seconds"]
+        missing = sorted(set(ours["model"]) - set(base.index))
+        if missing:
+            raise SpecError(
+                f"no row of baseline {baseline!r} for {missing}: found methods "
+                f"{sorted(set(ours['method']))}. Time it there too."
+            )
+        ours["times_baseline"] = ours["seconds"] / ours["model"].map(base)
+    published = paper_table("cost", directory=paper_dir)
+    paper = pd.DataFrame(
+        {
+            "source": "paper",
+            "method": published["method"],
+            "model": published["model"],
+            "seconds": 60.0 * published["gpu_minutes"],
+            "peak_bytes": 1e9 * published["memory_gb"],
+        }
+    )
+    extra = ["times_baseline"] if baseline is not None else []
+    return pd.concat([ours, paper], ignore_index=True)[[*COST_COLUMNS, *extra]]
+
+
+def cost_table(data: pd.DataFrame) -> pd.DataFrame:
+    """`cost_data` for reading: seconds and MiB, the paper's rows marked as such."""
+    ours = data["source"].eq("ours")
+    table = pd.DataFrame(
+        {
+            "method": [look(name).label for name in data["method"]],
+            "model": data["model"],
+            "d_model": data["d_model"].astype("Int64"),
+            "d_inter": data["d_inter"].astype("Int64"),
+            "experts": data["n_experts"].astype("Int64"),
+            LABELS["seconds"]: data["seconds"],
+            LABELS["peak_bytes"]: data["peak_bytes"] / MIB,
+            LABELS["state_bytes"]: data["state_bytes"] / MIB,
+        }
+    )
+    if "times_baseline" in data:
+        table["time ÷ baseline [×] ↓"] = data["times_baseline"]
+    table["source"] = ["measured here" if own else NOT_COMPARABLE for own in ours]
+    return table
+
+
+@styled
+def plot_cost(
+    data: pd.DataFrame, *, quantity: str = "seconds", ax: Axes | None = None
+) -> Axes:
+    """Bars of one measured cost, a group per model and a bar per method.
+
+    The paper's costs are of models a thousand times as large on another machine; they
+    stand in the table only.
+
+    Args:
+        data: from `cost_data`.
+        quantity: "seconds", "peak_bytes" or "state_bytes".
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ours = data[data["source"].eq("ours")]
+    models = list(ours["model"].drop_duplicates())
+    methods = list(ours["method"].drop_duplicates())
+    ax = own_axes(ax)
+    height = 0.8 / len(methods)
+    for number, method in enumerate(methods):
+        costs = ours[ours["method"].eq(method)].set_index("model")[quantity]
+        values = costs.reindex(models).to_numpy(dtype=float)
+        shift = (number - (len(methods) - 1) / 2) * height
+        rows = [index + shift for index in range(len(models))]
+        scale = 1 if quantity == "seconds" else MIB
+        shown = look(method)
+        ax.barh(
+            rows, values / scale, height=height, color=shown.color, label=shown.label
+        )
+    ax.set_yticks(range(len(models)), models)
+    ax.invert_yaxis()
+    ax.grid(visible=False, axis="y")
+    ax.set_xlabel(LABELS[quantity])
+    add_legend(ax)
+    return ax
+
+
+@styled
+def figure_cost(data: pd.DataFrame) -> Figure:
+    """Time, peak memory and state side by side, one legend."""
+    figure, axes = panels(3, height=2.6)
+    for quantity, ax in zip(
+        ("seconds", "peak_bytes", "state_bytes"), axes, strict=True
+    ):
+        plot_cost(data, quantity=quantity, ax=ax)
+        if ax is not axes[0]:
+            ax.set_yticklabels([])
+    share_legend(figure)
+    return figure

@@ -1,0 +1,163 @@
+"""What the commands do, without their options: models, files and rows of results."""
+
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from heapr_lab import accounting
+from heapr_lab.harness import run_tasks
+from heapr_lab.masks import KeepMask
+from heapr_lab.pipeline import Workbench, open_workbench
+from heapr_lab.progress import progress_bar
+from heapr_lab.specs import SpecError
+from heapr_lab.surgery import masking
+from heapr_lab.table import ImportanceTable
+
+_CONTINUATION = "continuation"
+
+
+def open_bench(
+    model: str,
+    *,
+    profile: str | None,
+    seq_len: int | None,
+    device: str,
+    dtype: str,
+) -> Workbench:
+    """A workbench, its profile's windows of another length if one is given."""
+    bench = open_workbench(model, profile=profile, device=device, dtype=dtype)
+    if seq_len is not None:
+        bench.profile = dataclasses.replace(bench.profile, seq_len=seq_len)
+    return bench
+
+
+# --- files of this model ----------------------------------------------------------
+
+
+def own_table(path: Path, bench: Workbench, *, name: str) -> ImportanceTable:
+    """The importance table in a file, if it was measured on this model.
+
+    Raises:
+        SpecError: it was measured on another model, or does not say.
+        CacheError: the file is damaged or of another kind.
+    """
+    table = ImportanceTable.read(path)
+    spec = table.metadata.get("spec") or {}
+    _check_identity(spec.get("model"), bench, path=path, name=name)
+    return table
+
+
+def own_mask(path: Path, bench: Workbench, *, name: str) -> KeepMask:
+    """The keep mask in a file, if it was selected for this model.
+
+    Raises:
+        SpecError: it was selected for another model, or does not say.
+        CacheError: the file is damaged or of another kind.
+    """
+    keep = KeepMask.read(path)
+    _check_identity(keep.settings.get("model"), bench, path=path, name=name)
+    return keep
+
+
+def write_mask(path: Path, keep: KeepMask, bench: Workbench) -> None:
+    """Write `keep` with the model it is for, which `own_mask` looks at."""
+    settings = {**keep.settings, "model": bench.identity}
+    dataclasses.replace(keep, settings=settings).write(path)
+
+
+def _check_identity(
+    found: dict[str, str] | None, bench: Workbench, *, path: Path, name: str
+) -> None:
+    """Make sure that the file `path` is of this model, in whatever dtype.
+
+    Raises:
+        SpecError: it is of another model, or does not say.
+    """
+    if not found:
+        raise SpecError(
+            f"{path} does not say which model it was made for; make it with "
+            "`heapr-lab score` or `heapr-lab prune`"
+        )
+    # Not the dtype: a table measured in bfloat16 serves the same weights in float32.
+    differ = [
+        part
+        for part in ("class", "config", "weights")
+        if found.get(part) != bench.identity[part]
+    ]
+    if differ:
+        shown = ", ".join(
+            f"{part} {str(found.get(part))[:16]} instead of {bench.identity[part][:16]}"
+            for part in differ
+        )
+        raise SpecError(
+            f"{path} was made for another model than {name}: {shown}; make it from "
+            "this model, with the same --dtype"
+        )
+
+
+# --- results ----------------------------------------------------------------------
+
+
+def savings(keep: KeepMask, table: ImportanceTable, *, seq_len: int) -> dict[str, Any]:
+    """`accounting.summary` as plain numbers; counts are whole."""
+    row = accounting.summary(keep, table, seq_len=seq_len).iloc[0]
+    numbers = {str(name): float(value) for name, value in row.items()}
+    return {
+        name: round(value) if name.startswith(("parameters_", "bytes_")) else value
+        for name, value in numbers.items()
+    }
+
+
+def perplexity_rows(
+    bench: Workbench, keep: KeepMask | None, corpus: str, *, kl: bool
+) -> list[dict[str, Any]]:
+    """Rows of dataset, metric, value and stderr, of one corpus' test split.
+
+    Raises:
+        SpecError: there is no mask whose divergence from the dense model could be told.
+    """
+    if kl and keep is None:
+        raise SpecError(
+            "KL is that of a pruned model from the dense one, and there is no mask; "
+            "give one (--mask), or leave --kl out"
+        )
+    windows = bench.test_windows(corpus)
+    found = bench.perplexity(keep, windows)
+    values = {"perplexity": found.value, "nll": found.nll}
+    if kl and keep is not None:
+        divergence = bench.divergence(keep, windows)
+        values["kl"] = divergence.kl
+        values["top1_agreement"] = divergence.top1_agreement
+    return [_row(corpus, metric, value) for metric, value in values.items()]
+
+
+def accuracy_rows(
+    bench: Workbench, keep: KeepMask | None, task: str, *, limit: int | None
+) -> list[dict[str, Any]]:
+    """Rows of dataset, metric, value and stderr, of one task of the harness.
+
+    `continuation`, of a corpus after a colon or of pydocs, comes from the cache.
+    """
+    name, _, corpus = task.partition(":")
+    if name == _CONTINUATION:
+        if limit is not None:
+            bench.profile = dataclasses.replace(bench.profile, n_items=limit)
+        found = bench.continuation_accuracy(keep, corpus or "pydocs")
+        return [_row(task, "acc", found["value"], found["stderr"])]
+    masked = contextlib.nullcontext() if keep is None else masking(bench.model, keep)
+    with masked, progress_bar(task, "request") as bar:
+        frame = run_tasks(
+            bench.model, bench.tokenizer, [task], limit=limit, progress=bar
+        )
+    return [
+        _row(row.task, row.metric, row.value, float(row.stderr))
+        for row in frame.itertuples()
+    ]
+
+
+def _row(
+    dataset: str, metric: str, value: float, stderr: float = math.nan
+) -> dict[str, Any]:
+    return {"dataset": dataset, "metric": metric, "value": value, "stderr": stderr}

@@ -1,0 +1,293 @@
+"""One forward and one backward pass per batch: every atom's statistics.
+
+The loss is the sum over predicted tokens of -log p, so no statistic depends on the
+batch size. No weight gradient is computed: parameters do not require grad, the
+embedding's output does. Source: HEAPr, Algorithm 1, in the form of `dispatch`.
+"""
+
+import contextlib
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import transformers
+from accelerate.utils import find_executable_batch_size
+from torch import nn
+
+from heapr_lab import store
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.dispatch import Probe, probed
+from heapr_lab.experts import ExpertsLayer, describe, find_experts
+from heapr_lab.likelihood import token_nll
+from heapr_lab.models import model_identity
+from heapr_lab.moments import EXPERT_SUMS
+from heapr_lab.specs import CacheError, CoverageError, HeaprLabError, digest
+from heapr_lab.table import ImportanceTable
+
+logger = logging.getLogger(__name__)
+
+STATISTICS_SCHEMA = 1
+"""Raised whenever the same input would give other numbers."""
+_TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
+_SAVE_SECONDS = 60.0
+_SAVE_SHARE = 0.02
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+def statistics_spec(
+    identity: dict[str, str], calibration: CalibrationSet
+) -> dict[str, Any]:
+    """Every field that determines the statistics: what a cache is keyed by.
+
+    `identity` is the model's, as `models.model_identity` gives it.
+    """
+    return {
+        "schema": STATISTICS_SCHEMA,
+        "model": identity,
+        "calibration": calibration.fingerprint,
+    }
+
+
+def collect_statistics(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+    state: Path | None = None,
+) -> ImportanceTable:
+    """Measure every atomic expert of `model` on `calibration`.
+
+    Args:
+        model: any transformers causal language model with fused experts; it is used in
+            eval mode and left as it was.
+        calibration: the windows to measure on.
+        batch_size: windows per pass; by default chosen by itself, and halved whenever
+            the device runs out of memory.
+        progress: called after each batch with (windows done, windows in all).
+        state: a file to save an unfinished pass to, and to resume it from; removed at
+            the end.
+
+    Raises:
+        LayoutError: an experts layer cannot be measured exactly (named).
+        CoverageError: a layer did not take part in a pass.
+        HeaprLabError: a gradient is not finite (layer and batch named).
+        CacheError: `state` belongs to another pass, or is damaged.
+    """
+    started = time.perf_counter()
+    layers = find_experts(model)
+    architecture = describe(model).to_dict()
+    spec = statistics_spec(model_identity(model), calibration)
+    run = _Pass(model, calibration, layers, progress, state, digest(spec))
+    if batch_size is None:
+        device_type = layers[0].device.type
+        tokens = _TOKENS_PER_BATCH.get(device_type, 4096)
+        batch_size = max(1, min(calibration.n_sequences, tokens // calibration.seq_len))
+        probes = find_executable_batch_size(run.run, starting_batch_size=batch_size)()
+    else:
+        probes = run.run(batch_size)
+    frame = _frame(layers, probes, model)
+    provenance = _provenance(model, calibration, run, time.perf_counter() - started)
+    table = ImportanceTable.from_frame(
+        frame,
+        N=calibration.n_predicted,
+        spec=spec,
+        spec_hash=digest(spec),
+        architecture=architecture,
+        provenance=provenance,
+    )
+    _check_coverage(table, layers)
+    if state is not None:
+        state.unlink(missing_ok=True)
+    return table
+
+
+class _Pass:
+    """One pass over the calibration windows, which may be cut short and resumed."""
+
+    def __init__(
+        self,
+        model: Any,
+        calibration: CalibrationSet,
+        layers: list[ExpertsLayer],
+        progress: Progress | None,
+        state: Path | None,
+        key: str,
+    ) -> None:
+        self.model = model
+        self.calibration = calibration
+        self.layers = layers
+        self.progress = progress
+        self.state = state
+        self.key = key
+        self.batch_size = 0
+        self.resumed_at = 0
+
+    def run(self, batch_size: int) -> dict[int, Probe]:
+        """Measure all windows not measured before; returns each layer's probe."""
+        self.batch_size = batch_size
+        total = self.calibration.n_sequences
+        with probed(self.layers) as probes, _gradients_to_inputs_only(self.model):
+            done = self.resumed_at = self._resume(probes)
+            saved_at, save_cost = time.perf_counter(), 0.0
+            while done < total:
+                batch = self.calibration.ids[done : done + batch_size]
+                self._step(batch, probes, done)
+                done += len(batch)
+                if self.progress is not None:
+                    self.progress(done, total)
+                waited = time.perf_counter() - saved_at
+                due = waited >= _SAVE_SECONDS
+                if self.state is not None and due and save_cost <= _SAVE_SHARE * waited:
+                    begun = time.perf_counter()
+                    self._save(probes, done)
+                    saved_at = time.perf_counter()
+                    save_cost = saved_at - begun
+        return probes
+
+    def _step(self, ids: torch.Tensor, probes: dict[int, Probe], done: int) -> None:
+        for probe in probes.values():
+            probe.backwards = 0
+        device = self.model.get_input_embeddings().weight.device
+        token_nll(self.model, ids.to(device)).sum().backward()
+        where = f"windows {done} to {done + len(ids) - 1}"
+        for number, probe in probes.items():
+            if probe.backwards != 1:
+                raise CoverageError(
+                    f"layer {number} took part {probe.backwards} times in the pass "
+                    f"over {where}, expected once; this model does not run each "
+                    "experts module once per forward"
+                )
+            if not torch.isfinite(probe.moments.atoms["sum_hg2"]).all():
+                raise HeaprLabError(
+                    f"non-finite gradients in layer {number} on {where}: use bfloat16 "
+                    "or float32 weights, or look for broken windows"
+                )
+
+    def _save(self, probes: dict[int, Probe], done: int) -> None:
+        arrays = {
+            f"{number}.{name}": tensor.numpy()
+            for number, probe in probes.items()
+            for name, tensor in probe.moments.state().items()
+        }
+        if self.state is not None:
+            store.save_state(self.state, arrays, {"key": self.key, "done": done})
+
+    def _resume(self, probes: dict[int, Probe]) -> int:
+        if self.state is None or not self.state.exists():
+            return 0
+        arrays, meta = store.load_state(self.state)
+        if meta.get("key") != self.key:
+            raise CacheError(
+                f"{self.state} is the state of another pass (another model or "
+                "calibration set); delete it, or give another file"
+            )
+        for number, probe in probes.items():
+            own = {
+                name.partition(".")[2]: torch.from_numpy(array)
+                for name, array in arrays.items()
+                if name.startswith(f"{number}.")
+            }
+            probe.moments.load_state(own)
+        logger.info("resumed %s at window %d", self.state, meta["done"])
+        return int(meta["done"])
+
+
+@contextlib.contextmanager
+def _gradients_to_inputs_only(model: Any) -> Iterator[None]:
+    """Eval mode, no weight gradients, gradients from the embedding's output on."""
+    training = [module for module in model.modules() if module.training]
+    required = [p for p in model.parameters() if p.requires_grad]
+    for parameter in required:
+        parameter.requires_grad_(False)
+    model.eval()
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda _module, _args, output: output.requires_grad_(True)
+    )
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
+        for parameter in required:
+            parameter.requires_grad_(True)
+        for module in training:
+            module.training = True
+
+
+def _frame(
+    layers: list[ExpertsLayer], probes: dict[int, Probe], model: nn.Module
+) -> pd.DataFrame:
+    """One row per atom, sorted by (layer, expert, atom)."""
+    exact = next(model.parameters()).dtype == torch.float64
+    real = np.float64 if exact else np.float32
+    parts = []
+    for layer in layers:
+        n_experts, d_inter = layer.n_experts, layer.d_inter
+        columns: dict[str, np.ndarray] = {
+            "layer": np.full(n_experts * d_inter, layer.layer, np.int16),
+            "expert": np.repeat(np.arange(n_experts, dtype=np.int16), d_inter),
+            "atom": np.tile(np.arange(d_inter, dtype=np.int32), n_experts),
+        }
+        moments = probes[layer.layer].moments
+        for name in EXPERT_SUMS:
+            values = np.repeat(moments.experts[name].cpu().numpy(), d_inter)
+            columns[name] = values.astype(np.int64 if name == "tokens" else real)
+        atoms = moments.atoms | layer.squared_norms()
+        for name, tensor in atoms.items():
+            columns[name] = tensor.cpu().numpy().reshape(-1).astype(real)
+        parts.append(pd.DataFrame(columns))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _check_coverage(table: ImportanceTable, layers: list[ExpertsLayer]) -> None:
+    """Count what was measured before anything is written.
+
+    Raises:
+        CoverageError: rows or tokens are missing.
+    """
+    rows = sum(layer.n_experts * layer.d_inter for layer in layers)
+    if len(table.frame) != rows:
+        raise CoverageError(f"measured {len(table.frame)} atoms, expected {rows}")
+    experts = table.frame.drop_duplicates(["layer", "expert"])
+    tokens = experts.groupby("layer")["tokens"].sum()
+    if tokens.nunique() > 1 or tokens.iloc[0] == 0:
+        raise CoverageError(
+            f"routed tokens differ from layer to layer: {tokens.to_dict()}"
+        )
+    unrouted = table.unrouted()
+    if len(unrouted):
+        named = [f"{row.layer}/{row.expert}" for row in unrouted.itertuples()]
+        logger.warning(
+            "%d experts saw no token (layer/expert): %s", len(named), ", ".join(named)
+        )
+
+
+def _provenance(
+    model: nn.Module, calibration: CalibrationSet, run: _Pass, seconds: float
+) -> dict[str, Any]:
+    return {
+        "model": getattr(model.config, "_name_or_path", ""),
+        "revision": getattr(model.config, "_commit_hash", None),
+        "calibration": calibration.provenance
+        | {"n_sequences": calibration.n_sequences, "seq_len": calibration.seq_len},
+        "device": str(run.layers[0].device),
+        "batch_size": run.batch_size,
+        "resumed_at": run.resumed_at,
+        "seconds": round(seconds, 2),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }

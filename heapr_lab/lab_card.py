@@ -1,0 +1,163 @@
+"""The lab model's card: what it was trained on, how good and how balanced it is."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from heapr_lab import store
+from heapr_lab.calibration import CalibrationSet, load_windows
+from heapr_lab.evaluation import evaluate_perplexity
+from heapr_lab.importance import collect_statistics
+from heapr_lab.models import load_model
+from heapr_lab.progress import progress_bar
+
+_N_WINDOWS = 96
+_SEQ_LEN = 256
+
+_CARD = """---
+license: apache-2.0
+language: en
+tags: [mixture-of-experts, pruning, test-model]
+---
+
+# The lab model
+
+A {millions:.1f}-million-parameter `qwen2_moe` language model ({n_layers} MoE layers,
+{n_experts} routed experts of {d_inter} atomic experts each, top-{top_k}, one shared
+expert, d_model {d_model}), trained from scratch for this repository so that pruning can
+be studied offline. It is for measuring pruning methods on, and good for nothing else.
+
+Made by `heapr-lab train-lab-model`: {n_tokens:,} tokens ({n_steps:,} steps of
+{batch_size} × {seq_len}), AdamW, warmup-stable-decay, seed {seed}. Routers are balanced
+by a load-balancing loss for each layer. {note}
+
+## Training corpora
+
+Shares of the training sequences until the learning rate decays, and while it does.
+
+{mixture}
+
+## Held-out loss
+
+First {n_windows} windows of {seq_len} tokens of each split, float32, nats per token.
+Perplexity is per token of this model's own tokenizer: not comparable with that of any
+other.
+
+{losses}
+
+## Expert load
+
+Share of the routed tokens that an expert gets, relative to its fair share (1 = even),
+over all {n_layers} × {n_experts} experts, on the validation windows.
+
+{load}
+"""
+
+
+def write_card(folder: Path, *, note: str = "") -> None:
+    """Measure the model in `folder` and write its card, README.md.
+
+    The numbers are also added to its training.json, under `evaluation`.
+
+    Args:
+        folder: where `train_lab_model` wrote the model.
+        note: a sentence more on how it was trained.
+
+    Raises:
+        CorpusError: one of the training corpora cannot be had.
+    """
+    training = store.read_json(folder / "training.json")
+    model, tokenizer = load_model(folder, device="cpu", dtype="float32")
+    corpora = list(training["mixture"])
+    losses = pd.DataFrame(
+        _loss(model, tokenizer, corpus, split)
+        for corpus in corpora
+        for split in ("validation", "test")
+    )
+    load = pd.DataFrame(_load(model, tokenizer, corpora))
+    training["evaluation"] = {
+        "losses": losses.to_dict("records"),
+        "expert_load": load.to_dict("records"),
+    }
+    (folder / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+    spec = training["spec"]
+    facts: dict[str, Any] = spec | {
+        "millions": sum(p.numel() for p in model.parameters()) / 1e6,
+        "n_tokens": training["n_tokens"],
+        "n_windows": _N_WINDOWS,
+        "note": note,
+        "mixture": _markdown(_mixtures(training)),
+        "losses": _markdown(losses),
+        "load": _markdown(load),
+    }
+    (folder / "README.md").write_text(_CARD.format(**facts))
+
+
+def _loss(
+    model: torch.nn.Module, tokenizer: Any, corpus: str, split: str
+) -> dict[str, Any]:
+    windows = _windows(tokenizer, corpus, split)
+    with progress_bar(windows.label, "window") as bar:
+        found = evaluate_perplexity(model, windows.ids, progress=bar)
+    return {
+        "corpus": corpus,
+        "split": split,
+        "tokens": found.n_tokens,
+        "nll [nats]": round(found.nll, 4),
+        "perplexity": round(math.exp(found.nll), 2),
+    }
+
+
+def _windows(tokenizer: Any, corpus: str, split: str) -> CalibrationSet:
+    """The first windows of a split, fewer where there are not that many."""
+    windows = load_windows(corpus, tokenizer, seq_len=_SEQ_LEN, split=split)
+    return CalibrationSet(windows.ids[:_N_WINDOWS], windows.provenance)
+
+
+def _load(
+    model: torch.nn.Module, tokenizer: Any, corpora: list[str]
+) -> list[dict[str, Any]]:
+    """Smallest and largest load of any expert, per corpus and over all of them."""
+    tables = {
+        corpus: collect_statistics(model, _windows(tokenizer, corpus, "validation"))
+        for corpus in corpora
+    }
+    tokens = {corpus: table.expert_tokens() for corpus, table in tables.items()}
+    pooled = pd.concat(tokens.values()).groupby(["layer", "expert"], as_index=False)
+    rows = []
+    for corpus, counts in (tokens | {"all of them": pooled["tokens"].sum()}).items():
+        fair = counts.groupby("layer")["tokens"].transform("mean")
+        share = counts["tokens"] / fair
+        rows.append(
+            {
+                "corpus": corpus,
+                "smallest": round(float(share.min()), 3),
+                "median": round(float(share.median()), 3),
+                "largest": round(float(share.max()), 3),
+            }
+        )
+    return rows
+
+
+def _mixtures(training: dict[str, Any]) -> pd.DataFrame:
+    texts = {row["name"]: row["n_texts"] for row in training["corpora"]}
+    return pd.DataFrame(
+        {
+            "corpus": name,
+            "texts": texts[name],
+            "share": share,
+            "share in the decay": training["decay_mixture"][name],
+        }
+        for name, share in training["mixture"].items()
+    )
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    head = "| " + " | ".join(frame.columns) + " |"
+    rule = "|" + "---|" * len(frame.columns)
+    rows = ["| " + " | ".join(map(str, row)) + " |" for row in frame.to_numpy()]
+    return "\n".join([head, rule, *rows])

@@ -1,0 +1,250 @@
+"""Log-likelihoods of token ids whose logits never exist all at once.
+
+A causal language model is a *body* (ids to final hidden states) and a *head* (hidden
+states to logits: the output embedding, and in some families a scale or a soft cap).
+The body runs once; the head, which is the family's own `forward` with the body
+replaced by a replay of its recorded output, runs on a few tokens at a time. So what a
+family does to its logits is done here too, and a vocabulary of 150k fits.
+
+Shapes: B windows, L tokens in each; d_model, d_vocab. Units: nats.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from heapr_lab.specs import HeaprLabError, LayoutError, SpecError
+
+_LOGITS_AT_ONCE = 2**25
+"""Elements of a chunk of logits: 128 MiB in float32."""
+
+
+def token_nll(
+    model: nn.Module, ids: torch.Tensor, *, chunk_tokens: int | None = None
+) -> torch.Tensor:
+    """Negative log-likelihood of each token given those before it, in nats.
+
+    It can be differentiated with respect to the hidden states; with gradients enabled
+    the head of each chunk is run again in the backward pass instead of being kept.
+
+    Shapes: ids (B, L); result (B, L - 1), in float32 or the model's float64.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: token ids.
+        chunk_tokens: tokens whose logits exist together; by default about 128 MiB.
+
+    Raises:
+        HeaprLabError: the model gives a token no finite log-likelihood.
+    """
+    states = final_states(model, ids)[:, :-1]
+    targets = ids[:, 1:].to(states.device)
+    n_tokens = targets.numel()
+    chunk = chunk_tokens or _chunk_tokens(model)
+    head = _head(model)
+    parts: list[torch.Tensor] = []
+    for rows, wanted in zip(
+        states.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True
+    ):
+        if torch.is_grad_enabled() and n_tokens > chunk:
+            part = checkpoint(
+                _nll, head, rows, wanted, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            part = _nll(head, rows, wanted)
+        parts.append(part)
+    nll: torch.Tensor = torch.cat(parts).unflatten(0, targets.shape)
+    _check_finite(nll)
+    return nll
+
+
+def final_states(
+    model: nn.Module,
+    ids: torch.Tensor,
+    *,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the body hands to the head: the hidden states after the last norm.
+
+    Shapes: ids, position_ids (B, L); attention_mask (B, 1, L, L), added to the scores;
+    result (B, L, d_model), in the model's dtype.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: token ids.
+        position_ids: where each token stands; 0, 1, 2, ... by default.
+        attention_mask: what each token sees; those before it by default.
+
+    Raises:
+        SpecError: `ids` are not whole numbers of shape (B, at least 2).
+    """
+    if ids.dim() != 2 or ids.shape[1] < 2 or ids.is_floating_point():
+        raise SpecError(
+            f"ids have shape {tuple(ids.shape)} and type {ids.dtype}, expected whole "
+            "numbers of shape (n_windows, seq_len) with at least 2 tokens in a window"
+        )
+    recorder = _Recorder(_body(model))
+    device = _input_device(model)
+    given = {"position_ids": position_ids, "attention_mask": attention_mask}
+    options = {name: x.to(device) for name, x in given.items() if x is not None}
+    _forward_with(model, recorder, ids.to(device), **options)
+    return recorder.states
+
+
+def iter_log_probs(
+    model: nn.Module, states: torch.Tensor, *, chunk_tokens: int | None = None
+) -> Iterator[torch.Tensor]:
+    """Log-probabilities of the next token, a chunk of positions after the other.
+
+    Two calls with equally many states give chunks that belong together.
+
+    Shapes: states (..., d_model); each result (n_chunk, d_vocab), in float32 or the
+    model's float64.
+    """
+    head = _head(model)
+    rows = states.flatten(0, -2)
+    for part in rows.split(chunk_tokens or _chunk_tokens(model)):
+        yield _wide(head(part)).log_softmax(-1)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; what was in training mode is put back."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _nll(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+) -> torch.Tensor:
+    logits = _wide(head(rows))
+    return nn.functional.cross_entropy(
+        logits, targets.to(logits.device), reduction="none"
+    )
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _check_finite(nll: torch.Tensor) -> None:
+    bad = ~torch.isfinite(nll.detach())
+    if bad.any():
+        window, position = bad.nonzero()[0].tolist()
+        raise HeaprLabError(
+            f"{int(bad.sum())} of {nll.numel()} tokens have no finite log-likelihood, "
+            f"the first at window {window}, position {position + 1}: the model's "
+            "logits are not finite there. Load it in bfloat16 or float32, or check "
+            "its weights."
+        )
+
+
+def _chunk_tokens(model: Any) -> int:
+    d_vocab: int = model.get_output_embeddings().weight.shape[0]
+    return max(1, _LOGITS_AT_ONCE // d_vocab)
+
+
+def _input_device(model: Any) -> torch.device:
+    device: torch.device = model.get_input_embeddings().weight.device
+    # Weights that accelerate keeps elsewhere are on no device until they are used.
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+# --- the body and the head of a model ---------------------------------------------
+
+
+class _Recorder(nn.Module):
+    """Runs the body and keeps its output; the head then sees one position only."""
+
+    body: nn.Module
+    states: torch.Tensor
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["body"] = body  # not a submodule: it belongs to the model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.body(*args, **kwargs)
+        self.states = output.last_hidden_state
+        return type(output)(last_hidden_state=self.states[:, -1:])
+
+
+class _Replay(nn.Module):
+    """Stands for the body: gives the head states that were recorded before."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        # The widest of the output types: a head finds every field it asks for, empty.
+        return MoeModelOutputWithPast(last_hidden_state=self.states)
+
+
+def _head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The family's own way from hidden states (n, d_model) to logits (n, d_vocab)."""
+    no_ids = torch.zeros(1, 1, dtype=torch.long)
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        replay = _Replay(rows[None])
+        logits: torch.Tensor = _forward_with(model, replay, no_ids).logits
+        return logits[0]
+
+    return head
+
+
+def _body(model: Any) -> nn.Module:
+    """The child of `model` that holds everything but the head.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    find = getattr(model, "get_decoder", None)
+    body = find() if find is not None else None
+    if body is model or not any(child is body for child in model.children()):
+        body = getattr(model, "base_model", None)
+    if body is model or not any(child is body for child in model.children()):
+        raise LayoutError(
+            f"{type(model).__name__} has no body apart from its head; expected a "
+            "causal language model of transformers (a ...ForCausalLM)"
+        )
+    assert isinstance(body, nn.Module)
+    return body
+
+
+def _forward_with(
+    model: nn.Module, body: nn.Module, ids: torch.Tensor, **inputs: torch.Tensor
+) -> Any:
+    """`model`'s forward with another body.
+
+    It runs on a shallow twin, which shares every weight, so that neither hooks nor
+    assignments touch a model that other threads may be running.
+    """
+    real = _body(model)
+    children = {
+        name: body if child is real else child for name, child in model.named_children()
+    }
+    twin = object.__new__(type(model))
+    twin.__dict__.update(model.__dict__)
+    twin.__dict__["_modules"] = children
+    forward = type(model).forward
+    accepted = inspect.signature(forward).parameters
+    options = {"use_cache": False, "output_router_logits": False}
+    known = {name: value for name, value in options.items() if name in accepted}
+    return forward(twin, input_ids=ids, **inputs, **known)

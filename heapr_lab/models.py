@@ -1,0 +1,133 @@
+"""Load models and tell which one it is."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from heapr_lab import store
+from heapr_lab.progress import silent
+from heapr_lab.specs import LayoutError, SpecError
+
+LAB = "lab"
+"""Name of the bundled model."""
+
+_SAMPLES_PER_TENSOR = 4096
+_LARGE_PRIME = 2_654_435_761
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+) -> tuple[nn.Module, Any]:
+    """A causal language model in eval mode, and its tokenizer.
+
+    Args:
+        name_or_path: a hub id, a local folder in the hub's layout, or `lab`. Remote
+            code is never run.
+        device: `cpu`, `cuda`, `cuda:1`, ...; `auto` spreads the model over the GPUs
+            there are (accelerate's device map), or uses the CPU.
+        dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else
+            `float32`, `bfloat16`, ... or a torch dtype.
+
+    Raises:
+        SpecError: there is no such model, its files are damaged, or the dtype has no
+            such name.
+    """
+    path = _resolve(name_or_path)
+    on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
+    chosen = _dtype(dtype, on_gpu=on_gpu)
+    placement = "auto" if device == "auto" and on_gpu else None
+    model: Any
+    if silent():
+        disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=chosen, device_map=placement
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SpecError(
+            f"cannot load the model {str(name_or_path)!r}: {error}\nExpected a hub id "
+            "that can be reached, a local folder in the hub's layout, or 'lab'"
+        ) from error
+    if placement is None:
+        model.to("cpu" if device == "auto" else device)
+    return model.eval(), tokenizer
+
+
+def _resolve(name_or_path: str | Path) -> str:
+    if str(name_or_path) != LAB:
+        return str(name_or_path)
+    folder = store.lab_model_dir()
+    if not (folder / "config.json").is_file():
+        raise SpecError(
+            f"the lab model is not in {folder}: it comes with the repository; work in "
+            "a clone (pip install -e .), or train it with `heapr-lab train-lab-model`"
+        )
+    return str(folder)
+
+
+def _dtype(dtype: str | torch.dtype, *, on_gpu: bool) -> str | torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return "auto" if on_gpu else torch.float32
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise SpecError(
+            f"dtype is {dtype!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or "
+            "'float64'"
+        )
+    return found
+
+
+def model_identity(model: Any) -> dict[str, str]:
+    """What tells this model from any other, on whatever device it lies.
+
+    `weights` hashes the name and shape of every parameter and stored buffer (such as
+    a router's bias correction) with up to 4096 of its values, spread over it: enough
+    to tell checkpoints apart, at a cost that does not grow with the model. `dtype` is
+    part of the identity because numbers depend on it.
+    """
+    config = model.config.get_text_config().to_dict()
+    volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in volatile and not key.startswith("_")
+    }
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return {
+        "class": type(model).__name__,
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "weights": _weights_fingerprint(model),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+
+
+def _weights_fingerprint(model: nn.Module) -> str:
+    sha = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if tensor.is_meta:
+            raise LayoutError(
+                f"{name} is offloaded, its values are not in memory; expected a model "
+                "that fits: load it without offloading, on devices large enough"
+            )
+        sha.update(f"{name}{tuple(tensor.shape)}".encode())
+        flat = tensor.reshape(-1)
+        places = torch.arange(min(flat.numel(), _SAMPLES_PER_TENSOR))
+        # Multiples of a large prime hit every row and column: an even stride that
+        # the width divides would read one column only.
+        places = places * _LARGE_PRIME % max(1, flat.numel())
+        sample = flat[places.to(flat.device)].to("cpu", torch.float64)
+        sha.update(sample.numpy().tobytes())
+    return sha.hexdigest()

@@ -1,0 +1,93 @@
+"""The options and the examples of the command line, each written once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = """\b
+Examples:
+  heapr-lab score lab
+  heapr-lab prune lab --ratio 0.25 --out mask.parquet
+  heapr-lab evaluate lab --mask mask.parquet --corpora pydocs,ptb --kl
+  heapr-lab reproduce
+"""
+SCORE_EXAMPLES = """\b
+Examples:
+  heapr-lab score lab --out importance.parquet
+  heapr-lab score Qwen/Qwen1.5-MoE-A2.7B --corpus wikitext2 --seq-len 2048
+  heapr-lab score ./my_moe --corpus "0.7*pydocs + 0.3*ptb" --seed 1 --json
+"""
+PRUNE_EXAMPLES = """\b
+Examples:
+  heapr-lab prune lab --ratio 0.25 --out mask.parquet
+  heapr-lab prune lab --importance importance.parquet --ratio 0.4 --scope layer
+  heapr-lab prune lab --ratio 0.3 --structure aligned --multiple 16 --of model
+"""
+EVALUATE_EXAMPLES = """\b
+Examples:
+  heapr-lab evaluate lab --corpora pydocs,ptb
+  heapr-lab evaluate lab --mask mask.parquet --kl --tasks continuation
+  heapr-lab evaluate ./my_moe --tasks arc_easy,piqa --limit 200 --json
+"""
+TRAIN_EXAMPLES = """\b
+Examples:
+  heapr-lab train-lab-model --out my_lab_model
+  heapr-lab train-lab-model --out tiny --work tiny_work --steps 200 --seed 1
+"""
+FIGURES_EXAMPLES = """\b
+Examples:
+  heapr-lab figures
+  heapr-lab figures --model ./my_moe --out my_figures
+"""
+REPRODUCE_EXAMPLES = """\b
+Examples:
+  heapr-lab reproduce
+  heapr-lab reproduce --model ./my_moe --profile lab
+"""
+
+_NAME_HELP = "A hub id, a local folder, or `lab`."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_NAME_HELP)]
+ModelOption = Annotated[str, typer.Option("--model", help=_NAME_HELP)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Profile = Annotated[
+    str | None,
+    typer.Option(help="How much text: small, lab, paper; by default as the model."),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")]
+SeqLen = Annotated[
+    int | None, typer.Option(min=2, help="Tokens per window [default: the profile's].")
+]
+Corpus = Annotated[
+    str, typer.Option(help="To calibrate on: a corpus, a file, or a mixture of them.")
+]
+Sequences = Annotated[
+    int | None, typer.Option(min=1, help="Windows [default: the profile's].")
+]
+Seed = Annotated[int, typer.Option(help="Of the draw of windows.")]
+OutFolder = Annotated[Path | None, typer.Option(help="Folder of the figures.")]
+Estimator = Annotated[
+    str,
+    typer.Option(
+        help="heapr, heapr_total, fisher, taylor, camera, magnitude, frequency or "
+        "random."
+    ),
+]
+Importance = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="A file of `score` [default: the cache]."
+    ),
+]
+Mask = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="A file of `prune`."),
+]
+Tasks = Annotated[
+    str,
+    typer.Option(
+        help="Harness tasks, with commas: arc_easy, ..., continuation (of pydocs) or "
+        "continuation:CORPUS."
+    ),
+]

@@ -1,0 +1,378 @@
+"""The stages, composed under the cache: what notebooks and the command line call.
+
+A `Workbench` holds a loaded model with a profile (how much to calibrate and to
+evaluate); a `Setting` says how atoms are chosen. Everything a workbench is asked is
+computed once and read from the cache afterwards, in whatever notebook.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from heapr_lab import accounting, store
+from heapr_lab.calibration import (
+    CalibrationSet,
+    load_calibration,
+    load_windows,
+    tokenizer_fingerprint,
+)
+from heapr_lab.corpora import load_corpus
+from heapr_lab.evaluation import (
+    Divergence,
+    Perplexity,
+    evaluate_divergence,
+    evaluate_perplexity,
+    exp_nll,
+)
+from heapr_lab.harness import continuation_task, run_tasks
+from heapr_lab.importance import Progress, collect_statistics, statistics_spec
+from heapr_lab.masks import KeepMask
+from heapr_lab.models import LAB, load_model, model_identity
+from heapr_lab.progress import progress_bar
+from heapr_lab.selection import select
+from heapr_lab.specs import CorpusError, SpecError, digest
+from heapr_lab.surgery import masking
+from heapr_lab.table import ImportanceTable
+
+EVALUATION_SCHEMA = 1
+"""Raised whenever the same input would give other numbers."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much text a run calibrates and evaluates on."""
+
+    name: str
+    n_sequences: int
+    """Calibration windows."""
+    seq_len: int
+    """Tokens of each window, calibration and test."""
+    n_test: int | None
+    """Test windows of each corpus; None takes all."""
+    n_items: int
+    """Items of the continuation task."""
+    n_seeds: int = 3
+    """Calibration draws where error bars are shown."""
+
+
+PROFILES = {
+    "small": Profile("small", 8, 64, 4, 8, n_seeds=2),
+    "lab": Profile("lab", 128, 256, 40, 120),
+    "paper": Profile("paper", 128, 2048, None, 500),
+}
+"""`small` for tests, `lab` for the lab model, `paper` as the paper calibrates."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a pruned model is made: what is measured, how atoms are ranked and cut."""
+
+    ratio: float
+    estimator: str = "heapr"
+    scope: str = "global"
+    granularity: str = "atom"
+    structure: str = "ragged"
+    multiple: int | None = None
+    calibration: str = "pydocs"
+    n_sequences: int | None = None
+    """Calibration windows; None takes the profile's number."""
+    seed: int = 0
+
+
+class Workbench:
+    """A model with everything that can be asked of it, answered through the cache."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, *, name: str, profile: Profile
+    ) -> None:
+        """Wrap a loaded model.
+
+        Args:
+            model: a causal language model of transformers, in eval mode.
+            tokenizer: its tokenizer.
+            name: how figures and tables call it.
+            profile: how much text to use.
+        """
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.profile = profile
+        self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
+        self._table: tuple[str, ImportanceTable] | None = None
+
+    @functools.cached_property
+    def tokenizer_id(self) -> str:
+        """What the cache knows the tokenizer by."""
+        return tokenizer_fingerprint(self.tokenizer)
+
+    @functools.cached_property
+    def identity(self) -> dict[str, str]:
+        """What the cache knows the model by."""
+        return model_identity(self.model)
+
+    # --- importance ---
+
+    def calibration_set(self, setting: Setting) -> CalibrationSet:
+        """The windows that `setting` calibrates on."""
+        corpus, seed, seq_len = setting.calibration, setting.seed, self.profile.seq_len
+        n_sequences = setting.n_sequences or self.profile.n_sequences
+        return self._remembered(
+            ("calibration", corpus, n_sequences, seq_len, seed),
+            lambda: load_calibration(
+                corpus,
+                self.tokenizer,
+                n_sequences=n_sequences,
+                seq_len=seq_len,
+                seed=seed,
+            ),
+        )
+
+    def importance(self, setting: Setting | None = None) -> ImportanceTable:
+        """The statistics of every atom on `setting`'s calibration windows."""
+        windows = self.calibration_set(setting or Setting(0.0))
+        # The last table is kept, with the ranks it remembers; one, for it can be large.
+        if self._table is None or self._table[0] != windows.fingerprint:
+            self._table = windows.fingerprint, self.measure(windows)
+        return self._table[1]
+
+    def measure(
+        self, windows: CalibrationSet, *, batch_size: int | None = None
+    ) -> ImportanceTable:
+        """The statistics of every atom on windows one already has."""
+        spec = statistics_spec(self.identity, windows)
+        state = store.cache_path("importance", spec, extension="state")
+
+        def compute() -> ImportanceTable:
+            with progress_bar(f"importance on {windows.label}", "window") as bar:
+                return collect_statistics(
+                    self.model,
+                    windows,
+                    batch_size=batch_size,
+                    progress=bar,
+                    state=state,
+                )
+
+        return store.cached(
+            "importance",
+            spec,
+            compute,
+            read=ImportanceTable.read,
+            write=lambda path, table: table.write(path),
+        )
+
+    def keep(self, setting: Setting) -> KeepMask:
+        """The mask that `setting` selects."""
+        return select(
+            self.importance(setting),
+            ratio=setting.ratio,
+            estimator=setting.estimator,
+            scope=setting.scope,
+            granularity=setting.granularity,
+            structure=setting.structure,
+            multiple=setting.multiple,
+        )
+
+    # --- evaluation ---
+
+    def test_windows(self, corpus: str) -> CalibrationSet:
+        """The held-out windows that perplexity on `corpus` is measured on."""
+        seq_len, n_test = self.profile.seq_len, self.profile.n_test
+        return self._remembered(
+            ("test", corpus, n_test, seq_len),
+            lambda: load_windows(
+                corpus, self.tokenizer, seq_len=seq_len, n_sequences=n_test
+            ),
+        )
+
+    def perplexity(
+        self,
+        keep: KeepMask | None,
+        windows: CalibrationSet,
+        *,
+        progress: Progress | None = None,
+    ) -> Perplexity:
+        """Perplexity of the masked model, or of the dense one where `keep` is None.
+
+        `progress` is called with (windows done, windows in all), where it is computed;
+        by default a bar shows it.
+        """
+
+        def compute() -> dict[str, Any]:
+            # The mask is entered in the thread that runs the model: it is the thread's.
+            with self._pruned(keep), progress_bar(windows.label, "window") as bar:
+                result = evaluate_perplexity(
+                    self.model, windows.ids, progress=progress or bar
+                )
+            return {"nll": result.nll, "n_tokens": result.n_tokens}
+
+        found = self._evaluated("perplexity", keep, windows.fingerprint, compute)
+        return Perplexity(
+            value=exp_nll(found["nll"]), nll=found["nll"], n_tokens=found["n_tokens"]
+        )
+
+    def divergence(self, keep: KeepMask, windows: CalibrationSet) -> Divergence:
+        """KL(dense || pruned) and top-1 agreement: they move before perplexity."""
+
+        def compute() -> dict[str, Any]:
+            with progress_bar(f"KL on {windows.label}", "window") as bar:
+                result = evaluate_divergence(
+                    self.model, keep, windows.ids, progress=bar
+                )
+            return asdict(result)
+
+        return Divergence(
+            **self._evaluated("divergence", keep, windows.fingerprint, compute)
+        )
+
+    def continuation_accuracy(
+        self, keep: KeepMask | None, corpus: str = "pydocs"
+    ) -> dict[str, Any]:
+        """Accuracy on the four-way continuation task of `corpus`: value, stderr, n."""
+        text = load_corpus(corpus, split="test")
+        n_items = self.profile.n_items
+        task = {
+            "task": "continuation",
+            "corpus": text.fingerprint,
+            "n_items": n_items,
+            "tokenizer": self.tokenizer_id,
+        }
+
+        def compute() -> dict[str, Any]:
+            chosen = continuation_task(text, n_items=n_items)
+            with self._pruned(keep), progress_bar("continuation", "choice") as bar:
+                frame = run_tasks(
+                    self.model, self.tokenizer, [chosen], batch_size=64, progress=bar
+                )
+            row = frame[frame["metric"] == "acc"].iloc[0]
+            return {
+                "value": float(row["value"]),
+                "stderr": float(row["stderr"]),
+                "n": int(row["n"]),
+            }
+
+        return dict(self._evaluated("accuracy", keep, digest(task), compute))
+
+    def evaluate(
+        self,
+        setting: Setting | None,
+        corpora: Sequence[str],
+        *,
+        accuracy: bool = True,
+        keep: KeepMask | None = None,
+    ) -> pd.DataFrame:
+        """Tidy results of one setting, or of the dense model where it is None.
+
+        Columns: those of `Setting`, achieved_ratio, model, dataset, metric (perplexity,
+        nll, accuracy), value, stderr. The dense model has estimator `dense`, ratio 0.
+
+        Args:
+            setting: what is evaluated.
+            corpora: where perplexity is measured, on the test split.
+            accuracy: whether the continuation task is run too.
+            keep: the mask, where it is not the one that `setting` selects here.
+        """
+        if keep is None and setting is not None:
+            keep = self.keep(setting)
+        rows: list[dict[str, Any]] = []
+        for corpus in corpora:
+            result = self.perplexity(keep, self.test_windows(corpus))
+            rows.append(_row(corpus, "perplexity", result.value))
+            rows.append(_row(corpus, "nll", result.nll))
+        if accuracy:
+            found = self.continuation_accuracy(keep)
+            rows.append(
+                _row("continuation", "accuracy", found["value"], found["stderr"])
+            )
+        return pd.DataFrame(rows).assign(**self.columns(setting, keep))
+
+    def savings(self, setting: Setting) -> pd.DataFrame:
+        """One row: what `setting` saves of parameters, bytes and FLOPs."""
+        keep = self.keep(setting)
+        saved = accounting.summary(
+            keep, self.importance(setting), seq_len=self.profile.seq_len
+        )
+        return saved.assign(**self.columns(setting, keep))
+
+    def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
+        """What a row of results says of how its model was made."""
+        columns = asdict(setting or Setting(0.0, estimator="dense"))
+        columns["n_sequences"] = columns["n_sequences"] or self.profile.n_sequences
+        achieved = 0.0 if keep is None else keep.achieved_ratio
+        return columns | {"achieved_ratio": achieved, "model": self.name}
+
+    def _remembered(
+        self, key: tuple[Any, ...], compute: Callable[[], CalibrationSet]
+    ) -> CalibrationSet:
+        """Windows that were loaded before, or `compute()`."""
+        if key not in self._windows:
+            self._windows[key] = compute()
+        return self._windows[key]
+
+    def _pruned(self, keep: KeepMask | None) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if keep is None else masking(self.model, keep)
+
+    def _evaluated(
+        self,
+        kind: str,
+        keep: KeepMask | None,
+        data: str,
+        compute: Callable[[], dict[str, Any]],
+    ) -> dict[str, Any]:
+        key = {
+            "schema": EVALUATION_SCHEMA,
+            "model": self.identity,
+            "keep": None if keep is None else keep.fingerprint,
+            "data": data,
+        }
+        return dict(store.cached_json(kind, key, compute))
+
+
+def _row(
+    dataset: str, metric: str, value: float, stderr: float = math.nan
+) -> dict[str, Any]:
+    return {"dataset": dataset, "metric": metric, "value": value, "stderr": stderr}
+
+
+def open_workbench(
+    name_or_path: str = LAB,
+    *,
+    profile: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Workbench:
+    """Load a model and put it on the bench.
+
+    Args:
+        name_or_path: a hub id, a local folder, or `lab`.
+        profile: a name of `PROFILES`; by default `lab` for the lab model, else `paper`.
+        device: as `load_model`.
+        dtype: as `load_model`.
+
+    Raises:
+        SpecError: there is no such profile or model.
+    """
+    chosen = profile or ("lab" if name_or_path == LAB else "paper")
+    if chosen not in PROFILES:
+        raise SpecError(f"profile is {chosen!r}, expected one of {', '.join(PROFILES)}")
+    model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
+    name = "lab model" if name_or_path == LAB else str(name_or_path)
+    return Workbench(model, tokenizer, name=name, profile=PROFILES[chosen])
+
+
+def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Those of `names` whose test split can be had here, and why the others cannot."""
+    found, skipped = [], {}
+    for name in names:
+        try:
+            load_corpus(name, split="test")
+        except CorpusError as error:
+            skipped[name] = str(error)
+        else:
+            found.append(name)
+    return found, skipped

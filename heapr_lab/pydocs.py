@@ -1,0 +1,152 @@
+"""English that every machine has: the docstrings of installed packages.
+
+Read from the sources with `ast`, so that nothing is imported or run.
+"""
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import inspect
+import platform
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from heapr_lab import store
+from heapr_lab.specs import CorpusError
+
+PYDOCS_PACKAGES = (
+    "stdlib",
+    "numpy",
+    "pandas",
+    "scipy",
+    "matplotlib",
+    "torch",
+    "sklearn",
+    "sympy",
+    "networkx",
+    "nltk",
+)
+"""Packages that plain `pydocs` harvests where they are installed."""
+
+_HARVEST_RULES = 1
+"""Raised whenever the same packages would give other texts."""
+_MIN_DOCSTRING_CHARS = 150
+_TEST_FOLDERS = {"test", "tests", "idlelib", "lib2to3"}
+
+
+@functools.lru_cache(maxsize=4)
+def harvested(package: str = "") -> tuple[tuple[str, ...], str]:
+    """The docstrings of `package`, or of all `PYDOCS_PACKAGES`, and their source.
+
+    Harvested once for each set of versions and kept in the cache.
+
+    Raises:
+        CorpusError: the package is not installed.
+    """
+    wanted = (package,) if package else PYDOCS_PACKAGES
+    found = [name for name in wanted if _package_root(name) is not None]
+    if not found:
+        raise CorpusError(
+            f"pydocs:{package} needs the package {package!r}, which is not installed "
+            f"here (or is a single module); install it (pip install {package})"
+        )
+    versions = {name: _version(name) for name in found}
+    texts = store.cached_json(
+        "pydocs",
+        {"rules": _HARVEST_RULES, "versions": versions},
+        lambda: harvest(found),
+    )
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return tuple(texts), f"docstrings of {named}"
+
+
+def harvest(packages: list[str]) -> list[str]:
+    """Docstrings of the packages; of those that differ in no letter, the first."""
+    texts: list[str] = []
+    seen: set[str] = set()
+    for package in packages:
+        for text in _docstrings_of(package):
+            key = re.sub(r"[\W\d]+", "", text.lower())
+            if key not in seen:
+                seen.add(key)
+                texts.append(text)
+    return texts
+
+
+def _package_root(package: str) -> Path | None:
+    if package == "stdlib":
+        return Path(sysconfig.get_path("stdlib"))
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None  # not there, or a single module beside many others
+    return Path(spec.submodule_search_locations[0])
+
+
+def _version(package: str) -> str:
+    if package == "stdlib":
+        return platform.python_version()
+    try:
+        return importlib.metadata.version(_distributions().get(package, [package])[0])
+    except importlib.metadata.PackageNotFoundError as error:
+        raise CorpusError(
+            f"{package!r} is not an installed distribution; docstrings of the standard "
+            "library are pydocs:stdlib"
+        ) from error
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()  # looks through all: 0.6 s
+
+
+def _docstrings_of(package: str) -> Iterator[str]:
+    """Docstrings of at least 150 characters, in the order of path and line.
+
+    Raises:
+        CorpusError: the package is not installed.
+    """
+    root = _package_root(package)
+    if root is None:
+        raise CorpusError(f"package {package!r} is not installed")
+    for path in sorted(root.rglob("*.py")):
+        folders = set(path.relative_to(root).parts[:-1])
+        if folders & _TEST_FOLDERS or "site-packages" in folders:
+            continue
+        for text in docstrings_in(path):
+            if len(text) >= _MIN_DOCSTRING_CHARS:
+                yield text
+
+
+def docstrings_in(path: Path) -> Iterator[str]:
+    """Docstrings in one source file, and those that it adds by a call."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's code
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # a template or a file for another Python: no docstrings to be had
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+        elif isinstance(node, ast.Call) and _adds_docstring(node.func):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and isinstance(
+                    argument.value, str
+                ):
+                    yield inspect.cleandoc(argument.value)
+
+
+def _adds_docstring(function: ast.expr) -> bool:
+    """Whether this is numpy's `add_newdoc`, torch's `add_docstr`, or like them."""
+    name = getattr(function, "attr", getattr(function, "id", ""))
+    return "doc" in name.lower()

@@ -1,0 +1,281 @@
+"""The main job: every figure and table of the paper, on any model, from one call.
+
+Score, prune at 10 to 90 %, evaluate, draw, execute the notebooks. Each step goes
+through the cache, so that an interrupted run goes on where it stopped and a second one
+only draws.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.figure import Figure
+
+from heapr_lab import experiments, figures, reports, store
+from heapr_lab.models import LAB
+from heapr_lab.pipeline import Setting, Workbench, open_workbench
+from heapr_lab.progress import progress_bar
+from heapr_lab.specs import digest
+
+COST_RESULTS = "benchmarks/results/cost.csv"
+"""Measured by `benchmarks/cost.py`, which a reproduction does not repeat."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a reproduction made."""
+
+    figures: Path
+    """Folder of the figures and tables."""
+    files: list[Path] = field(repr=False)
+    notebooks: list[Path]
+    """Notebooks executed (those that were up to date are not)."""
+    skipped: dict[str, str]
+    """Corpora that could not be had, and why."""
+    perplexity: dict[str, tuple[float, float]]
+    """Per corpus: of the dense model, and with 25 % of the atoms gone."""
+    saved: pd.Series = field(repr=False)
+    """Parameters and FLOPs saved at 25 %."""
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """What a person would want to know."""
+        changes = "; ".join(
+            f"{corpus} {dense:.2f} → {pruned:.2f}"
+            for corpus, (dense, pruned) in self.perplexity.items()
+        )
+        saved = self.saved
+        made = [
+            f"made {len(self.files)} files and {len(self.notebooks)} notebooks "
+            f"in {self.seconds:.0f} s"
+        ]
+        made += [f"skipped {name}: {why}" for name, why in self.skipped.items()]
+        return [
+            *made,
+            f"perplexity, dense → 25 % of the atomic experts pruned: {changes}",
+            f"saved at 25 %: {saved['parameter_reduction']:.1%} of the parameters, "
+            f"{saved['flops_reduction']:.1%} of the FLOPs "
+            f"({saved['routed_flops_reduction']:.1%} of the routed experts')",
+            f"figures and tables: {self.figures}",
+        ]
+
+
+def reproduce(
+    name_or_path: str = LAB,
+    *,
+    profile: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    figures_dir: Path | None = None,
+    notebooks: bool = True,
+) -> Summary:
+    """Make every figure and table for a model, and execute the notebooks.
+
+    Args:
+        name_or_path: a hub id, a local folder, or `lab`.
+        profile: how much text to use; a name of `pipeline.PROFILES`.
+        device: as `load_model`.
+        dtype: as `load_model`.
+        figures_dir: where figures go; by default `figures/` for the lab model, and a
+            folder of its own in there for any other model or profile.
+        notebooks: whether to execute the notebooks; those of another model or profile
+            are written beside its figures, so that the committed ones stay.
+
+    Raises:
+        HeaprLabError: something cannot be had or measured; what was done is kept.
+    """
+    started = time.perf_counter()
+    bench = open_workbench(name_or_path, profile=profile, device=device, dtype=dtype)
+    committed = figures_dir is None and (name_or_path, bench.profile.name) == (LAB, LAB)
+    folder = figures_dir or _default_folder(bench, name_or_path)
+    corpora, skipped = experiments.test_corpora()
+    run_experiments(bench, corpora)
+    files = draw_all(bench, corpora, folder)
+    if committed:
+        _fill_readme(bench, corpora)
+    executed: list[Path] = []
+    if notebooks:
+        output = None if committed else folder / "notebooks"
+        executed = _execute_notebooks(bench, name_or_path, files, output)
+    return Summary(
+        figures=folder,
+        files=files,
+        notebooks=executed,
+        skipped=skipped,
+        perplexity=_perplexities(bench, corpora),
+        saved=bench.savings(Setting(0.25)).iloc[0],
+        seconds=time.perf_counter() - started,
+    )
+
+
+def run_experiments(bench: Workbench, corpora: list[str]) -> None:
+    """Fill the cache with all that the figures need, under one bar with an ETA."""
+    evaluate, draw = bench.evaluate, experiments.calibration_results
+    steps: list[Callable[[], Any]] = [bench.importance]
+    steps += [
+        functools.partial(evaluate, setting, corpora)
+        for setting in (None, *experiments.all_settings())
+    ]
+    steps += [
+        functools.partial(draw, bench, [setting])
+        for setting in experiments.calibration_draws(bench)
+    ]
+    steps.append(functools.partial(experiments.bin_results, bench))
+    with progress_bar("experiments", "step") as show:
+        for done, step in enumerate(steps, start=1):
+            step()
+            show(done, len(steps))
+
+
+def draw_all(bench: Workbench, corpora: list[str], folder: Path) -> list[Path]:
+    """Write every figure (png, pdf), table (csv, md, tex) and its data (csv)."""
+    pen = _Pen(bench, folder)
+    settings = experiments.all_settings()
+    results = experiments.results(bench, settings, corpora)
+    savings = experiments.savings(bench, settings)
+    common = results[results["ratio"].le(max(experiments.METHOD_RATIOS))]
+    draws = experiments.calibration_draws(bench)
+
+    masks = experiments.layer_masks(bench)
+    pen.draw(
+        "1_layer_ratios", figures.layer_ratios_data(masks), figures.figure_layer_ratios
+    )
+    tenths = experiments.bin_results(bench)
+    pen.draw("2_bins", figures.bins_data(tenths), figures.figure_bins)
+    sizes = figures.calibration_size_data(
+        experiments.calibration_results(bench, draws),
+        ratio=experiments.CALIBRATION_RATIO,
+    )
+    pen.draw("3_calibration_size", sizes, figures.figure_calibration_size)
+    boundary = figures.boundary_data(results, savings)
+    pen.draw("4_boundary", boundary, figures.figure_boundary)
+    grain = figures.granularity_data(common, savings)
+    pen.draw("5_granularity", grain, figures.figure_granularity)
+    pen.table("5_granularity", figures.comparison_table(grain))
+    scope = figures.scope_data(common)
+    pen.draw("6_scope", scope, figures.figure_scope)
+    pen.table("6_scope", figures.comparison_table(scope))
+    atom = figures.atomic_expert_data()
+    pen.draw("7_atomic_expert", atom, figures.figure_atomic_expert)
+    main = figures.main_data(common)
+    pen.draw("8_methods", main, figures.figure_main)
+    pen.table("8_methods", figures.main_table(main))
+    pen.table("0_claims", reports.claims(results, tenths))
+    pen.table("0_summary", reports.summary_table(results, savings))
+    costs = store.project_dir() / COST_RESULTS
+    if costs.exists():
+        cost = figures.cost_data(pd.read_csv(costs), baseline="plain")
+        pen.draw("9_cost", cost, figures.figure_cost)
+        pen.table("9_cost", figures.cost_table(cost))
+    return pen.files
+
+
+def _fill_readme(bench: Workbench, corpora: list[str]) -> None:
+    """Put what was found where people read it first."""
+    settings = experiments.all_settings()
+    results = experiments.results(bench, settings, corpora)
+    savings = experiments.savings(bench, settings)
+    found = reports.claims(results, experiments.bin_results(bench))
+    found["holds"] = found["holds"].map({True: "yes", False: "**no**"})
+    blocks = {
+        "summary": reports.as_block(reports.summary_table(results, savings)),
+        "claims": reports.as_block(found),
+    }
+    costs = store.project_dir() / COST_RESULTS
+    if costs.exists():
+        cost = figures.cost_data(pd.read_csv(costs), baseline="plain")
+        ours = cost[cost["source"].eq("ours")] if "source" in cost else cost
+        blocks["cost"] = reports.as_block(figures.cost_table(ours))
+    reports.fill_blocks(store.project_dir() / "README.md", blocks)
+
+
+class _Pen:
+    """Writes figures and tables with the provenance of one workbench."""
+
+    def __init__(self, bench: Workbench, folder: Path) -> None:
+        self.folder = folder
+        self.files: list[Path] = []
+        self.provenance = {
+            "model": bench.identity,
+            "profile": asdict(bench.profile),
+            "importance": bench.importance().metadata["spec_hash"],
+        }
+
+    def draw(
+        self, name: str, data: pd.DataFrame, figure_of: Callable[[pd.DataFrame], Figure]
+    ) -> None:
+        figure = figure_of(data)
+        provenance = self.provenance | {"figure": name, "data": digest(data.to_csv())}
+        stem = self.folder / name
+        self.files += figures.save_figure(figure, stem, provenance=provenance)
+        plt.close(figure)
+        path = self.folder / "data" / f"{name}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data.to_csv(path, index=False, lineterminator="\n")
+        self.files.append(path)
+
+    def table(self, name: str, frame: pd.DataFrame) -> None:
+        provenance = self.provenance | {"table": name, "data": digest(frame.to_csv())}
+        stem = self.folder / f"{name}_table"
+        self.files += figures.write_table(frame, stem, provenance=provenance)
+
+
+def _default_folder(bench: Workbench, name_or_path: str) -> Path:
+    """`figures/` for what is committed, a folder in there for anything else."""
+    profile = bench.profile.name
+    if (name_or_path, profile) == (LAB, LAB):
+        return store.figures_dir()
+    path = Path(name_or_path)
+    name = path.resolve().name if path.is_dir() else name_or_path.replace("/", "-")
+    return store.figures_dir() / f"{name}-{profile}"
+
+
+def _execute_notebooks(
+    bench: Workbench, name_or_path: str, files: list[Path], output: Path | None
+) -> list[Path]:
+    """Execute the notebooks: all of them unless this was done before with the cache.
+
+    A clone carries executed notebooks; that they run here has to be shown once.
+    """
+    from heapr_lab.notebooks import execute_all
+
+    inputs = _inputs(bench, files)
+    key = {"inputs": inputs, "output": str(output)}
+    done = store.cache_path("reproduced", key, extension="json")
+    path = Path(name_or_path)
+    model = str(path.resolve()) if path.is_dir() else name_or_path
+    with progress_bar("notebooks", "notebook") as bar:
+        executed = execute_all(
+            store.project_dir() / "notebooks",
+            parameters={"MODEL": model, "PROFILE": bench.profile.name},
+            inputs=inputs,
+            output=output,
+            force=not done.exists(),
+            progress=bar,
+        )
+    store.write_json(done, key)
+    return executed
+
+
+def _perplexities(
+    bench: Workbench, corpora: list[str]
+) -> dict[str, tuple[float, float]]:
+    keep = bench.keep(Setting(0.25))
+    return {
+        corpus: (
+            bench.perplexity(None, bench.test_windows(corpus)).value,
+            bench.perplexity(keep, bench.test_windows(corpus)).value,
+        )
+        for corpus in corpora
+    }
+
+
+def _inputs(bench: Workbench, files: list[Path]) -> str:
+    """What the notebooks' outputs depend on besides their sources."""
+    data = [path.read_text() for path in files if path.suffix == ".csv"]
+    return digest({"model": bench.identity, "data": data})

@@ -1,0 +1,183 @@
+"""Every path, and the results that are kept under it.
+
+Layer 1, without torch. How files are written and checked is told in `artefacts`, whose
+functions are offered here too; this module says where they lie, who may write them,
+and that a result once computed is read back instead.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import filelock
+
+from heapr_lab.artefacts import (
+    REMEDY,
+    load_state,
+    read_frame,
+    read_json,
+    read_metadata,
+    replacing,
+    save_state,
+    write_frame,
+    write_json,
+)
+from heapr_lab.specs import CacheError, canonical_json, digest
+
+__all__ = [
+    "cache_dir",
+    "cache_path",
+    "cached",
+    "cached_json",
+    "figures_dir",
+    "lab_model_dir",
+    "load_state",
+    "lock",
+    "paper_dir",
+    "project_dir",
+    "read_frame",
+    "read_json",
+    "read_metadata",
+    "replacing",
+    "save_state",
+    "write_frame",
+    "write_json",
+]
+
+_Value = TypeVar("_Value")
+
+logger = logging.getLogger(__name__)
+
+
+# --- places ---------------------------------------------------------------------
+
+
+def project_dir() -> Path:
+    """The folder that holds `heapr_lab/`, `data/`, `figures/` and `notebooks/`."""
+    return Path(__file__).resolve().parents[1]
+
+
+def lab_model_dir() -> Path:
+    """The folder of the bundled lab model."""
+    return project_dir() / "data" / "lab_moe"
+
+
+def paper_dir() -> Path:
+    """The folder of the paper's published tables."""
+    return project_dir() / "data" / "paper"
+
+
+def figures_dir() -> Path:
+    """The folder of the committed figures."""
+    return project_dir() / "figures"
+
+
+def cache_dir() -> Path:
+    """`$HEAPR_CACHE_DIR`, else `heapr_lab` in the user's cache folder."""
+    asked = os.environ.get("HEAPR_CACHE_DIR")
+    if asked:
+        return Path(asked).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "heapr_lab"
+
+
+def cache_path(kind: str, key: Mapping[str, Any], *, extension: str) -> Path:
+    """Where the result of kind `kind` for `key` lies, whether it exists or not."""
+    return cache_dir() / kind / f"{digest(dict(key))[:16]}.{extension}"
+
+
+def lock(path: Path | str) -> filelock.BaseFileLock:
+    """A lock, to be entered with `with`, among all processes and threads on `path`."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return filelock.FileLock(path.with_name(f"{path.name}.lock"))
+
+
+# --- cached results -------------------------------------------------------------
+
+
+def cached(
+    kind: str,
+    key: Mapping[str, Any],
+    compute: Callable[[], _Value],
+    *,
+    read: Callable[[Path], _Value],
+    write: Callable[[Path, _Value], None],
+    extension: str = "parquet",
+) -> _Value:
+    """The stored result for `key`, or `compute()`, stored.
+
+    The result lies in `cache_dir()/kind` under the hash of `key`, with the readable
+    key in a `.key.json` file beside it. Whoever asks while another thread or process
+    computes the same waits for that result.
+
+    Args:
+        kind: the folder, such as `importance`.
+        key: every field that determines the result, as plain data.
+        compute: makes the result.
+        read: reads a result from a path; raises `CacheError` for one it cannot read.
+        write: writes a result to a path.
+        extension: the end of the file's name, without the dot.
+    """
+    path = cache_path(kind, key, extension=extension)
+    if path.exists():
+        _check_key(path, key)
+        return read(path)
+    with _waiting(path):
+        if path.exists():  # made by another while this one waited
+            _check_key(path, key)
+            return read(path)
+        value = compute()
+        # The key first: a result whose key is missing is then never one of ours.
+        write_json(_key_path(path), dict(key))
+        with replacing(path) as temporary:
+            write(temporary, value)
+        return value
+
+
+def cached_json(kind: str, key: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
+    """`cached` for a result that is plain data."""
+    return cached(
+        kind, key, compute, read=read_json, write=write_json, extension="json"
+    )
+
+
+@contextlib.contextmanager
+def _waiting(path: Path) -> Iterator[None]:
+    guard = lock(path)
+    try:
+        guard.acquire(timeout=0)
+    except filelock.Timeout:
+        logger.info("waiting for %s, which another is computing", path)
+        guard.acquire()
+    try:
+        yield
+    finally:
+        guard.release()
+
+
+def _key_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.key.json")
+
+
+def _check_key(path: Path, key: Mapping[str, Any]) -> None:
+    """Make sure that the result at `path` was made for `key`.
+
+    Raises:
+        CacheError: it was made for another key, or nothing says for which.
+    """
+    key_path = _key_path(path)
+    if not key_path.exists():
+        raise CacheError(
+            f"{path} is foreign: {key_path.name}, which would say what it was made "
+            f"for, is not beside it; {REMEDY}"
+        )
+    stored = read_json(key_path)
+    if canonical_json(stored) != canonical_json(dict(key)):
+        raise CacheError(
+            f"{path} was made for another key, found {canonical_json(stored)}, "
+            f"expected {canonical_json(dict(key))}; {REMEDY}"
+        )

@@ -1,0 +1,41 @@
+"""Small HTML cards that notebooks show for tables and masks.
+
+Layer 1: strings only. Colours are JupyterLab's own variables with fallbacks, so that a
+card follows the theme and still reads where there is none.
+"""
+
+import html
+from collections.abc import Mapping
+
+_MUTED = "var(--jp-ui-font-color2, #666)"
+_BORDER = "var(--jp-border-color2, #ccc)"
+_TRACK = "var(--jp-layout-color3, #ddd)"
+_FILL = "var(--jp-brand-color1, #1976d2)"
+
+
+def card_html(title: str, facts: Mapping[str, str], *, below: str = "") -> str:
+    """A bordered card: title, one line per fact, and further HTML `below`."""
+    rows = "".join(
+        f'<tr><td style="text-align:left;color:{_MUTED}">{html.escape(name)}</td>'
+        f'<td style="text-align:left">{html.escape(value)}</td></tr>'
+        for name, value in facts.items()
+    )
+    return (
+        f'<div style="display:inline-block;padding:8px 12px;border:1px solid {_BORDER};'
+        'border-radius:4px;font-size:13px">'
+        f"<strong>{html.escape(title)}</strong>"
+        f'<table style="margin:4px 0">{rows}</table>{below}</div>'
+    )
+
+
+def bars_html(caption: str, shares: Mapping[str, float]) -> str:
+    """One horizontal bar per entry, its share of the width filled and written out."""
+    bars = "".join(
+        '<div style="display:flex;align-items:center;gap:6px;line-height:1.2">'
+        f'<span style="width:5em;color:{_MUTED}">{html.escape(name)}</span>'
+        f'<span style="width:160px;height:8px;background:{_TRACK}">'
+        f'<span style="display:block;height:8px;width:{100 * share:.1f}%;'
+        f'background:{_FILL}"></span></span><span>{100 * share:.1f} %</span></div>'
+        for name, share in shares.items()
+    )
+    return f'<div style="color:{_MUTED}">{html.escape(caption)}</div>{bars}'
