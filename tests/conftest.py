@@ -1,0 +1,36 @@
+"""What every test runs under: offline, one thread, silent, a cache of its own."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Set before anything imports torch, transformers or matplotlib, which read them once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HEAPR_LAB_PROGRESS"] = "0"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MPLBACKEND"] = "Agg"
+
+_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+for _name, _folder in {
+    "HEAPR_DATA_DIR": "text",
+    "HEAPR_TASKS_DIR": "zero_shot",
+}.items():
+    if (_SHARED / _folder).is_dir():
+        os.environ.setdefault(_name, str(_SHARED / _folder))
+
+# Time limits per example would measure the machine; fixed examples keep a run the same.
+hypothesis.settings.register_profile("house", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder that lives as long as the session."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEAPR_CACHE_DIR", str(folder))
+        yield folder

@@ -1,0 +1,51 @@
+"""Keep masks for tiny models, and the twin that zeroes what a mask drops."""
+
+import copy
+
+import numpy as np
+import torch
+from oracles.token_by_token import matrices
+from torch import nn
+
+from heapr_lab.experts import find_experts
+from heapr_lab.selection import KeepMask
+
+
+def random_keep(model: nn.Module, *, seed: int = 0, share: float = 0.5) -> KeepMask:
+    """A random mask in which expert 0 of each layer is empty and expert 1 untouched."""
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for layer in find_experts(model):
+        kept = rng.random((layer.n_experts, layer.d_inter)) < share
+        kept[0] = False
+        kept[1] = True
+        arrays[layer.layer] = kept
+    return KeepMask.from_arrays(arrays)
+
+
+def full_keep(model: nn.Module) -> KeepMask:
+    """The mask that keeps everything."""
+    return KeepMask.from_arrays(
+        {
+            layer.layer: np.ones((layer.n_experts, layer.d_inter), bool)
+            for layer in find_experts(model)
+        }
+    )
+
+
+def zeroed_twin(model: nn.Module, keep: KeepMask) -> nn.Module:
+    """A copy of `model` whose dropped columns of W_down are zero, one by one."""
+    twin = copy.deepcopy(model)
+    for layer in find_experts(twin):
+        for expert, kept in enumerate(keep.by_layer(layer.layer)):
+            # A view, which keeps to the family's own orientation.
+            W_down = matrices(layer.module, expert)["W_down"]
+            for atom in np.flatnonzero(~kept):
+                W_down.data[:, atom] = 0
+    return twin
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Logits without a cache, (n_sequences, seq_len, d_vocab)."""
+    return model(ids, use_cache=False).logits

@@ -1,0 +1,150 @@
+"""The committed notebooks: how they are made up, and that they run."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from heapr_lab import store
+from heapr_lab.notebooks import (
+    MARK,
+    execute_all,
+    execute_notebook,
+    normalise,
+    read_notebook,
+    sources_digest,
+)
+from heapr_lab.reproduce import reproduce
+
+FOLDER = store.project_dir() / "notebooks"
+NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+LONGEST_CODE_LINES = 40
+QUOTED = re.compile(r"`[^`]*`")
+
+
+def _sources(name: str, kind: str) -> list[str]:
+    cells = read_notebook(FOLDER / name).cells
+    return [cell.source for cell in cells if cell.cell_type == kind]
+
+
+def test_the_eight_notebooks_are_there_and_listed() -> None:
+    """The README of the folder has a row for each notebook."""
+    readme = (FOLDER / "README.md").read_text()
+    assert [name[:2] for name in NAMES] == [f"{number:02d}" for number in range(8)]
+    assert [name for name in NAMES if f"]({name})" not in readme] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestStructure:
+    """What holds of each notebook without running it."""
+
+    def test_opens_with_what_it_is_about(self, name: str) -> None:
+        """Cell 1 has question, answer, inputs, outputs, time, and how to use it."""
+        first = _sources(name, "markdown")[0]
+        wanted = ("**Question.**", "**Answer.**", "| inputs |", "| outputs |")
+        assert [part for part in wanted if part not in first] == []
+        assert "| time |" in first
+        assert "Qwen/Qwen3-30B-A3B" in first
+
+    def test_second_cell_holds_the_parameters(self, name: str) -> None:
+        """Cell 2 is tagged and assigns MODEL and PROFILE, nothing else."""
+        cell = read_notebook(FOLDER / name).cells[1]
+        assert cell.metadata.tags == ["parameters"]
+        assert cell.source == 'MODEL = "lab"\nPROFILE = "lab"'
+
+    def test_defines_nothing(self, name: str) -> None:
+        """No function, class or lambda; no print, no style, no long cell."""
+        for source in _sources(name, "code"):
+            nodes = list(ast.walk(ast.parse(source.rstrip(";"))))
+            defined = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
+            assert [node for node in nodes if isinstance(node, defined)] == []
+            assert not re.search(r"\bprint\(|rcParams|\bcolor=|\bplt\b", source)
+            assert len(source.splitlines()) <= LONGEST_CODE_LINES
+
+    def test_prose_has_no_numbers(self, name: str) -> None:
+        """Numbers are displayed by cells, so prose after cell 1 has none."""
+        prose = [QUOTED.sub("", text) for text in _sources(name, "markdown")[1:]]
+        assert [text for text in prose if re.search(r"\d", text)] == []
+
+    def test_ends_with_checks(self, name: str) -> None:
+        """The last cell asserts, and shows the paper's numbers beside ours."""
+        last = read_notebook(FOLDER / name).cells[-1].source
+        assert last.startswith("# Checks\n")
+        assert last.count("assert ") >= 3
+        assert "beside_paper(" in last or "NOT_COMPARABLE" in last
+
+    def test_is_committed_executed(self, name: str) -> None:
+        """Every code cell ran, in order, from the sources that are committed."""
+        notebook = read_notebook(FOLDER / name)
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        counts = [cell.execution_count for cell in code]
+        assert counts == list(range(1, len(code) + 1))
+        assert notebook.metadata[MARK]["sources"] == sources_digest(notebook)
+
+    def test_is_committed_normalised(self, name: str) -> None:
+        """Outputs hold nothing that another run would change."""
+        notebook = read_notebook(FOLDER / name)
+        record = notebook.metadata[MARK]
+        again = read_notebook(FOLDER / name)
+        normalise(again)
+        again.metadata[MARK] = record
+        assert again == notebook
+        shown = [
+            text
+            for cell in notebook.cells
+            for output in cell.get("outputs", [])
+            for text in output.get("data", {}).values()
+        ]
+        assert [text for text in shown if " at 0x" in str(text)] == []
+        assert [text for text in shown if str(store.project_dir()) in str(text)] == []
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the executed notebooks of this module."""
+    return tmp_path_factory.mktemp("executed")
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_on_the_small_profile(name: str, executed: Path) -> None:
+    """The notebook runs from top to bottom, its checks included, every figure shown."""
+    before = (FOLDER / name).read_bytes()
+    written = execute_notebook(
+        FOLDER / name, parameters={"PROFILE": "small"}, output=executed / name
+    )
+    notebook = read_notebook(written)
+    assert 'PROFILE = "small"' in notebook.cells[1].source
+    assert notebook.cells[-1].outputs
+    for cell in notebook.cells:
+        kinds = {kind for output in cell.get("outputs", []) for kind in output.data}
+        assert ("image/png" in kinds) == cell.source.endswith(";")
+    assert (FOLDER / name).read_bytes() == before
+
+
+@pytest.mark.notebook
+def test_runs_are_the_same_and_the_second_is_skipped(executed: Path) -> None:
+    """Two runs of the tour give the same bytes; a third finds nothing to do."""
+    folder, parameters = executed / "twice", {"PROFILE": "small"}
+    folder.mkdir()
+    (folder / NAMES[0]).write_bytes((FOLDER / NAMES[0]).read_bytes())
+    (once,) = execute_all(folder, parameters=parameters, force=True)
+    first = once.read_bytes()
+    assert execute_all(folder, parameters=parameters, force=True) == [once]
+    assert once.read_bytes() == first
+    assert execute_all(folder, parameters=parameters) == []
+
+
+@pytest.mark.notebook
+def test_reproduce_makes_every_figure_and_table(tmp_path: Path) -> None:
+    """The main job on the small profile, elsewhere: the committed results stay."""
+    before = (store.project_dir() / "README.md").read_bytes()
+    summary = reproduce("lab", profile="small", figures_dir=tmp_path, notebooks=False)
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    assert {name[0] for name in drawn} == set("123456789")
+    assert {path.stem for path in tmp_path.glob("*.pdf")} == drawn
+    assert {path.stem[0] for path in tmp_path.glob("*_table.csv")} == set("05689")
+    assert all(path.stat().st_size > 0 for path in summary.files)
+    assert any("perplexity, dense" in line for line in summary.lines())
+    assert (store.project_dir() / "README.md").read_bytes() == before

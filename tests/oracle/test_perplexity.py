@@ -1,0 +1,182 @@
+"""Perplexity and divergence against transformers' own loss and sums by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, tiny_ids, tiny_model
+
+from heapr_lab.evaluation import (
+    Perplexity,
+    evaluate_divergence,
+    evaluate_perplexity,
+    kl_divergence,
+)
+from heapr_lab.likelihood import token_nll
+from heapr_lab.masks import KeepMask
+from heapr_lab.specs import SpecError
+from heapr_lab.surgery import masking
+
+pytestmark = pytest.mark.oracle
+
+ROUNDING = 1e-12
+"""float64, sums of a few dozen terms."""
+FLOAT32_HEADS = {"nemotron_h"}
+"""Families that cast their logits to float32 whatever the model's type."""
+AFTER_THE_HEAD = {
+    "granitemoe": {"logits_scaling": 3.0},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "cohere": {"logit_scale": 0.3},
+}
+"""Families that change their logits after the head, the change made large."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny qwen2_moe."""
+    return tiny_model("qwen2_moe")
+
+
+def keep_of(model, *, share):
+    """A mask that drops the first atoms of each expert, `share` of all."""
+    config = model.config
+    shape = (config.num_experts, config.moe_intermediate_size)
+    keep = np.ones(shape, bool)
+    keep[:, : int(share * shape[1])] = False
+    return KeepMask.from_arrays(dict.fromkeys(range(config.num_hidden_layers), keep))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *AFTER_THE_HEAD])
+def test_nll_is_the_family_s_own_loss(family):
+    """The mean of token_nll is the loss that transformers computes of whole logits."""
+    model, ids = tiny_model(family, **AFTER_THE_HEAD.get(family, {})), tiny_ids()
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+        targets = ids[:, 1:].flatten()
+        whole = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), targets, reduction="none"
+        )
+        nll = token_nll(model, ids, chunk_tokens=7)
+        loss = model(ids, labels=ids, use_cache=False).loss
+    rounding = 1e-5 if family in FLOAT32_HEADS else ROUNDING
+    torch.testing.assert_close(nll.flatten(), whole, rtol=rounding, atol=rounding)
+    # transformers' loss function itself works in float32.
+    assert nll.mean().item() == pytest.approx(loss.item(), rel=1e-5)
+    assert nll.std() > 0.05
+
+
+@pytest.mark.parametrize(("family", "change"), AFTER_THE_HEAD.items())
+def test_what_comes_after_the_head_counts(family, change):
+    """The scale or soft cap does change the likelihoods of these models."""
+    ids = tiny_ids()
+    (name,) = change
+    changed = token_nll(tiny_model(family, **change), ids)
+    neutral = token_nll(tiny_model(family, **{name: 1.0}), ids)
+    assert (changed - neutral).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 3, 100])
+def test_batches_change_nothing(model, batch_size):
+    """Seven windows in batches of 1, of 3 with a last one of 1, and at once."""
+    ids = tiny_ids(n_sequences=7)
+    expected = token_nll(model, ids).mean().item()
+    result = evaluate_perplexity(model, ids, batch_size=batch_size)
+    assert result.nll == pytest.approx(expected, rel=ROUNDING)
+    assert result.value == pytest.approx(math.exp(expected), rel=ROUNDING)
+    assert result.n_tokens == 7 * 8
+
+
+def test_progress_ends_with_all_windows(model):
+    """The callback hears of each batch, the short last one too."""
+    heard = []
+    evaluate_perplexity(
+        model,
+        tiny_ids(n_sequences=5),
+        batch_size=2,
+        progress=lambda done, total: heard.append((done, total)),
+    )
+    assert heard == [(2, 5), (4, 5), (5, 5)]
+
+
+def test_smaller_batches_where_memory_runs_out(model):
+    """An automatic batch shrinks until it fits; a batch size asked for does not."""
+    ids = tiny_ids(n_sequences=7)
+    sizes = []
+
+    def small(_module, args):
+        sizes.append(len(args[0]))
+        if len(args[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    expected = evaluate_perplexity(model, ids)
+    hook = model.get_input_embeddings().register_forward_pre_hook(small)
+    try:
+        assert evaluate_perplexity(model, ids).nll == pytest.approx(expected.nll)
+        assert sizes == [7, 3, 1, 1, 1, 1, 1, 1, 1]
+        with pytest.raises(torch.OutOfMemoryError):
+            evaluate_perplexity(model, ids, batch_size=4)
+    finally:
+        hook.remove()
+
+
+def test_hopeless_models_are_infinitely_perplexed():
+    """The exponential of a nll beyond 709 nats is inf, not an error."""
+    model = tiny_model("qwen2_moe")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e6)
+    assert evaluate_perplexity(model, tiny_ids()).value == math.inf
+
+
+def test_no_windows(model):
+    """Nothing to evaluate on is an error."""
+    with pytest.raises(SpecError, match=r"shape \(0, 9\)"):
+        evaluate_perplexity(model, tiny_ids()[:0])
+    with pytest.raises(SpecError, match="at least 1, got 0"):
+        evaluate_perplexity(model, tiny_ids(), batch_size=0)
+
+
+def test_kl_by_hand():
+    """Of (1/2, 1/2) and (1/4, 3/4): 1/2 ln 2 + 1/2 ln 2/3 = 0.143841 nats."""
+    p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
+    assert kl_divergence(p, q).item() == pytest.approx(0.143841, abs=1e-6)
+    assert kl_divergence(p, p).item() == 0
+
+
+def test_kl_where_nothing_is_possible():
+    """A token that neither model allows adds nothing."""
+    log_p = torch.tensor([0.0, -math.inf])
+    assert kl_divergence(log_p, log_p).item() == 0
+
+
+def test_the_full_mask_does_not_diverge(model):
+    """Keeping everything: no divergence beyond rounding, every top token the same."""
+    result = evaluate_divergence(model, keep_of(model, share=0), tiny_ids())
+    assert result.kl == pytest.approx(0, abs=1e-12)
+    assert result.top1_agreement == 1
+    assert result.n_tokens == 24
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_divergence_from_whole_logits(model, batch_size):
+    """KL and agreement are those of the two models' whole logits."""
+    ids, keep = tiny_ids(), keep_of(model, share=0.5)
+    result = evaluate_divergence(model, keep, ids, batch_size=batch_size)
+    with torch.no_grad():
+        log_p = model(ids).logits[:, :-1].log_softmax(-1)
+        with masking(model, keep):
+            log_q = model(ids).logits[:, :-1].log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+    agreement = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item()
+    assert kl > 0.01
+    assert agreement < 1
+    assert result.kl == pytest.approx(kl, rel=1e-9)
+    assert result.top1_agreement == pytest.approx(agreement)
+
+
+def test_results_are_shown_readably():
+    """A notebook shows the numbers with their units."""
+    shown = Perplexity(value=20.08553, nll=3.0, n_tokens=12345)._repr_html_()
+    assert "20.09" in shown
+    assert "nats per token" in shown
+    assert "12,345" in shown

@@ -1,0 +1,216 @@
+"""Masked, sliced and zeroed models are one and the same, for every family."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, tiny_ids, tiny_model
+from keeps import full_keep, logits_of, random_keep, zeroed_twin
+from torch import nn
+
+from heapr_lab.experts import describe, find_experts
+from heapr_lab.ragged import RaggedExperts
+from heapr_lab.selection import KeepMask
+from heapr_lab.specs import LayoutError, SpecError
+from heapr_lab.surgery import masking, prune
+
+pytestmark = pytest.mark.oracle
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+"""float64: the same products, summed in another order."""
+SINGLE = {"rtol": 1e-5, "atol": 1e-5}
+"""float32 logits of order 1: some ten roundings of 6e-8."""
+SUMS_IN_SINGLE = {"nemotron_h"}
+"""Families whose own experts code adds up in float32, whatever the model's type."""
+
+IDS = tiny_ids()
+
+
+def against_stock(family: str) -> dict[str, float]:
+    """Tolerances of a comparison with the family's own experts code."""
+    return SINGLE if family in SUMS_IN_SINGLE else EXACT
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every stored tensor."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masked_is_sliced_is_zeroed(family: str) -> None:
+    """masking, prune and zero columns of W_down give the same logits, not the dense."""
+    model = tiny_model(family)
+    keep = random_keep(model)
+    assert set(keep.widths().iloc[0]) >= {0, 8}
+    dense, before = logits_of(model, IDS), weights_of(model)
+    with masking(model, keep):
+        masked = logits_of(model, IDS)
+    zeroed = logits_of(zeroed_twin(model, keep), IDS)
+    torch.testing.assert_close(masked, zeroed, **against_stock(family))
+    torch.testing.assert_close(masked, logits_of(prune(model, keep), IDS), **EXACT)
+    assert (masked - dense).abs().max() > 1e-3
+    torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
+    assert torch.equal(logits_of(model, IDS), dense)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masked_is_sliced_in_float32(family: str) -> None:
+    """In float32 the masked and the sliced model agree to 1e-5."""
+    model = tiny_model(family, dtype=torch.float32)
+    keep = random_keep(model)
+    with masking(model, keep):
+        masked = logits_of(model, IDS)
+    torch.testing.assert_close(masked, logits_of(prune(model, keep), IDS), **SINGLE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pruning_nothing_changes_nothing(family: str) -> None:
+    """A full mask gives the logits of the family's own experts code."""
+    model = tiny_model(family)
+    assert model.config.get_text_config()._experts_implementation == "eager"
+    stock = logits_of(model, IDS)
+    keep = full_keep(model)
+    with masking(model, keep):
+        masked = logits_of(model, IDS)
+    torch.testing.assert_close(masked, stock, **against_stock(family))
+    pruned = prune(model, keep)
+    torch.testing.assert_close(logits_of(pruned, IDS), stock, **against_stock(family))
+    assert pruned.num_parameters() == model.num_parameters()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pruned_model_is_smaller_by_the_formula(family: str) -> None:
+    """Parameters by the formula equal numel before and after slicing."""
+    model = tiny_model(family)
+    keep = random_keep(model)
+    architecture = describe(model)
+    pruned = prune(model, keep)
+    numel = sum(p.numel() for p in model.parameters())
+    left = sum(p.numel() for p in pruned.parameters())
+    assert (architecture.parameters(), architecture.parameters(keep)) == (numel, left)
+    assert left < numel
+    # By hand: an atom's weights, and with biases one for each of its input rows.
+    by_hand = 0
+    for layer in find_experts(model):
+        n_dropped = int((~keep.by_layer(layer.layer)).sum())
+        rows = 2 if layer.gated else 1
+        by_hand += n_dropped * ((rows + 1) * layer.d_expert + rows * layer.biased)
+    assert numel - left == by_hand
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_in_place_pruning_changes_this_model(family: str) -> None:
+    """`inplace` returns the model itself, sliced; without it another one."""
+    model = tiny_model(family)
+    keep = random_keep(model)
+    apart = prune(model, keep)
+    assert apart is not model
+    assert not any(isinstance(m, RaggedExperts) for m in model.modules())
+    expected, size = logits_of(apart, IDS), model.num_parameters()
+    assert prune(model, keep, inplace=True) is model
+    assert model.num_parameters() == apart.num_parameters() < size
+    torch.testing.assert_close(logits_of(model, IDS), expected, rtol=0, atol=0)
+
+
+def test_a_pruned_model_owns_its_weights() -> None:
+    """Overwriting every weight of the pruned copy leaves the model as it was."""
+    for family in FAMILIES:
+        model = tiny_model(family)
+        before = weights_of(model)
+        pruned = prune(model, random_keep(model))
+        shared = {t.data_ptr() for t in model.state_dict().values()}
+        assert not shared & {t.data_ptr() for t in pruned.state_dict().values()}
+        with torch.no_grad():
+            for parameter in pruned.parameters():
+                parameter.fill_(7.0)
+        torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "gpt_oss"])
+def test_a_pruned_model_generates(family: str) -> None:
+    """Greedy generation with the cache gives the tokens found without it."""
+    model = tiny_model(family, dtype=torch.float32)
+    pruned = prune(model, random_keep(model))
+    ids = IDS[:1, :4]
+    got = pruned.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=5,
+        min_new_tokens=5,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    expected = ids
+    for _ in range(5):
+        following = logits_of(pruned, expected)[:, -1:].argmax(-1)
+        expected = torch.cat([expected, following], dim=1)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_an_emptied_expert_gives_its_bias_or_nothing(family: str) -> None:
+    """Without atoms a layer's experts give Σ p·b_down, which is 0 without biases."""
+    model = tiny_model(family)
+    layer = find_experts(model)[0]
+    nothing = torch.zeros(layer.n_experts, layer.d_inter, dtype=torch.bool)
+    x = torch.randn(3, layer.d_expert, dtype=torch.float64)
+    slots = torch.tensor([[0, 1], [2, 3], [1, 1]])
+    p = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]], dtype=torch.float64)
+    got = RaggedExperts(layer, nothing)(x, slots, p)
+    expected = torch.zeros_like(x)
+    if layer.biased:
+        expected = (p[..., None] * layer.down_bias[slots]).sum(1)
+        assert expected.abs().max() > 0.01
+    torch.testing.assert_close(got, expected, **EXACT)
+
+
+def test_a_copy_of_a_masked_model_is_dense() -> None:
+    """A model copied inside a mask is not masked, and can be masked itself."""
+    model = tiny_model("qwen2_moe")
+    keep = random_keep(model)
+    dense = logits_of(model, IDS)
+    with masking(model, keep):
+        masked = logits_of(model, IDS)
+        twin = copy.deepcopy(model)
+        assert torch.equal(logits_of(twin, IDS), dense)
+    assert torch.equal(logits_of(twin, IDS), dense)
+    with masking(twin, keep):
+        assert torch.equal(logits_of(twin, IDS), masked)
+
+
+# --- what is refused --------------------------------------------------------------
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    """The message gives the layer and both shapes; the model is left as it was."""
+    model = tiny_model("qwen2_moe")
+    other = full_keep(tiny_model("qwen2_moe", moe_intermediate_size=6))
+    dense = logits_of(model, IDS)
+    text = r"layer 0 has shape \(4, 6\), expected \(4, 8\).*another model"
+    with pytest.raises(SpecError, match=text), masking(model, other):
+        pass
+    for inplace in (False, True):
+        with pytest.raises(SpecError, match=text):
+            prune(model, other, inplace=inplace)
+    assert torch.equal(logits_of(model, IDS), dense)
+
+
+def test_a_mask_of_other_layers_is_refused() -> None:
+    """The message names the layers of the mask and of the model."""
+    model = tiny_model("deepseek_v3")
+    keep = KeepMask.from_arrays({0: np.ones((4, 8), bool), 1: np.ones((4, 8), bool)})
+    text = r"layers \[0, 1\], the model's MoE layers are \[1, 2\]"
+    with pytest.raises(SpecError, match=text):
+        prune(model, keep)
+
+
+def test_a_pruned_model_is_refused_by_name() -> None:
+    """A model sliced once is not taken for an unpruned one."""
+    model = tiny_model("qwen2_moe")
+    keep = random_keep(model)
+    pruned = prune(model, keep)
+    with pytest.raises(LayoutError, match="already pruned"):
+        prune(pruned, keep)

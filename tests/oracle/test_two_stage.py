@@ -1,0 +1,51 @@
+"""The paper's two-stage algorithm of the benchmark against the one-pass statistics."""
+
+import numpy as np
+import pytest
+from families import tiny_ids, tiny_model
+
+from benchmarks.two_stage import two_stage_scores
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.importance import collect_statistics
+
+pytestmark = pytest.mark.oracle
+
+RELATIVE = 1e-9
+"""float64 sums of some hundred terms."""
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", "gpt_oss", "nemotron_h", "deepseek_v3"]
+)
+def test_two_stage_scores_equal_one_pass(family):
+    """Algorithm 1 with its matrices gives the scores that one pass gives."""
+    model, calibration = tiny_model(family), CalibrationSet.from_ids(tiny_ids())
+    table = collect_statistics(model, calibration, batch_size=2)
+    two_stage = two_stage_scores(model, calibration, batch_size=2)
+    where = ["layer", "expert", "atom"]
+    np.testing.assert_array_equal(two_stage.scores[where], table.frame[where])
+    expected = table.score("heapr").to_numpy()
+    assert (expected > 0).mean() > 0.5
+    np.testing.assert_allclose(
+        two_stage.scores["heapr"],
+        expected,
+        rtol=RELATIVE,
+        atol=1e-12 * expected.max(),
+    )
+
+
+def test_two_stage_leaves_the_model_as_it_was():
+    """Implementation, modes and requirements of gradients are put back."""
+    model = tiny_model("qwen2_moe").train()
+    two_stage_scores(model, CalibrationSet.from_ids(tiny_ids()), batch_size=3)
+    assert model.config._experts_implementation == "eager"
+    assert model.training
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_state_holds_a_matrix_per_expert():
+    """Bytes of state are those of G, of the sums of h² and of the counts."""
+    model = tiny_model("qwen3_moe")  # 2 layers, 4 experts, d_model 16, d_inter 8
+    calibration = CalibrationSet.from_ids(tiny_ids())
+    two_stage = two_stage_scores(model, calibration, batch_size=3)
+    assert two_stage.state_bytes == 2 * 4 * (16 * 16 + 8 + 1) * 8

@@ -1,0 +1,1 @@
+"""Slow, obviously right twins: token by token, autograd only, for tests alone."""

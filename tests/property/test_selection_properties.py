@@ -1,0 +1,206 @@
+"""Invariants of scores, selections and files, on tables that hypothesis makes."""
+
+import itertools
+import math
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heapr_lab.selection import select
+from heapr_lab.table import ImportanceTable
+
+pytestmark = pytest.mark.property
+
+SUMS = ("sum_h2", "sum_g2", "sum_hg2", "sum_ph2", "max_abs_ph", "w_down_sq")
+ROUNDING = 1e-12  # float64 sums of a few dozen terms in another order
+
+STRUCTURES: tuple[dict[str, Any], ...] = (
+    {},
+    {"scope": "layer"},
+    {"granularity": "expert"},
+    {"granularity": "expert", "scope": "layer"},
+    {"structure": "aligned", "multiple": 3},
+    {"structure": "aligned", "multiple": 2, "scope": "layer"},
+    {"structure": "per_layer"},
+    {"structure": "per_layer", "multiple": 2, "scope": "layer"},
+    {"scope": "layer", "estimator": "camera"},
+)
+
+
+@st.composite
+def tables(draw: st.DrawFn, *, n_layers: int | None = None) -> ImportanceTable:
+    """Tables of a few layers of differing shapes, with many ties and idle experts."""
+    frames = []
+    # Few values make ties; 0.1 and 0.3 make sums that round.
+    values = draw(st.sampled_from([(1.0,), (0.0, 1.0), (0.1, 0.3, 2.0, 5.0)]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    for layer in range(n_layers or draw(st.integers(1, 3))):
+        shape = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+        expert, atom = np.indices(shape).reshape(2, -1)
+        tokens = rng.integers(0, 4, shape[0])[expert]
+        sums = {name: rng.choice(values, expert.size) for name in SUMS}
+        keys = {"layer": 2 * layer, "expert": expert, "atom": atom, "tokens": tokens}
+        frames.append(pd.DataFrame({**keys, **sums}))
+    return ImportanceTable.from_frame(pd.concat(frames, ignore_index=True), N=8)
+
+
+ratios = st.fractions(0, Fraction(999, 1000), max_denominator=1000) | st.decimals(
+    0, "0.99", places=2
+).map(float)
+structures = st.sampled_from(STRUCTURES)
+
+
+@given(tables(), ratios)
+def test_global_count_is_exact(table: ImportanceTable, ratio: float) -> None:
+    """Exactly ⌊r · n⌋ atoms go, ties or not, and they have the lowest scores."""
+    keep = select(table, ratio=ratio)
+    assert keep.n_removed == math.floor(Fraction(str(ratio)) * table.n_atoms)
+    stays = np.concatenate([keep.by_layer(layer).ravel() for layer in keep.layers])
+    scores = table.score("heapr").to_numpy()
+    lowest = np.sort(scores)[: keep.n_removed]
+    assert np.sort(scores[~stays]).tolist() == lowest.tolist()
+
+
+@given(tables(), ratios)
+def test_layer_count_is_exact(table: ImportanceTable, ratio: float) -> None:
+    """With scope layer exactly ⌊r · n⌋ atoms of every layer go."""
+    keep = select(table, ratio=ratio, scope="layer")
+    for layer in keep.layers:
+        kept = keep.by_layer(layer)
+        assert (~kept).sum() == math.floor(Fraction(str(ratio)) * kept.size)
+
+
+@given(tables(), ratios, ratios, structures)
+def test_masks_are_nested(
+    table: ImportanceTable, a: float, b: float, settings: dict[str, Any]
+) -> None:
+    """What stays at the larger ratio stays at the smaller one."""
+    low, high = (select(table, ratio=r, **settings) for r in sorted((a, b)))
+    for layer in low.layers:
+        assert not (high.by_layer(layer) & ~low.by_layer(layer)).any()
+
+
+@given(tables(), ratios, st.sampled_from(STRUCTURES[2:-1]))
+def test_rounded_structures_remove_enough(
+    table: ImportanceTable, ratio: float, settings: dict[str, Any]
+) -> None:
+    """At least the ratio goes, and every width is one that may be."""
+    keep = select(table, ratio=ratio, **settings)
+    structure = settings.get("structure", "ragged")
+    assert keep.n_removed >= Fraction(str(ratio)) * table.n_atoms
+    for layer, (_, d_inter) in table.shapes().items():
+        widths = {int(w) for w in keep.widths().loc[layer].dropna()}
+        multiple = settings.get("multiple", 1)
+        if structure != "ragged":
+            assert all(w == d_inter or w % multiple == 0 for w in widths)
+        if structure == "per_layer":
+            assert len(widths) == 1
+        if "granularity" in settings:
+            assert widths <= {0, d_inter}
+
+
+@given(tables(), ratios, st.integers(1, 4))
+def test_aligned_experts_keep_their_best(
+    table: ImportanceTable, ratio: float, multiple: int
+) -> None:
+    """No atom that goes outscores an atom of its expert that stays."""
+    keep = select(table, ratio=ratio, structure="aligned", multiple=multiple)
+    scores, start = table.score("heapr").to_numpy(), 0
+    for layer, shape in table.shapes().items():
+        stop = start + shape[0] * shape[1]
+        for kept, own in zip(
+            keep.by_layer(layer), scores[start:stop].reshape(shape), strict=True
+        ):
+            assert own[~kept].max(initial=-1) <= own[kept].min(initial=np.inf)
+        start = stop
+
+
+@given(st.lists(st.integers(0, 9), min_size=12, max_size=12), st.integers(0, 5))
+def test_aligned_is_the_best_choice_of_widths(g2: list[int], steps: int) -> None:
+    """No other widths in steps of two with as many atoms gone remove less score."""
+    expert, atom = np.indices((3, 4)).reshape(2, -1)
+    keys = {"layer": 0, "expert": expert, "atom": atom, "tokens": 1, "sum_h2": 2.0}
+    table = ImportanceTable.from_frame(pd.DataFrame({**keys, "sum_g2": g2}))
+    keep = select(
+        table, ratio=Fraction(steps, 6), structure="aligned", multiple=2
+    ).by_layer(0)
+    ascending = np.sort(np.reshape(g2, (3, 4)), axis=1)
+    losses = [
+        sum(int(ascending[i, :gone].sum()) for i, gone in enumerate(choice))
+        for choice in itertools.product((0, 2, 4), repeat=3)
+        if sum(choice) == 2 * steps
+    ]
+    assert np.reshape(g2, (3, 4))[~keep].sum() == min(losses)
+
+
+@given(tables(n_layers=1), ratios, st.sampled_from(["atom", "expert"]))
+def test_one_layer_global_is_layer(
+    table: ImportanceTable, ratio: float, granularity: str
+) -> None:
+    """With one layer both scopes select the same atoms."""
+    by_scope = [
+        select(table, ratio=ratio, scope=scope, granularity=granularity)
+        for scope in ("global", "layer")
+    ]
+    assert by_scope[0] == by_scope[1]
+
+
+@given(tables(), ratios)
+def test_experts_go_in_the_order_of_their_sums(
+    table: ImportanceTable, ratio: float
+) -> None:
+    """No expert that goes has a larger sum over its rows than one that stays."""
+    keep = select(table, ratio=ratio, granularity="expert")
+    sums = table.frame.assign(score=table.score("heapr"))
+    sums = sums.groupby(["layer", "expert"])["score"].sum()
+    gone = [keep.widths().loc[layer, expert] == 0 for layer, expert in sums.index]
+    highest = sums[gone].max() if any(gone) else 0.0
+    lowest = math.inf if all(gone) else sums[[not g for g in gone]].min()
+    assert highest <= lowest * (1 + ROUNDING)
+
+
+@given(tables(), st.sampled_from(["heapr", "heapr_total", "fisher", "camera"]))
+def test_scores_are_not_negative(table: ImportanceTable, estimator: str) -> None:
+    """Scores that are sums of squares are at least 0."""
+    assert (table.score(estimator) >= 0).all()
+
+
+@given(tables(), st.randoms(use_true_random=False))
+def test_relabelling_experts_permutes_scores(
+    table: ImportanceTable, random: Any
+) -> None:
+    """New numbers for the experts move the scores along with the rows."""
+    frame = table.frame
+    n_experts = int(frame["expert"].max()) + 1
+    numbers = list(range(n_experts))
+    random.shuffle(numbers)
+    renamed = frame.assign(expert=np.array(numbers)[frame["expert"]])
+    scores = ImportanceTable.from_frame(renamed, N=8).score("heapr")
+    pd.testing.assert_series_equal(scores.sort_index(), table.score("heapr"))
+
+
+@given(tables())
+def test_parquet_round_trip(table: ImportanceTable) -> None:
+    """A table comes back from its file as it was, and so do its masks."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "table.parquet"
+        table.write(path)
+        read = ImportanceTable.read(path)
+    pd.testing.assert_frame_equal(read.frame, table.frame)
+    assert read.metadata == table.metadata
+    assert select(read, ratio=0.5) == select(table, ratio=0.5)
+
+
+@given(tables(), ratios)
+def test_merging_equal_halves_keeps_the_order(
+    table: ImportanceTable, ratio: float
+) -> None:
+    """Twice the same sample has the same mean, so the same atoms go."""
+    assert select(table.merge(table), ratio=ratio) == select(table, ratio=ratio)

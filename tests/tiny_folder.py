@@ -1,0 +1,39 @@
+"""A tiny random model in a folder, with a tokenizer and a text, as a user has them."""
+
+from pathlib import Path
+
+import torch
+from families import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+D_VOCAB = 257
+
+
+def write_model(folder: Path, *, seed: int = 0) -> Path:
+    """A random Qwen2-MoE and its byte tokenizer, written to `folder`."""
+    sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
+    model = tiny_model("qwen2_moe", dtype=torch.float32, seed=seed, **sizes)
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<end>": 0} | {byte: 1 + i for i, byte in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<end>",
+        bos_token="<end>",
+        model_max_length=2048,
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_text(path: Path, *, n_texts: int = 12) -> Path:
+    """Paragraphs of 70 distinct words each, in one text file."""
+    texts = [
+        " ".join(f"w{number}x{word}" for word in range(70)) for number in range(n_texts)
+    ]
+    path.write_text("\n\n".join(texts), encoding="utf-8")
+    return path

@@ -1,0 +1,237 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_folder import write_model, write_text
+from typer.testing import CliRunner
+
+from heapr_lab.cli import app
+from heapr_lab.estimators import ESTIMATORS
+from heapr_lab.masks import KeepMask
+from heapr_lab.specs import CacheError
+from heapr_lab.table import ImportanceTable
+
+COMMANDS = ("score", "prune", "evaluate", "figures", "reproduce", "train-lab-model")
+TINY = ("--profile", "small", "--seq-len", "32")
+BAR = "Loading weights"
+"""How the bar of transformers begins."""
+N_ATOMS = 2 * 4 * 8
+"""Layers, experts, atoms of the tiny model."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model `moe`, another one `other`, a text `text.txt`, and a table of `moe`."""
+    root = tmp_path_factory.mktemp("cli")
+    write_model(root / "moe")
+    write_model(root / "other", seed=1)
+    write_text(root / "text.txt")
+    run("score", root / "moe", "--out", root / "table.parquet", *text_of(root))
+    return root
+
+
+def text_of(root: Path) -> tuple[str, ...]:
+    """The options that calibrate on little of the text."""
+    return ("--corpus", str(root / "text.txt"), *TINY)
+
+
+def invoke(*arguments: object) -> Any:
+    """The result of the command line."""
+    return CliRunner().invoke(app, [str(part) for part in arguments])
+
+
+def run(*arguments: object) -> str:
+    """The output of a command that has to succeed."""
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def refused(*arguments: object) -> str:
+    """The message of a command that has to be refused without a traceback."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    return "\n".join(line for line in lines if line and not line.startswith(BAR))
+
+
+def prune(root: Path, *arguments: object) -> dict[str, Any]:
+    """What `prune --json` says of the tiny model with its table."""
+    table = ("--importance", root / "table.parquet", *TINY)
+    return dict(json.loads(run("prune", root / "moe", *table, "--json", *arguments)))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command: str) -> None:
+    """The help of every command shows how to call it, ready to be copied."""
+    assert f"\n    heapr-lab {command}" in run(command, "--help")
+
+
+def test_help_names_every_estimator() -> None:
+    """The help of `prune` names all estimators there are."""
+    text = run("prune", "--help")
+    assert [name for name in ESTIMATORS if name not in text] == []
+
+
+def test_help_needs_no_torch() -> None:
+    """The command line is there before torch, transformers or pandas are imported."""
+    code = (
+        "import sys, heapr_lab.cli;"
+        "sys.exit(len({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_score_writes_the_table(folder: Path) -> None:
+    """`score --out` writes all atoms; a batch size changes nothing but the speed."""
+    table = ImportanceTable.read(folder / "table.parquet")
+    assert table.n_atoms == N_ATOMS
+    assert table.metadata["N"] == 8 * 31  # windows, predicted tokens of each
+
+    output = run("score", folder / "moe", "--batch-size", 3, "--json", *text_of(folder))
+    facts = json.loads(output)
+    assert facts["spec_hash"] == table.metadata["spec_hash"]
+    assert facts["atoms"] == N_ATOMS
+
+
+def test_score_with_a_batch_size_measures_in_such_batches(folder: Path) -> None:
+    """A given batch size is used, and recorded."""
+    out = folder / "batches.parquet"
+    run("score", folder / "moe", "--batch-size", 3, "--seed", 5, "--out", out,
+        *text_of(folder))  # fmt: skip
+    assert ImportanceTable.read(out).metadata["provenance"]["batch_size"] == 3
+
+
+def test_prune_counts_and_writes_the_mask(folder: Path) -> None:
+    """`prune` removes ⌊r · n⌋ atoms, says what that saves, and writes that mask."""
+    out = folder / "mask.parquet"
+    facts = prune(folder, "--ratio", 0.3, "--out", out)
+    assert facts["atoms_kept"] == N_ATOMS - 19  # 0.3 · 64 = 19.2
+    removed = facts["parameters_before"] - facts["parameters_after"]
+    assert removed == 19 * 3 * 16  # atoms, matrices, d_model
+    assert KeepMask.read(out).n_removed == 19
+
+
+def test_prune_takes_the_importance_from_the_cache(folder: Path) -> None:
+    """Without a file, `prune` selects what it selects with the file of `score`."""
+    out = folder / "cached.parquet"
+    run("prune", folder / "moe", "--ratio", 0.4, "--out", out, *text_of(folder))
+    prune(folder, "--ratio", 0.4, "--out", folder / "given.parquet")
+    assert KeepMask.read(out) == KeepMask.read(folder / "given.parquet")
+
+
+def test_evaluate_dense_and_pruned(folder: Path) -> None:
+    """A mask changes the loss and has a divergence; the numbers are valid JSON."""
+    mask, text = folder / "half.parquet", folder / "text.txt"
+    prune(folder, "--ratio", 0.5, "--out", mask)
+    arguments = ("evaluate", folder / "moe", "--corpora", text, *TINY, "--json")
+    dense = json.loads(run(*arguments))["results"]
+    pruned = json.loads(run(*arguments, "--mask", mask, "--kl"))["results"]
+    loss = [
+        next(row["value"] for row in rows if row["metric"] == "nll")
+        for rows in (dense, pruned)
+    ]
+    assert abs(loss[1] - loss[0]) > 1e-3  # half of a random model does matter
+    assert next(row["value"] for row in pruned if row["metric"] == "kl") > 1e-3
+    assert all(row["stderr"] is None for row in pruned)
+
+
+def test_evaluate_a_task(folder: Path) -> None:
+    """The continuation task of a text gives an accuracy with its standard error."""
+    task = f"continuation:{folder / 'text.txt'}"
+    arguments = ("--corpora", "", "--tasks", task, "--limit", 8, *TINY, "--json")
+    (row,) = json.loads(run("evaluate", folder / "moe", *arguments))["results"]
+    assert row["metric"] == "acc"
+    assert row["value"] * 8 == pytest.approx(round(row["value"] * 8))
+    assert row["stderr"] >= 0
+
+
+def test_text_output(folder: Path) -> None:
+    """Without `--json` there is a line for each fact."""
+    table = ("--importance", folder / "table.parquet")
+    lines = run("prune", folder / "moe", "--ratio", 0.3, *table).splitlines()
+    assert ["atoms", "kept", "45"] in [line.split() for line in lines]
+
+
+def test_foreign_table_is_refused(folder: Path) -> None:
+    """A table of other weights is refused before a mask is written."""
+    out = folder / "never.parquet"
+    table = ("--importance", folder / "table.parquet")
+    message = refused("prune", folder / "other", "--ratio", 0.3, *table, "--out", out)
+    assert "was made for another model" in message
+    assert "weights" in message
+    assert not out.exists()
+
+
+def test_foreign_mask_is_refused(folder: Path) -> None:
+    """A mask that fits in shape, but was selected for other weights, is refused."""
+    mask = folder / "own.parquet"
+    prune(folder, "--ratio", 0.3, "--out", mask)
+    message = refused("evaluate", folder / "other", "--mask", mask, *TINY)
+    assert "was made for another model" in message
+
+
+def test_errors_are_one_line(folder: Path) -> None:
+    """A model that does not exist: one line on standard error, exit status 2."""
+    message = refused("score", folder / "nothing", *text_of(folder))
+    assert message.startswith("heapr-lab: cannot load the model")
+    assert message.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--ratio", 25), "25"),
+        (("--ratio", 0.3, "--estimator", "camera"), "layer"),
+        (("--ratio", 0.3, "--estimator", "nonsense"), "nonsense"),
+        (("--ratio", 0.3, "--structure", "aligned"), "multiple"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    folder: Path, arguments: tuple[object, ...], text: str
+) -> None:
+    """What cannot be selected is said in one line that names the culprit."""
+    table = ("--importance", folder / "table.parquet")
+    message = refused("prune", folder / "moe", *table, *arguments)
+    assert text in message
+    assert message.count("\n") == 0
+
+
+def test_kl_needs_a_mask(folder: Path) -> None:
+    """`--kl` without a mask is refused."""
+    text = ("--corpora", folder / "text.txt")
+    assert "--mask" in refused("evaluate", folder / "moe", "--kl", *text, *TINY)
+
+
+def test_a_table_is_no_mask(folder: Path) -> None:
+    """The file of the wrong command is told by what it holds."""
+    table = folder / "table.parquet"
+    message = refused("evaluate", folder / "moe", "--mask", table, *TINY)
+    assert "holds ImportanceTable, expected a KeepMask" in message
+
+
+def test_mask_files(tmp_path: Path) -> None:
+    """A mask comes back from its file with every bit and setting, or not at all."""
+    arrays = {1: [[True, False, True]], 4: [[False, False], [True, True]]}
+    keep = KeepMask.from_arrays(arrays, estimator="heapr", ratio=0.25)
+    path = tmp_path / "mask.parquet"
+    keep.write(path)
+    again = KeepMask.read(path)
+    assert again == keep
+    assert again.settings == {"estimator": "heapr", "ratio": 0.25}
+
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CacheError, match=r"mask\.parquet"):
+        KeepMask.read(path)
+
+
+def test_training_checks_its_options_first(tmp_path: Path) -> None:
+    """A bad number of steps is refused before any corpus is read."""
+    message = refused("train-lab-model", "--steps", 0, "--work", tmp_path)
+    assert "--steps" in message
+    assert list(tmp_path.iterdir()) == []
