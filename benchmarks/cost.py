@@ -1,0 +1,350 @@
+"""What the statistics cost: seconds, peak memory and bytes of state, side by side.
+
+    python benchmarks/cost.py [--device cuda] [--n-repeats 3] [--only 128]
+
+Each configuration is a random model of the given widths; every method gets the same
+token ids in the same batches:
+
+- `plain`: forward and backward to the embedding's output, with transformers' default
+  experts implementation and nothing measured: the floor.
+- `plain_eager`: the same with transformers' loop over experts.
+- `one_pass`: `collect_statistics`, whole, with its table.
+- `two_stage`: the paper's Algorithm 1 (`two_stage.py`), whole.
+
+Seconds are the median over rounds in which all methods take turns in one process.
+Peak memory is what a pass adds to the loaded model, measured once per method in a
+process of its own. What `one_pass` and `two_stage` do once per model (squared norms of
+the weights; quadratic forms of W_down in G) is in their seconds and weighs more here
+than over a calibration set of the usual size. FLOPs are those of forward and backward
+without any accounting.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.two_stage import running, two_stage_scores
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.experts import describe, find_experts
+from heapr_lab.importance import collect_statistics
+from heapr_lab.likelihood import token_nll
+from heapr_lab.moments import LayerMoments
+
+RESULTS = Path(__file__).parent / "results"
+logger = logging.getLogger("cost")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A random model and the tokens it sees."""
+
+    family: str
+    d_model: int
+    d_inter: int
+    n_experts: int
+    n_layers: int
+    n_tokens: int
+    """In all batches together."""
+    batch_tokens: int
+    top_k: int = 4
+    d_vocab: int = 4096
+    seq_len: int = 256
+
+    @property
+    def name(self) -> str:
+        """Width of the model × atoms × experts."""
+        return f"{self.d_model} × {self.d_inter} × {self.n_experts}"
+
+    @property
+    def batch_size(self) -> int:
+        """Windows per pass."""
+        return self.batch_tokens // self.seq_len
+
+
+CONFIGURATIONS = (
+    Configuration("qwen2_moe", 128, 96, 16, 8, 8192, 4096),
+    Configuration("qwen3_moe", 512, 256, 16, 2, 4096, 2048),
+    Configuration("qwen3_moe", 1024, 512, 32, 2, 2048, 1024),
+    Configuration("qwen2_moe", 2048, 1408, 8, 1, 1024, 512, top_k=2),
+)
+
+
+def build_model(configuration: Configuration, device: str) -> Any:
+    """A model of random weights in float32, in eval mode, whose weights stay fixed."""
+    c = configuration
+    config = AutoConfig.for_model(
+        c.family,
+        vocab_size=c.d_vocab,
+        hidden_size=c.d_model,
+        intermediate_size=c.d_inter,
+        moe_intermediate_size=c.d_inter,
+        shared_expert_intermediate_size=c.d_inter,
+        num_hidden_layers=c.n_layers,
+        num_experts=c.n_experts,
+        num_experts_per_tok=c.top_k,
+        num_attention_heads=max(2, c.d_model // 128),
+        num_key_value_heads=max(2, c.d_model // 128),
+        head_dim=min(64, c.d_model // 2),
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def calibration_set(configuration: Configuration) -> CalibrationSet:
+    """The same random ids for every method."""
+    c = configuration
+    generator = torch.Generator().manual_seed(1)
+    shape = c.n_tokens // c.seq_len, c.seq_len
+    return CalibrationSet.from_ids(torch.randint(c.d_vocab, shape, generator=generator))
+
+
+def run_plain(
+    model: Any, calibration: CalibrationSet, batch_size: int, *, implementation: str
+) -> None:
+    """Forward and backward to the embedding's output, nothing measured."""
+    with running(model, implementation):
+        for ids in calibration.ids.to(model.device).split(batch_size):
+            token_nll(model, ids).sum().backward()
+
+
+def method_calls(model: Any, configuration: Configuration) -> dict[str, Callable]:
+    """Each method as a call without arguments that returns its bytes of state."""
+    calibration, size = calibration_set(configuration), configuration.batch_size
+    default = model.config._experts_implementation
+
+    def plain(implementation: str) -> int:
+        run_plain(model, calibration, size, implementation=implementation)
+        return 0
+
+    def one_pass() -> int:
+        collect_statistics(model, calibration, batch_size=size)
+        return one_pass_state_bytes(model)
+
+    return {
+        "plain": lambda: plain(default),
+        "plain_eager": lambda: plain("eager"),
+        "one_pass": one_pass,
+        "two_stage": lambda: (
+            two_stage_scores(model, calibration, batch_size=size).state_bytes
+        ),
+    }
+
+
+METHODS = ("plain", "plain_eager", "one_pass", "two_stage")
+
+
+def one_pass_state_bytes(model: Any) -> int:
+    """Bytes of the sums that live from one batch to the next."""
+    total = 0
+    for layer in find_experts(model):
+        moments = LayerMoments(layer.n_experts, layer.d_inter, layer.down.device)
+        sums = moments.atoms | moments.experts
+        total += sum(t.numel() * t.element_size() for t in sums.values())
+    return total
+
+
+def measure_times(
+    configuration: Configuration, device: str, n_threads: int, n_repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Seconds of every round and bytes of state of each method, taking turns."""
+    torch.set_num_threads(n_threads)
+    model = build_model(configuration, device)
+    calls = method_calls(model, configuration)
+    warm = dataclasses.replace(configuration, n_tokens=2 * configuration.seq_len)
+    for call in method_calls(model, warm).values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    state = {}
+    for turn in range(n_repeats):
+        # Another method goes first in each round.
+        for name in [*METHODS[turn % 4 :], *METHODS[: turn % 4]]:
+            started = time.perf_counter()
+            state[name] = calls[name]()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - started)
+    flops = pass_flops(model, configuration)
+    return {
+        name: {"rounds": seconds[name], "state_bytes": state[name], "flops": flops}
+        for name in calls
+    }
+
+
+def pass_flops(model: Any, configuration: Configuration) -> float:
+    """Operations of one forward and one backward to the inputs over all tokens.
+
+    Every product of the forward with a fixed matrix has one in the backward; the two
+    products of attention have four.
+    """
+    shape, c = describe(model), configuration
+    forward = shape.flops_per_token(seq_len=c.seq_len)
+    attention = 2 * c.seq_len * shape.attention_width
+    return c.n_tokens * (2 * forward + attention)
+
+
+def measure_peak(
+    configuration: Configuration, method: str, device: str, n_threads: int
+) -> int:
+    """Bytes that a pass of one method needs above the loaded model."""
+    torch.set_num_threads(n_threads)
+    model = build_model(configuration, device)
+    warm = dataclasses.replace(configuration, n_tokens=2 * configuration.seq_len)
+    method_calls(model, warm)[method]()
+    call = method_calls(model, configuration)[method]
+    with highest_memory(device) as peak:
+        call()
+    return peak[0]
+
+
+@contextlib.contextmanager
+def highest_memory(device: str) -> Iterator[list[int]]:
+    """Yields a list whose entry, at the end, is the growth of memory at its highest.
+
+    On a CPU that is resident memory, looked at every millisecond.
+    """
+    gc.collect()
+    peak = [0]
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield peak
+        peak[0] = torch.cuda.max_memory_allocated() - before
+        return
+    if sys.platform == "linux":  # hand freed memory back, so that its reuse counts
+        ctypes.CDLL(None).malloc_trim(0)
+    process, over = psutil.Process(), threading.Event()
+    before = process.memory_info().rss
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            peak[0] = max(peak[0], process.memory_info().rss - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        watcher.join()
+
+
+def measure(configuration: Configuration, options: Any) -> list[dict[str, Any]]:
+    """The rows of one configuration."""
+    c, device, threads = configuration, options.device, options.n_threads
+    times = _in_process(measure_times, c, device, threads, options.n_repeats)
+    rows = []
+    for method in METHODS:
+        peak = _in_process(measure_peak, c, method, device, threads)
+        rounds, floor = times[method]["rounds"], times["plain"]["rounds"]
+        seconds = statistics.median(rounds)
+        ratios = [own / plain for own, plain in zip(rounds, floor, strict=True)]
+        rows.append(
+            {
+                "method": method,
+                "model": c.name,
+                "d_model": c.d_model,
+                "d_inter": c.d_inter,
+                "n_experts": c.n_experts,
+                "seconds": round(seconds, 4),
+                "peak_bytes": peak,
+                "state_bytes": times[method]["state_bytes"],
+                "times_plain": round(statistics.median(ratios), 3),
+                "gflops": round(times[method]["flops"] / seconds / 1e9, 2),
+                "n_layers": c.n_layers,
+                "top_k": c.top_k,
+                "n_tokens": c.n_tokens,
+                "fastest_seconds": round(min(rounds), 4),
+            }
+        )
+        logger.info("%(model)s %(method)s: %(seconds)s s, %(times_plain)s x", rows[-1])
+    return rows
+
+
+def _in_process(call: Callable, *args: Any) -> Any:
+    """The result of `call` in a process of its own, which starts with torch loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__spec__.name if __spec__ else "__main__"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(call, *args).result()
+
+
+def machine(options: Any) -> dict[str, Any]:
+    """What the numbers depend on besides the code."""
+    on_gpu = options.device != "cpu"
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if on_gpu else _processor(),
+        "n_cpus": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "n_threads": options.n_threads,
+        "n_repeats": options.n_repeats,
+        "dtype": "float32",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    """Measure every configuration and write the table down."""
+    parser = argparse.ArgumentParser(description="Measure what the statistics cost.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--n-threads", type=int, default=2)
+    parser.add_argument("--n-repeats", type=int, default=3)
+    parser.add_argument("--only", type=int, help="one configuration, by its d_model")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    chosen = [c for c in CONFIGURATIONS if options.only in {None, c.d_model}]
+    details = machine(options)
+    started = time.perf_counter()
+    rows = [row for c in chosen for row in measure(c, options)]
+    details["configurations"] = [dataclasses.asdict(c) for c in chosen]
+    details["seconds"] = round(time.perf_counter() - started, 1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_csv(options.out / "cost.csv", index=False)
+    text = json.dumps(details, indent=2, ensure_ascii=False)
+    (options.out / "cost.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""The paper's Algorithm 1 as it stands: two forwards, one backward, full covariances.
+
+Stage 1 accumulates the covariance G of the output gradient of each expert over its
+routed tokens; stage 2 runs the tokens once more and gives each atomic expert the mean
+of 1/2 e_k^T G e_k. It is here to be compared with `heapr_lab.importance`, which gets
+the same scores from one forward and one backward.
+
+Shapes: E n_experts, I d_inter, D d_expert; n routed (token, slot) rows sorted by
+expert. Letters: h atom activation; g = dl/dE_i(x), (n, D), the gradient at an
+expert's output before its routing weight; G (E, D, D); W_down (E, D, I).
+Source: HEAPr, section 3.4 and Algorithm 1.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.dispatch import routed_linear
+from heapr_lab.experts import ExpertsLayer, activate, find_experts
+from heapr_lab.likelihood import final_states, token_nll
+
+IMPLEMENTATION = "two_stage"
+
+
+@dataclass(frozen=True, eq=False)
+class TwoStage:
+    """Scores of Algorithm 1 and what they were made from."""
+
+    scores: pd.DataFrame
+    """Columns layer, expert, atom, heapr: one row per atomic expert, sorted."""
+    state_bytes: int
+    """Bytes of everything that lives from one batch to the next."""
+
+
+class _Covariances:
+    """What Algorithm 1 accumulates for one layer."""
+
+    def __init__(self, layer: ExpertsLayer) -> None:
+        down = layer.down
+        wide = torch.float64 if down.dtype == torch.float64 else torch.float32
+        sizes = {
+            "G": (layer.n_experts, layer.d_expert, layer.d_expert),
+            "h2": (layer.n_experts, layer.d_inter),
+            "tokens": (layer.n_experts,),
+        }
+        self.state = {
+            name: torch.zeros(size, dtype=wide, device=down.device)
+            for name, size in sizes.items()
+        }
+        self.wide = wide
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.state.values())
+
+    def add_gradients(self, g: torch.Tensor, tokens: list[int]) -> None:
+        """Stage 1: G_i += sum of g g^T over the rows of each expert."""
+        for expert, rows in enumerate(g.to(self.wide).split(tokens)):
+            if len(rows):
+                self.state["G"][expert].addmm_(rows.T, rows)
+                self.state["tokens"][expert] += len(rows)
+
+    def add_activations(self, h: torch.Tensor, tokens: list[int]) -> None:
+        """Stage 2: sum of h_k^2 over the rows of each expert."""
+        for expert, rows in enumerate(h.split(tokens)):
+            if len(rows):
+                self.state["h2"][expert] += rows.to(self.wide).square().sum(0)
+
+    def scores(self, layer: ExpertsLayer) -> torch.Tensor:
+        """Mean of 1/2 e_k^T G e_k with e_k = w_down,k h_k, (E, I).
+
+        The quadratic form of a column of W_down is the same for all tokens, so it is
+        taken once; experts without tokens score 0.
+        """
+        tokens = self.state["tokens"].clamp(min=1)
+        curvature = torch.stack(
+            [
+                ((G @ down) * down).sum(0)
+                for G, down in zip(
+                    self.state["G"], layer.down.to(self.wide), strict=True
+                )
+            ]
+        )
+        means = curvature / tokens[:, None], self.state["h2"] / tokens[:, None]
+        return 0.5 * means[0] * means[1]
+
+
+_covariances: ContextVar[dict[int, _Covariances] | None] = ContextVar(
+    "covariances", default=None
+)
+"""By the id of each experts module, while a pass runs."""
+
+
+class _Covariance(torch.autograd.Function):
+    """The identity on an expert's output, whose backward accumulates g g^T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, covariances: _Covariances, tokens: list[int]
+    ) -> torch.Tensor:
+        ctx.covariances, ctx.tokens = covariances, tokens
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.covariances.add_gradients(g, ctx.tokens)
+        return g, None, None
+
+
+def two_stage_scores(
+    model: nn.Module, calibration: CalibrationSet, *, batch_size: int
+) -> TwoStage:
+    """Score every atomic expert of `model` by Algorithm 1.
+
+    The loss is the sum over predicted tokens, the model is in eval mode, every batch
+    counts, and no gradient is taken to a weight. Stage 2 needs no logits: the head is
+    left out there, in favour of the algorithm.
+
+    Args:
+        model: a transformers causal language model with fused experts.
+        calibration: the windows to score on.
+        batch_size: windows per pass.
+    """
+    layers = find_experts(model)
+    covariances = {id(layer.module): _Covariances(layer) for layer in layers}
+    batches = calibration.ids.to(layers[0].down.device).split(batch_size)
+    token = _covariances.set(covariances)
+    try:
+        with running(model, IMPLEMENTATION):
+            for ids in batches:
+                token_nll(model, ids).sum().backward()
+            with torch.no_grad():
+                for ids in batches:
+                    final_states(model, ids)
+    finally:
+        _covariances.reset(token)
+    frames = [_frame(layer, covariances[id(layer.module)]) for layer in layers]
+    state_bytes = sum(each.state_bytes for each in covariances.values())
+    return TwoStage(pd.concat(frames, ignore_index=True), state_bytes)
+
+
+@contextlib.contextmanager
+def running(model: Any, implementation: str) -> Iterator[None]:
+    """Eval mode with an experts implementation and gradients to the inputs only."""
+    previous = model.config._experts_implementation
+    training = model.training
+    required = [p for p in model.parameters() if p.requires_grad]
+    model.eval()
+    for parameter in required:
+        parameter.requires_grad_(False)
+    hook = model.get_input_embeddings().register_forward_hook(_require_grad)
+    model.set_experts_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(previous)
+        hook.remove()
+        for parameter in required:
+            parameter.requires_grad_(True)
+        model.train(training)
+
+
+def _require_grad(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    # In stage 2 nothing is differentiated; the flag on a leaf does no harm there.
+    return output.requires_grad_(True)
+
+
+def _experts_forward(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    everywhere = _covariances.get()
+    assert everywhere is not None, "two_stage runs inside two_stage_scores only"
+    covariances = everywhere[id(module)]
+    layer = ExpertsLayer(-1, "", module)
+    n_slots = top_k_index.shape[-1]
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (n,)
+    tokens = torch.bincount(experts, minlength=layer.n_experts).tolist()
+    x = hidden_states[order // n_slots]  # (n, D)
+    h = activate(
+        module, routed_linear(x, layer.up_rows, layer.up_bias, experts, tokens)
+    )
+    if not torch.is_grad_enabled():
+        covariances.add_activations(h, tokens)
+    out = routed_linear(h, layer.down, layer.down_bias, experts, tokens)  # (n, D)
+    if torch.is_grad_enabled():
+        out = _Covariance.apply(out, covariances, tokens)
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    weighted = out * top_k_weights.reshape(-1, 1)[order]
+    unsorted = torch.empty_like(weighted).index_copy(0, order, weighted)
+    total = unsorted.unflatten(0, (-1, n_slots)).sum(1)
+    return total.to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+
+
+def _frame(layer: ExpertsLayer, covariances: _Covariances) -> pd.DataFrame:
+    with torch.no_grad():
+        scores = covariances.scores(layer).cpu()
+    shape = [range(size) for size in scores.shape]
+    frame = pd.MultiIndex.from_product(shape, names=["expert", "atom"]).to_frame(False)
+    frame.insert(0, "layer", layer.layer)
+    return frame.assign(heapr=scores.flatten().numpy())
