@@ -19,6 +19,7 @@ import torch
 from heapr_lab import store
 from heapr_lab.corpora import Corpus, load_corpus
 from heapr_lab.specs import CorpusError, SpecError, canonical_json
+from heapr_lab.tokens import tokenise
 
 _TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S+)\s*")
 
@@ -204,15 +205,10 @@ def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:
     """Ids of the joined corpus without special tokens, int32; kept in the cache."""
     key = {"corpus": corpus.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
 
-    def compute() -> np.ndarray:
-        text = corpus.joined()
-        encoded = tokenizer(text, add_special_tokens=False, verbose=False)
-        return np.asarray(encoded["input_ids"], dtype=np.int32)
-
     return store.cached(
         "tokens",
         key,
-        compute,
+        lambda: tokenise(corpus.joined(), tokenizer),
         read=lambda path: store.load_state(path)[0]["ids"],
         write=lambda path, ids: store.save_state(path, {"ids": ids}, {}),
         extension="safetensors",

@@ -12,7 +12,7 @@ import heapr_lab
 PACKAGE = Path(heapr_lab.__file__).parent
 LAYERS = (
     {"specs"},
-    {"artefacts", "summaries", "progress"},
+    {"artefacts", "summaries", "progress", "tokens"},
     {"store", "rows", "estimators", "accounting", "moments"},
     {"experts", "table", "masks", "rules", "pydocs"},
     {"dispatch", "ragged", "rankings", "corpora", "models"},
