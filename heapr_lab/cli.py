@@ -250,7 +250,11 @@ def train_lab_model(
         Path | None, typer.Option(help="State to resume from [default: in the cache].")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="[default: the bundled model's].")
+        int | None,
+        typer.Option(min=1, help="One run of so many [default: the bundled runs]."),
+    ] = None,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Earlier lab model to go on from, with --steps.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -261,11 +265,10 @@ def train_lab_model(
     The same seed and steps give the same model.
     """
     from heapr_lab import lab_card, lab_model, store
-    from heapr_lab.lab_run import TrainSpec
+    from heapr_lab.lab_run import BUNDLED_RUNS, TrainSpec
     from heapr_lab.progress import progress_bar
 
-    spec = TrainSpec(seed=seed)
-    spec = spec if steps is None else dataclasses.replace(spec, n_steps=steps)
+    _check_start(start_from, steps)
     out = out or store.lab_model_dir()
     work = work or store.cache_dir() / "lab_training"
     losses: list[float] = []
@@ -275,16 +278,37 @@ def train_lab_model(
             losses.append(loss)
             bar(step, n_steps)
 
-        lab_model.train_lab_model(
-            out, spec=spec, work=work, device=device, on_step=on_step
-        )
+        if steps is None:
+            runs = [dataclasses.replace(r, seed=r.seed + seed) for r in BUNDLED_RUNS]
+            lab_model.train_bundled(
+                out, work=work, runs=runs, device=device, on_step=on_step
+            )
+        else:
+            runs = [TrainSpec(seed=seed, n_steps=steps)]
+            lab_model.train_lab_model(
+                out,
+                spec=runs[0],
+                work=work,
+                start_from=start_from,
+                device=device,
+                on_step=on_step,
+            )
     lab_card.write_card(out)
     last = losses[-1] if losses else None
-    facts = {"out": str(out), "steps": spec.n_steps, "tokens": spec.n_tokens}
+    facts = {
+        "out": str(out),
+        "steps": sum(run.n_steps for run in runs),
+        "tokens": sum(run.n_tokens for run in runs),
+    }
     _print({**facts, "last_batch_loss_nats": last}, as_json=as_json)
 
 
 # --- what the commands share ------------------------------------------------------
+
+
+def _check_start(start_from: Path | None, steps: int | None) -> None:
+    if start_from is not None and steps is None:
+        raise typer.BadParameter("--start-from needs --steps: how long to go on")
 
 
 def _names(text: str) -> list[str]:

@@ -31,9 +31,12 @@ A {millions:.1f}-million-parameter `qwen2_moe` language model ({n_layers} MoE la
 expert, d_model {d_model}), trained from scratch for this repository so that pruning can
 be studied offline. It is for measuring pruning methods on, and good for nothing else.
 
-Made by `heapr-lab train-lab-model`: {n_tokens:,} tokens ({n_steps:,} steps of
-{batch_size} × {seq_len}), AdamW, warmup-stable-decay, seed {seed}. Routers are balanced
-by a load-balancing loss for each layer. {note}
+Made by `heapr-lab train-lab-model` on {n_tokens:,} tokens: AdamW, warmup-stable-decay,
+routers balanced by a load-balancing loss for each layer. {note}
+
+{runs}
+
+Each run after the first begins with the bfloat16 weights that the one before it wrote.
 
 ## Training corpora
 
@@ -87,7 +90,8 @@ def write_card(folder: Path, *, note: str = "") -> None:
     spec = training["spec"]
     facts: dict[str, Any] = spec | {
         "millions": sum(p.numel() for p in model.parameters()) / 1e6,
-        "n_tokens": training["n_tokens"],
+        "n_tokens": sum(run["n_tokens"] for run in _runs(training)),
+        "runs": _markdown(_schedules(training)),
         "n_windows": _N_WINDOWS,
         "note": note,
         "mixture": _markdown(_mixtures(training)),
@@ -141,6 +145,27 @@ def _load(
             }
         )
     return rows
+
+
+def _runs(training: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is recorded of each run, the first one first."""
+    earlier = training.get("went_on_from")
+    return [*(_runs(earlier) if earlier else []), training]
+
+
+def _schedules(training: dict[str, Any]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "run": number,
+            "steps": run["spec"]["n_steps"],
+            "tokens": run["n_tokens"],
+            "highest learning rate": run["spec"]["learning_rate"],
+            "decay [share of steps]": run["spec"]["decay_fraction"],
+            "arithmetic": run["spec"].get("precision", "float32"),
+            "seed": run["spec"]["seed"],
+        }
+        for number, run in enumerate(_runs(training), start=1)
+    ).astype(object)
 
 
 def _mixtures(training: dict[str, Any]) -> pd.DataFrame:

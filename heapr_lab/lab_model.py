@@ -21,7 +21,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from heapr_lab import lab_run
 from heapr_lab.corpora import load_corpus
-from heapr_lab.lab_run import DECAY_MIXTURE, MIXTURE, TrainSpec
+from heapr_lab.lab_run import BUNDLED_RUNS, DECAY_MIXTURE, MIXTURE, TrainSpec
 
 _SAVE_SECONDS = 120.0
 
@@ -85,9 +85,35 @@ def train_lab_model(
         if time.monotonic() - saved_at > _SAVE_SECONDS or step + 1 == spec.n_steps:
             lab_run.save_state(work, model, optimizer, step + 1)
             saved_at = time.monotonic()
-    lab_run.write_model(
-        out, model, tokenizer, spec, corpora, shares, late, start_from
-    )
+    lab_run.write_model(out, model, tokenizer, spec, corpora, shares, late, start_from)
+    return out
+
+
+def train_bundled(
+    out: Path,
+    *,
+    work: Path,
+    runs: Sequence[TrainSpec] = BUNDLED_RUNS,
+    device: str = "cpu",
+    on_step: Callable[[int, int, float], None] | None = None,
+) -> Path:
+    """Train the lab model in several runs, each from the model of the one before.
+
+    Arguments and errors are those of `train_lab_model`; each run has a folder of its
+    own below `work`, and resumes from it.
+    """
+    earlier: Path | None = None
+    for number, spec in enumerate(runs, start=1):
+        folder = out if number == len(runs) else work / f"model-{number}"
+        train_lab_model(
+            folder,
+            spec=spec,
+            work=work / f"run-{number}",
+            start_from=earlier,
+            device=device,
+            on_step=on_step,
+        )
+        earlier = folder
     return out
 
 

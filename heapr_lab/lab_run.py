@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2MoeForCausalLM
 
 from heapr_lab.corpora import Corpus
 from heapr_lab.specs import CacheError, canonical_json, digest
+from heapr_lab.tokens import tokenise
 
 END_OF_TEXT = "<|endoftext|>"
 MIXTURE = {
@@ -59,7 +60,7 @@ class TrainSpec:
     router_z_weight: float = 1e-3
     initializer_range: float = 0.02
     precision: str = "float32"
-    """Of the arithmetic: float32, or bfloat16 under autocast (parameters stay float32)."""
+    """Of the arithmetic: float32, or bfloat16 under autocast on float32 parameters."""
     seed: int = 0
     n_threads: int = 2
 
@@ -118,8 +119,7 @@ def token_stream(
     path = work / f"tokens-{re.sub(r'[:/]', '-', corpus.name)}.safetensors"
     if path.exists():
         return load_file(path)["ids"]
-    encoded = tokenizer.backend_tokenizer.encode(corpus.joined())
-    ids = torch.tensor(encoded.ids, dtype=torch.int32)
+    ids = torch.from_numpy(tokenise(corpus.joined(), tokenizer))
     save_file({"ids": ids}, path)
     return ids
 

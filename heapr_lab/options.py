@@ -34,6 +34,7 @@ TRAIN_EXAMPLES = """\b
 Examples:
   heapr-lab train-lab-model --out my_lab_model
   heapr-lab train-lab-model --out tiny --work tiny_work --steps 200 --seed 1
+  heapr-lab train-lab-model --out more --work more_work --steps 500 --start-from tiny
 """
 FIGURES_EXAMPLES = """\b
 Examples:

@@ -234,4 +234,6 @@ def test_training_checks_its_options_first(tmp_path: Path) -> None:
     """A bad number of steps is refused before any corpus is read."""
     message = refused("train-lab-model", "--steps", 0, "--work", tmp_path)
     assert "--steps" in message
+    message = refused("train-lab-model", "--start-from", tmp_path, "--work", tmp_path)
+    assert "--steps" in message
     assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from heapr_lab.lab_model import (
     balance_losses,
     build_lab_model,
     learning_rate_at,
+    train_bundled,
     train_lab_model,
 )
 from heapr_lab.lab_run import DECAY_MIXTURE, MIXTURE, TrainSpec
@@ -130,6 +132,80 @@ def test_the_written_model_is_the_trained_one(
         len(dir(list)),
         300,
     ]
+
+
+def test_a_run_goes_on_from_an_earlier_model(
+    tmp_path: Path, mixture: dict[str, float]
+) -> None:
+    """It begins with that model's weights and tokenizer, and says so."""
+    first = train_lab_model(
+        tmp_path / "first", spec=SPEC, work=tmp_path / "w1", mixture=mixture
+    )
+    work = tmp_path / "w2"
+    spec = dataclasses.replace(SPEC, seed=1, learning_rate=0.0, precision="bfloat16")
+    second = train_lab_model(
+        tmp_path / "second", spec=spec, work=work, mixture=mixture, start_from=first
+    )
+    expected, got = (
+        load_file(folder / "model.safetensors") for folder in (first, second)
+    )
+    # Nothing is learned at a rate of zero.
+    assert all(torch.equal(got[key], expected[key]) for key in expected)
+    assert (work / "tokenizer.json").read_text() == (
+        first / "tokenizer.json"
+    ).read_text()
+    training = json.loads((second / "training.json").read_text())
+    assert training["went_on_from"] == json.loads((first / "training.json").read_text())
+    wider = dataclasses.replace(SPEC, d_inter=16)
+    with pytest.raises(CacheError, match="other shapes"):
+        train_lab_model(
+            tmp_path / "no",
+            spec=wider,
+            work=tmp_path / "w3",
+            mixture=mixture,
+            start_from=first,
+        )
+
+
+def test_bundled_runs_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixture: dict[str, float]
+) -> None:
+    """Two runs with a folder each; what stays is the second one's model."""
+    monkeypatch.setattr(lab_model, "MIXTURE", mixture)
+    monkeypatch.setattr(lab_model, "DECAY_MIXTURE", mixture)
+    runs = [SPEC, dataclasses.replace(SPEC, seed=1, n_steps=4)]
+    steps: list[int] = []
+    train_bundled(
+        tmp_path / "out",
+        work=tmp_path / "work",
+        runs=runs,
+        on_step=lambda step, _n, _loss: steps.append(step),
+    )
+    assert steps == [*range(1, 9), *range(1, 5)]
+    training = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert training["spec"]["n_steps"] == 4
+    assert training["went_on_from"]["spec"]["n_steps"] == 8
+    assert (tmp_path / "work" / "model-1" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_either_precision_learns_alike(
+    tmp_path: Path, mixture: dict[str, float], precision: str
+) -> None:
+    """Parameters stay float32; bfloat16 arithmetic moves the loss by its rounding."""
+    losses: dict[str, list[float]] = {"float32": [], precision: []}
+    for name, found in losses.items():
+        found.clear()
+        train_lab_model(
+            tmp_path / name,
+            spec=dataclasses.replace(SPEC, precision=name),
+            work=tmp_path / f"{name}-work",
+            mixture=mixture,
+            on_step=lambda _step, _n, loss, found=found: found.append(loss),
+        )
+    np.testing.assert_allclose(losses[precision], losses["float32"], rtol=5e-3)
+    state = load_file(tmp_path / f"{precision}-work" / "state.safetensors")
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
 def test_learning_lowers_the_loss(tmp_path: Path, mixture: dict[str, float]) -> None:
