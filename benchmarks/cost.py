@@ -24,11 +24,8 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
-import json
 import logging
 import multiprocessing
-import os
-import platform
 import statistics
 import sys
 import threading
@@ -36,18 +33,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import psutil
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.machine import RESULTS, machine, write_results
 from benchmarks.two_stage import running, two_stage_scores
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.experts import describe, find_experts
@@ -55,7 +50,6 @@ from heapr_lab.importance import collect_statistics
 from heapr_lab.likelihood import token_nll
 from heapr_lab.moments import LayerMoments
 
-RESULTS = Path(__file__).parent / "results"
 logger = logging.getLogger("cost")
 
 
@@ -295,34 +289,6 @@ def _in_process(call: Callable, *args: Any) -> Any:
         return pool.submit(call, *args).result()
 
 
-def machine(options: Any) -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
-    on_gpu = options.device != "cpu"
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if on_gpu else _processor(),
-        "n_cpus": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "n_threads": options.n_threads,
-        "n_repeats": options.n_repeats,
-        "dtype": "float32",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def main() -> None:
     """Measure every configuration and write the table down."""
     parser = argparse.ArgumentParser(description="Measure what the statistics cost.")
@@ -335,15 +301,16 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     chosen = [c for c in CONFIGURATIONS if options.only in {None, c.d_model}]
-    details = machine(options)
+    details = machine(options.device) | {
+        "n_threads": options.n_threads,
+        "n_repeats": options.n_repeats,
+        "dtype": "float32",
+    }
     started = time.perf_counter()
     rows = [row for c in chosen for row in measure(c, options)]
     details["configurations"] = [dataclasses.asdict(c) for c in chosen]
     details["seconds"] = round(time.perf_counter() - started, 1)
-    options.out.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows).to_csv(options.out / "cost.csv", index=False)
-    text = json.dumps(details, indent=2, ensure_ascii=False)
-    (options.out / "cost.json").write_text(text + "\n", encoding="utf-8")
+    write_results("cost", rows, details, options.out)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,10 @@ def reproduce(
     folder = figures_dir or _default_folder(bench, name_or_path)
     corpora, skipped = experiments.test_corpora()
     run_experiments(bench, corpora)
-    files = draw_all(bench, corpora, folder)
+    found = find(bench, corpora)
+    files = draw_all(bench, found, folder)
     if committed:
-        _fill_readme(bench, corpora)
+        _fill_readme(found)
     executed: list[Path] = []
     if notebooks:
         output = None if committed else folder / "notebooks"
@@ -132,12 +133,44 @@ def run_experiments(bench: Workbench, corpora: list[str]) -> None:
             show(done, len(steps))
 
 
-def draw_all(bench: Workbench, corpora: list[str], folder: Path) -> list[Path]:
-    """Write every figure (png, pdf), table (csv, md, tex) and its data (csv)."""
-    pen = _Pen(bench, folder)
+@dataclass(frozen=True)
+class Findings:
+    """What several figures, tables and the README have in common."""
+
+    results: pd.DataFrame
+    """Of every setting on every corpus."""
+    savings: pd.DataFrame
+    tenths: pd.DataFrame
+    """Δloss of each tenth of the atoms."""
+    claims: pd.DataFrame
+    summary: pd.DataFrame
+    cost: pd.DataFrame | None
+    """None where the benchmark was not run."""
+
+
+def find(bench: Workbench, corpora: list[str]) -> Findings:
+    """Read what `run_experiments` has measured."""
     settings = experiments.all_settings()
     results = experiments.results(bench, settings, corpora)
     savings = experiments.savings(bench, settings)
+    tenths = experiments.bin_results(bench)
+    costs = store.project_dir() / COST_RESULTS
+    return Findings(
+        results=results,
+        savings=savings,
+        tenths=tenths,
+        claims=reports.claims(results, tenths),
+        summary=reports.summary_table(results, savings),
+        cost=figures.cost_data(pd.read_csv(costs), baseline="plain")
+        if costs.exists()
+        else None,
+    )
+
+
+def draw_all(bench: Workbench, found: Findings, folder: Path) -> list[Path]:
+    """Write every figure (png, pdf), table (csv, md, tex) and its data (csv)."""
+    pen = _Pen(bench, folder)
+    results, savings = found.results, found.savings
     common = results[results["ratio"].le(max(experiments.METHOD_RATIOS))]
     draws = experiments.calibration_draws(bench)
 
@@ -145,8 +178,7 @@ def draw_all(bench: Workbench, corpora: list[str], folder: Path) -> list[Path]:
     pen.draw(
         "1_layer_ratios", figures.layer_ratios_data(masks), figures.figure_layer_ratios
     )
-    tenths = experiments.bin_results(bench)
-    pen.draw("2_bins", figures.bins_data(tenths), figures.figure_bins)
+    pen.draw("2_bins", figures.bins_data(found.tenths), figures.figure_bins)
     sizes = figures.calibration_size_data(
         experiments.calibration_results(bench, draws),
         ratio=experiments.CALIBRATION_RATIO,
@@ -165,30 +197,23 @@ def draw_all(bench: Workbench, corpora: list[str], folder: Path) -> list[Path]:
     main = figures.main_data(common)
     pen.draw("8_methods", main, figures.figure_main)
     pen.table("8_methods", figures.main_table(main))
-    pen.table("0_claims", reports.claims(results, tenths))
-    pen.table("0_summary", reports.summary_table(results, savings))
-    costs = store.project_dir() / COST_RESULTS
-    if costs.exists():
-        cost = figures.cost_data(pd.read_csv(costs), baseline="plain")
-        pen.draw("9_cost", cost, figures.figure_cost)
-        pen.table("9_cost", figures.cost_table(cost))
+    pen.table("0_claims", found.claims)
+    pen.table("0_summary", found.summary)
+    if found.cost is not None:
+        pen.draw("9_cost", found.cost, figures.figure_cost)
+        pen.table("9_cost", figures.cost_table(found.cost))
     return pen.files
 
 
-def _fill_readme(bench: Workbench, corpora: list[str]) -> None:
+def _fill_readme(found: Findings) -> None:
     """Put what was found where people read it first."""
-    settings = experiments.all_settings()
-    results = experiments.results(bench, settings, corpora)
-    savings = experiments.savings(bench, settings)
-    found = reports.claims(results, experiments.bin_results(bench))
-    found["holds"] = found["holds"].map({True: "yes", False: "**no**"})
+    holds = found.claims["holds"].map({True: "yes", False: "**no**"})
     blocks = {
-        "summary": reports.as_block(reports.summary_table(results, savings)),
-        "claims": reports.as_block(found),
+        "summary": reports.as_block(found.summary),
+        "claims": reports.as_block(found.claims.assign(holds=holds)),
     }
-    costs = store.project_dir() / COST_RESULTS
-    if costs.exists():
-        cost = figures.cost_data(pd.read_csv(costs), baseline="plain")
+    if found.cost is not None:
+        cost = found.cost
         ours = cost[cost["source"].eq("ours")] if "source" in cost else cost
         blocks["cost"] = reports.as_block(figures.cost_table(ours))
     reports.fill_blocks(store.project_dir() / "README.md", blocks)
