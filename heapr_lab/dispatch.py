@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from heapr_lab.experts import ExpertsLayer, activate
+from heapr_lab.experts import ExpertsLayer
 from heapr_lab.moments import LayerMoments
+from heapr_lab.ragged import activate
 
 IMPLEMENTATION = "heapr_lab"
 _masks: ContextVar[Mapping[int, torch.Tensor] | None] = ContextVar(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from heapr_lab.accounting import Architecture, LayerShape
+from heapr_lab.ragged import activate
 from heapr_lab.specs import LayoutError
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
@@ -124,16 +125,6 @@ class ExpertsLayer:
         axis = 1 if self.module.is_concatenated else 2
         gate, up = halves.unbind(axis)
         return norms | {"w_up_sq": up, "w_gate_sq": gate}
-
-
-def activate(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Atom activations h from the input projection's output, (n, I).
-
-    Shapes: rows (n, 2I) in the family's own order, or (n, I) without a gate.
-    """
-    h: torch.Tensor
-    h = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-    return h
 
 
 @torch.no_grad()  # views that autograd records, made in two threads, can deadlock it

@@ -1,17 +1,39 @@
-"""Experts of different widths in one module: what is left after real slicing.
+"""Experts of different widths: how they run, and how transformers loads and saves them.
+
+This file stands alone: every pruned checkpoint carries a copy of it, so that people
+without heapr_lab can load it with `trust_remote_code=True`. Importing it registers the
+checkpoint format with transformers, as a "quantization" named heapr: the one hook that
+may change modules before weights are loaded into them.
 
 Shapes: E n_experts, D d_expert, w_e atoms kept of expert e, W = sum of w_e.
 """
 
 import copy
+import functools
+import itertools
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from heapr_lab.experts import ExpertsLayer, activate
-from heapr_lab.specs import SpecError
+METHOD = "heapr"
+FORMAT_VERSION = 1
+CODE_NAME = "modeling_heapr"
+"""Name of the copy of this file in a checkpoint."""
+
+# --- experts ----------------------------------------------------------------------
 
 
 class RaggedExperts(nn.Module):
@@ -21,33 +43,37 @@ class RaggedExperts(nn.Module):
     without atoms gives its output bias, or nothing.
     """
 
-    def __init__(self, layer: ExpertsLayer, keep: torch.Tensor) -> None:
-        """Copy what `keep` (E, I) says stays of `layer`.
+    family: Any
+    """The family's own module without weights: activation, gating and norm."""
 
-        Raises:
-            SpecError: `keep` has another shape than the layer.
-        """
+    def __init__(self, module: Any, widths: list[int]) -> None:
+        """Room for `widths` (E,) atoms of the experts in `module`, not yet filled."""
         super().__init__()
-        check_keep(layer, keep)
-        self.family: Any = _without_weights(layer.module)
-        self.heapr_widths = keep.sum(1).tolist()
+        weight = module.down_proj
+        d_expert = weight.shape[2 if module.is_transposed else 1]
+        n_kept, factor = sum(widths), 2 if module.has_gate else 1
+        self.heapr_widths = list(widths)
         """Atoms of each expert, (E,)."""
-        self.d_expert = layer.d_expert
-        atoms = [row.nonzero()[:, 0].to(layer.device) for row in keep]
-        rows = [layer.atom_rows(kept) for kept in atoms]
-        self.up_rows = _packed([layer.up_rows[e][r] for e, r in enumerate(rows)])
-        self.down_columns = _packed([layer.down[e].T[a] for e, a in enumerate(atoms)])
-        """Columns of W_down as rows, (W, D)."""
-        self.up_bias = self.down_bias = None
-        up_bias, down_bias = layer.up_bias, layer.down_bias
-        if up_bias is not None and down_bias is not None:
-            self.up_bias = _packed([up_bias[e][r] for e, r in enumerate(rows)])
-            self.down_bias = nn.Parameter(down_bias.detach().clone())
-
-    @property
-    def factor(self) -> int:
+        self.starts = [0, *itertools.accumulate(widths)]
+        """Number of the first atom of each expert, and W."""
+        self.factor = factor
         """Rows of the input projection for each atom: 2 with a gate, else 1."""
-        return 2 if self.family.has_gate else 1
+        self.d_expert = d_expert
+        # Not a submodule, so that its own submodules have the names they had.
+        self.__dict__["family"] = _without_weights(module)
+        for name, child in self.family.named_children():
+            self.add_module(name, child)
+
+        def empty(*shape: int) -> nn.Parameter:
+            made = torch.empty(*shape, dtype=weight.dtype, device=weight.device)
+            return nn.Parameter(made)
+
+        self.up_rows = empty(factor * n_kept, d_expert)
+        """Rows of the input projection, in the family's own order for each expert."""
+        self.down_columns = empty(n_kept, d_expert)
+        """Columns of W_down as rows."""
+        self.up_bias = empty(factor * n_kept) if module.has_bias else None
+        self.down_bias = empty(len(widths), d_expert) if module.has_bias else None
 
     def forward(
         self,
@@ -60,9 +86,8 @@ class RaggedExperts(nn.Module):
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
         n_slots = top_k_index.shape[-1]
-        n_experts = len(self.heapr_widths)
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        tokens = torch.bincount(experts, minlength=n_experts).tolist()
+        tokens = torch.bincount(experts, minlength=len(self.heapr_widths)).tolist()
         x = hidden_states[order // n_slots]
         parts = [
             self._expert(expert, rows)
@@ -79,8 +104,7 @@ class RaggedExperts(nn.Module):
         return result
 
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        start = sum(self.heapr_widths[:expert])
-        atoms = slice(start, start + self.heapr_widths[expert])
+        atoms = slice(self.starts[expert], self.starts[expert + 1])
         rows = slice(self.factor * atoms.start, self.factor * atoms.stop)
         up_bias = None if self.up_bias is None else self.up_bias[rows]
         h = activate(self.family, F.linear(x, self.up_rows[rows], up_bias))
@@ -88,27 +112,323 @@ class RaggedExperts(nn.Module):
         return out if self.down_bias is None else out + self.down_bias[expert]
 
 
-def check_keep(layer: ExpertsLayer, keep: torch.Tensor) -> None:
-    """Check that `keep` fits `layer`.
+def activate(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Atom activations h from the input projection's output, (n, I).
 
-    Raises:
-        SpecError: it has another shape.
+    Shapes: rows (n, 2I) in the family's own order, or (n, I) without a gate.
     """
-    expected = (layer.n_experts, layer.d_inter)
-    if tuple(keep.shape) != expected:
-        raise SpecError(
-            f"the mask of layer {layer.layer} has shape {tuple(keep.shape)}, expected "
-            f"{expected}: it was made for another model"
-        )
+    h: torch.Tensor
+    h = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    return h
 
 
-def _packed(parts: list[torch.Tensor]) -> nn.Parameter:
-    return nn.Parameter(torch.cat([part.detach() for part in parts]).contiguous())
-
-
-def _without_weights(module: nn.Module) -> nn.Module:
+def _without_weights(module: nn.Module) -> Any:
     """A copy that keeps activation, gating and norm, but no expert weights."""
     shell = copy.copy(module)
     shell._parameters = dict.fromkeys(module._parameters)
     shell._modules = copy.deepcopy(module._modules)  # a norm's weights are its own
     return shell
+
+
+# --- files: one tensor for each expert, packed when it is loaded ------------------
+
+ROWS, COLUMNS, BIAS = "rows", "columns", "bias"
+"""Input projection and its bias; W_down; output bias, which has no atoms."""
+
+
+class Pack(ConversionOps):
+    """Tensors of each expert, one expert after the other: what `Unpack` undoes.
+
+    Of the input projection an expert has one tensor, or two with a gate; their rows
+    follow each other, or take turns where the family has them interleaved.
+    """
+
+    def __init__(self, widths: list[int], kind: str, *, interleaved: bool) -> None:
+        self.widths, self.kind, self.interleaved = widths, kind, interleaved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pack":
+        return self  # transformers copies it for each tensor, and it has no state
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **_kwargs: Any,
+    ) -> dict[str, Any]:
+        """Join what transformers collected for one target.
+
+        Raises:
+            ValueError: a tensor is missing or has another width than config.json says.
+        """
+        found = [input_dict.pop(name, []) for name in source_patterns]
+        for name, tensors in zip(source_patterns, found, strict=True):
+            self._check(name, tensors)
+        parts = [self._joined(own) for own in zip(*found, strict=True)]
+        return {target_patterns[0]: torch.cat(parts)}
+
+    def _check(self, name: str, tensors: list[torch.Tensor]) -> None:
+        if self.kind == BIAS:
+            widths = self.widths[: len(tensors)]
+        else:
+            axis = 1 if self.kind == COLUMNS else 0
+            widths = [tensor.shape[axis] for tensor in tensors]
+        if widths != self.widths:
+            raise ValueError(
+                f"{name}: found the widths {widths}, config.json says {self.widths}; "
+                "a file of the checkpoint is missing, or is of another checkpoint"
+            )
+
+    def _joined(self, own: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if self.kind == BIAS:
+            return own[0][None]
+        if self.kind == COLUMNS:
+            return own[0].T
+        if self.interleaved and len(own) == 2:
+            return torch.stack(own, dim=1).flatten(0, 1)
+        return torch.cat(own)
+
+    @property
+    def reverse_op(self) -> "Pack":
+        """What saving does."""
+        return Unpack(self.widths, self.kind, interleaved=self.interleaved)
+
+
+class Unpack(Pack):
+    """A packed tensor back to the tensors of each expert."""
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **_kwargs: Any,
+    ) -> dict[str, Any]:
+        """Split what was packed, by name."""
+        packed = input_dict.pop(source_patterns[0])
+        packed = packed[0] if isinstance(packed, list) else packed
+        n_parts = len(target_patterns)
+        sizes = [1 if self.kind == BIAS else n_parts * w for w in self.widths]
+        found = {}
+        for expert, rows in enumerate(packed.split(sizes)):
+            for name, tensor in zip(
+                target_patterns, self._parts(rows, n_parts), strict=True
+            ):
+                found[name.replace("*", str(expert))] = tensor.contiguous()
+        return found
+
+    def _parts(self, rows: torch.Tensor, n_parts: int) -> tuple[torch.Tensor, ...]:
+        if self.kind == BIAS:
+            return (rows[0],)
+        if self.kind == COLUMNS:
+            return (rows.T,)
+        if n_parts == 1:
+            return (rows,)
+        if self.interleaved:
+            return rows[0::2], rows[1::2]
+        return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+    @property
+    def reverse_op(self) -> Pack:
+        """What loading does."""
+        return Pack(self.widths, self.kind, interleaved=self.interleaved)
+
+
+def expert_conversions(
+    path: str, module: RaggedExperts, family: list[Any]
+) -> list[WeightConverter]:
+    """How the tensors of each expert become those of `module`, which is at `path`.
+
+    Args:
+        path: of the experts module in its model.
+        module: the module.
+        family: the conversions of the model's family, whose names for the tensors of
+            an expert are kept; where it has none they are `gate_proj`, `up_proj` and
+            `down_proj`.
+    """
+    shell = module.family
+    here = path[path.find("layers.") :]
+    ups = (
+        ["gate_proj.weight", "up_proj.weight"] if shell.has_gate else ["up_proj.weight"]
+    )
+    up_target = "gate_up_proj" if shell.has_gate else "up_proj"
+    rows = _own_names(family, here, up_target) or [f"{here}.*.{name}" for name in ups]
+    columns = _own_names(family, here, "down_proj") or [f"{here}.*.down_proj.weight"]
+    interleaved = not shell.is_concatenated
+
+    def packed(sources: list[str], target: str, kind: str) -> WeightConverter:
+        op = Pack(module.heapr_widths, kind, interleaved=interleaved)
+        return WeightConverter(sources, f"{here}.{target}", [op])
+
+    found = [packed(rows, "up_rows", ROWS), packed(columns, "down_columns", COLUMNS)]
+    if shell.has_bias:
+        biases = [name.replace(".weight", ".bias") for name in rows]
+        found.append(packed(biases, "up_bias", ROWS))
+        bias = columns[0].replace(".weight", ".bias")
+        found.append(packed([bias], "down_bias", BIAS))
+    return found
+
+
+def _own_names(family: list[Any], here: str, target: str) -> list[str] | None:
+    """Patterns of the tensors that the family merges into `target` of the module."""
+    for conversion in family:
+        if not isinstance(conversion, WeightConverter):
+            continue
+        goal, sources = conversion.target_patterns[0], conversion.source_patterns
+        end = f"{here}.{target}"
+        if end.endswith(goal) and all(".*." in source for source in sources):
+            prefix = end[: len(end) - len(goal)]
+            return [prefix + source for source in sources]
+    return None
+
+
+def _of_experts(conversion: Any) -> bool:
+    """Whether a family's conversion is of whole experts, which a pruned model lacks."""
+    return isinstance(conversion, WeightConverter) and any(
+        target.endswith((".gate_up_proj", ".up_proj", ".down_proj"))
+        and "experts" in target
+        for target in conversion.target_patterns
+    )
+
+
+# --- registration -----------------------------------------------------------------
+
+
+class HeaprConfig(QuantizationConfigMixin):
+    """What config.json says of a pruned model, under `quantization_config`."""
+
+    def __init__(
+        self,
+        widths: dict[str, list[int]],
+        format_version: int = FORMAT_VERSION,
+        **facts: Any,
+    ) -> None:
+        """The `widths` of the experts in each experts module, by its path."""
+        self.quant_method: Any = METHOD
+        self.widths = widths
+        self.format_version = format_version
+        self.facts = facts
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        version = {"quant_method": METHOD, "format_version": self.format_version}
+        return {**version, **self.facts, "widths": self.widths}
+
+
+class HeaprQuantizer(HfQuantizer):
+    """Makes room for ragged experts before weights are loaded."""
+
+    requires_calibration = True
+    quantization_config: HeaprConfig
+
+    def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
+        """Refuse what was written by a later version.
+
+        Raises:
+            ValueError: it was.
+        """
+        found = self.quantization_config.format_version
+        if found > FORMAT_VERSION:
+            raise ValueError(
+                f"the checkpoint has format version {found}, this version of heapr_lab "
+                f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
+            )
+
+    def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
+        """Put ragged experts where the model has whole ones.
+
+        Raises:
+            ValueError: the model has no such experts.
+        """
+        modules = dict(model.named_modules())
+        for path, widths in self.quantization_config.widths.items():
+            module = modules.get(path)
+            if module is None or not hasattr(module, "is_concatenated"):
+                raise ValueError(
+                    f"config.json has widths of {path!r}, but {type(model).__name__} "
+                    "has no experts there; it is of another model"
+                )
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, RaggedExperts(module, widths))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
+        finish(model)
+        return model
+
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: Any
+    ) -> list[Any]:
+        """The family's conversions, with those of its experts replaced."""
+        kept = [c for c in weight_conversions if not _of_experts(c)]
+        for path in self.quantization_config.widths:
+            module = model.get_submodule(path)
+            kept += expert_conversions(path, module, weight_conversions)
+        return kept
+
+    def is_serializable(self) -> bool:
+        """Whether the model can be saved: yes."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the model can be trained: yes, nothing is quantised."""
+        return True
+
+
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(METHOD)(HeaprConfig)
+    register_quantizer(METHOD)(HeaprQuantizer)
+
+
+def finish(model: Any) -> None:
+    """Let `model` be trained, moved and cast as any other, and saved with its code."""
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            module.config._is_quantized = False
+    model.is_quantized = False
+    base: Any = type(model)
+    model.__class__ = with_code(base)
+
+
+class CarriesCode:
+    """Saves a copy of this file with the model, for people without heapr_lab."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to do: `save_pretrained` names the code itself."""
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """As transformers', with the code."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        code = f"{CODE_NAME}.{type(self).__name__}"
+        config.auto_map = {"AutoModelForCausalLM": code}
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        target = Path(save_directory) / f"{CODE_NAME}.py"
+        if target.resolve() != Path(__file__).resolve():
+            shutil.copyfile(__file__, target)
+        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def with_code(base: Any) -> Any:
+    """`base`, a model class of transformers, that saves its code too."""
+    if issubclass(base, CarriesCode):
+        return base
+    # Of the same module and name, so that transformers treats it as its own.
+    body = {"__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (CarriesCode, base), body)
+
+
+def __getattr__(name: str) -> Any:
+    """The class that `auto_map` in config.json asks for.
+
+    Raises:
+        AttributeError: transformers has no such class.
+    """
+    base = getattr(transformers, name, None)
+    if not isinstance(base, type):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return with_code(base)

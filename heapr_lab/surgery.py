@@ -3,13 +3,14 @@
 import contextlib
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from heapr_lab.dispatch import masked
 from heapr_lab.experts import ExpertsLayer, find_experts
-from heapr_lab.ragged import RaggedExperts, check_keep
+from heapr_lab.ragged import RaggedExperts
 from heapr_lab.selection import KeepMask
 from heapr_lab.specs import SpecError
 
@@ -49,14 +50,56 @@ def prune(model: nn.Module, keep: KeepMask, *, inplace: bool = False) -> nn.Modu
     keeps = _keeps(layers, keep)
     if inplace:
         for layer, kept in zip(layers, keeps, strict=True):
-            _replace(model, layer.name, RaggedExperts(layer, kept))
-        return model
+            _replace(model, layer.name, sliced(layer, kept))
+        return _marked(model, keep)
     # A deep copy in which each experts module is already "copied": to its sliced self.
     memo: dict[int, object] = {
-        id(layer.module): RaggedExperts(layer, kept)
+        id(layer.module): sliced(layer, kept)
         for layer, kept in zip(layers, keeps, strict=True)
     }
-    return copy.deepcopy(model, memo)
+    return _marked(copy.deepcopy(model, memo), keep)
+
+
+def _marked(model: nn.Module, keep: KeepMask) -> nn.Module:
+    """`model`, which from now on knows what it was pruned by."""
+    model.__dict__["heapr_keep"] = keep
+    return model
+
+
+@torch.no_grad()
+def sliced(layer: ExpertsLayer, keep: torch.Tensor) -> RaggedExperts:
+    """The experts that `keep` (E, I) leaves of `layer`, copied.
+
+    Raises:
+        SpecError: `keep` has another shape than the layer.
+    """
+    check_keep(layer, keep)
+    experts = RaggedExperts(layer.module, keep.sum(1).tolist())
+    atoms = [row.nonzero()[:, 0].to(layer.device) for row in keep]
+    rows = [layer.atom_rows(kept) for kept in atoms]
+    pairs = list(zip(range(layer.n_experts), rows, atoms, strict=True))
+    experts.up_rows.copy_(torch.cat([layer.up_rows[e][r] for e, r, _ in pairs]))
+    experts.down_columns.copy_(torch.cat([layer.down[e].T[a] for e, _, a in pairs]))
+    up_bias: Any = layer.up_bias
+    down_bias: Any = layer.down_bias
+    if experts.up_bias is not None and experts.down_bias is not None:
+        experts.up_bias.copy_(torch.cat([up_bias[e][r] for e, r, _ in pairs]))
+        experts.down_bias.copy_(down_bias)
+    return experts
+
+
+def check_keep(layer: ExpertsLayer, keep: torch.Tensor) -> None:
+    """Check that `keep` fits `layer`.
+
+    Raises:
+        SpecError: it has another shape.
+    """
+    expected = (layer.n_experts, layer.d_inter)
+    if tuple(keep.shape) != expected:
+        raise SpecError(
+            f"the mask of layer {layer.layer} has shape {tuple(keep.shape)}, expected "
+            f"{expected}: it was made for another model"
+        )
 
 
 def _keeps(layers: list[ExpertsLayer], keep: KeepMask) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from heapr_lab.experts import describe, find_experts
 from heapr_lab.ragged import RaggedExperts
 from heapr_lab.selection import KeepMask
 from heapr_lab.specs import LayoutError, SpecError
-from heapr_lab.surgery import masking, prune
+from heapr_lab.surgery import masking, prune, sliced
 
 pytestmark = pytest.mark.oracle
 
@@ -159,7 +159,7 @@ def test_an_emptied_expert_gives_its_bias_or_nothing(family: str) -> None:
     x = torch.randn(3, layer.d_expert, dtype=torch.float64)
     slots = torch.tensor([[0, 1], [2, 3], [1, 1]])
     p = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]], dtype=torch.float64)
-    got = RaggedExperts(layer, nothing)(x, slots, p)
+    got = sliced(layer, nothing)(x, slots, p)
     expected = torch.zeros_like(x)
     if layer.biased:
         expected = (p[..., None] * layer.down_bias[slots]).sum(1)
