@@ -9,16 +9,22 @@ The public names, in the order in which data flows:
     with masking(model, keep):
         evaluate_perplexity(model, ids)
     smaller = prune(model, keep)
+    save_pruned(smaller, "smaller")
 
 Names are imported when they are first used, so that tables, masks and figures can be
 worked with where torch is not installed.
 """
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
 from typing import Any
 
 _HOMES = {
     "CalibrationSet": "calibration",
+    "save_pruned": "checkpoints",
     "load_calibration": "calibration",
     "load_windows": "calibration",
     "load_corpus": "corpora",
@@ -42,6 +48,45 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 (a list of names, though made, not written)
+
+
+_REGISTRY = "transformers.quantizers.auto"
+
+
+class _Registration(importlib.abc.MetaPathFinder):
+    """Registers the checkpoint format as soon as transformers' registry is imported.
+
+    So that `from_pretrained` loads pruned checkpoints once heapr_lab is imported, in
+    whatever order, and heapr_lab does not import torch by itself.
+    """
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Any,  # noqa: ARG002 (the interface of finders)
+        target: Any = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The registry's own spec, with a loader that registers the format as well."""
+        if fullname != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            importlib.import_module(f"{__name__}.ragged")
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _REGISTRY in sys.modules:
+    importlib.import_module(f"{__name__}.ragged")
+else:
+    sys.meta_path.insert(0, _Registration())
 
 
 def __getattr__(name: str) -> Any:

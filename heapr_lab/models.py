@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -54,7 +55,7 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=chosen, device_map=placement
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise SpecError(
             f"cannot load the model {str(name_or_path)!r}: {error}\nExpected a hub id "
             "that can be reached, a local folder in the hub's layout, or 'lab'"
@@ -62,6 +63,25 @@ def load_model(
     if placement is None:
         model.to("cpu" if device == "auto" else device)
     return model.eval(), tokenizer
+
+
+def model_folder(name_or_path: str | Path) -> Path:
+    """The local folder of a model's files; those of a hub id are downloaded first.
+
+    Raises:
+        SpecError: there is no such model.
+    """
+    path = Path(_resolve(name_or_path))
+    if path.is_dir():
+        return path
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
+    try:
+        return Path(snapshot_download(str(name_or_path), allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"cannot get the files of the model {str(name_or_path)!r}: {error}\n"
+            "Expected a hub id that can be reached, a local folder, or 'lab'"
+        ) from error
 
 
 def _resolve(name_or_path: str | Path) -> str:
@@ -98,6 +118,15 @@ def model_identity(model: Any) -> dict[str, str]:
     to tell checkpoints apart, at a cost that does not grow with the model. `dtype` is
     part of the identity because numbers depend on it.
     """
+    return {
+        **architecture_identity(model),
+        "weights": _weights_fingerprint(model),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+
+
+def architecture_identity(model: Any) -> dict[str, str]:
+    """The part of `model_identity` that a model without weights has, too."""
     config = model.config.get_text_config().to_dict()
     volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
     kept = {
@@ -109,8 +138,6 @@ def model_identity(model: Any) -> dict[str, str]:
     return {
         "class": type(model).__name__,
         "config": hashlib.sha256(text.encode()).hexdigest(),
-        "weights": _weights_fingerprint(model),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
     }
 
 

@@ -12,13 +12,15 @@ import heapr_lab
 PACKAGE = Path(heapr_lab.__file__).parent
 LAYERS = (
     {"specs"},
-    {"artefacts", "summaries", "progress", "tokens"},
+    {"artefacts", "summaries", "progress", "tokens", "ragged"},
     {"store", "rows", "estimators", "accounting", "moments"},
     {"experts", "table", "masks", "rules", "pydocs"},
-    {"dispatch", "ragged", "rankings", "corpora", "models"},
+    {"dispatch", "rankings", "corpora", "models"},
     {"calibration", "lab_run"},
     {"likelihood", "selection"},
-    {"surgery", "continuation", "harness_model"},
+    {"surgery", "continuation", "harness_model", "uniform", "pruned_card"},
+    {"shards"},
+    {"checkpoints"},
     {"importance", "evaluation", "harness"},
     {"lab_model", "pipeline"},
     {"experiments", "figures"},

@@ -1,0 +1,253 @@
+"""Write a pruned model to a folder that transformers, and people, can use.
+
+A folder is made under a temporary name and renamed when it is whole: one that has its
+name is finished. `heapr_keep.parquet` has the mask and `heapr_manifest.json` what was
+done, so that a pruning can be repeated or audited.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
+
+from heapr_lab import pruned_card, ragged, store
+from heapr_lab.experts import find_experts
+from heapr_lab.masks import KeepMask
+from heapr_lab.ragged import HeaprConfig, HeaprQuantizer, RaggedExperts, finish
+from heapr_lab.shards import slice_files
+from heapr_lab.specs import SpecError
+from heapr_lab.uniform import skeleton_of, stock_config, stock_model, uniform_width
+
+KEEP_FILE = "heapr_keep.parquet"
+MANIFEST_FILE = "heapr_manifest.json"
+MANIFEST_VERSION = 1
+STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
+
+
+def save_pruned(
+    model: Any,
+    folder: Path | str,
+    *,
+    tokenizer: Any = None,
+    facts: Mapping[str, Any] | None = None,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write a model of `prune` with tokenizer, mask, manifest and card.
+
+    `AutoModelForCausalLM.from_pretrained(folder)` loads it again once heapr_lab is
+    imported, or with `trust_remote_code=True` where it is not installed. A mask that
+    was selected as `uniform` becomes a stock checkpoint, which needs neither.
+
+    Args:
+        model: what `prune` returned; its weights may have been trained on since.
+        folder: a new folder.
+        tokenizer: to be saved with it; by default that of the model it was made from.
+        facts: plain data for manifest and card: `calibration`, `perplexity`
+            ({corpus: (before, after)}), `savings` (as `accounting.summary`), `weights`
+            (what changed them besides slicing).
+        max_shard_size: largest size of a safetensors file.
+
+    Returns:
+        `folder`.
+
+    Raises:
+        SpecError: `model` was not made by `prune`, `folder` is not empty, or a uniform
+            mask cannot be said in the family's configuration.
+
+    Example:
+        >>> save_pruned(prune(model, keep), "pruned")  # doctest: +SKIP
+    """
+    keep = _mask_of(model)
+    base = model.config._name_or_path
+    with new_folder(Path(folder)) as partial:
+        written = checkpoint_of(model, keep)
+        written.save_pretrained(partial, max_shard_size=max_shard_size)
+        save_tokenizer(partial, tokenizer, base=base)
+        describe(partial, keep, base=base, config=model.config, facts=facts or {})
+    return Path(folder)
+
+
+def _mask_of(model: Any) -> KeepMask:
+    keep = getattr(model, "heapr_keep", None)
+    if not isinstance(keep, KeepMask):
+        raise SpecError(
+            f"this {type(model).__name__} carries no keep mask: expected a model that "
+            "heapr_lab.prune returned"
+        )
+    return keep
+
+
+def structure_of(keep: KeepMask) -> str:
+    """How the widths of `keep` were constrained; ragged where it does not say."""
+    found = str(keep.settings.get("structure", "ragged"))
+    return found if found in STRUCTURES else "ragged"
+
+
+def checkpoint_of(model: Any, keep: KeepMask) -> Any:
+    """`model`, ready for `save_pretrained`: stock if uniform, else with its widths."""
+    if structure_of(keep) == "uniform":
+        return stock_model(model, uniform_width(keep))
+    attach(model, structure_of(keep))
+    return model
+
+
+def attach(model: Any, structure: str) -> None:
+    """Let transformers save the ragged experts of `model` as it loads them."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return  # it was loaded from a checkpoint, and is saved like one
+    widths = {
+        name: module.heapr_widths
+        for name, module in model.named_modules()
+        if isinstance(module, RaggedExperts)
+    }
+    quantizer = HeaprQuantizer(HeaprConfig(widths, structure=structure))
+    family = getattr(model, "_weight_conversions", None)
+    if family is None:
+        family = [
+            conversion
+            for conversion in get_model_conversion_mapping(model, add_legacy=False)
+            if not isinstance(conversion, PrefixChange)
+        ]
+    model.hf_quantizer = quantizer
+    model.config.quantization_config = quantizer.quantization_config
+    model._weight_conversions = quantizer.update_weight_conversions(family, model)
+    finish(model)
+
+
+def prune_folder(
+    source: Path,
+    keep: KeepMask,
+    folder: Path,
+    *,
+    base: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Slice the files of the model in `source` into a checkpoint, tensor by tensor.
+
+    The model is never built: memory holds one tensor at a time. The files are those
+    that `save_pruned` writes of the same model in the same dtype. Interrupted, it goes
+    on where it stopped when it is asked for the same again.
+
+    Args:
+        source: a folder in the hub's layout, of an unpruned model in safetensors.
+        keep: what stays.
+        folder: a new folder.
+        base: name of the model for manifest and card; by default `source`.
+        facts: as `save_pruned`.
+        progress: called with (bytes done, bytes in all).
+
+    Raises:
+        SpecError: `folder` is not empty, the mask is of another model, or `source`
+            lacks tensors.
+        LayoutError: the model's experts cannot be sliced exactly.
+        CacheError: what an interrupted call left is of another mask or source.
+    """
+    config = AutoConfig.from_pretrained(source)
+    uniform = structure_of(keep) == "uniform"
+    changed = stock_config(config, uniform_width(keep)) if uniform else config
+    skeleton: Any = skeleton_of(config)
+    with new_folder(folder, resume=True) as partial:
+        if not uniform:
+            _name_widths(changed, skeleton, keep)
+            shutil.copyfile(ragged.__file__, partial / f"{ragged.CODE_NAME}.py")
+        changed.save_pretrained(partial)
+        generation = source / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, partial / generation.name)
+        save_tokenizer(partial, None, base=str(source))
+        # Last, because it takes long and would be done again if a later step failed.
+        slice_files(source, skeleton, keep, partial, stacked=uniform, progress=progress)
+        base = base or str(source)
+        describe(partial, keep, base=base, config=config, facts=facts or {})
+    return folder
+
+
+def _name_widths(config: Any, skeleton: nn.Module, keep: KeepMask) -> None:
+    """Say in `config` what `attach` says in a model's."""
+    widths = {
+        layer.name: keep.by_layer(layer.layer).sum(1).tolist()
+        for layer in find_experts(skeleton)
+    }
+    code = f"{ragged.CODE_NAME}.{type(skeleton).__name__}"
+    config.auto_map = {"AutoModelForCausalLM": code}
+    config.architectures = [type(skeleton).__name__]
+    config.quantization_config = HeaprConfig(widths, structure=structure_of(keep))
+
+
+# --- the folder -------------------------------------------------------------------
+
+
+def partial_of(folder: Path) -> Path:
+    """Where `folder` is made before it has its name."""
+    return folder.with_name(f".partial-{folder.name}")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` if the block succeeds.
+
+    With `resume` it stays when the block fails, and is found again the next time.
+
+    Raises:
+        SpecError: `folder` is there and not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SpecError(
+            f"{folder} is there and not empty: give a new folder for the checkpoint, "
+            "or delete this one"
+        )
+    partial = partial_of(folder)
+    if partial.exists() and not resume:
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+    except BaseException:
+        if not resume:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rmdir()
+    partial.replace(folder)
+
+
+def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> None:
+    """Write `tokenizer`, or that of the model `base` where it has one."""
+    if tokenizer is None and base:
+        with contextlib.suppress(OSError, ValueError):
+            tokenizer = AutoTokenizer.from_pretrained(base)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def describe(
+    folder: Path, keep: KeepMask, *, base: str, config: Any, facts: Mapping[str, Any]
+) -> None:
+    """Write mask, manifest and card of a checkpoint whose weights are in `folder`."""
+    keep.write(folder / KEEP_FILE)
+    files = sorted(folder.glob("*.safetensors"))
+    manifest = {
+        "format_version": MANIFEST_VERSION,
+        "method": "HEAPr",
+        "base_model": Path(base).name if Path(base).is_dir() else base,
+        "base_revision": getattr(config, "_commit_hash", None),
+        "architecture": (config.architectures or [None])[0],
+        "structure": structure_of(keep),
+        "selection": keep.settings,
+        "keep_fingerprint": keep.fingerprint,
+        "atoms": keep.n_atoms,
+        "atoms_kept": keep.n_kept,
+        "weights": "sliced, otherwise unchanged",
+        **facts,
+        "files": {path.name: path.stat().st_size for path in files},
+    }
+    store.write_json(folder / MANIFEST_FILE, manifest)
+    card = pruned_card.card(manifest, base=base)
+    (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,369 @@
+"""A saved model is the masked model, for every structure and layout of experts."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, tiny_ids, tiny_model
+from huggingface_hub import CommitOperationAdd, ModelCard
+from keeps import logits_of, random_keep
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+
+from heapr_lab.checkpoints import (
+    KEEP_FILE,
+    MANIFEST_FILE,
+    STRUCTURES,
+    prune_folder,
+    save_pruned,
+)
+from heapr_lab.experts import find_experts
+from heapr_lab.masks import KeepMask
+from heapr_lab.ragged import RaggedExperts
+from heapr_lab.specs import SpecError
+from heapr_lab.surgery import masking, prune
+from heapr_lab.uniform import stock_config
+
+pytestmark = pytest.mark.oracle
+
+IDS = tiny_ids()
+LAYOUTS = (
+    "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss", "glm4_moe",
+    "granitemoe", "nemotron_h",
+)  # fmt: skip
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
+
+
+def keep_of(model: nn.Module, structure: str, *, seed: int = 0) -> KeepMask:
+    """A random mask whose widths obey `structure`: multiples of 2, of I = 8."""
+    if structure == "ragged":
+        random = random_keep(model, seed=seed)
+        return KeepMask(random.arrays, {"structure": structure})
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for layer in find_experts(model):
+        shape = layer.n_experts, layer.d_inter
+        if structure == "aligned":
+            widths = rng.choice([0, 2, 4, 8], layer.n_experts)
+        else:
+            width = 4 if structure == "uniform" else rng.choice([2, 4, 6])
+            widths = np.full(layer.n_experts, width)
+        order = rng.random(shape).argsort(axis=1)
+        arrays[layer.layer] = order < widths[:, None]
+    return KeepMask(arrays, {"structure": structure})
+
+
+def saved(
+    folder: Path, family: str, structure: str, **kwargs: Any
+) -> tuple[nn.Module, KeepMask]:
+    """A tiny model, the mask, and the pruned model saved in `folder`."""
+    model = tiny_model(family, dtype=torch.float32)
+    keep = keep_of(model, structure)
+    save_pruned(prune(model, keep), folder, **kwargs)
+    return model, keep
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_what_is_loaded_is_the_masked_model(
+    family: str, structure: str, tmp_path: Path
+) -> None:
+    """In float32 to 1e-5, with experts of width 0 where the structure has them."""
+    model, keep = saved(tmp_path / "out", family, structure)
+    with masking(model, keep):
+        expected = logits_of(model, IDS)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
+    torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
+    ragged = [m for m in loaded.modules() if isinstance(m, RaggedExperts)]
+    assert len(ragged) == (0 if structure == "uniform" else len(keep.layers))
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in LAYOUTS])
+def test_every_other_family_too(family: str, tmp_path: Path) -> None:
+    """The ragged structure, and again after saving what was loaded."""
+    model, keep = saved(tmp_path / "one", family, "ragged")
+    with masking(model, keep):
+        expected = logits_of(model, IDS)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype="float32")
+    torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
+    loaded.save_pretrained(tmp_path / "two")
+    for name in ("model.safetensors", "config.json", "modeling_heapr.py"):
+        one, two = tmp_path / "one" / name, tmp_path / "two" / name
+        assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_tensors_have_natural_names_and_shapes(family: str, tmp_path: Path) -> None:
+    """One tensor for each projection of each expert, as wide as what it keeps."""
+    model, keep = saved(tmp_path / "out", family, "ragged")
+    layer = find_experts(model)[0]
+    widths = keep.by_layer(layer.layer).sum(1).tolist()
+    shapes: dict[int, set[tuple[int, ...]]] = {}
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        for name in list(file.keys()):
+            head, _, tail = name.partition(".experts.")
+            if f".{layer.layer}." in head and tail.endswith(".weight"):
+                shape = tuple(file.get_slice(name).get_shape())
+                shapes.setdefault(int(tail.split(".")[0]), set()).add(shape)
+    D = layer.d_expert
+    assert shapes == {e: {(w, D), (D, w)} for e, w in enumerate(widths)}
+    assert widths[0] == 0
+
+
+def test_bfloat16_and_shards(tmp_path: Path) -> None:
+    """Saved in bf16 in several files, logits are those of the masked bf16 model."""
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    keep = random_keep(model)
+    save_pruned(prune(model, keep), tmp_path / "out", max_shard_size="10KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    with masking(model, keep):
+        expected = logits_of(model, IDS)
+    torch.testing.assert_close(logits_of(loaded, IDS), expected, rtol=0, atol=0.02)
+    mapped = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="auto")
+    torch.testing.assert_close(logits_of(mapped, IDS), logits_of(loaded, IDS))
+
+
+def test_uniform_is_a_stock_checkpoint(tmp_path: Path) -> None:
+    """Nothing of ours in config.json, and the stock class reads it."""
+    _, keep = saved(tmp_path / "out", "qwen3_moe", "uniform")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["moe_intermediate_size"] == 4
+    assert {"quantization_config", "auto_map"} & config.keys() == set()
+    assert not (tmp_path / "out" / "modeling_heapr.py").exists()
+    loaded = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.model.layers[0].mlp.experts.down_proj.shape == (4, 16, 4)
+    assert KeepMask.read(tmp_path / "out" / KEEP_FILE) == keep
+
+
+def test_a_width_that_moves_something_else_is_refused(tmp_path: Path) -> None:
+    """DeepSeek counts its shared experts in widths of a routed one."""
+    model = tiny_model("deepseek_v2", dtype=torch.float32)
+    assert stock_config(model.config, 4).n_shared_experts == 2
+    with pytest.raises(SpecError, match="shared experts"):
+        stock_config(model.config, 3)
+    layers = find_experts(model)
+    kept = np.arange(8) < 3
+    arrays = {layer.layer: np.tile(kept, (layer.n_experts, 1)) for layer in layers}
+    keep = KeepMask(arrays, {"structure": "uniform"})
+    with pytest.raises(SpecError, match="another width"):
+        save_pruned(prune(model, keep), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generation_and_training(tmp_path: Path) -> None:
+    """Greedy text with a cache is that of the masked model; a step lowers the loss."""
+    model, keep = saved(tmp_path / "out", "qwen2_moe", "ragged")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
+    asked = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    with masking(model, keep):
+        expected = model.generate(IDS[:1], **asked)
+    assert torch.equal(loaded.generate(IDS[:1], **asked), expected)
+
+    optimizer = torch.optim.SGD(loaded.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = loaded(IDS, labels=IDS).loss
+        loss.backward()
+        experts = next(m for m in loaded.modules() if isinstance(m, RaggedExperts))
+        assert experts.up_rows.grad.abs().max() > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    trained = logits_of(loaded, IDS)
+    loaded.save_pretrained(tmp_path / "trained")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype="float32")
+    torch.testing.assert_close(logits_of(again, IDS), trained, **CLOSE)
+
+
+LOAD = """
+import sys
+assert not any("heapr_lab" in p for p in sys.path if p)
+try:
+    import heapr_lab
+except ImportError:
+    pass
+else:
+    raise SystemExit("heapr_lab can be imported")
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], trust_remote_code=True, dtype="float32"
+)
+ids = torch.load(sys.argv[2], weights_only=True)
+with torch.no_grad():
+    torch.save(model(ids, use_cache=False).logits, sys.argv[3])
+model.save_pretrained(sys.argv[4])
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_it_loads_where_heapr_lab_is_not(family: str, tmp_path: Path) -> None:
+    """With the module that the checkpoint carries, and saves with it again."""
+    model, keep = saved(tmp_path / "out", family, "ragged")
+    with masking(model, keep):
+        expected = logits_of(model, IDS)
+    torch.save(IDS, tmp_path / "ids.pt")
+    code = f"""
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "heapr_lab":
+            raise ImportError(name)
+sys.meta_path.insert(0, Hidden())
+{LOAD}
+"""
+    arguments = [tmp_path / n for n in ("out", "ids.pt", "logits.pt", "again")]
+    cache = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        check=False, capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, **cache, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    got = torch.load(tmp_path / "logits.pt", weights_only=True)
+    torch.testing.assert_close(got, expected, **CLOSE)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="float32")
+    torch.testing.assert_close(logits_of(again, IDS), expected, **CLOSE)
+    for name in ("model.safetensors", "config.json", "modeling_heapr.py"):
+        one, two = tmp_path / "out" / name, tmp_path / "again" / name
+        assert one.read_bytes() == two.read_bytes(), name
+
+
+def test_what_comes_with_it(tmp_path: Path) -> None:
+    """Mask, manifest and card say what was done; nothing half-made lies about."""
+    facts = {
+        "calibration": "128 x 256 of pydocs, seed 0",
+        "perplexity": {"pydocs": (20.0, 21.5)},
+    }
+    _, keep = saved(tmp_path / "out", "qwen2_moe", "ragged", facts=facts)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert KeepMask.read(tmp_path / "out" / KEEP_FILE) == keep
+    manifest = json.loads((tmp_path / "out" / MANIFEST_FILE).read_text())
+    assert manifest["keep_fingerprint"] == keep.fingerprint
+    assert manifest["atoms_kept"] == keep.n_kept
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert manifest["files"] == {"model.safetensors": size}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| perplexity, pydocs | 20.00 → 21.50 |" in card
+    assert "128 x 256 of pydocs" in card
+    assert "trust_remote_code=True" in card
+
+
+def test_folders_that_are_not_new_and_models_that_are_not_pruned(
+    tmp_path: Path,
+) -> None:
+    """Refused before anything is written; what was there stays."""
+    model = tiny_model("qwen2_moe", dtype=torch.float32)
+    with pytest.raises(SpecError, match=r"heapr_lab\.prune"):
+        save_pruned(model, tmp_path / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "note.txt").write_text("keep me")
+    pruned = prune(model, random_keep(model))
+    with pytest.raises(SpecError, match="not empty"):
+        save_pruned(pruned, tmp_path / "mine")
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "note.txt"]
+
+
+def test_a_newer_format_and_wrong_widths_are_refused(tmp_path: Path) -> None:
+    """Before any weight is believed."""
+    saved(tmp_path / "out", "qwen2_moe", "ragged")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    newer = {**config["quantization_config"], "format_version": 99}
+    path.write_text(json.dumps({**config, "quantization_config": newer}))
+    with pytest.raises(ValueError, match="upgrade heapr_lab"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    widths = {n: [8, *w[1:]] for n, w in newer["widths"].items()}
+    wrong = {**config["quantization_config"], "widths": widths}
+    path.write_text(json.dumps({**config, "quantization_config": wrong}))
+    with pytest.raises((ValueError, RuntimeError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_crash_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with its name is finished: one that is not has none."""
+
+    def crash(*_args: Any, **_kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("heapr_lab.checkpoints.describe", crash)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path / "out", "qwen2_moe", "ragged")
+    assert list(tmp_path.iterdir()) == []
+
+
+class LocalHub:
+    """A hub whose repositories are folders."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def create_repo(self, repo_id: str, **_options: Any) -> Any:
+        """Make the folder."""
+        (self.root / repo_id).mkdir(parents=True)
+        return SimpleNamespace(repo_id=repo_id)
+
+    def create_commit(
+        self, *, repo_id: str, operations: list[CommitOperationAdd], **_options: Any
+    ) -> None:
+        """Copy the files."""
+        for operation in operations:
+            target = self.root / repo_id / operation.path_in_repo
+            shutil.copyfile(operation.path_or_fileobj, target)
+
+
+def test_pushed_to_a_hub_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`push_to_hub` uploads weights, configuration and code."""
+    saved(tmp_path / "out", "qwen2_moe", "ragged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
+    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda: LocalHub(tmp_path))
+    monkeypatch.setattr(
+        "transformers.utils.hub.create_and_tag_model_card",
+        lambda *_args, **_options: ModelCard("---\nlicense: mit\n---\n"),
+    )
+    model.push_to_hub("me/pruned")
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "me" / "pruned", dtype="float32"
+    )
+    assert torch.equal(logits_of(again, IDS), logits_of(model, IDS))
+    assert (tmp_path / "me" / "pruned" / "modeling_heapr.py").is_file()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "gpt_oss"])
+def test_sliced_files_are_the_saved_model(
+    family: str, structure: str, tmp_path: Path
+) -> None:
+    """Without the model, the same weights and configuration, to the byte."""
+    base = tmp_path / "base"
+    model, keep = saved(tmp_path / "saved", family, structure)
+    model.save_pretrained(base)
+    prune_folder(base, keep, tmp_path / "sliced")
+    for name in ("model.safetensors", KEEP_FILE):
+        one, two = tmp_path / "saved" / name, tmp_path / "sliced" / name
+        assert one.read_bytes() == two.read_bytes(), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "sliced", dtype="float32")
+    with masking(model, keep):
+        expected = logits_of(model, IDS)
+    torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text())
+        for name in ("saved", "sliced")
+    ]
+    assert configs[0] == configs[1]
