@@ -6,6 +6,7 @@ progress and errors go to standard error.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -117,7 +118,15 @@ def prune(
         bool, typer.Option("--protect-unrouted", help="Keep experts without tokens.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Write the keep mask here, as parquet.")
+        Path | None,
+        typer.Option(help="FILE.parquet for the mask alone, else a checkpoint folder."),
+    ] = None,
+    perplexity: Annotated[
+        str | None,
+        typer.Option(
+            help="Corpora whose perplexity the checkpoint's card gives, with commas "
+            "[default: the calibration corpus, or none with --importance]."
+        ),
     ] = None,
     corpus: options.Corpus = "pydocs",
     n_sequences: options.Sequences = None,
@@ -128,23 +137,34 @@ def prune(
     dtype: options.Dtype = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Select what stays, and say what that saves.
+    """Select what stays, say what that saves, and write the smaller model.
 
-    The importance comes from a file of `score`, or from the cache, measured if it is
-    not there.
+    The importance comes from a file of `score`, and then the model is never loaded: its
+    files are sliced one tensor at a time. Without such a file it comes from the cache,
+    measured if it is not there.
     """
     from heapr_lab import headless
-    from heapr_lab.pipeline import Setting
+    from heapr_lab.models import model_folder
+    from heapr_lab.pipeline import Setting, profile_of
     from heapr_lab.selection import select
 
-    bench = headless.open_bench(
-        model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
-    )
+    source = model_folder(model)
+    to_folder = out is not None and out.suffix != ".parquet"
+    open_bench = functools.cache(
+        functools.partial(
+            headless.open_bench,
+            model, profile=profile, seq_len=seq_len, device=device, dtype=dtype,
+        )
+    )  # fmt: skip
     setting = Setting(0.0, calibration=corpus, n_sequences=n_sequences, seed=seed)
     if importance is None:
-        table = bench.importance(setting)
+        table = open_bench().importance(setting)
+        measured = corpus if perplexity is None else perplexity
     else:
-        table = headless.own_table(importance, bench, name=model)
+        table = headless.own_table(importance, source, name=model)
+        measured = perplexity or ""
+    if structure == "aligned" and multiple is None:
+        multiple = headless.default_multiple(table)
     keep = select(
         table,
         ratio=ratio,
@@ -159,9 +179,18 @@ def prune(
         protect_outliers=protect_outliers,
         protect_unrouted=protect_unrouted,
     )
-    if out is not None:
-        headless.write_mask(out, keep, bench)
-    saved = headless.savings(keep, table, seq_len=bench.profile.seq_len)
+    keep = headless.with_model(keep, table)
+    length = seq_len or profile_of(model, profile).seq_len
+    saved = headless.savings(keep, table, seq_len=length)
+    if out is not None and not to_folder:
+        keep.write(out)
+    elif out is not None:
+        found = headless.facts_of(table, saved)
+        found["perplexity"] = {
+            name: headless.perplexity_change(open_bench(), keep, name)
+            for name in _names(measured)
+        }
+        headless.write_checkpoint(out, source, keep, name=model, facts=found)
     counts = {"atoms": keep.n_atoms, "atoms_kept": keep.n_kept}
     facts = {"model": model, **counts, "achieved_ratio": keep.achieved_ratio, **saved}
     _print({**facts, "out": None if out is None else str(out)}, as_json=as_json)

@@ -6,14 +6,21 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from transformers import AutoConfig
+
 from heapr_lab import accounting
+from heapr_lab.checkpoints import prune_folder
 from heapr_lab.harness import run_tasks
 from heapr_lab.masks import KeepMask
+from heapr_lab.models import LAB, architecture_identity
 from heapr_lab.pipeline import Workbench, open_workbench
 from heapr_lab.progress import progress_bar
+from heapr_lab.shards import down_norms
 from heapr_lab.specs import SpecError
 from heapr_lab.surgery import masking
 from heapr_lab.table import ImportanceTable
+from heapr_lab.uniform import skeleton_of
 
 _CONTINUATION = "continuation"
 
@@ -36,8 +43,11 @@ def open_bench(
 # --- files of this model ----------------------------------------------------------
 
 
-def own_table(path: Path, bench: Workbench, *, name: str) -> ImportanceTable:
-    """The importance table in a file, if it was measured on this model.
+def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
+    """The importance table in a file, if it was measured on the model in `source`.
+
+    The model is not loaded: its configuration is compared, and the squared norms that
+    the table has of its weights with those of some of the weights.
 
     Raises:
         SpecError: it was measured on another model, or does not say.
@@ -45,8 +55,31 @@ def own_table(path: Path, bench: Workbench, *, name: str) -> ImportanceTable:
     """
     table = ImportanceTable.read(path)
     spec = table.metadata.get("spec") or {}
-    _check_identity(spec.get("model"), bench, path=path, name=name)
+    skeleton = skeleton_of(AutoConfig.from_pretrained(source))
+    own = architecture_identity(skeleton)
+    _check_identity(spec.get("model"), own, path=path, name=name)
+    _check_norms(down_norms(source, skeleton), table, path=path, name=name)
     return table
+
+
+def _check_norms(
+    norms: dict[int, np.ndarray], table: ImportanceTable, *, path: Path, name: str
+) -> None:
+    """Make sure that a table's squared norms are those of the model's weights.
+
+    Raises:
+        SpecError: they are not.
+    """
+    frame = table.frame
+    first = frame[frame["expert"].eq(0)]
+    for layer, expected in norms.items():
+        found = first.loc[first["layer"].eq(layer), "w_down_sq"].to_numpy()
+        # Rounding to another dtype moves a norm by less than a hundredth.
+        if len(found) != len(expected) or not np.allclose(found, expected, rtol=1e-2):
+            raise SpecError(
+                f"{path} was made for another model than {name}: its weights in layer "
+                f"{layer} have other norms; make it from this model"
+            )
 
 
 def own_mask(path: Path, bench: Workbench, *, name: str) -> KeepMask:
@@ -57,18 +90,18 @@ def own_mask(path: Path, bench: Workbench, *, name: str) -> KeepMask:
         CacheError: the file is damaged or of another kind.
     """
     keep = KeepMask.read(path)
-    _check_identity(keep.settings.get("model"), bench, path=path, name=name)
+    _check_identity(keep.settings.get("model"), bench.identity, path=path, name=name)
     return keep
 
 
-def write_mask(path: Path, keep: KeepMask, bench: Workbench) -> None:
-    """Write `keep` with the model it is for, which `own_mask` looks at."""
-    settings = {**keep.settings, "model": bench.identity}
-    dataclasses.replace(keep, settings=settings).write(path)
+def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
+    """`keep` with the model it is for, which `own_mask` looks at."""
+    identity = (table.metadata.get("spec") or {}).get("model")
+    return dataclasses.replace(keep, settings={**keep.settings, "model": identity})
 
 
 def _check_identity(
-    found: dict[str, str] | None, bench: Workbench, *, path: Path, name: str
+    found: dict[str, str] | None, own: dict[str, str], *, path: Path, name: str
 ) -> None:
     """Make sure that the file `path` is of this model, in whatever dtype.
 
@@ -84,17 +117,50 @@ def _check_identity(
     differ = [
         part
         for part in ("class", "config", "weights")
-        if found.get(part) != bench.identity[part]
+        if part in own and found.get(part) != own[part]
     ]
     if differ:
         shown = ", ".join(
-            f"{part} {str(found.get(part))[:16]} instead of {bench.identity[part][:16]}"
+            f"{part} {str(found.get(part))[:16]} instead of {own[part][:16]}"
             for part in differ
         )
         raise SpecError(
             f"{path} was made for another model than {name}: {shown}; make it from "
             "this model, with the same --dtype"
         )
+
+
+# --- checkpoints ------------------------------------------------------------------
+
+
+def default_multiple(table: ImportanceTable) -> int:
+    """Of aligned widths: the largest power of two in an eighth of the narrowest."""
+    narrowest = min(d_inter for _, d_inter in table.shapes().values())
+    return 1 << max(0, (narrowest // 8).bit_length() - 1)
+
+
+def facts_of(table: ImportanceTable, saved: dict[str, Any]) -> dict[str, Any]:
+    """What manifest and card say of the importance, and of what is saved."""
+    made = table.metadata.get("provenance", {}).get("calibration", {})
+    shown = (
+        "{n_sequences} windows of {seq_len} tokens of {corpus} ({split}), seed {seed}"
+    )
+    keys = ("n_sequences", "seq_len", "corpus", "split", "seed")
+    known = all(key in made for key in keys)
+    return {
+        "calibration": shown.format(**made) if known else "not recorded",
+        "importance": table.metadata.get("spec_hash"),
+        "savings": saved,
+    }
+
+
+def write_checkpoint(
+    out: Path, source: Path, keep: KeepMask, *, name: str, facts: dict[str, Any]
+) -> None:
+    """Slice the files in `source` into `out`, with progress and an ETA."""
+    base = name if name == LAB or not Path(name).is_dir() else str(source)
+    with progress_bar("slicing", "B") as bar:
+        prune_folder(source, keep, out, base=base, facts=facts, progress=bar)
 
 
 # --- results ----------------------------------------------------------------------
@@ -131,6 +197,15 @@ def perplexity_rows(
         values["kl"] = divergence.kl
         values["top1_agreement"] = divergence.top1_agreement
     return [_row(corpus, metric, value) for metric, value in values.items()]
+
+
+def perplexity_change(
+    bench: Workbench, keep: KeepMask, corpus: str
+) -> tuple[float, float]:
+    """Perplexity on a corpus' test split, dense and pruned."""
+    windows = bench.test_windows(corpus)
+    dense, pruned = (bench.perplexity(k, windows).value for k in (None, keep))
+    return dense, pruned
 
 
 def accuracy_rows(

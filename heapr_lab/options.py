@@ -9,6 +9,7 @@ EXAMPLES = """\b
 Examples:
   heapr-lab score lab
   heapr-lab prune lab --ratio 0.25 --out mask.parquet
+  heapr-lab prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned
   heapr-lab evaluate lab --mask mask.parquet --corpora pydocs,ptb --kl
   heapr-lab reproduce
 """
@@ -21,6 +22,7 @@ Examples:
 PRUNE_EXAMPLES = """\b
 Examples:
   heapr-lab prune lab --ratio 0.25 --out mask.parquet
+  heapr-lab prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned
   heapr-lab prune lab --importance importance.parquet --ratio 0.4 --scope layer
   heapr-lab prune lab --ratio 0.3 --structure aligned --multiple 16 --of model
 """

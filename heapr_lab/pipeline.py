@@ -357,12 +357,22 @@ def open_workbench(
     Raises:
         SpecError: there is no such profile or model.
     """
+    chosen = profile_of(name_or_path, profile)
+    model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
+    name = "lab model" if name_or_path == LAB else str(name_or_path)
+    return Workbench(model, tokenizer, name=name, profile=chosen)
+
+
+def profile_of(name_or_path: str, profile: str | None) -> Profile:
+    """The profile of that name; by default `lab` for the lab model, else `paper`.
+
+    Raises:
+        SpecError: there is no such profile.
+    """
     chosen = profile or ("lab" if name_or_path == LAB else "paper")
     if chosen not in PROFILES:
         raise SpecError(f"profile is {chosen!r}, expected one of {', '.join(PROFILES)}")
-    model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
-    name = "lab model" if name_or_path == LAB else str(name_or_path)
-    return Workbench(model, tokenizer, name=name, profile=PROFILES[chosen])
+    return PROFILES[chosen]
 
 
 def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:

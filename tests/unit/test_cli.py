@@ -117,6 +117,43 @@ def test_prune_counts_and_writes_the_mask(folder: Path) -> None:
     assert KeepMask.read(out).n_removed == 19
 
 
+@pytest.mark.parametrize("structure", ["ragged", "aligned", "per_layer", "uniform"])
+def test_prune_writes_a_checkpoint_that_evaluate_reads(
+    folder: Path, tmp_path: Path, structure: str
+) -> None:
+    """From the table alone; perplexity is that of the mask on the dense model."""
+    out, mask = tmp_path / "pruned", tmp_path / "mask.parquet"
+    chosen = ("--ratio", 0.5, "--structure", structure)
+    prune(folder, *chosen, "--out", mask)
+    prune(folder, *chosen, "--out", out)
+    assert KeepMask.read(out / "heapr_keep.parquet") == KeepMask.read(mask)
+    text = ("--corpora", folder / "text.txt", *TINY, "--json")
+    sliced = json.loads(run("evaluate", out, *text))["results"]
+    masked = json.loads(run("evaluate", folder / "moe", "--mask", mask, *text))
+    for own, other in zip(sliced, masked["results"], strict=True):
+        assert own["value"] == pytest.approx(other["value"], rel=1e-5)
+    card = (out / "README.md").read_text()
+    assert "8 windows of 32 tokens" in card
+    assert "| perplexity | not measured |" in card
+
+
+def test_the_card_gives_perplexity_where_the_model_was_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Measured on the calibration corpus by default, on others on demand."""
+    text = str(folder / "text.txt")
+    run("prune", folder / "moe", "--ratio", 0.4, "--out", tmp_path / "a",
+        *text_of(folder))  # fmt: skip
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert f"| perplexity, {text} |" in card
+    manifest = json.loads((tmp_path / "a" / "heapr_manifest.json").read_text())
+    dense, pruned = manifest["perplexity"][text]
+    assert dense != pruned
+    saved = manifest["savings"]
+    removed = saved["parameters_before"] - saved["parameters_after"]
+    assert removed == 25 * 3 * 16  # ⌊0.4 · 64⌋ atoms, matrices, d_model
+
+
 def test_prune_takes_the_importance_from_the_cache(folder: Path) -> None:
     """Without a file, `prune` selects what it selects with the file of `score`."""
     out = folder / "cached.parquet"
@@ -189,7 +226,7 @@ def test_errors_are_one_line(folder: Path) -> None:
         (("--ratio", 25), "25"),
         (("--ratio", 0.3, "--estimator", "camera"), "layer"),
         (("--ratio", 0.3, "--estimator", "nonsense"), "nonsense"),
-        (("--ratio", 0.3, "--structure", "aligned"), "multiple"),
+        (("--ratio", 0.3, "--structure", "diagonal"), "diagonal"),
     ],
 )
 def test_impossible_settings_are_refused(
