@@ -23,7 +23,8 @@ from heapr_lab.progress import progress_bar
 from heapr_lab.specs import digest
 
 COST_RESULTS = "benchmarks/results/cost.csv"
-"""Measured by `benchmarks/cost.py`, which a reproduction does not repeat."""
+STRUCTURE_RESULTS = "benchmarks/results/structures.csv"
+"""Measured by scripts in `benchmarks/`, which a reproduction does not repeat."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class Findings:
     claims: pd.DataFrame
     summary: pd.DataFrame
     cost: pd.DataFrame | None
-    """None where the benchmark was not run."""
+    structures: pd.DataFrame | None
+    """None, like `cost`, where the benchmark was not run, or on another model."""
 
 
 def find(bench: Workbench, corpora: list[str]) -> Findings:
@@ -154,17 +156,24 @@ def find(bench: Workbench, corpora: list[str]) -> Findings:
     results = experiments.results(bench, settings, corpora)
     savings = experiments.savings(bench, settings)
     tenths = experiments.bin_results(bench)
-    costs = store.project_dir() / COST_RESULTS
+    costs = _measured(COST_RESULTS)
+    structures = _measured(STRUCTURE_RESULTS)
+    if structures is not None and set(structures["model"]) != {bench.name}:
+        structures = None
     return Findings(
         results=results,
         savings=savings,
         tenths=tenths,
         claims=reports.claims(results, tenths),
         summary=reports.summary_table(results, savings),
-        cost=figures.cost_data(pd.read_csv(costs), baseline="plain")
-        if costs.exists()
-        else None,
+        cost=None if costs is None else figures.cost_data(costs, baseline="plain"),
+        structures=None if structures is None else figures.structures_data(structures),
     )
+
+
+def _measured(name: str) -> pd.DataFrame | None:
+    path = store.project_dir() / name
+    return pd.read_csv(path) if path.exists() else None
 
 
 def draw_all(bench: Workbench, found: Findings, folder: Path) -> list[Path]:
@@ -202,6 +211,9 @@ def draw_all(bench: Workbench, found: Findings, folder: Path) -> list[Path]:
     if found.cost is not None:
         pen.draw("9_cost", found.cost, figures.figure_cost)
         pen.table("9_cost", figures.cost_table(found.cost))
+    if found.structures is not None:
+        pen.draw("10_structures", found.structures, figures.figure_structures)
+        pen.table("10_structures", figures.structures_table(found.structures))
     return pen.files
 
 
@@ -216,6 +228,9 @@ def _fill_readme(found: Findings) -> None:
         cost = found.cost
         ours = cost[cost["source"].eq("ours")] if "source" in cost else cost
         blocks["cost"] = reports.as_block(figures.cost_table(ours))
+    if found.structures is not None:
+        table = figures.structures_table(found.structures)
+        blocks["structures"] = reports.as_block(table)
     reports.fill_blocks(store.project_dir() / "README.md", blocks)
 
 

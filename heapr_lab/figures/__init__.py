@@ -37,6 +37,12 @@ from heapr_lab.figures.layers import (
     score_histogram_data,
 )
 from heapr_lab.figures.paper import paper_label, paper_table
+from heapr_lab.figures.structures import (
+    figure_structures,
+    plot_structures,
+    structures_data,
+    structures_table,
+)
 from heapr_lab.figures.style import STYLE_FILE, look, styled
 from heapr_lab.figures.tables import (
     comparison_table,
@@ -68,6 +74,7 @@ __all__ = [
     "figure_layer_ratios",
     "figure_main",
     "figure_scope",
+    "figure_structures",
     "granularity_data",
     "layer_ratios_data",
     "look",
@@ -85,10 +92,13 @@ __all__ = [
     "plot_main",
     "plot_scope",
     "plot_score_histogram",
+    "plot_structures",
     "plot_widths",
     "save_figure",
     "scope_data",
     "score_histogram_data",
+    "structures_data",
+    "structures_table",
     "styled",
     "write_table",
 ]

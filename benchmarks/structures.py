@@ -1,0 +1,73 @@
+"""What each structure of widths costs in quality, at equal numbers of atomic experts.
+
+    python benchmarks/structures.py [--model lab] [--corpus pydocs] [--multiples 6,12]
+
+Δloss on the test split of the corpus that importance was measured on, in nats per
+token, of masks of every structure at 20, 40 and 60 %. Widths are multiples of d_inter's
+16th, 8th, 4th and half unless said otherwise; ragged widths are as they come.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import machine, write_results
+from heapr_lab.models import LAB
+from heapr_lab.pipeline import Setting, Workbench, open_workbench
+
+RATIOS = (0.2, 0.4, 0.6)
+CONSTRAINED = ("aligned", "per_layer", "uniform")
+
+
+def settings(multiples: list[int], corpus: str) -> list[Setting]:
+    """Ragged, and every constrained structure with every multiple."""
+    kinds = [("ragged", None)]
+    kinds += [(name, multiple) for name in CONSTRAINED for multiple in multiples]
+    return [
+        Setting(ratio, structure=name, multiple=multiple, calibration=corpus)
+        for name, multiple in kinds
+        for ratio in RATIOS
+    ]
+
+
+def measure(bench: Workbench, setting: Setting, corpus: str) -> dict[str, Any]:
+    """One row: how many atoms went, and what that did to the loss."""
+    windows, keep = bench.test_windows(corpus), bench.keep(setting)
+    dense = bench.perplexity(None, windows).nll
+    found = bench.perplexity(keep, windows)
+    return {
+        "model": bench.name,
+        "structure": setting.structure,
+        "multiple": setting.multiple,
+        "ratio": setting.ratio,
+        "achieved_ratio": keep.achieved_ratio,
+        "nll": found.nll,
+        "delta_nll": found.nll - dense,
+        "n_tokens": found.n_tokens,
+    }
+
+
+def main() -> None:
+    """Measure every structure and write the table down."""
+    parser = argparse.ArgumentParser(description="Measure what structures cost.")
+    parser.add_argument("--model", default=LAB)
+    parser.add_argument("--corpus", default="pydocs")
+    parser.add_argument("--multiples", help="with commas; default: 1/16 … 1/2")
+    parser.add_argument("--name", default="structures", help="of the files written")
+    options = parser.parse_args()
+    bench = open_workbench(options.model, device="cpu", dtype="float32")
+    shapes = bench.importance(Setting(0.0, calibration=options.corpus)).shapes()
+    d_inter = max(width for _, width in shapes.values())
+    given = options.multiples or ",".join(str(d_inter // n) for n in (16, 8, 4, 2))
+    multiples = [int(multiple) for multiple in given.split(",")]
+    chosen = settings(multiples, options.corpus)
+    rows = [measure(bench, setting, options.corpus) for setting in chosen]
+    details = machine() | {"identity": bench.identity, "d_inter": d_inter}
+    write_results(options.name, rows, details)
+
+
+if __name__ == "__main__":
+    main()
