@@ -67,7 +67,7 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     multiples = data["multiple"].dropna().astype(int).unique().tolist()
     ax.set_xticks(multiples)
     ax.minorticks_off()
-    ax.set_xlabel("widths are a multiple of [atomic experts]")
+    ax.set_xlabel("widths’ multiple [atoms]")
     ax.set_ylabel(LABELS["delta_nll"])
     ax.set_ylim(bottom=0)
     return ax

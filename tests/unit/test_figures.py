@@ -532,3 +532,33 @@ def test_figures_import_without_torch() -> None:
     """Drawing needs no torch."""
     code = "import sys, heapr_lab.figures; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- structures -------------------------------------------------------------------
+
+
+def measured_structures() -> pd.DataFrame:
+    """Rows as `benchmarks/structures.py` writes them: two multiples, two ratios."""
+    kinds = [("ragged", None), ("aligned", 6), ("aligned", 12), ("uniform", 6)]
+    rows = [
+        {"structure": name, "multiple": multiple, "ratio": ratio, "delta_nll": loss}
+        for number, (name, multiple) in enumerate(kinds)
+        for ratio, loss in ((0.2, 0.01 + number), (0.4, 0.1 + number))
+    ]
+    frame = pd.DataFrame(rows).assign(model="lab model", nll=3.0, n_tokens=10)
+    return frame.assign(achieved_ratio=frame["ratio"])
+
+
+def test_structures_are_a_row_each_and_a_panel_for_each_ratio() -> None:
+    """The table has Δloss at each ratio; ragged widths have no multiple."""
+    data = figures.structures_data(measured_structures())
+    table = figures.structures_table(data)
+    assert table["widths a multiple of"].tolist() == ["any", "6", "12", "6"]
+    assert table["Δloss at 40 % [nats] ↓"].tolist() == [0.1, 1.1, 2.1, 3.1]
+    figure = figures.figure_structures(data)
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [
+        "20 % removed",
+        "40 % removed",
+    ]
+    lines = [line.get_ydata() for line in figure.axes[1].get_lines()]
+    assert [list(map(float, line)) for line in lines] == [[0.1, 0.1], [1.1, 2.1], [3.1]]
