@@ -21,7 +21,7 @@ from heapr_lab.surgery import masking
 Progress = Callable[[int, int], None]
 """Called with (windows done, windows in all)."""
 
-_TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32768}
+_TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 
 
 @dataclass(frozen=True)

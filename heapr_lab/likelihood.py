@@ -21,8 +21,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from heapr_lab.specs import HeaprLabError, LayoutError, SpecError
 
-_LOGITS_AT_ONCE = 2**25
-"""Elements of a chunk of logits: 128 MiB in float32."""
+_LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
+"""Elements of a chunk of logits: 4 and 128 MiB in float32.
+
+On a CPU larger ones leave the caches, and the system hands out zeroed pages for each.
+"""
 
 
 def token_nll(
@@ -38,7 +41,8 @@ def token_nll(
     Args:
         model: a causal language model of transformers.
         ids: token ids.
-        chunk_tokens: tokens whose logits exist together; by default about 128 MiB.
+        chunk_tokens: tokens whose logits exist together; by default as many as fit
+            4 MiB on a CPU and 128 MiB on a GPU.
 
     Raises:
         HeaprLabError: the model gives a token no finite log-likelihood.
@@ -156,8 +160,9 @@ def _check_finite(nll: torch.Tensor) -> None:
 
 
 def _chunk_tokens(model: Any) -> int:
-    d_vocab: int = model.get_output_embeddings().weight.shape[0]
-    return max(1, _LOGITS_AT_ONCE // d_vocab)
+    weight = model.get_output_embeddings().weight
+    elements = _LOGITS_AT_ONCE.get(weight.device.type, _LOGITS_AT_ONCE["cuda"])
+    return int(max(1, elements // weight.shape[0]))
 
 
 def _input_device(model: Any) -> torch.device:

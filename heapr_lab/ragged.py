@@ -85,23 +85,19 @@ class RaggedExperts(nn.Module):
 
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
-        n_slots = top_k_index.shape[-1]
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
         tokens = torch.bincount(experts, minlength=len(self.heapr_widths)).tolist()
-        x = hidden_states[order // n_slots]
-        parts = [
-            self._expert(expert, rows)
-            for expert, rows in enumerate(x.split(tokens))
-            if len(rows)
-        ]
-        out = torch.cat(parts) if parts else x
-        if self.family.has_post_expert_norm:
-            out = self.family.post_expert_norm(out)
-        weighted = out * top_k_weights.reshape(-1)[order][:, None]
-        unsorted = torch.empty_like(weighted).index_copy(0, order, weighted)
-        total = unsorted.unflatten(0, (-1, n_slots)).sum(1)
-        result: torch.Tensor = total.to(hidden_states.dtype)
-        return result
+        routed = (order // top_k_index.shape[-1]).split(tokens)  # tokens of each expert
+        p = top_k_weights.reshape(-1)[order][:, None].split(tokens)
+        # Each expert's output is added where it belongs while it is still in the cache:
+        # nothing as large as all routed rows is ever made.
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        total = torch.zeros_like(hidden_states, dtype=wide)
+        for expert, own in enumerate(routed):
+            if len(own):
+                out = self._expert(expert, hidden_states[own]) * p[expert]
+                total.index_add_(0, own, out.to(wide))
+        return total.to(hidden_states.dtype)
 
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         atoms = slice(self.starts[expert], self.starts[expert + 1])
@@ -109,7 +105,11 @@ class RaggedExperts(nn.Module):
         up_bias = None if self.up_bias is None else self.up_bias[rows]
         h = activate(self.family, F.linear(x, self.up_rows[rows], up_bias))
         out = h @ self.down_columns[atoms]
-        return out if self.down_bias is None else out + self.down_bias[expert]
+        if self.down_bias is not None:
+            out = out + self.down_bias[expert]
+        if self.family.has_post_expert_norm:
+            out = self.family.post_expert_norm(out)
+        return out
 
 
 def activate(module: Any, rows: torch.Tensor) -> torch.Tensor:
