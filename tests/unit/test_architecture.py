@@ -12,13 +12,14 @@ import heapr_lab
 PACKAGE = Path(heapr_lab.__file__).parent
 LAYERS = (
     {"specs"},
-    {"artefacts", "summaries", "progress", "tokens", "ragged"},
+    {"artefacts", "summaries", "progress", "tokens", "ragged", "tensor_files"},
     {"store", "rows", "estimators", "accounting", "moments"},
     {"experts", "table", "masks", "rules", "pydocs"},
     {"dispatch", "rankings", "corpora", "models"},
     {"calibration", "lab_run"},
     {"likelihood", "selection"},
     {"surgery", "continuation", "harness_model", "uniform", "pruned_card"},
+    {"slice_plan"},
     {"shards"},
     {"checkpoints"},
     {"importance", "evaluation", "harness"},
