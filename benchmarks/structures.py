@@ -4,7 +4,10 @@
 
 Δloss on the test split of the corpus that importance was measured on, in nats per
 token, of masks of every structure at 20, 40 and 60 %. Widths are multiples of d_inter's
-16th, 8th, 4th and half unless said otherwise; ragged widths are as they come.
+16th, 8th, 4th and half unless said otherwise; ragged widths are as they come. A coarse
+multiple cannot meet a ratio exactly, so each row also has the Δloss of ragged widths
+with as many atoms left; what cannot be had at all (one width of at least half, at
+60 %) has no row.
 """
 
 import argparse
@@ -17,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import machine, write_results
 from heapr_lab.models import LAB
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
+from heapr_lab.specs import SpecError
 
 RATIOS = (0.2, 0.4, 0.6)
 CONSTRAINED = ("aligned", "per_layer", "uniform")
@@ -33,11 +37,17 @@ def settings(multiples: list[int], corpus: str) -> list[Setting]:
     ]
 
 
-def measure(bench: Workbench, setting: Setting, corpus: str) -> dict[str, Any]:
+def measure(bench: Workbench, setting: Setting, corpus: str) -> dict[str, Any] | None:
     """One row: how many atoms went, and what that did to the loss."""
-    windows, keep = bench.test_windows(corpus), bench.keep(setting)
+    windows = bench.test_windows(corpus)
+    try:
+        keep = bench.keep(setting)
+    except SpecError:
+        return None
     dense = bench.perplexity(None, windows).nll
     found = bench.perplexity(keep, windows)
+    same = Setting(keep.achieved_ratio, calibration=corpus)
+    ragged = bench.perplexity(bench.keep(same), windows)
     return {
         "model": bench.name,
         "structure": setting.structure,
@@ -46,6 +56,7 @@ def measure(bench: Workbench, setting: Setting, corpus: str) -> dict[str, Any]:
         "achieved_ratio": keep.achieved_ratio,
         "nll": found.nll,
         "delta_nll": found.nll - dense,
+        "ragged_delta_nll": ragged.nll - dense,
         "n_tokens": found.n_tokens,
     }
 
@@ -64,7 +75,8 @@ def main() -> None:
     given = options.multiples or ",".join(str(d_inter // n) for n in (16, 8, 4, 2))
     multiples = [int(multiple) for multiple in given.split(",")]
     chosen = settings(multiples, options.corpus)
-    rows = [measure(bench, setting, options.corpus) for setting in chosen]
+    found = [measure(bench, setting, options.corpus) for setting in chosen]
+    rows = [row for row in found if row is not None]
     details = machine() | {"identity": bench.identity, "d_inter": d_inter}
     write_results(options.name, rows, details)
 

@@ -6,7 +6,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from heapr_lab.figures.style import (
-    LABELS,
     REFERENCE_GREY,
     look,
     own_axes,
@@ -25,16 +24,19 @@ def structures_data(measured: pd.DataFrame) -> pd.DataFrame:
         measured: rows of `benchmarks/structures.py`.
 
     Returns:
-        Columns model, structure, multiple (missing for ragged widths), ratio,
-        achieved_ratio and delta_nll, in the order of the benchmark.
+        Columns model, structure, multiple (missing for ragged widths), ratio (asked
+        for), achieved_ratio, delta_nll, and excess_nll: what of it ragged widths with
+        as many atoms do not have.
     """
     columns = ["model", "structure", "multiple", "ratio", "achieved_ratio", "delta_nll"]
-    return measured[columns].astype({"multiple": "Int64"})
+    excess = measured["delta_nll"] - measured["ragged_delta_nll"]
+    frame = measured[columns].astype({"multiple": "Int64"})
+    return frame.assign(excess_nll=excess)
 
 
 @styled
 def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Lines over the multiple, ragged widths as a dashed line below them.
+    """What a structure adds to Δloss, over the multiple; ragged widths are the zero.
 
     Args:
         data: from `structures_data`, of one ratio.
@@ -48,7 +50,7 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         style = look(str(name))
         if name == RAGGED:
             ax.axhline(
-                rows["delta_nll"].iloc[0],
+                0.0,
                 color=REFERENCE_GREY,
                 linestyle="--",
                 label=style.label,
@@ -57,7 +59,7 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ordered = rows.sort_values("multiple")
         ax.plot(
             ordered["multiple"].astype(int),
-            ordered["delta_nll"],
+            ordered["excess_nll"],
             color=style.color,
             marker=style.marker,
             label=style.label,
@@ -68,8 +70,7 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_xticks(multiples)
     ax.minorticks_off()
     ax.set_xlabel("widths’ multiple [atoms]")
-    ax.set_ylabel(LABELS["delta_nll"])
-    ax.set_ylim(bottom=0)
+    ax.set_ylabel("Δloss above ragged [nats/token]")
     return ax
 
 
@@ -86,10 +87,17 @@ def figure_structures(data: pd.DataFrame) -> Figure:
 
 
 def structures_table(data: pd.DataFrame) -> pd.DataFrame:
-    """`structures_data` for reading: a row for each structure, Δloss at each ratio."""
+    """`structures_data` for reading: what each structure adds to Δloss at each ratio.
+
+    The rows of ragged widths have their Δloss itself.
+    """
     multiple = data["multiple"].map(lambda m: "any" if pd.isna(m) else str(m))
-    wide = data.assign(multiple=multiple).pivot_table(
-        index=["structure", "multiple"], columns="ratio", values="delta_nll", sort=False
+    shown = data["excess_nll"].where(data["structure"].ne(RAGGED), data["delta_nll"])
+    wide = data.assign(multiple=multiple, shown=shown).pivot_table(
+        index=["structure", "multiple"], columns="ratio", values="shown", sort=False
     )
-    wide.columns = [f"Δloss at {100 * ratio:g} % [nats] ↓" for ratio in wide.columns]
-    return wide.reset_index().rename(columns={"multiple": "widths a multiple of"})
+    wide.columns = [f"{100 * ratio:g} % [nats] ↓" for ratio in wide.columns]
+    wide = wide.reset_index().rename(columns={"multiple": "widths a multiple of"})
+    added = wide["structure"].ne(RAGGED)
+    wide.insert(2, "shown", added.map({True: "above ragged", False: "Δloss"}))
+    return wide
