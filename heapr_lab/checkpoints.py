@@ -92,7 +92,7 @@ def structure_of(keep: KeepMask) -> str:
 def checkpoint_of(model: Any, keep: KeepMask) -> Any:
     """`model`, ready for `save_pretrained`: stock if uniform, else with its widths."""
     if structure_of(keep) == "uniform":
-        return stock_model(model, uniform_width(keep))
+        return stock_model(model, uniform_width(keep, model.dtype))
     attach(model, structure_of(keep))
     return model
 
@@ -151,7 +151,8 @@ def prune_folder(
     """
     config = AutoConfig.from_pretrained(source)
     uniform = structure_of(keep) == "uniform"
-    changed = stock_config(config, uniform_width(keep)) if uniform else config
+    width = uniform_width(keep, config.dtype) if uniform else None
+    changed = config if width is None else stock_config(config, width)
     skeleton: Any = skeleton_of(config)
     with new_folder(folder, resume=True) as partial:
         if not uniform:
@@ -164,8 +165,14 @@ def prune_folder(
         save_tokenizer(partial, None, base=str(source))
         # Last, because it takes long and would be done again if a later step failed.
         slice_files(source, skeleton, keep, partial, stacked=uniform, progress=progress)
-        base = base or str(source)
-        describe(partial, keep, base=base, config=config, facts=facts or {})
+        describe(
+            partial,
+            keep,
+            base=base or str(source),
+            config=config,
+            facts=facts or {},
+            source=source,
+        )
     return folder
 
 
@@ -228,7 +235,13 @@ def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> None:
 
 
 def describe(
-    folder: Path, keep: KeepMask, *, base: str, config: Any, facts: Mapping[str, Any]
+    folder: Path,
+    keep: KeepMask,
+    *,
+    base: str,
+    config: Any,
+    facts: Mapping[str, Any],
+    source: Path | None = None,
 ) -> None:
     """Write mask, manifest and card of a checkpoint whose weights are in `folder`."""
     keep.write(folder / KEEP_FILE)
@@ -249,5 +262,5 @@ def describe(
         "files": {path.name: path.stat().st_size for path in files},
     }
     store.write_json(folder / MANIFEST_FILE, manifest)
-    card = pruned_card.card(manifest, base=base)
+    card = pruned_card.card(manifest, source=source or Path(base))
     (folder / "README.md").write_text(card, encoding="utf-8")

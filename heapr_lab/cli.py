@@ -100,7 +100,12 @@ def prune(
         str, typer.Option(help="ragged, aligned, per_layer or uniform.")
     ] = "ragged",
     multiple: Annotated[
-        int | None, typer.Option(min=1, help="Widths are a multiple of it.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Widths are a multiple of it [default, aligned and uniform: the "
+            "largest power of two in d_inter / 8].",
+        ),
     ] = None,
     of: Annotated[
         str, typer.Option(help="The ratio counts: routed atoms, or the whole model.")
@@ -163,7 +168,7 @@ def prune(
     else:
         table = headless.own_table(importance, source, name=model)
         measured = perplexity or ""
-    if structure == "aligned" and multiple is None:
+    if structure in {"aligned", "uniform"} and multiple is None:
         multiple = headless.default_multiple(table)
     keep = select(
         table,

@@ -134,7 +134,7 @@ def _check_identity(
 
 
 def default_multiple(table: ImportanceTable) -> int:
-    """Of aligned widths: the largest power of two in an eighth of the narrowest."""
+    """Of widths: the largest power of two in an eighth of the narrowest layer's."""
     narrowest = min(d_inter for _, d_inter in table.shapes().values())
     return 1 << max(0, (narrowest // 8).bit_length() - 1)
 

@@ -50,18 +50,18 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 ```"""
 
 
-def card(manifest: Mapping[str, Any], *, base: str) -> str:
+def card(manifest: Mapping[str, Any], *, source: Path) -> str:
     """The card as Markdown, with the hub's front matter.
 
     Args:
         manifest: of the checkpoint.
-        base: hub id or folder of the model it was made from, whose licence it carries.
+        source: folder of the model it was made from, whose licence it carries.
     """
     name = manifest["base_model"] or "a model without a name"
     stock = manifest["structure"] == "uniform"
     header = ModelCardData(
         base_model=name if manifest["base_model"] else None,
-        license=_licence(base),
+        license=_licence(source),
         library_name="transformers",
         tags=["mixture-of-experts", "pruning", "heapr"],
         pipeline_tag="text-generation",
@@ -77,10 +77,10 @@ def card(manifest: Mapping[str, Any], *, base: str) -> str:
     )
 
 
-def _licence(base: str) -> str | None:
+def _licence(source: Path) -> str | None:
     """That of the base model's card, if it lies here and has one."""
-    path = Path(base) / "README.md"
-    if not base or not path.is_file():
+    path = source / "README.md"
+    if not (source / "config.json").is_file() or not path.is_file():
         return None
     found = ModelCard.load(path, ignore_metadata_errors=True).data.license
     return found if isinstance(found, str) else None

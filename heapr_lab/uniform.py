@@ -27,17 +27,25 @@ def skeleton_of(config: Any) -> nn.Module:
     return model
 
 
-def uniform_width(keep: KeepMask) -> int:
+def uniform_width(keep: KeepMask, dtype: torch.dtype | None = None) -> int:
     """The width that all experts of all layers keep.
 
     Raises:
-        SpecError: they keep different widths, or nothing at all.
+        SpecError: they keep different widths, or nothing at all, or in `dtype` a width
+            with which transformers' own grouped kernels do not work.
     """
     widths = sorted({int(w) for k in keep.layers for w in keep.by_layer(k).sum(1)})
     if len(widths) != 1 or widths == [0]:
         raise SpecError(
             f"the experts keep {widths[0]} to {widths[-1]} atoms, a uniform checkpoint "
             "needs one width above 0: select with structure='uniform'"
+        )
+    in_16_bytes = 16 // dtype.itemsize if dtype is not None else 1
+    if widths[0] % in_16_bytes:
+        raise SpecError(
+            f"the experts keep {widths[0]} atoms, but in {dtype} the grouped kernels "
+            f"of transformers need a multiple of {in_16_bytes}: select with multiple="
+            f"{in_16_bytes}, or another multiple of it"
         )
     return widths[0]
 

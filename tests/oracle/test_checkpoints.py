@@ -146,19 +146,25 @@ def test_uniform_is_a_stock_checkpoint(tmp_path: Path) -> None:
     assert KeepMask.read(tmp_path / "out" / KEEP_FILE) == keep
 
 
-def test_a_width_that_moves_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_width_that_moves_something_else_is_refused() -> None:
     """DeepSeek counts its shared experts in widths of a routed one."""
     model = tiny_model("deepseek_v2", dtype=torch.float32)
     assert stock_config(model.config, 4).n_shared_experts == 2
     with pytest.raises(SpecError, match="shared experts"):
         stock_config(model.config, 3)
-    layers = find_experts(model)
-    kept = np.arange(8) < 3
-    arrays = {layer.layer: np.tile(kept, (layer.n_experts, 1)) for layer in layers}
+
+
+def test_a_width_that_grouped_kernels_refuse_is_refused(tmp_path: Path) -> None:
+    """In float32 rows of 4 fill 16 bytes; no stock model would run with others."""
+    model = tiny_model("qwen3_moe", dtype=torch.float32)
+    arrays = {k: np.tile(np.arange(8) < 6, (4, 1)) for k in (0, 1)}
     keep = KeepMask(arrays, {"structure": "uniform"})
-    with pytest.raises(SpecError, match="another width"):
+    with pytest.raises(SpecError, match="multiple of 4"):
         save_pruned(prune(model, keep), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(SpecError, match="multiple of 4"):
+        prune_folder(tmp_path / "base", keep, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_generation_and_training(tmp_path: Path) -> None:
