@@ -1,0 +1,381 @@
+"""How fast dense, masked and sliced models run, and what is predicted of them.
+
+    python benchmarks/speed.py [--device cuda] [--n-threads 1] [--n-repeats 5] [--quick]
+
+A random qwen3_moe model (no shared experts) and random masks whose widths differ from
+expert to expert by a factor of up to three in what goes; every method gets the same
+tokens:
+
+- `dense_grouped_mm`, `dense_eager`: transformers' implementations. The faster of the
+  two is the dense model that speedups refer to.
+- `masked`: `masking`, which computes everything and so promises no speedup.
+- `sliced`: `prune`.
+
+Prefill is one forward without a cache, with logits of the last token of each sequence;
+decode is greedy, with a KV cache, the prompt's forward not counted. Methods take turns
+in one process. Tokens per second are the median over rounds, and so is the speedup,
+which is taken within each round.
+
+Predictions count what the model was seen to do: how many tokens went to each expert of
+the dense and of the sliced model, and in decode which experts each step needed.
+
+- prefill: FLOPs of the whole model, dense / sliced, with the head once per sequence.
+- decode: bytes of the weights that a step reads, dense / sliced: all of an expert that
+  any sequence of the batch needs, all other matrices, nothing of the embedding. The KV
+  cache, the same for both, is left out, which makes predictions slightly too high.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import RESULTS, machine, write_results
+from heapr_lab import KeepMask, masking, prune
+from heapr_lab.accounting import Architecture
+from heapr_lab.experts import describe, find_experts
+
+logger = logging.getLogger("speed")
+
+RATIOS = (0.0, 0.2, 0.4, 0.6)
+DENSE = ("grouped_mm", "eager")
+"""Transformers' implementations that the dense model is measured with."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A random model."""
+
+    d_model: int = 1024
+    d_inter: int = 1408
+    n_experts: int = 16
+    n_layers: int = 2
+    top_k: int = 4
+    d_vocab: int = 4096
+
+
+QUICK = Configuration(d_model=64, d_inter=88, d_vocab=256)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is run: a prefill, or `n_steps` steps of decoding after the prompt."""
+
+    name: str
+    batch_size: int
+    prompt_len: int
+    n_steps: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the measured time is divided among."""
+        return self.batch_size * (self.n_steps or self.prompt_len)
+
+
+MODES = (
+    Mode("prefill", 4, 512),
+    Mode("decode_batch_1", 1, 128, n_steps=16),
+    Mode("decode_batch_8", 8, 128, n_steps=16),
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A model, and the context that it runs in."""
+
+    ratio: float
+    name: str
+    model: Any
+    keep: KeepMask | None = None
+    implementation: str | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Mask the model or switch its implementation, where the method does."""
+        with contextlib.ExitStack() as stack:
+            if self.implementation:
+                previous = self.model.config._experts_implementation
+                self.model.set_experts_implementation(self.implementation)
+                stack.callback(self.model.set_experts_implementation, previous)
+            if self.keep is not None:
+                stack.enter_context(masking(self.model, self.keep))
+            yield
+
+
+def build_model(configuration: Configuration, device: str) -> Any:
+    """A model of random weights in eval mode: float32 on a CPU, bfloat16 elsewhere."""
+    c = configuration
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=c.d_vocab,
+        hidden_size=c.d_model,
+        intermediate_size=c.d_inter,
+        moe_intermediate_size=c.d_inter,
+        num_hidden_layers=c.n_layers,
+        num_experts=c.n_experts,
+        num_experts_per_tok=c.top_k,
+        num_attention_heads=c.d_model // 64,
+        num_key_value_heads=c.d_model // 64,
+        head_dim=64,
+    )
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def ragged_mask(configuration: Configuration, ratio: float) -> KeepMask:
+    """Random atoms; from ½ to 1½ times the mean goes from an expert, in total `ratio`.
+
+    Raises:
+        ValueError: `ratio` would take more than there is from some expert.
+    """
+    if not 0 <= ratio <= 2 / 3:
+        raise ValueError(f"expected a ratio in [0, 2/3], got {ratio}")
+    c, generator = configuration, np.random.default_rng(round(100 * ratio))
+    arrays = {}
+    for layer in range(c.n_layers):
+        removed = ratio * c.d_inter * np.linspace(0.5, 1.5, c.n_experts)
+        ends = np.round(np.cumsum(generator.permutation(removed))).astype(int)
+        keep = np.ones((c.n_experts, c.d_inter), bool)
+        for row, count in zip(keep, np.diff(ends, prepend=0), strict=True):
+            row[generator.choice(c.d_inter, count, replace=False)] = False
+        arrays[layer] = keep
+    return KeepMask.from_arrays(arrays)
+
+
+def build_methods(model: Any, keeps: dict[float, KeepMask]) -> list[Method]:
+    """All that take turns, dense ones first; sliced models are copies."""
+    dense = [Method(0.0, f"dense_{n}", model, implementation=n) for n in DENSE]
+    masked = [Method(r, "masked", model, keep) for r, keep in keeps.items()]
+    sliced = [Method(r, "sliced", prune(model, keep)) for r, keep in keeps.items()]
+    return dense + masked + sliced
+
+
+# --- what is measured ---------------------------------------------------------------
+
+
+@torch.inference_mode()
+def run(
+    model: Any,
+    mode: Mode,
+    prompt: torch.Tensor,
+    watched: Callable[[], Any] = contextlib.nullcontext,
+) -> float:
+    """Seconds of the part of `mode` that counts, which runs in `watched`."""
+    cache = DynamicCache(config=model.config) if mode.n_steps else None
+    options = {"use_cache": cache is not None, "past_key_values": cache}
+    ids = prompt
+    if cache is not None:
+        ids = next_ids(model, ids, options)
+    with watched():
+        started = _now(model)
+        for _ in range(mode.n_steps or 1):
+            ids = next_ids(model, ids, options)
+        return _now(model) - started
+
+
+def next_ids(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """The likeliest next token of each sequence, (batch, 1)."""
+    logits: torch.Tensor = model(ids, logits_to_keep=1, **options).logits
+    return logits.argmax(-1)
+
+
+def _now(model: Any) -> float:
+    if model.device.type != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure_seconds(
+    methods: list[Method], mode: Mode, prompt: torch.Tensor, n_repeats: int
+) -> list[list[float]]:
+    """Seconds of every round of each method, taking turns."""
+    seconds: list[list[float]] = [[] for _ in methods]
+    for turn in range(n_repeats + 1):
+        # Another method goes first in each round; the first round warms up.
+        order = [(turn + i) % len(methods) for i in range(len(methods))]
+        for i in order:
+            with methods[i].running():
+                took = run(methods[i].model, mode, prompt)
+            if turn > 0:
+                seconds[i].append(took)
+    return seconds
+
+
+def storage_bytes(model: Any) -> int:
+    """Bytes that the parameters hold in memory, a storage seen through views once."""
+    storages = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
+    return sum(p.untyped_storage().nbytes() for p in storages.values())
+
+
+# --- what is predicted --------------------------------------------------------------
+
+
+def routing(
+    model: Any, names: dict[int, str], mode: Mode, prompt: torch.Tensor
+) -> pd.DataFrame:
+    """Routed rows of every expert, a row for each call of each layer's experts.
+
+    Returns:
+        Columns layer, call, expert, tokens, of the calls that are measured.
+    """
+    found: dict[int, list[torch.Tensor]] = {layer: [] for layer in names}
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[None]:
+        handles = [
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda _module, args, layer=layer: found[layer].append(args[1].cpu())
+            )
+            for layer, name in names.items()
+        ]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    run(model, mode, prompt, watched)
+    n_experts = model.config.get_text_config().num_experts
+    rows = []
+    for layer, calls in found.items():
+        for call, index in enumerate(calls):
+            tokens = torch.bincount(index.flatten(), minlength=n_experts).tolist()
+            rows += [(layer, call, expert, n) for expert, n in enumerate(tokens)]
+    return pd.DataFrame(rows, columns=["layer", "call", "expert", "tokens"])
+
+
+def prefill_flops(
+    shape: Architecture, keep: KeepMask, routed: pd.DataFrame, mode: Mode, d_vocab: int
+) -> float:
+    """Operations of all tokens; only the last of each sequence goes to the head."""
+    tokens = routed.groupby(["layer", "expert"], as_index=False)["tokens"].sum()
+    head = 2 * d_vocab * shape.d_model
+    each = shape.flops_per_token(keep, tokens, seq_len=mode.prompt_len) - head
+    return mode.batch_size * (mode.prompt_len * each + head)
+
+
+def decode_bytes(shape: Architecture, keep: KeepMask, routed: pd.DataFrame) -> float:
+    """Bytes of weights that a mean step reads."""
+    n_steps = routed["call"].nunique()
+    n_read = 0.0
+    for (layer, expert), rows in routed.groupby(["layer", "expert"]):
+        width = int(keep.by_layer(layer)[expert].sum())
+        n_read += int((rows["tokens"] > 0).sum()) * width * shape.atom_parameters(layer)
+    per_step: float = shape.other_weights_per_token + n_read / n_steps
+    return per_step * shape.bytes_per_parameter
+
+
+def predicted_speedups(
+    methods: list[Method],
+    keeps: dict[float, KeepMask],
+    mode: Mode,
+    prompt: torch.Tensor,
+) -> list[float]:
+    """What FLOPs (prefill) or bytes (decode) promise for each method."""
+    model = methods[0].model
+    shape, names = describe(model), {x.layer: x.name for x in find_experts(model)}
+
+    def cost(method: Method, keep: KeepMask) -> float:
+        routed = routing(method.model, names, mode, prompt)
+        if mode.n_steps:
+            return decode_bytes(shape, keep, routed)
+        return prefill_flops(shape, keep, routed, mode, model.config.vocab_size)
+
+    dense = cost(methods[0], keeps[0.0])
+    return [
+        dense / cost(m, keeps[m.ratio]) if m.name == "sliced" else 1.0 for m in methods
+    ]
+
+
+# --- the table ----------------------------------------------------------------------
+
+
+def measure(
+    methods: list[Method], keeps: dict[float, KeepMask], mode: Mode, n_repeats: int
+) -> list[dict[str, Any]]:
+    """The rows of one mode."""
+    model = methods[0].model
+    shape, d_vocab = describe(model), model.config.vocab_size
+    generator = torch.Generator().manual_seed(1)
+    size = mode.batch_size, mode.prompt_len
+    prompt = torch.randint(d_vocab, size, generator=generator).to(model.device)
+    predicted = predicted_speedups(methods, keeps, mode, prompt)
+    seconds = measure_seconds(methods, mode, prompt, n_repeats)
+    dense = min(seconds[: len(DENSE)], key=statistics.median)
+    rows = []
+    for method, own, promised in zip(methods, seconds, predicted, strict=True):
+        speedup = statistics.median(
+            base / mine for base, mine in zip(dense, own, strict=True)
+        )
+        keep = keeps[method.ratio] if method.name == "sliced" else None
+        rows.append(
+            {
+                "mode": mode.name,
+                "ratio": method.ratio,
+                "method": method.name,
+                "tokens_per_second": round(mode.n_tokens / statistics.median(own), 2),
+                "speedup_over_dense": round(speedup, 3),
+                "predicted_speedup": round(promised, 3),
+                "share_of_predicted": round(speedup / promised, 3),
+                "parameter_bytes": storage_bytes(method.model),
+                "predicted_bytes": shape.size_bytes(keep),
+                "fastest_tokens_per_second": round(mode.n_tokens / min(own), 2),
+            }
+        )
+        logger.info(
+            "%(mode)s %(method)s %(ratio)s: %(tokens_per_second)s tokens/s, "
+            "%(speedup_over_dense)s x dense, predicted %(predicted_speedup)s x",
+            rows[-1],
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure every mode and write the table down."""
+    parser = argparse.ArgumentParser(description="Measure the speed of pruned models.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--n-threads", type=int, default=1)
+    parser.add_argument("--n-repeats", type=int, default=5)
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to try it out"
+    )
+    parser.add_argument("--only", help="one mode, by its name")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(options.n_threads)
+    configuration = QUICK if options.quick else Configuration()
+    modes = [m for m in MODES if options.only in {None, m.name}]
+    details = machine(options.device) | {
+        "n_threads": options.n_threads,
+        "n_repeats": options.n_repeats,
+        "dtype": "float32" if options.device == "cpu" else "bfloat16",
+        "configuration": dataclasses.asdict(configuration),
+        "modes": [dataclasses.asdict(mode) for mode in modes],
+    }
+    started = time.perf_counter()
+    keeps = {ratio: ragged_mask(configuration, ratio) for ratio in RATIOS}
+    methods = build_methods(build_model(configuration, options.device), keeps)
+    rows = []
+    for mode in modes:
+        rows += measure(methods, keeps, mode, options.n_repeats)
+    details["seconds"] = round(time.perf_counter() - started, 1)
+    write_results("speed", rows, details, options.out)
+
+
+if __name__ == "__main__":
+    main()
