@@ -24,6 +24,7 @@ from heapr_lab.specs import digest
 
 COST_RESULTS = "benchmarks/results/cost.csv"
 STRUCTURE_RESULTS = "benchmarks/results/structures.csv"
+SPEED_RESULTS = "benchmarks/results/speed.csv"
 """Measured by scripts in `benchmarks/`, which a reproduction does not repeat."""
 
 
@@ -148,6 +149,7 @@ class Findings:
     cost: pd.DataFrame | None
     structures: pd.DataFrame | None
     """None, like `cost`, where the benchmark was not run, or on another model."""
+    speed: pd.DataFrame | None
 
 
 def find(bench: Workbench, corpora: list[str]) -> Findings:
@@ -167,6 +169,7 @@ def find(bench: Workbench, corpora: list[str]) -> Findings:
         claims=reports.claims(results, tenths),
         summary=reports.summary_table(results, savings),
         cost=None if costs is None else figures.cost_data(costs, baseline="plain"),
+        speed=_measured(SPEED_RESULTS),
         structures=None if structures is None else figures.structures_data(structures),
     )
 
@@ -231,6 +234,8 @@ def _fill_readme(found: Findings) -> None:
     if found.structures is not None:
         table = figures.structures_table(found.structures)
         blocks["structures"] = reports.as_block(table)
+    if found.speed is not None:
+        blocks["speed"] = reports.as_block(figures.speed_table(found.speed))
     reports.fill_blocks(store.project_dir() / "README.md", blocks)
 
 

@@ -54,6 +54,7 @@ from heapr_lab.figures.tables import (
     main_table,
     plot_cost,
     plot_main,
+    speed_table,
 )
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "save_figure",
     "scope_data",
     "score_histogram_data",
+    "speed_table",
     "structures_data",
     "structures_table",
     "styled",

@@ -209,6 +209,30 @@ def cost_table(data: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/speed.py` for reading: sliced against the faster dense.
+
+    Args:
+        measured: mode, ratio, method, tokens_per_second, speedup_over_dense,
+            predicted_speedup, share_of_predicted and parameter_bytes.
+    """
+    sliced = measured[measured["method"].eq("sliced") & measured["ratio"].gt(0)]
+    dense = measured[measured["ratio"].eq(0) & measured["method"].eq("sliced")]
+    bytes_before = dense.set_index("mode")["parameter_bytes"]
+    return pd.DataFrame(
+        {
+            "mode": sliced["mode"].str.replace("_", " "),
+            "ratio": sliced["ratio"],
+            "tokens per second ↑": sliced["tokens_per_second"],
+            "÷ dense ↑": sliced["speedup_over_dense"],
+            "predicted": sliced["predicted_speedup"],
+            "reached of it ↑": sliced["share_of_predicted"],
+            "bytes ÷ dense ↓": sliced["parameter_bytes"]
+            / sliced["mode"].map(bytes_before),
+        }
+    ).reset_index(drop=True)
+
+
 @styled
 def plot_cost(
     data: pd.DataFrame, *, quantity: str = "seconds", ax: Axes | None = None

@@ -564,3 +564,23 @@ def test_structures_are_a_row_each_and_a_panel_for_each_ratio() -> None:
     lines = [line.get_ydata() for line in figure.axes[1].get_lines()]
     heights = [height for line in lines for height in map(float, line)]
     assert heights == pytest.approx([0, 0, 1, 2, 3])
+
+
+def test_speed_is_that_of_sliced_models_against_the_dense() -> None:
+    """Only sliced rows, with the share of the bytes that is left."""
+    rows = [
+        {"ratio": 0.0, "method": "dense_eager", "parameter_bytes": 100},
+        {"ratio": 0.0, "method": "sliced", "parameter_bytes": 100},
+        {"ratio": 0.4, "method": "masked", "parameter_bytes": 100},
+        {"ratio": 0.4, "method": "sliced", "parameter_bytes": 70},
+    ]
+    measured = pd.DataFrame(rows).assign(
+        mode="decode_batch_1",
+        tokens_per_second=10.0,
+        speedup_over_dense=1.3,
+        predicted_speedup=1.4,
+        share_of_predicted=1.3 / 1.4,
+    )
+    table = figures.speed_table(measured)
+    assert table["mode"].tolist() == ["decode batch 1"]
+    assert table["bytes ÷ dense ↓"].tolist() == [0.7]
