@@ -74,7 +74,7 @@ BUNDLED_RUNS = (
     TrainSpec(),
     TrainSpec(
         seed=1,
-        n_steps=10000,
+        n_steps=9000,
         learning_rate=2e-3,
         decay_fraction=0.7,
         precision="bfloat16",
