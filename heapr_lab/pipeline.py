@@ -63,7 +63,7 @@ class Profile:
 
 PROFILES = {
     "small": Profile("small", 8, 64, 4, 8, n_seeds=2),
-    "lab": Profile("lab", 128, 256, 40, 120),
+    "lab": Profile("lab", 128, 256, 32, 80),
     "paper": Profile("paper", 128, 2048, None, 500),
 }
 """`small` for tests, `lab` for the lab model, `paper` as the paper calibrates."""
