@@ -11,6 +11,7 @@ with as many atoms left; what cannot be had at all (one width of at least half, 
 """
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from heapr_lab.specs import SpecError
 
 RATIOS = (0.2, 0.4, 0.6)
 CONSTRAINED = ("aligned", "per_layer", "uniform")
+N_TEST = 40
+"""Held-out windows: more than the profile has, because differences are small."""
 
 
 def settings(multiples: list[int], corpus: str) -> list[Setting]:
@@ -70,6 +73,7 @@ def main() -> None:
     parser.add_argument("--name", default="structures", help="of the files written")
     options = parser.parse_args()
     bench = open_workbench(options.model, device="cpu", dtype="float32")
+    bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
     shapes = bench.importance(Setting(0.0, calibration=options.corpus)).shapes()
     d_inter = max(width for _, width in shapes.values())
     given = options.multiples or ",".join(str(d_inter // n) for n in (16, 8, 4, 2))
