@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -25,7 +24,7 @@ from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.masks import KeepMask
 from heapr_lab.ragged import RaggedExperts, expert_conversions
 from heapr_lab.specs import LayoutError, SpecError
-from heapr_lab.surgery import check_keep
+from heapr_lab.surgery import keeps_of
 from heapr_lab.tensor_files import FLOATS, ORDER, Stored, StoredTensor
 from heapr_lab.uniform import uniform_width
 
@@ -256,7 +255,9 @@ class Planner:
 
     def __init__(self, skeleton: Any, keep: KeepMask, *, stacked: bool) -> None:
         layers = find_experts(skeleton)
-        _check_mask(layers, keep, stacked=stacked)
+        keeps_of(layers, keep)  # checks that it is of this model
+        if stacked:
+            uniform_width(keep)
         self.skeleton, self.stacked = skeleton, stacked
         self.conversions = get_model_conversion_mapping(skeleton)
         self.renamings: list[Any] = []
@@ -382,24 +383,6 @@ class Planner:
 def _place(piece: Piece) -> tuple[int, str]:
     """What safetensors' own writer sorts by."""
     return -ORDER.index(piece.tensor.dtype), piece.name
-
-
-def _check_mask(layers: list[ExpertsLayer], keep: KeepMask, *, stacked: bool) -> None:
-    """Check that `keep` is of the model.
-
-    Raises:
-        SpecError: it is not, or its widths differ where they must not.
-    """
-    numbers = [layer.layer for layer in layers]
-    if list(keep.layers) != numbers:
-        raise SpecError(
-            f"the mask is for the layers {list(keep.layers)}, the model's MoE layers "
-            f"are {numbers}: the mask was made for another model"
-        )
-    for layer in layers:
-        check_keep(layer, torch.from_numpy(keep.by_layer(layer.layer).copy()))
-    if stacked:
-        uniform_width(keep)
 
 
 def _check_tensor(found: _Found, weight: ExpertWeight) -> None:

@@ -32,7 +32,7 @@ def masking(model: nn.Module, keep: KeepMask) -> Iterator[nn.Module]:
         ...     pruned = model(ids).logits
     """
     layers = find_experts(model)
-    with masked(layers, _keeps(layers, keep)):
+    with masked(layers, keeps_of(layers, keep)):
         yield model
 
 
@@ -47,7 +47,7 @@ def prune(model: nn.Module, keep: KeepMask, *, inplace: bool = False) -> nn.Modu
         LayoutError: the model's experts cannot be sliced exactly.
     """
     layers = find_experts(model)
-    keeps = _keeps(layers, keep)
+    keeps = keeps_of(layers, keep)
     if inplace:
         for layer, kept in zip(layers, keeps, strict=True):
             _replace(model, layer.name, sliced(layer, kept))
@@ -102,7 +102,12 @@ def check_keep(layer: ExpertsLayer, keep: torch.Tensor) -> None:
         )
 
 
-def _keeps(layers: list[ExpertsLayer], keep: KeepMask) -> list[torch.Tensor]:
+def keeps_of(layers: list[ExpertsLayer], keep: KeepMask) -> list[torch.Tensor]:
+    """What `keep` keeps of each of the model's MoE layers, bool (E, I).
+
+    Raises:
+        SpecError: `keep` was made for another model.
+    """
     numbers = [layer.layer for layer in layers]
     if list(keep.layers) != numbers:
         raise SpecError(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.masks import KeepMask
-from heapr_lab.ragged import METHOD, RaggedExperts
+from heapr_lab.ragged import RaggedExperts
 from heapr_lab.specs import SpecError
 
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
@@ -125,16 +125,9 @@ def stock_model(model: Any, width: int) -> Any:
     new.tie_weights()
     if hasattr(model, "generation_config"):
         new.generation_config = model.generation_config
-    if getattr(model, "_weight_conversions", None) and not _is_ours(model):
+    if getattr(model, "_weight_conversions", None):
         new._weight_conversions = model._weight_conversions
     return new
-
-
-def _is_ours(model: Any) -> bool:
-    quantizer = getattr(model, "hf_quantizer", None)
-    return (
-        quantizer is not None and quantizer.quantization_config.quant_method == METHOD
-    )
 
 
 @torch.no_grad()
