@@ -24,11 +24,11 @@ language: en
 tags: [mixture-of-experts, pruning, test-model]
 ---
 
-# The lab model
+# {title}
 
-A {millions:.1f}-million-parameter `qwen2_moe` language model ({n_layers} MoE layers,
-{n_experts} routed experts of {d_inter} atomic experts each, top-{top_k}, one shared
-expert, d_model {d_model}), trained from scratch for this repository so that pruning can
+A {millions:.1f}-million-parameter `{family}` language model ({n_layers} MoE layers,
+{n_experts} routed experts of {d_inter} atomic experts each, top-{top_k}, {shared},
+d_model {d_model}), trained from scratch for this repository so that pruning can
 be studied offline. It is for measuring pruning methods on, and good for nothing else.
 
 Made by `heapr-lab train-lab-model` on {n_tokens:,} tokens: AdamW, warmup-stable-decay,
@@ -61,13 +61,14 @@ over all {n_layers} × {n_experts} experts, on the validation windows.
 """
 
 
-def write_card(folder: Path, *, note: str = "") -> None:
+def write_card(folder: Path, *, title: str = "The lab model", note: str = "") -> None:
     """Measure the model in `folder` and write its card, README.md.
 
     The numbers are also added to its training.json, under `evaluation`.
 
     Args:
         folder: where `train_lab_model` wrote the model.
+        title: what the card calls the model.
         note: a sentence more on how it was trained.
 
     Raises:
@@ -88,7 +89,11 @@ def write_card(folder: Path, *, note: str = "") -> None:
     }
     (folder / "training.json").write_text(json.dumps(training, indent=2) + "\n")
     spec = training["spec"]
+    family = spec.get("family", "qwen2_moe")
     facts: dict[str, Any] = spec | {
+        "title": title,
+        "family": family,
+        "shared": "one shared expert" if family == "qwen2_moe" else "no shared expert",
         "millions": sum(p.numel() for p in model.parameters()) / 1e6,
         "n_tokens": sum(run["n_tokens"] for run in _runs(training)),
         "runs": _markdown(_schedules(training)),

@@ -1,10 +1,11 @@
 """Train the lab model: a small, balanced, converged MoE that works offline.
 
-A stock `Qwen2MoeForCausalLM` with routed and shared experts and its own byte-level BPE
-tokenizer. Training is a pure function of `TrainSpec`, the corpora and the number of
-threads: every batch is drawn by a generator seeded with (seed, step), so a resumed run
-continues exactly where it stopped. The learning rate is warmup-stable-decay: until the
-decay begins, the run does not depend on the number of steps.
+A stock Qwen2-MoE (routed and shared experts) or Qwen3-MoE (routed experts alone) with
+its own byte-level BPE tokenizer. Training is a pure function of `TrainSpec`, the
+corpora and the number of threads: every batch is drawn by a generator seeded with
+(seed, step), so a resumed run continues exactly where it stopped. The learning rate is
+warmup-stable-decay: until the decay begins, the run does not depend on the number of
+steps.
 
 Letters: E experts, f_e share of routed (token, slot) pairs, P_e mean probability that
 the router gives an expert.
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from heapr_lab import lab_run
 from heapr_lab.corpora import load_corpus
 from heapr_lab.lab_run import BUNDLED_RUNS, DECAY_MIXTURE, MIXTURE, TrainSpec
+from heapr_lab.specs import SpecError
 
 _SAVE_SECONDS = 120.0
 
@@ -117,15 +119,22 @@ def train_bundled(
     return out
 
 
-def build_lab_model(spec: TrainSpec) -> Qwen2MoeForCausalLM:
-    """The untrained model of `spec`, in float32, from its seed."""
+def build_lab_model(spec: TrainSpec) -> PreTrainedModel:
+    """The untrained model of `spec`, in float32, from its seed.
+
+    Raises:
+        SpecError: its family is none that the lab model can be of.
+    """
     torch.manual_seed(spec.seed)
-    config = Qwen2MoeConfig(
+    own = _FAMILIES.get(spec.family)
+    if own is None:
+        raise SpecError(f"family {spec.family!r}: expected one of {sorted(_FAMILIES)}")
+    config = AutoConfig.for_model(
+        spec.family,
         vocab_size=spec.d_vocab,
         hidden_size=spec.d_model,
         intermediate_size=spec.d_shared,
         moe_intermediate_size=spec.d_inter,
-        shared_expert_intermediate_size=spec.d_shared,
         num_hidden_layers=spec.n_layers,
         num_attention_heads=spec.n_heads,
         num_key_value_heads=spec.n_heads,
@@ -139,12 +148,20 @@ def build_lab_model(spec: TrainSpec) -> Qwen2MoeForCausalLM:
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
+        **own(spec),
     )
-    model = Qwen2MoeForCausalLM(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     model.set_experts_implementation("grouped_mm")
     if spec.precision == "bfloat16":
         model.set_attn_implementation("eager")  # flash is slower in bfloat16 on a CPU
     return model
+
+
+_FAMILIES: dict[str, Callable[[TrainSpec], dict[str, int]]] = {
+    "qwen2_moe": lambda spec: {"shared_expert_intermediate_size": spec.d_shared},
+    "qwen3_moe": lambda spec: {"head_dim": spec.d_model // spec.n_heads},
+}
+"""What the configuration of each family has of its own."""
 
 
 def balance_losses(
@@ -183,7 +200,7 @@ def learning_rate_at(step: int, spec: TrainSpec) -> float:
 
 
 def _train_step(
-    model: Qwen2MoeForCausalLM,
+    model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     ids: torch.Tensor,
     spec: TrainSpec,

@@ -11,7 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from heapr_lab.corpora import Corpus
 from heapr_lab.specs import CacheError, canonical_json, digest
@@ -40,6 +44,8 @@ DECAY_MIXTURE = {
 class TrainSpec:
     """Everything that determines the lab model, its corpora aside."""
 
+    family: str = "qwen2_moe"
+    """Of transformers: qwen2_moe, with a shared expert, or qwen3_moe, without."""
     d_vocab: int = 4096
     d_model: int = 128
     d_inter: int = 96
@@ -84,6 +90,23 @@ BUNDLED_RUNS = (
 
 Source: Wen et al. 2024 (WSD-S): a decayed checkpoint may be trained on at a high rate.
 """
+WIDE_RUNS = (
+    TrainSpec(
+        family="qwen3_moe",
+        d_model=256,
+        d_inter=256,
+        n_layers=4,
+        n_steps=5000,
+        learning_rate=2e-3,
+        precision="bfloat16",
+        n_threads=1,
+    ),
+)
+"""A second model, of another family, with experts wide enough for multiples of 128.
+
+Its weights are not in the repository; its card and numbers are.
+"""
+RECIPES = {"bundled": BUNDLED_RUNS, "wide": WIDE_RUNS}
 
 
 def fitted_tokenizer(
@@ -196,7 +219,7 @@ def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:
     Raises:
         CacheError: it has another shape.
     """
-    found = Qwen2MoeForCausalLM.from_pretrained(earlier, dtype=torch.float32)
+    found = AutoModelForCausalLM.from_pretrained(earlier, dtype=torch.float32)
     weights = found.state_dict()
     expected = {name: p.shape for name, p in model.state_dict().items()}
     if {name: w.shape for name, w in weights.items()} != expected:
@@ -212,7 +235,7 @@ def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:
 
 def write_model(
     out: Path,
-    model: Qwen2MoeForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     spec: TrainSpec,
     corpora: dict[str, Corpus],

@@ -60,9 +60,10 @@ def project_dir() -> Path:
     return Path(__file__).resolve().parents[1]
 
 
-def lab_model_dir() -> Path:
-    """The folder of the bundled lab model."""
-    return project_dir() / "data" / "lab_moe"
+def lab_model_dir(recipe: str = "bundled") -> Path:
+    """The folder of the lab model that a recipe of `lab_run` trains."""
+    name = "lab_moe" if recipe == "bundled" else f"lab_{recipe}"
+    return project_dir() / "data" / name
 
 
 def paper_dir() -> Path:

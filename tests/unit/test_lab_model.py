@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from heapr_lab import lab_model
+from heapr_lab.experts import find_experts
 from heapr_lab.lab_model import (
     balance_losses,
     build_lab_model,
@@ -19,9 +20,9 @@ from heapr_lab.lab_model import (
     train_bundled,
     train_lab_model,
 )
-from heapr_lab.lab_run import DECAY_MIXTURE, MIXTURE, TrainSpec
+from heapr_lab.lab_run import DECAY_MIXTURE, MIXTURE, RECIPES, TrainSpec
 from heapr_lab.models import load_model
-from heapr_lab.specs import CacheError, CorpusError
+from heapr_lab.specs import CacheError, CorpusError, SpecError
 
 SPEC = TrainSpec(
     d_vocab=300,
@@ -353,3 +354,19 @@ def test_the_length_does_not_matter_before_the_decay() -> None:
     long = TrainSpec(n_steps=200, decay_fraction=0.25)
     for step in range(75):
         assert learning_rate_at(step, short) == learning_rate_at(step, long)
+
+
+def test_the_wide_recipe_is_of_another_family() -> None:
+    """Qwen3-MoE: no shared expert, and experts of 256 atoms."""
+    small = dataclasses.replace(RECIPES["wide"][0], d_vocab=300, n_layers=1)
+    model = build_lab_model(small)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    (layer,) = find_experts(model)
+    assert (layer.n_experts, layer.d_inter) == (16, 256)
+    assert not any("shared" in name for name, _ in model.named_parameters())
+
+
+def test_an_unknown_family_is_refused() -> None:
+    """The message lists what there is."""
+    with pytest.raises(SpecError, match=r"'gpt2': expected one of \['qwen2_moe'"):
+        build_lab_model(dataclasses.replace(SPEC, family="gpt2"))
