@@ -44,7 +44,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP)
-	$(BIN)/python -m pytest -m "not (browser or gpu or slow or network)"
+	$(BIN)/python -m pytest -m "not (browser or gpu or slow or network or engine)"
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")

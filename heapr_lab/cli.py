@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from heapr_lab import options
-from heapr_lab.specs import HeaprLabError
+from heapr_lab.specs import HeaprLabError, SpecError
 
 
 class _Commands(TyperGroup):
@@ -201,6 +201,21 @@ def prune(
     _print({**facts, "out": None if out is None else str(out)}, as_json=as_json)
 
 
+@app.command(epilog=options.GGUF_EXAMPLES)
+def export_gguf(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Write a uniform checkpoint as a GGUF file, for llama.cpp."""
+    from heapr_lab.gguf_file import write_gguf
+    from heapr_lab.progress import progress_bar
+
+    with progress_bar(f"writing {out.name}", "tensor") as bar:
+        write_gguf(folder, out, progress=bar)
+    _print({"out": str(out), "bytes": out.stat().st_size}, as_json=as_json)
+
+
 @app.command(epilog=options.EVALUATE_EXAMPLES)
 def evaluate(
     model: options.Model,
@@ -277,15 +292,18 @@ def reproduce(
 
 @app.command(epilog=options.TRAIN_EXAMPLES)
 def train_lab_model(
+    recipe: Annotated[
+        str, typer.Option(help="bundled, or wide: another family, wider experts.")
+    ] = "bundled",
     out: Annotated[
-        Path | None, typer.Option(help="Folder [default: the bundled model's].")
+        Path | None, typer.Option(help="Folder [default: the recipe's, in data].")
     ] = None,
     work: Annotated[
         Path | None, typer.Option(help="State to resume from [default: in the cache].")
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="One run of so many [default: the bundled runs]."),
+        typer.Option(min=1, help="One run of so many [default: the recipe's runs]."),
     ] = None,
     start_from: Annotated[
         Path | None, typer.Option(help="Earlier lab model to go on from, with --steps.")
@@ -297,14 +315,20 @@ def train_lab_model(
     """Train the lab model, or go on training it.
 
     The same seed and steps give the same model.
+
+    Raises:
+        SpecError: there is no such recipe.
     """
     from heapr_lab import lab_card, lab_model, store
-    from heapr_lab.lab_run import BUNDLED_RUNS, TrainSpec
+    from heapr_lab.lab_run import RECIPES
     from heapr_lab.progress import progress_bar
 
     _check_start(start_from, steps)
-    out = out or store.lab_model_dir()
-    work = work or store.cache_dir() / "lab_training"
+    if recipe not in RECIPES:
+        raise SpecError(f"recipe {recipe!r}: expected one of {', '.join(RECIPES)}")
+    out = out or store.lab_model_dir(recipe)
+    work = work or store.cache_dir() / f"lab_training-{recipe}"
+    runs = [dataclasses.replace(r, seed=r.seed + seed) for r in RECIPES[recipe]]
     losses: list[float] = []
     with progress_bar("training the lab model", "step") as bar:
 
@@ -313,12 +337,11 @@ def train_lab_model(
             bar(step, n_steps)
 
         if steps is None:
-            runs = [dataclasses.replace(r, seed=r.seed + seed) for r in BUNDLED_RUNS]
             lab_model.train_bundled(
                 out, work=work, runs=runs, device=device, on_step=on_step
             )
         else:
-            runs = [TrainSpec(seed=seed, n_steps=steps)]
+            runs = [dataclasses.replace(runs[0], n_steps=steps)]
             lab_model.train_lab_model(
                 out,
                 spec=runs[0],
@@ -327,7 +350,8 @@ def train_lab_model(
                 device=device,
                 on_step=on_step,
             )
-    lab_card.write_card(out)
+    title = "The lab model" if recipe == "bundled" else f"The {recipe} lab model"
+    lab_card.write_card(out, title=title)
     last = losses[-1] if losses else None
     facts = {
         "out": str(out),

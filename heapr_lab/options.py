@@ -26,6 +26,12 @@ Examples:
   heapr-lab prune lab --importance importance.parquet --ratio 0.4 --scope layer
   heapr-lab prune lab --ratio 0.3 --structure aligned --multiple 16 --of model
 """
+GGUF_EXAMPLES = """\b
+Examples:
+  heapr-lab prune ./my_moe --ratio 0.25 --structure uniform --multiple 64 --out pruned
+  heapr-lab export-gguf pruned --out pruned.gguf
+  llama-cli -m pruned.gguf
+"""
 EVALUATE_EXAMPLES = """\b
 Examples:
   heapr-lab evaluate lab --corpora pydocs,ptb
@@ -35,6 +41,7 @@ Examples:
 TRAIN_EXAMPLES = """\b
 Examples:
   heapr-lab train-lab-model --out my_lab_model
+  heapr-lab train-lab-model --recipe wide
   heapr-lab train-lab-model --out tiny --work tiny_work --steps 200 --seed 1
   heapr-lab train-lab-model --out more --work more_work --steps 500 --start-from tiny
 """

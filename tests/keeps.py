@@ -33,6 +33,18 @@ def full_keep(model: nn.Module) -> KeepMask:
     )
 
 
+def widths_keep(
+    model: nn.Module, width: int, *, structure: str, seed: int = 0
+) -> KeepMask:
+    """A mask of `structure` that keeps `width` random atoms of every expert."""
+    rng = np.random.default_rng(seed)
+    arrays = {
+        layer.layer: rng.random((layer.n_experts, layer.d_inter)).argsort(1) < width
+        for layer in find_experts(model)
+    }
+    return KeepMask(arrays, {"structure": structure})
+
+
 def zeroed_twin(model: nn.Module, keep: KeepMask) -> nn.Module:
     """A copy of `model` whose dropped columns of W_down are zero, one by one."""
     twin = copy.deepcopy(model)

@@ -7,17 +7,24 @@ from families import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-D_VOCAB = 257
+D_VOCAB = 258
 
 
 def write_model(folder: Path, *, seed: int = 0) -> Path:
-    """A random Qwen2-MoE and its byte tokenizer, written to `folder`."""
+    """A random Qwen2-MoE and its tokenizer, written to `folder`."""
     sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
     model = tiny_model("qwen2_moe", dtype=torch.float32, seed=seed, **sizes)
     model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes and one pair of them, written to `folder`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<end>": 0} | {byte: 1 + i for i, byte in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary |= {"th": len(vocabulary)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -27,7 +34,6 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
         model_max_length=2048,
     )
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def write_text(path: Path, *, n_texts: int = 12) -> Path:

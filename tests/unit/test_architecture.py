@@ -19,7 +19,7 @@ LAYERS = (
     {"calibration", "lab_run"},
     {"likelihood", "selection"},
     {"surgery", "continuation", "harness_model", "uniform", "pruned_card"},
-    {"slice_plan"},
+    {"slice_plan", "gguf_file"},
     {"shards"},
     {"checkpoints"},
     {"importance", "evaluation", "harness"},

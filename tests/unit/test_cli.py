@@ -14,7 +14,10 @@ from heapr_lab.masks import KeepMask
 from heapr_lab.specs import CacheError
 from heapr_lab.table import ImportanceTable
 
-COMMANDS = ("score", "prune", "evaluate", "figures", "reproduce", "train-lab-model")
+COMMANDS = (
+    "score", "prune", "export-gguf", "evaluate", "figures", "reproduce",
+    "train-lab-model",
+)  # fmt: skip
 TINY = ("--profile", "small", "--seq-len", "32")
 BAR = "Loading weights"
 """How the bar of transformers begins."""
@@ -154,6 +157,16 @@ def test_the_card_gives_perplexity_where_the_model_was_loaded(
     saved = manifest["savings"]
     removed = saved["parameters_before"] - saved["parameters_after"]
     assert removed == 25 * 3 * 16  # ⌊0.4 · 64⌋ atoms, matrices, d_model
+
+
+def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) -> None:
+    """`export-gguf` writes what `prune --structure uniform` left; once."""
+    out, file = tmp_path / "pruned", tmp_path / "pruned.gguf"
+    chosen = ("--ratio", 0.5, "--structure", "uniform", "--multiple", 4)
+    prune(folder, *chosen, "--out", out)
+    facts = json.loads(run("export-gguf", out, "--out", file, "--json"))
+    assert facts == {"out": str(file), "bytes": file.stat().st_size}
+    assert "there already" in refused("export-gguf", out, "--out", file)
 
 
 def test_prune_takes_the_importance_from_the_cache(folder: Path) -> None:
