@@ -32,15 +32,16 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -48,6 +49,7 @@ from benchmarks.machine import RESULTS, machine, write_results
 from heapr_lab import KeepMask, masking, prune
 from heapr_lab.accounting import Architecture
 from heapr_lab.experts import describe, find_experts
+from heapr_lab.latency import in_turns, seconds_of
 
 logger = logging.getLogger("speed")
 
@@ -169,52 +171,16 @@ def build_methods(model: Any, keeps: dict[float, KeepMask]) -> list[Method]:
 # --- what is measured ---------------------------------------------------------------
 
 
-@torch.inference_mode()
-def run(
-    model: Any,
-    mode: Mode,
-    prompt: torch.Tensor,
-    watched: Callable[[], Any] = contextlib.nullcontext,
-) -> float:
-    """Seconds of the part of `mode` that counts, which runs in `watched`."""
-    cache = DynamicCache(config=model.config) if mode.n_steps else None
-    options = {"use_cache": cache is not None, "past_key_values": cache}
-    ids = prompt
-    if cache is not None:
-        ids = next_ids(model, ids, options)
-    with watched():
-        started = _now(model)
-        for _ in range(mode.n_steps or 1):
-            ids = next_ids(model, ids, options)
-        return _now(model) - started
-
-
-def next_ids(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """The likeliest next token of each sequence, (batch, 1)."""
-    logits: torch.Tensor = model(ids, logits_to_keep=1, **options).logits
-    return logits.argmax(-1)
-
-
-def _now(model: Any) -> float:
-    if model.device.type != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def measure_seconds(
     methods: list[Method], mode: Mode, prompt: torch.Tensor, n_repeats: int
 ) -> list[list[float]]:
     """Seconds of every round of each method, taking turns."""
-    seconds: list[list[float]] = [[] for _ in methods]
-    for turn in range(n_repeats + 1):
-        # Another method goes first in each round; the first round warms up.
-        order = [(turn + i) % len(methods) for i in range(len(methods))]
-        for i in order:
-            with methods[i].running():
-                took = run(methods[i].model, mode, prompt)
-            if turn > 0:
-                seconds[i].append(took)
-    return seconds
+
+    def run(method: Method) -> float:
+        with method.running():
+            return seconds_of(method.model, prompt, n_steps=mode.n_steps)
+
+    return in_turns([partial(run, method) for method in methods], n_rounds=n_repeats)
 
 
 def storage_bytes(model: Any) -> int:
@@ -248,7 +214,7 @@ def routing(
         for handle in handles:
             handle.remove()
 
-    run(model, mode, prompt, watched)
+    seconds_of(model, prompt, n_steps=mode.n_steps, watched=watched)
     n_experts = model.config.get_text_config().num_experts
     rows = []
     for layer, calls in found.items():

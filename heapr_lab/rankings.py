@@ -6,6 +6,28 @@ and an atom's *position* is how much of the group goes before its unit does. To 
 an amount is then one comparison: an atom stays if its position >= amount. Hence masks
 of growing ratios are nested, and a new ratio costs no new sort.
 
+A unit's cost is its score divided by its price, and the prices of a unit's atoms add.
+Without prices, a step of a width has a price of 1 for each atom, and single atoms and
+whole experts go by their score alone.
+
+The cheapest-first prefix is optimal. Let c be the cost of the last unit in it. Units
+in it have score <= c · price, all others score >= c · price, so the prefix has the
+least Σ score − c · Σ price of all choices, and hence, where c >= 0, the least score of
+all that remove as much of the price or more. Steps are such units although they have to
+go from the lowest up: within an expert (or layer) their costs rise. So, with the number
+of atoms for a price unless one is given:
+
+* single atoms and rounded structures have the least score among all masks of their
+  structure that remove as many atoms or more, whatever the sizes of the steps;
+* whole experts do if they are of one width; of different widths they go by their sums,
+  as the paper has it, so give a price to have them go by what they save.
+
+That is said of what *is* removed. Where steps differ in size (a lowest step that is the
+remainder of a width, layers of different numbers of experts) or in price, the last one
+may remove more than the ratio asks for, and other steps that just do may have cost
+less: by at most the score of that last step, where prices are what the ratio counts. No
+order avoids it, because the best masks of two such ratios need not be nested.
+
 Shapes: E n_experts, D d_inter of a block of experts; a table's rows are E · D a layer.
 """
 
@@ -13,9 +35,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from heapr_lab.accounting import Architecture
 from heapr_lab.rules import Rules
 from heapr_lab.specs import SpecError
 from heapr_lab.table import ImportanceTable
+
+GONE = "gone"
+"""Column of a table that was measured on a pruned model: what it lacked goes first."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +53,7 @@ class Ranking:
     positions: np.ndarray
     """What of its group goes before an atom; the type's maximum for one that stays."""
     totals: tuple[int, ...]
-    """Atoms or parameters of each group."""
+    """What of each group is counted: its atoms, parameters or operations."""
     removable: tuple[int, ...]
     """Of these, what may go."""
 
@@ -38,8 +64,10 @@ class _Block:
 
     rows: slice
     d_inter: int
-    weights: np.ndarray
-    """What one atom counts, (E,)."""
+    sizes: np.ndarray
+    """What one atom counts, int64 (E,)."""
+    prices: np.ndarray | None
+    """What one atom's score is divided by, float64 (E,)."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +91,16 @@ def rank_atoms(table: ImportanceTable, *, rules: Rules) -> Ranking:
         rules: what goes together, and what stays.
     """
     scores = table.score(rules.estimator, **dict(rules.estimator_options)).to_numpy()
+    if GONE in table.frame:
+        scores = np.where(table.column(GONE), -np.inf, scores)
     protected = protected_atoms(table, rules)
     groups = rules.groups(tuple(table.shapes()))
-    grouped = [_blocks(table, group, rules=rules) for group in groups]
-    totals = [
-        sum(int(b.weights.sum()) * b.d_inter for b in blocks) for blocks in grouped
+    sizes, prices = atom_sizes(table, unit=rules.unit), _prices(table, rules)
+    grouped = [
+        _blocks(table, group, sizes=sizes, prices=prices, rules=rules)
+        for group in groups
     ]
+    totals = [sum(int(b.sizes.sum()) * b.d_inter for b in blocks) for blocks in grouped]
     # Half the memory, and half the time of a selection, where the amounts fit.
     kind = np.int32 if max(totals) < np.iinfo(np.int32).max else np.int64
     positions = np.empty(len(scores), dtype=kind)
@@ -78,7 +110,7 @@ def rank_atoms(table: ImportanceTable, *, rules: Rules) -> Ranking:
             _units(
                 scores[block.rows].reshape(-1, block.d_inter),
                 protected[block.rows].reshape(-1, block.d_inter),
-                weights=block.weights,
+                block=block,
                 rules=rules,
             )
             for block in blocks
@@ -110,35 +142,44 @@ def _positions(
 
 
 def _units(
-    scores: np.ndarray, protected: np.ndarray, *, weights: np.ndarray, rules: Rules
+    scores: np.ndarray, protected: np.ndarray, *, block: _Block, rules: Rules
 ) -> _Units:
-    """The units of a block; scores and protected (E, D), weights (E,)."""
+    """The units of a block; scores and protected (E, D)."""
     d_inter = scores.shape[1]
     rounded = rules.structure != "ragged"
     if rules.min_atoms or rounded:
         ranks = _ranks_within_experts(scores, protected)
         protected = protected | (ranks >= d_inter - rules.min_atoms)
-    sizes = np.repeat(weights, d_inter)
+    sizes = np.repeat(block.sizes, d_inter)
+    prices = None if block.prices is None else np.repeat(block.prices, d_inter)
     if rules.counts_atoms_exactly:
-        return _Units(slice(None), scores.ravel(), sizes, protected.ravel())
+        costs = _costs(scores.ravel(), prices)
+        return _Units(slice(None), costs, sizes, protected.ravel())
     n_steps = 1
     labels = np.repeat(np.arange(len(scores)), d_inter)
     if rounded:
         labels, n_steps = _steps(ranks, rules=rules)
-    costs: np.ndarray = np.bincount(labels, weights=scores.ravel())
-    counts = np.bincount(labels)
+    if prices is not None:
+        prices = np.bincount(labels, weights=prices)
+    costs = _costs(np.bincount(labels, weights=scores.ravel()), prices)
     sizes = np.bincount(labels, weights=sizes).astype(np.int64)
     locked = np.bincount(labels, weights=protected.ravel()) > 0
     if rounded:
-        # Per atom, costs rise with the width, except for rounding: a step of an expert
-        # (or layer) never goes before a lower one. So the cheapest-first prefix is
-        # always made of whole lower ends, and no other choice of as many atoms in
-        # steps of one size costs less: each step in it costs at most any outside it.
-        costs = (costs / counts).reshape(-1, n_steps)
-        costs = np.maximum.accumulate(costs, axis=1).ravel()
+        # They rise already, except for rounding.
+        costs = np.maximum.accumulate(costs.reshape(-1, n_steps), axis=1).ravel()
     if rules.structure == "uniform":
         locked[-1] = True  # a width of 0 would leave no experts at all
     return _Units(labels, costs, sizes, locked)
+
+
+def _costs(scores: np.ndarray, prices: np.ndarray | None) -> np.ndarray:
+    """Scores per price; units without a price go first if they score 0, else last."""
+    if prices is None:
+        return scores
+    with np.errstate(divide="ignore", invalid="ignore"):
+        costs = scores / prices
+    finite: np.ndarray = np.nan_to_num(costs)  # so that locked units come last
+    return finite
 
 
 def _ranks_within_experts(scores: np.ndarray, protected: np.ndarray) -> np.ndarray:
@@ -167,20 +208,24 @@ def _steps(ranks: np.ndarray, *, rules: Rules) -> tuple[np.ndarray, int]:
 
 
 def _blocks(
-    table: ImportanceTable, group: tuple[int, ...], *, rules: Rules
+    table: ImportanceTable,
+    group: tuple[int, ...],
+    *,
+    sizes: dict[int, np.ndarray],
+    prices: dict[int, np.ndarray] | None,
+    rules: Rules,
 ) -> list[_Block]:
     """The rows of every layer of a group; of all layers at once for one width.
 
     Raises:
         SpecError: one width is asked for, and the layers' widths differ.
     """
-    sizes = table.architecture.atom_parameters if rules.in_parameters else None
     blocks, start = [], 0
     for layer, (n_experts, d_inter) in table.shapes().items():
         rows = slice(start, start := start + n_experts * d_inter)
         if layer in group:
-            weight = sizes(layer) if sizes else 1
-            blocks.append(_Block(rows, d_inter, np.full(n_experts, weight)))
+            price = None if prices is None else prices[layer]
+            blocks.append(_Block(rows, d_inter, sizes[layer], price))
     if rules.structure != "uniform":
         return blocks
     widths = {block.d_inter for block in blocks}
@@ -190,8 +235,81 @@ def _blocks(
             f"{', '.join(map(str, sorted(widths)))}; use 'per_layer'"
         )
     # The group is every layer, so its rows follow one another.
-    weights = np.concatenate([block.weights for block in blocks])
-    return [_Block(slice(0, start), blocks[0].d_inter, weights)]
+    whole = slice(0, start)
+    size = np.concatenate([sizes[layer] for layer in group])
+    price = None if prices is None else np.concatenate([prices[k] for k in group])
+    return [_Block(whole, blocks[0].d_inter, size, price)]
+
+
+def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
+    """What one atom of each expert counts, by layer, int64 (E,).
+
+    Args:
+        table: whose atoms are counted.
+        unit: "atoms", each 1; "parameters"; or "flops", the operations of the tokens
+            that were routed to the atom's expert while the table was measured.
+
+    Raises:
+        SpecError: operations are to be counted, and in some layer there were none.
+    """
+    shapes = table.shapes()
+    if unit == "atoms":
+        return {layer: np.ones(n, np.int64) for layer, (n, _) in shapes.items()}
+    model = _measured_model(table)
+    if unit == "parameters":
+        return {
+            layer: np.full(n, model.atom_parameters(layer), np.int64)
+            for layer, (n, _) in shapes.items()
+        }
+    routed = table.expert_tokens().groupby("layer")["tokens"]
+    sizes = {
+        layer: model.layers[layer].atom_flops * tokens.to_numpy(np.int64)
+        for layer, tokens in routed
+    }
+    idle = [str(layer) for layer, size in sizes.items() if not size.any()]
+    if idle:
+        raise SpecError(
+            f"no token was routed in layers {', '.join(idle)}, so what pruning them "
+            "saves of FLOPs is not known; calibrate on some text"
+        )
+    return sizes
+
+
+def _prices(table: ImportanceTable, rules: Rules) -> dict[int, np.ndarray] | None:
+    """What one atom's score is divided by, by layer, float64 (E,); None for nothing.
+
+    Relative to the dearest atom, so that prices that are all equal change no score.
+    """
+    shapes = table.shapes()
+    if rules.price is None:
+        if rules.structure == "ragged":
+            return None
+        return {layer: np.ones(n) for layer, (n, _) in shapes.items()}
+    prices = {layer: np.zeros(n) for layer, (n, _) in shapes.items()}
+    traffic = float(rules.price)
+    for unit, share in (("parameters", 1 - traffic), ("flops", traffic)):
+        sizes = atom_sizes(table, unit=unit)
+        total = sum(int(sizes[k].sum()) * shape[1] for k, shape in shapes.items())
+        for layer, size in sizes.items():
+            prices[layer] += share * size / total
+    dearest = max(float(price.max()) for price in prices.values())
+    return {layer: price / dearest for layer, price in prices.items()}
+
+
+def _measured_model(table: ImportanceTable) -> Architecture:
+    """The sizes of the model that `table` has all atoms of.
+
+    Raises:
+        SpecError: the table has other rows than the model has atoms.
+    """
+    model = table.architecture
+    shapes = {k: (s.n_experts, s.d_inter) for k, s in model.layers.items()}
+    if shapes != table.shapes():
+        raise SpecError(
+            "shares and prices in parameters, bytes or FLOPs need a row for each atom "
+            f"of the model, (experts, atoms) by layer {shapes}, got {table.shapes()}"
+        )
+    return model
 
 
 def protected_atoms(table: ImportanceTable, rules: Rules) -> np.ndarray:

@@ -17,7 +17,7 @@ CHOICES = {
     "scope": ("global", "layer"),
     "granularity": ("atom", "expert"),
     "structure": ("ragged", "aligned", "per_layer", "uniform"),
-    "of": ("atoms", "model"),
+    "of": ("atoms", "model", "bytes", "flops"),
 }
 """The settings that are one of a few words."""
 
@@ -79,6 +79,8 @@ class Rules:
     min_atoms: int = 0
     protect_outliers: Fraction = Fraction(0)
     protect_unrouted: bool = False
+    price: Fraction | None = None
+    """The share of an atom's price that is traffic; None ranks whatever it costs."""
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -107,11 +109,13 @@ class Rules:
                 )
             if value is not None:
                 object.__setattr__(self, name, int(value))
-        if not 0 <= self.protect_outliers <= 1:
-            raise SpecError(
-                "protect_outliers must be in [0, 1], got "
-                f"{float(self.protect_outliers)}; give a fraction, not per cent"
-            )
+        for name in ("protect_outliers", "price"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise SpecError(
+                    f"{name} must be in [0, 1], got {float(value)}; give a fraction, "
+                    "not per cent"
+                )
 
     def _check_combinations(self) -> None:
         if self.granularity == "expert" and self.structure != "ragged":
@@ -132,9 +136,9 @@ class Rules:
         both = sorted({*self.own_layers} & {*self.exclude_layers})
         if both:
             raise SpecError(f"layers {both} are in layer_ratios and in exclude_layers")
-        if self.own_layers and self.of == "model":
+        if self.own_layers and self.of != "atoms":
             raise SpecError(
-                "layer_ratios are shares of a layer's atoms, got of='model'; give "
+                f"layer_ratios are shares of a layer's atoms, got of={self.of!r}; give "
                 "of='atoms'"
             )
         if self.structure == "uniform" and (self.own_layers or self.exclude_layers):
@@ -159,9 +163,16 @@ class Rules:
         return self.scope == "global" or self.structure == "uniform"
 
     @property
-    def in_parameters(self) -> bool:
-        """Whether amounts to remove are parameters rather than atoms."""
-        return self.of == "model" and self.in_one_group
+    def of_weights(self) -> bool:
+        """Whether ratios are of the whole model's weights."""
+        return self.of in {"model", "bytes"}  # the same, of weights of one dtype
+
+    @property
+    def unit(self) -> str:
+        """What amounts to remove are counted in: "atoms", "parameters" or "flops"."""
+        if self.of == "flops":
+            return "flops"
+        return "parameters" if self.of_weights and self.in_one_group else "atoms"
 
     def groups(self, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The layers that are pruned together: first those without their own ratio.
@@ -189,4 +200,5 @@ class Rules:
         plain["own_layers"] = list(self.own_layers)
         plain["exclude_layers"] = list(self.exclude_layers)
         plain["protect_outliers"] = float(self.protect_outliers)
+        plain["price"] = None if self.price is None else float(self.price)
         return plain

@@ -9,13 +9,30 @@ Layer 3, without torch. What a ratio r means:
   least r of the atoms; `achieved_ratio` says which.
 * `of="model"`: at least r of the parameters of the whole model go, the lowest-ranked
   atoms first; with scope `layer`, the same share of the atoms of every layer that may
-  be pruned.
+  be pruned. `of="bytes"` is the share of the bytes of its weights: the same, because
+  they are of one dtype.
+* `of="flops"`: at least r of the *routed* experts' operations go, as the table's tokens
+  used them (an atom's operations · the tokens of its expert); with scope `layer`, the
+  same share of those of every layer that may be pruned. It is the
+  `routed_flops_reduction` of `accounting.summary`, which depends on no sequence length;
+  dense layers and attention, whose share of a model's operations does, are not counted.
 * `layer_ratios` gives layers their own r; the others reach `ratio` among themselves.
 * `exclude_layers` are left whole. With scope `global` their atoms still count, so that
   the others give what is missing; with scope `layer` the others lose r each.
 
 Experts without routed tokens score 0 in the second-order estimators, and so go first
 unless `protect_unrouted`.
+
+Two budgets, parameters and operations, are what `price` is for. With a price μ, atoms
+are ranked by score / ((1 − μ) · s + μ · f), where s is the atom's share of the routed
+parameters and f its share of the routed operations. For every ratio the atoms that go
+then have the least Σ score − λ · ((1 − μ) · Σ s + μ · Σ f) of all masks, for some λ:
+the Lagrangian relaxation of both budgets, whose multipliers are as 1 − μ to μ (proof:
+`rankings`). 0 prices parameters, 1 operations. An atom of an expert without routed
+tokens saves no operations, so with μ = 1 it goes first if its score is 0, where it
+costs nothing, and last if it is larger. Scores that are sums over the corpus (fisher,
+heapr_total) can be added up and so are what to price; heapr is by itself heapr_total
+with μ = 1, where all experts are of one shape.
 """
 
 import math
@@ -28,7 +45,7 @@ from typing import Any
 import numpy as np
 
 from heapr_lab.masks import KeepMask
-from heapr_lab.rankings import Ranking, rank_atoms
+from heapr_lab.rankings import Ranking, atom_sizes, rank_atoms
 from heapr_lab.rules import Rules, as_fraction, exact_ratio
 from heapr_lab.specs import SpecError
 from heapr_lab.table import ImportanceTable
@@ -36,6 +53,12 @@ from heapr_lab.table import ImportanceTable
 __all__ = ["KeepMask", "select"]
 
 _DIGITS = 6  # of the largest possible ratio, rounded down, in an error
+_NAMES = {
+    "atoms": "pruning ratio",
+    "model": "pruning ratio of the model",
+    "bytes": "pruning ratio of the model's bytes",
+    "flops": "pruning ratio of the routed FLOPs",
+}
 
 
 def select(
@@ -53,9 +76,10 @@ def select(
     min_atoms: int = 0,
     protect_outliers: float = 0.0,
     protect_unrouted: bool = False,
+    price: float | None = None,
     estimator_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> KeepMask:
-    """The atoms that stay when `ratio` of them goes, lowest scores first.
+    """The atoms that stay when `ratio` of them goes, lowest scores (per price) first.
 
     Args:
         table: what was measured.
@@ -69,12 +93,15 @@ def select(
             Every expert keeps its own best atoms.
         multiple: widths are a multiple of it (or 0, or whole); needed for "aligned",
             1 for "per_layer" and "uniform" unless given.
-        of: the ratio counts routed "atoms", or the parameters of the whole "model".
+        of: the ratio counts routed "atoms", the parameters of the whole "model", its
+            "bytes", or the routed experts' "flops".
         layer_ratios: {layer: ratio} of layers with a ratio of their own.
         exclude_layers: layers to leave whole.
         min_atoms: every expert keeps at least so many (or all it has).
         protect_outliers: share of all atoms, with the largest max_abs_ph, that stays.
         protect_unrouted: keep experts without routed tokens whole.
+        price: in [0, 1], what scores are divided by: from parameters (0) to operations
+            (1), told at the head of this module; None for nothing.
         estimator_options: `alpha` of camera, `seed` of random.
 
     Example:
@@ -105,6 +132,7 @@ def select(
         min_atoms=min_atoms,
         protect_outliers=as_fraction(protect_outliers, name="protect_outliers"),
         protect_unrouted=bool(protect_unrouted),
+        price=None if price is None else as_fraction(price, name="price"),
     )
     ranking = table.memo(rules, lambda: rank_atoms(table, rules=rules))
     amounts = _amounts(ratios, ranking, rules=rules, table=table)
@@ -146,8 +174,8 @@ def _amounts(
     Raises:
         SpecError: not as much of a group may go; names the largest ratio.
     """
-    # To count parameters of the model, its ratio is scaled to the group's share of it.
-    factor = _model_factor(table, rules) if rules.of == "model" else Fraction(1)
+    # A ratio of a whole is scaled to the share of it that is in the groups.
+    factor = _factor(table, rules)
     exact = rules.counts_atoms_exactly and rules.of == "atoms"
     amounts: dict[int, int] = {}
     refused, largest = False, Fraction(1)
@@ -168,30 +196,28 @@ def _amounts(
             largest = min(largest, Fraction(removable, total) / factor)
         amounts |= dict.fromkeys(group, amount)
     if refused:
-        name = "pruning ratio" + (" of the model" if rules.of == "model" else "")
-        raise SpecError(_refusal(name, ratios.ratio, largest))
+        raise SpecError(_refusal(_NAMES[rules.of], ratios.ratio, largest))
     return amounts
 
 
-def _model_factor(table: ImportanceTable, rules: Rules) -> Fraction:
-    """Parameters of the model per parameter of the atoms that are to go.
-
-    Raises:
-        SpecError: the table has other rows than the model has atoms.
-    """
-    model = table.architecture
-    shapes = {k: (s.n_experts, s.d_inter) for k, s in model.layers.items()}
-    if shapes != table.shapes():
-        raise SpecError(
-            f"of='model' needs a row for each atom of the model, (experts, atoms) by "
-            f"layer {shapes}, got {table.shapes()}"
-        )
+def _factor(table: ImportanceTable, rules: Rules) -> Fraction:
+    """What the ratio is of, for each of it that is in layers that are to lose some."""
+    if rules.of == "atoms":
+        return Fraction(1)
+    sizes = atom_sizes(table, unit="parameters" if rules.of_weights else "flops")
+    totals = {
+        layer: int(sizes[layer].sum()) * d_inter
+        for layer, (_, d_inter) in table.shapes().items()
+    }
+    whole = (
+        table.architecture.n_parameters if rules.of_weights else sum(totals.values())
+    )
     counted = [
-        shape.n_atoms * shape.atom_parameters
-        for layer, shape in model.layers.items()
+        total
+        for layer, total in totals.items()
         if rules.in_one_group or layer not in rules.exclude_layers
     ]
-    return Fraction(model.n_parameters, sum(counted))
+    return Fraction(whole, sum(counted))
 
 
 def _refusal(name: str, ratio: Fraction, largest: Fraction) -> str:

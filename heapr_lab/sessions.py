@@ -1,8 +1,8 @@
 """A pruning being tried out: what is chosen, what stays, what it saves and costs.
 
-Plain Python, without widgets; torch is needed only to evaluate. Selecting and counting
-are quick and done at once, so that a slider can follow; the model runs only in
-`PruningSession.evaluate`.
+Plain Python, without widgets; torch is needed only to evaluate. Selecting, counting and
+predicting are quick and done at once, so that a slider can follow; the model runs only
+in `PruningSession.evaluate`.
 """
 
 import time
@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from heapr_lab import accounting
+from heapr_lab.damage import fit_damage, summed_scores
 from heapr_lab.estimators import ESTIMATORS
 from heapr_lab.masks import KeepMask
 from heapr_lab.selection import select
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
     from heapr_lab.pipeline import Workbench
 
 _SEQ_LEN = 2048
+_LEAST_TO_PREDICT = 2
+_NO_PREDICTION = (
+    "Evaluate two ratios of this choice to see a prediction at every other; with a "
+    "third it says how far off it may be."
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Choice:
 POINT_COLUMNS = (
     *(field.name for field in fields(Choice)),
     "achieved_ratio",
+    "summed_score",
     "dataset",
     "nll",
     "delta_nll",
@@ -183,6 +191,24 @@ class PruningSession:
             )
         return f"{text} {self.note}".strip()
 
+    # --- predicting -------------------------------------------------------------
+
+    def describe_prediction(self) -> str:
+        """What the choice will probably cost, as text; the model does not run.
+
+        Read from the `points` that were chosen alike at other ratios, on every corpus
+        that has two of them. The range is that of `DamageMap.spread`.
+        """
+        choice = self.choice
+        points = _chosen_alike(self.points, choice)
+        counts = points.groupby("dataset")["summed_score"].transform("nunique")
+        points = points[counts >= _LEAST_TO_PREDICT]
+        if points.empty:
+            return _NO_PREDICTION
+        score = summed_scores(self.table, self.keep_of(choice), choice.estimator)
+        groups = points.groupby("dataset", sort=False)
+        return " ".join(_prediction(str(name), part, score) for name, part in groups)
+
     # --- evaluating -------------------------------------------------------------
 
     def evaluate(
@@ -218,6 +244,7 @@ class PruningSession:
         choice = choice or self.choice
         keep = self.keep_of(choice)
         masks = (None, keep) if keep.n_removed else (None,)
+        score = summed_scores(self.table, keep, choice.estimator)
         windows = {corpus: bench.test_windows(corpus) for corpus in corpora}
         n_windows = len(masks) * sum(part.n_sequences for part in windows.values())
         clock = _Clock(n_windows, progress)
@@ -227,7 +254,7 @@ class PruningSession:
                 clock.begin(f"{'dense' if mask is None else 'pruned'} on {corpus}")
                 found = bench.perplexity(mask, part, progress=clock)
                 clock.end(part.n_sequences)
-                rows.append(_point(choice, mask, found, corpus))
+                rows.append(_point(choice, mask, found, corpus, score=score))
             dense = rows[-len(masks)]["nll"]
             for row in rows[-len(masks) :]:
                 row["delta_nll"] = row["nll"] - dense
@@ -243,17 +270,61 @@ class PruningSession:
 
 
 def _point(
-    choice: Choice, mask: KeepMask | None, found: "Perplexity", corpus: str
+    choice: Choice,
+    mask: KeepMask | None,
+    found: "Perplexity",
+    corpus: str,
+    *,
+    score: float,
 ) -> dict[str, Any]:
     shown = Choice(0.0, estimator="dense") if mask is None else choice
     return {
         **asdict(shown),
         "achieved_ratio": 0.0 if mask is None else mask.achieved_ratio,
+        "summed_score": 0.0 if mask is None else score,
         "dataset": corpus,
         "nll": found.nll,
         "perplexity": found.value,
         "n_tokens": found.n_tokens,
     }
+
+
+def _chosen_alike(points: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Those of `points` that differ from `choice` in their ratio at most."""
+    alike = pd.Series(True, index=points.index)
+    for name, value in asdict(choice).items():
+        if name != "ratio":
+            column = points[name]
+            alike &= column.isna() if value is None else column.eq(value)
+    return points[alike]
+
+
+def _prediction(corpus: str, points: pd.DataFrame, score: float) -> str:
+    """One sentence: what removing `score` costs on `corpus`, as its `points` say."""
+    measured = points[["summed_score", "delta_nll"]].astype(float)
+    try:
+        damage = fit_damage(measured.itertuples(index=False, name=None))
+        loss = float(damage.predict(score))
+    except SpecError as error:  # what is wrong is shown; a display never fails
+        return f"No prediction on {corpus}: {error}."
+    dense = float((points["nll"] - points["delta_nll"]).iloc[0])
+    losses = [loss]
+    if damage.spread is not None:
+        losses += [loss / damage.spread, loss * damage.spread]
+    with np.errstate(over="ignore"):
+        perplexities = np.exp(dense + np.array(losses)).tolist()
+    beyond = ", beyond them and so less certain" if damage.extrapolates(score) else ""
+    return (
+        f"Predicted on {corpus} from {len(damage.points)} evaluated ratios{beyond}: "
+        f"Δloss {_span(losses, '.3g')} nats/token, "
+        f"perplexity {_span(perplexities, ',.1f')}."
+    )
+
+
+def _span(values: list[float], form: str) -> str:
+    """The first of `values` and, in brackets, from where to where it may lie."""
+    first, *rest = (format(value, form) for value in values)
+    return f"{first} ({' to '.join(rest)})" if rest else first
 
 
 class _Clock:

@@ -1,8 +1,8 @@
 """The pruning panel: a slider that prunes at once, a button that evaluates.
 
 Stock ipywidgets over a `PruningSession`, pictures as PNG bytes. Whatever is cheap
-follows every move of the slider; the model runs only on the button, in a thread, and
-can be stopped.
+follows every move of the slider, a prediction of the loss too once two ratios were
+evaluated; the model runs only on the button, in a thread, and can be stopped.
 """
 
 import html
@@ -108,6 +108,7 @@ class PruningPanel(ipw.VBox):
 
     def _build_views(self) -> None:
         self.status = ipw.HTML()
+        self.prediction = ipw.HTML()
         self.error = ipw.HTML()
         self.picture = ipw.Image(format="png")
         self.bar = ipw.FloatProgress(min=0.0, max=1.0, description="progress")
@@ -126,6 +127,7 @@ class PruningPanel(ipw.VBox):
         return [
             *controls,
             self.status,
+            self.prediction,
             self.error,
             self.picture,
             ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>"),
@@ -156,6 +158,7 @@ class PruningPanel(ipw.VBox):
         except Exception as error:  # an observer's exception is seen by nobody
             self._fail(error)
             self.status.value = _status("This choice cannot be had.")
+            self.prediction.value = ""
 
     def _chosen(self) -> Choice:
         return Choice(
@@ -179,7 +182,13 @@ class PruningPanel(ipw.VBox):
         picture = self._layers.draw(self.session.keep)
         self.status.value = _status(self.session.describe())
         self.picture.value = picture
+        self._show_prediction()
         self.error.value = ""
+
+    def _show_prediction(self) -> None:
+        """Say what the choice will cost, where there is a model to evaluate."""
+        if self.session.workbench is not None:
+            self.prediction.value = _status(self.session.describe_prediction())
 
     # --- what the button starts ---------------------------------------------------
 
@@ -208,6 +217,7 @@ class PruningPanel(ipw.VBox):
         try:
             self.session.evaluate(corpora, choice=choice, progress=self._on_step)
             self._show_points()
+            self._show_prediction()
         except _CancelledError:
             message = "cancelled"
         except Exception as error:  # a thread's exception is seen by nobody

@@ -27,6 +27,12 @@ from heapr_lab.figures.comparisons import (
     plot_scope,
     scope_data,
 )
+from heapr_lab.figures.damage import (
+    damage_data,
+    damage_table,
+    figure_damage,
+    plot_damage,
+)
 from heapr_lab.figures.files import save_figure, write_table
 from heapr_lab.figures.layers import (
     figure_layer_ratios,
@@ -37,6 +43,12 @@ from heapr_lab.figures.layers import (
     score_histogram_data,
 )
 from heapr_lab.figures.paper import paper_label, paper_table
+from heapr_lab.figures.pareto import (
+    figure_pareto,
+    pareto_data,
+    pareto_table,
+    plot_pareto,
+)
 from heapr_lab.figures.structures import (
     figure_structures,
     plot_structures,
@@ -66,14 +78,18 @@ __all__ = [
     "comparison_table",
     "cost_data",
     "cost_table",
+    "damage_data",
+    "damage_table",
     "figure_atomic_expert",
     "figure_bins",
     "figure_boundary",
     "figure_calibration_size",
     "figure_cost",
+    "figure_damage",
     "figure_granularity",
     "figure_layer_ratios",
     "figure_main",
+    "figure_pareto",
     "figure_scope",
     "figure_structures",
     "granularity_data",
@@ -83,14 +99,18 @@ __all__ = [
     "main_table",
     "paper_label",
     "paper_table",
+    "pareto_data",
+    "pareto_table",
     "plot_atomic_expert",
     "plot_bins",
     "plot_boundary",
     "plot_calibration_size",
     "plot_cost",
+    "plot_damage",
     "plot_granularity",
     "plot_layer_ratios",
     "plot_main",
+    "plot_pareto",
     "plot_scope",
     "plot_score_histogram",
     "plot_structures",

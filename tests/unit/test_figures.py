@@ -584,3 +584,129 @@ def test_speed_is_that_of_sliced_models_against_the_dense() -> None:
     table = figures.speed_table(measured)
     assert table["mode"].tolist() == ["decode batch 1"]
     assert table["bytes ÷ dense ↓"].tolist() == [0.7]
+
+
+# --- damage -----------------------------------------------------------------------
+
+
+def measured_damage() -> pd.DataFrame:
+    """Rows as `benchmarks/damage.py` writes them: fisher on two corpora, two maps."""
+    ratios = pd.DataFrame({"ratio": [0.1, 0.2, 0.5, 0.8], "measured": [0, 0.1, 0.2, 2]})
+    rows = []
+    for corpus, source, n_points, factor in (
+        ("pydocs", "pydocs", 2, 3.0),
+        ("pydocs", "pydocs", 3, 1.5),
+        ("wikitext2", "pydocs", 3, 0.25),
+    ):
+        used = ratios["ratio"].eq(0.2) & (corpus == source)
+        rows.append(
+            ratios.assign(
+                estimator="fisher",
+                corpus=corpus,
+                calibrated_on=source,
+                n_points=n_points,
+                used_for_fit=used,
+                predicted=ratios["measured"] * np.where(used, 1, factor),
+                naive=ratios["measured"] / 4,
+            )
+        )
+    rows[1].loc[3, "predicted"] = 0.6 * 2
+    return pd.concat(rows, ignore_index=True)
+
+
+def test_damage_table_counts_what_was_not_fitted() -> None:
+    """Errors of unused ratios with a Δloss: 0.5 over, 0.4 under; 3 × and 1/4 ×."""
+    table = figures.damage_table(figures.damage_data(measured_damage()))
+    assert table["map of"].tolist() == ["pydocs"] * 3
+    assert table["points"].tolist() == [2, 3, 3]
+    assert table["median error [%] ↓"].tolist() == pytest.approx([200, 45, 75])
+    assert table["largest error [%] ↓"].tolist() == pytest.approx([200, 50, 75])
+    assert table["at ratio [%]"].tolist()[1] == 50
+    assert table["naive ÷ measured"].tolist() == pytest.approx([0.25] * 3)
+
+
+def test_damage_panels_fill_what_was_fitted() -> None:
+    """Of the maps of most points: a panel for each corpus, on the same axes."""
+    figure = figures.figure_damage(figures.damage_data(measured_damage()))
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [
+        "pydocs\nby the map of pydocs",
+        "WikiText-2\nby the map of pydocs",
+    ]
+    assert figure.axes[0].get_xlim() == figure.axes[1].get_ylim()
+    drawn = {
+        ax.get_title(loc="left"): {
+            line.get_markerfacecolor(): line.get_xydata().tolist()
+            for line in ax.get_lines()
+            if line.get_marker() == figures.look("fisher").marker
+        }
+        for ax in figure.axes
+    }
+    fitted, carried = drawn.values()
+    assert fitted["none"] == pytest.approx(np.array([[0.3, 0.2], [1.2, 2]]))
+    assert fitted[figures.look("fisher").color] == [[0.1, 0.1]]
+    assert len(carried["none"]) == 3
+    assert set(carried) == {"none"}
+
+
+def test_damage_without_a_measured_rise_has_no_error() -> None:
+    """A Δloss of 0 cannot be divided by, nor drawn on a logarithmic axis."""
+    data = figures.damage_data(measured_damage())
+    assert data["relative_error"].isna().tolist() == [True, False, False, False] * 3
+
+
+# --- the front of two budgets -----------------------------------------------------
+
+
+def measured_front() -> pd.DataFrame:
+    """Rows as `benchmarks/pareto.py` writes them; fisher's second is dominated."""
+    rows = [
+        ("heapr", 0.0, 0.2, 0.22, 0.03),
+        ("heapr", 1.0, 0.2, 0.26, 0.05),
+        ("fisher", 0.0, 0.2, 0.20, 0.02),
+        ("fisher", 1.0, 0.2, 0.21, 0.04),
+        ("fisher", 0.0, 0.4, 0.50, 0.04),
+    ]
+    names = ["estimator", "price", "ratio", "routed_flops_reduction", "delta_nll"]
+    frame = pd.DataFrame(rows, columns=names)
+    return frame.assign(
+        model="lab model", parameter_reduction=frame["ratio"], score=1.0
+    )
+
+
+def test_points_that_another_beats_are_not_on_the_front() -> None:
+    """A point is dominated by one that saves as much of both and loses as little."""
+    data = figures.pareto_data(measured_front())
+    # (0.4, 0.5, 0.04) saves more of both than (0.2, 0.26, 0.05) and loses less.
+    assert data["efficient"].tolist() == [True, False, True, False, True]
+    twice = pd.concat([measured_front().iloc[:1]] * 2)
+    assert figures.pareto_data(twice)["efficient"].all()
+
+
+def test_the_front_has_a_panel_for_each_ratio_and_hollow_points() -> None:
+    """A curve for each estimator along its prices; dominated points are hollow."""
+    data = figures.pareto_data(measured_front())
+    figure = figures.figure_pareto(data)
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles == ["20 % of parameters", "40 % of parameters"]
+    curves = lines_of(figure.axes[0])
+    assert curves["HEAPr"].tolist() == [[0.22, 0.03], [0.26, 0.05]]
+    assert curves["Fisher"].tolist() == [[0.2, 0.02], [0.21, 0.04]]
+    hollow = [
+        line.get_xydata().tolist()
+        for line in figure.axes[0].get_lines()
+        if line.get_markerfacecolor() == "white"
+    ]
+    assert [[0.26, 0.05]] in hollow
+    assert [[0.21, 0.04]] in hollow
+    assert figure.axes[0].xaxis.get_major_formatter()(0.2, 0) == "20"
+
+
+def test_the_table_of_the_front_is_in_per_cent() -> None:
+    """A row for each point by ratio, estimator and price."""
+    table = figures.pareto_table(figures.pareto_data(measured_front()))
+    assert table["estimator"].tolist() == ["heapr"] * 2 + ["fisher"] * 3
+    assert table["parameters saved [%]"].tolist() == [20, 20, 20, 20, 40]
+    assert table["routed FLOPs saved [%] ↑"].tolist() == pytest.approx(
+        [22, 26, 20, 21, 50]
+    )
+    assert table["on the front"].tolist() == ["yes", "", "yes", "", "yes"]

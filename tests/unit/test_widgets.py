@@ -1,4 +1,5 @@
 import itertools
+import re
 import threading
 import time
 from io import BytesIO
@@ -12,6 +13,8 @@ from matplotlib.image import imread
 from tiny_folder import write_model, write_text
 
 from heapr_lab.accounting import Architecture, LayerShape
+from heapr_lab.damage import summed_scores
+from heapr_lab.evaluation import Perplexity
 from heapr_lab.masks import KeepMask
 from heapr_lab.pictures import LayerPicture
 from heapr_lab.pipeline import Workbench, open_workbench
@@ -155,6 +158,130 @@ def test_progress_counts_up_to_the_whole(bench: Workbench, root: Path) -> None:
     assert [step.done for step in steps] == sorted(step.done for step in steps)
     assert steps[-1].seconds_left == 0
     assert Step("dense on x", 3, 8, 65.2).text.endswith("3 of 8, about 1:05 left")
+
+
+# --- the prediction -----------------------------------------------------------------
+
+
+DENSE_NLL = 3.0
+
+
+def true_loss(session: PruningSession, ratio: float) -> float:
+    """Δloss of the model that `foretold` makes up: a power law of summed scores."""
+    keep = session.keep_of(Choice(ratio=ratio))
+    return 0.5 * summed_scores(session.table, keep, "heapr") ** 1.5
+
+
+@pytest.fixture
+def foretold(
+    bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> PruningPanel:
+    """A panel of a model whose Δloss is `true_loss`, on two corpora."""
+    session = PruningSession(random_table(2, 4, 16), workbench=bench)
+
+    def perplexity(
+        keep: KeepMask | None, windows: Any, *, progress: Any = None
+    ) -> Perplexity:
+        nll = DENSE_NLL
+        if keep is not None:
+            nll += 0.5 * summed_scores(session.table, keep, "heapr") ** 1.5
+        return Perplexity(value=np.exp(nll), nll=nll, n_tokens=100)
+
+    monkeypatch.setattr(bench, "perplexity", perplexity)
+    write_text(root / "other.txt")
+    corpora = (str(root / "text.txt"), str(root / "other.txt"))
+    return PruningPanel(session, corpora=corpora)
+
+
+def press_evaluate(panel: PruningPanel, *ratios: float) -> None:
+    """Evaluate each ratio, as a user does."""
+    for ratio in ratios:
+        panel.ratio.value = ratio
+        panel.evaluate_button.click()
+        panel.wait(60)
+        assert panel.error.value == ""
+
+
+def test_prediction_appears_with_the_second_ratio(foretold: PruningPanel) -> None:
+    """Before, it says what to do; evaluating the same ratio twice does not count."""
+    assert "Evaluate two ratios" in foretold.prediction.value
+    press_evaluate(foretold, 0.2, 0.2, 0.201)  # 25 of 128 atoms, each time
+    assert "Evaluate two ratios" in foretold.prediction.value
+    press_evaluate(foretold, 0.6)
+    assert "from 2 evaluated ratios: Δloss" in foretold.prediction.value
+    assert 'role="status"' in foretold.prediction.value
+
+
+def test_prediction_follows_the_slider(
+    foretold: PruningPanel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At ratios that were not evaluated it tells the truth, and evaluates nothing."""
+    press_evaluate(foretold, 0.2, 0.6)
+    monkeypatch.delattr(foretold.session.workbench, "perplexity")
+    monkeypatch.setattr(Workbench, "perplexity", None)
+    for ratio in (0.4, 0.3):
+        foretold.slider.value = ratio
+        loss = true_loss(foretold.session, ratio)
+        found = foretold.prediction.value
+        assert f"Δloss {loss:.3g} nats/token" in found
+        assert f"perplexity {np.exp(DENSE_NLL + loss):,.1f}." in found
+        assert "less certain" not in found
+    foretold.slider.value = 0.8
+    assert "beyond them and so less certain" in foretold.prediction.value
+    assert len(foretold.session.points) == 3
+
+
+def test_prediction_says_how_far_off_it_may_be(foretold: PruningPanel) -> None:
+    """With a third ratio, half of what it was, there is a range around what is said."""
+    press_evaluate(foretold, 0.2, 0.4, 0.6)
+    session = foretold.session
+    middle = session.points["ratio"].eq(0.4)
+    session.points.loc[middle, "delta_nll"] /= 2
+    foretold.ratio.value = 0.41
+    text = foretold.prediction.value
+    loss, low, high = map(
+        float, re.search(r"Δloss (\S+) \((\S+) to (\S+)\)", text).groups()
+    )
+    assert low * high == pytest.approx(loss**2, rel=0.02)
+    # left out, the middle is foretold twice as high; the ends are further off
+    assert high / loss > 2
+    perplexities = re.search(r"perplexity (\S+) \((\S+) to (\S+)\)", text).groups()
+    expected = np.exp(DENSE_NLL + np.array([loss, low, high]))
+    assert [float(p.replace(",", "")) for p in perplexities] == pytest.approx(
+        expected, rel=0.02
+    )
+
+
+def test_prediction_is_of_each_corpus_and_choice(foretold: PruningPanel) -> None:
+    """Only what was chosen alike counts, and each corpus has its own points."""
+    press_evaluate(foretold, 0.2)
+    foretold.corpora.value = foretold.corpora.options
+    press_evaluate(foretold, 0.6)
+    first, second = foretold.corpora.options
+    assert f"Predicted on {first} from 2" in foretold.prediction.value
+    assert second not in foretold.prediction.value
+    press_evaluate(foretold, 0.4)
+    assert f"Predicted on {second} from 2" in foretold.prediction.value
+    foretold.scope.value = "layer"
+    assert "Evaluate two ratios" in foretold.prediction.value
+    foretold.scope.value = "global"
+    assert f"Predicted on {first} from 3" in foretold.prediction.value
+
+
+def test_prediction_says_why_there_is_none(foretold: PruningPanel) -> None:
+    """Where the loss fell, there is nothing to foretell from; the panel stays whole."""
+    press_evaluate(foretold, 0.2, 0.4)
+    foretold.session.points["delta_nll"] *= -1
+    foretold.ratio.value = 0.3
+    assert "No prediction on" in foretold.prediction.value
+    assert "evaluate a larger ratio" in foretold.prediction.value
+    assert foretold.error.value == ""
+    assert "removed" in foretold.status.value
+
+
+def test_a_table_has_no_prediction() -> None:
+    """Without a model nothing can be evaluated, so nothing is promised."""
+    assert prune_and_evaluate(small_table()).prediction.value == ""
 
 
 # --- the picture --------------------------------------------------------------------

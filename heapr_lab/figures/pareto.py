@@ -1,0 +1,121 @@
+"""Two budgets at once: Δloss against operations saved, at equal parameters saved."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heapr_lab.figures.style import (
+    LABELS,
+    REFERENCE_GREY,
+    look,
+    own_axes,
+    panels,
+    place,
+    share_legend,
+    show_percent,
+    styled,
+)
+
+_SAVINGS = ["parameter_reduction", "routed_flops_reduction"]
+_DOMINATED = "dominated by another point"
+
+
+def pareto_data(measured: pd.DataFrame) -> pd.DataFrame:
+    """Savings and Δloss of every estimator, price and ratio, and which are worth it.
+
+    Args:
+        measured: rows of `benchmarks/pareto.py`, of one model.
+
+    Returns:
+        Columns model, estimator, price (0: parameters, 1: operations), ratio (asked
+        for, of the model's parameters), parameter_reduction, routed_flops_reduction,
+        score (sum over what goes), delta_nll in nats per token, and efficient: whether
+        no row saves as much of both, loses as little, and is better in one of them.
+    """
+    columns = ["model", "estimator", "price", "ratio", *_SAVINGS, "score", "delta_nll"]
+    losses = np.column_stack([-measured[_SAVINGS], measured["delta_nll"]])
+    # [i, j]: row j is as good as row i in everything, or better
+    as_good = np.all(losses[None] <= losses[:, None], axis=2)
+    beaten = np.any(as_good & ~as_good.T, axis=1)
+    return measured[columns].assign(efficient=~beaten)
+
+
+@styled
+def plot_pareto(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Δloss over operations saved, a curve for each estimator along its prices.
+
+    Hollow points are not on the front.
+
+    Args:
+        data: from `pareto_data`, of one ratio.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ax = own_axes(ax)
+    for name in sorted(data["estimator"].unique(), key=place):
+        style = look(name)
+        rows = data[data["estimator"].eq(name)].sort_values("price")
+        ax.plot(
+            rows["routed_flops_reduction"],
+            rows["delta_nll"],
+            color=style.color,
+            marker=style.marker,
+            markevery=np.flatnonzero(rows["efficient"]).tolist(),
+            label=style.label,
+        )
+        beaten = rows[~rows["efficient"]]
+        ax.plot(
+            beaten["routed_flops_reduction"],
+            beaten["delta_nll"],
+            color=style.color,
+            marker=style.marker,
+            markerfacecolor="white",
+            linestyle="none",
+        )
+    ax.plot(
+        [],
+        [],
+        color=REFERENCE_GREY,
+        marker="o",
+        markerfacecolor="white",
+        linestyle="none",
+        label=_DOMINATED,
+    )
+    ax.set_xlabel("routed FLOPs saved [%] ↑")
+    ax.set_ylabel(LABELS["delta_nll"])
+    show_percent(ax.xaxis)
+    return ax
+
+
+@styled
+def figure_pareto(data: pd.DataFrame) -> Figure:
+    """One panel for each ratio; along a curve the price goes from 0, left, to 1."""
+    ratios = list(data["ratio"].drop_duplicates())
+    figure, axes = panels(len(ratios))
+    for ratio, ax in zip(ratios, axes, strict=True):
+        plot_pareto(data[data["ratio"].eq(ratio)], ax=ax)
+        ax.set_title(f"{100 * ratio:g} % of parameters")
+    share_legend(figure)
+    return figure
+
+
+def pareto_table(data: pd.DataFrame) -> pd.DataFrame:
+    """`pareto_data` for reading: a row for each ratio, estimator and price."""
+    ordered = data.sort_values(
+        ["ratio", "estimator", "price"],
+        key=lambda column: column.map(place) if column.name == "estimator" else column,
+    )
+    return pd.DataFrame(
+        {
+            "parameters saved [%]": 100 * ordered["parameter_reduction"],
+            "estimator": ordered["estimator"],
+            "price": ordered["price"],
+            "routed FLOPs saved [%] ↑": 100 * ordered["routed_flops_reduction"],
+            "summed score": ordered["score"],
+            "Δloss [nats] ↓": ordered["delta_nll"],
+            "on the front": ordered["efficient"].map({True: "yes", False: ""}),
+        }
+    ).reset_index(drop=True)

@@ -1,0 +1,68 @@
+"""How long models take: seconds of a prefill or of decoding, models taking turns.
+
+Layer 1. Of greedy decoding with a cache only the steps are timed, not the prompt.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+
+@torch.inference_mode()
+def seconds_of(
+    model: Any,
+    prompt: torch.Tensor,
+    *,
+    n_steps: int = 0,
+    watched: Callable[[], Any] = contextlib.nullcontext,
+) -> float:
+    """Seconds of `n_steps` steps of decoding, or of the prefill without steps.
+
+    Args:
+        model: a causal language model of transformers.
+        prompt: token ids (batch, length), on the model's device.
+        n_steps: how many tokens each sequence gets after its prompt.
+        watched: makes the context that what is timed runs in.
+    """
+    cache = DynamicCache(config=model.config) if n_steps else None
+    options = {"use_cache": cache is not None, "past_key_values": cache}
+    ids = prompt
+    if cache is not None:
+        ids = _next_ids(model, ids, options)
+    with watched():
+        started = _now(model)
+        for _ in range(n_steps or 1):
+            ids = _next_ids(model, ids, options)
+        return _now(model) - started
+
+
+def in_turns(
+    runs: Sequence[Callable[[], float]], *, n_rounds: int
+) -> list[list[float]]:
+    """What each of `runs` gave in each round, (runs, n_rounds).
+
+    Another goes first in each round, and a round before the first warms up.
+    """
+    found: list[list[float]] = [[] for _ in runs]
+    for turn in range(n_rounds + 1):
+        for i in ((turn + i) % len(runs) for i in range(len(runs))):
+            value = runs[i]()
+            if turn > 0:
+                found[i].append(value)
+    return found
+
+
+def _next_ids(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """The likeliest next token of each sequence, (batch, 1)."""
+    logits: torch.Tensor = model(ids, logits_to_keep=1, **options).logits
+    return logits.argmax(-1)
+
+
+def _now(model: Any) -> float:
+    if model.device.type != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
