@@ -50,7 +50,7 @@ def save_pruned(
         tokenizer: to be saved with it; by default that of the model it was made from.
         facts: plain data for manifest and card: `calibration`, `perplexity`
             ({corpus: (before, after)}), `savings` (as `accounting.summary`), `weights`
-            (what changed them besides slicing).
+            (what changed them besides slicing; by default what `compensate` noted).
         max_shard_size: largest size of a safetensors file.
 
     Returns:
@@ -65,11 +65,13 @@ def save_pruned(
     """
     keep = _mask_of(model)
     base = model.config._name_or_path
+    changed = getattr(model, "heapr_weights", None)
+    facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     with new_folder(Path(folder)) as partial:
         written = checkpoint_of(model, keep)
         written.save_pretrained(partial, max_shard_size=max_shard_size)
         save_tokenizer(partial, tokenizer, base=base)
-        describe(partial, keep, base=base, config=model.config, facts=facts or {})
+        describe(partial, keep, base=base, config=model.config, facts=facts)
     return Path(folder)
 
 

@@ -11,9 +11,10 @@ I d_inter, D d_expert.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,19 @@ from heapr_lab.moments import LayerMoments
 from heapr_lab.ragged import activate
 
 IMPLEMENTATION = "heapr_lab"
-_masks: ContextVar[Mapping[int, torch.Tensor] | None] = ContextVar(
-    "masks", default=None
-)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """How a layer's experts run in a context, without a change to their weights."""
+
+    keep: torch.Tensor
+    """What h is multiplied by, (E, I)."""
+    down: torch.Tensor | None = None
+    """What stands for W_down, (E, D, I)."""
+
+
+_edits: ContextVar[Mapping[int, Edit] | None] = ContextVar("edits", default=None)
 _switch_lock = threading.Lock()
 _switched: dict[int, tuple[int, str | None]] = {}
 """By the id of each config switched on: modules that need it, what it was before."""
@@ -111,25 +122,67 @@ def _switch_off(module: Any) -> None:
 
 
 @contextlib.contextmanager
-def masked(layers: list[ExpertsLayer], keeps: list[torch.Tensor]) -> Iterator[None]:
-    """Drop atoms of `layers` in this thread's forwards.
+def masked(
+    layers: list[ExpertsLayer],
+    keeps: list[torch.Tensor],
+    downs: Sequence[torch.Tensor | None] | None = None,
+) -> Iterator[None]:
+    """Drop atoms of `layers` in this thread's forwards, and replace W_down if given.
 
-    Shapes: each of `keeps` (E, I), one for each layer, True where the atom stays.
+    Shapes: each of `keeps` (E, I), one for each layer, True where the atom stays; each
+    of `downs` (E, D, I).
     """
-    outer = _masks.get() or {}
-    mine = {
-        id(layer.module): keep.to(layer.device, layer.dtype)
-        for layer, keep in zip(layers, keeps, strict=True)
-    }
-    for module_id, keep in mine.items():
-        if module_id in outer:
-            mine[module_id] = keep * outer[module_id]
-    token = _masks.set({**outer, **mine})
+    outer = _edits.get() or {}
+    mine = {}
+    for layer, keep, given in zip(
+        layers, keeps, downs or [None] * len(layers), strict=True
+    ):
+        before = outer.get(id(layer.module))
+        kept = keep.to(layer.device, layer.dtype)
+        down = None if given is None else given.to(layer.device, layer.dtype)
+        if before is not None:
+            kept = kept * before.keep
+            down = before.down if down is None else down
+        mine[id(layer.module)] = Edit(kept, down)
+    token = _edits.set({**outer, **mine})
     try:
         with switching(layers):
             yield
     finally:
-        _masks.reset(token)
+        _edits.reset(token)
+
+
+class Observer(Protocol):
+    """Sees the routed activations of one layer in every forward."""
+
+    def observe(
+        self,
+        h: torch.Tensor,
+        *,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: list[int],
+    ) -> None:
+        """Take note of one call.
+
+        Shapes: h (n, I) sorted by expert; p (n,) their routing weights; rows (n,) the
+        token of each; tokens the number of rows of each expert, (E,).
+        """
+
+
+@contextlib.contextmanager
+def observed(
+    layers: list[ExpertsLayer], observers: Sequence[Observer]
+) -> Iterator[None]:
+    """Show the layers' activations to `observers`, one each, in every forward."""
+    for layer, observer in zip(layers, observers, strict=True):
+        layer.module.__dict__["_heapr_observer"] = observer
+    try:
+        with switching(layers):
+            yield
+    finally:
+        for layer in layers:
+            layer.module.__dict__.pop("_heapr_observer", None)
 
 
 @contextlib.contextmanager
@@ -156,18 +209,25 @@ def _experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    masks = _masks.get()
-    keep = None if masks is None else masks.get(id(module))
+    edits = _edits.get()
+    edit = None if edits is None else edits.get(id(module))
     probe = module.__dict__.get("_heapr_probe")
     if not torch.is_grad_enabled():
         probe = None
-    if keep is None and probe is None:
+    observer = module.__dict__.get("_heapr_observer")
+    if edit is None and probe is None and observer is None:
         plain = _plain_implementation(module)
         total: torch.Tensor
         total = plain(module, hidden_states, top_k_index, top_k_weights)
         return total
     return _routed_forward(
-        module, hidden_states, top_k_index, top_k_weights, keep=keep, probe=probe
+        module,
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        edit=edit,
+        probe=probe,
+        observer=observer,
     )
 
 
@@ -188,8 +248,9 @@ def _routed_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     *,
-    keep: torch.Tensor | None,
+    edit: Edit | None,
     probe: Probe | None,
+    observer: Observer | None,
 ) -> torch.Tensor:
     """What every implementation computes, with h masked and watched on its way."""
     layer = ExpertsLayer(-1, "", module)
@@ -201,12 +262,15 @@ def _routed_forward(
 
     rows = routed_linear(x, layer.up_rows, layer.up_bias, experts, tokens)
     h = activate(module, rows)  # (n, I)
-    if keep is not None:
-        h = h * keep[experts]
+    if observer is not None:
+        observer.observe(h, p=p, rows=order // n_slots, tokens=tokens)
+    down = layer.down if edit is None or edit.down is None else edit.down
+    if edit is not None:
+        h = h * edit.keep[experts]
     call = {"probe": probe, "tokens": tokens}
     if probe is not None:
         h = _Accounting.apply(h, p.detach(), call)
-    out = routed_linear(h, layer.down, layer.down_bias, experts, tokens)  # (n, D)
+    out = routed_linear(h, down, layer.down_bias, experts, tokens)  # (n, D)
     if probe is not None:
         call["out_norm"] = out.detach().norm(dim=-1, dtype=_wide(out))
     if module.has_post_expert_norm:

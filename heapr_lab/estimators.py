@@ -68,6 +68,22 @@ def _fisher(x: Inputs) -> _Scores:
     return 0.5 * x["sum_hg2"] / x.N
 
 
+def _weighted(x: Inputs) -> _Scores:
+    tokens = np.maximum(x["tokens"], 1)
+    return 0.5 * (x["sum_ph2"] / tokens) * (x["sum_g2"] / tokens)
+
+
+def _shrunk(x: Inputs) -> _Scores:
+    tokens = np.maximum(x["tokens"], 1)
+    own, size = x["sum_g2"] / tokens, x["w_down_sq"]
+    # If gradients had one variance γ in every direction, own would be γ ‖w_down‖².
+    per_size = np.divide(x["sum_g2"], size, out=np.zeros_like(size), where=size > 0)
+    _, layer = np.unique(x["layer"], return_inverse=True)
+    routed = np.maximum(np.bincount(layer, x["tokens"]), 1)
+    expected = (np.bincount(layer, per_size) / routed)[layer] * size
+    return 0.5 * (x["sum_ph2"] / tokens) * np.sqrt(own * expected)
+
+
 def _taylor(x: Inputs) -> _Scores:
     return (0.5 * x["sum_hg2"] - x["sum_hg"]) / x.N
 
@@ -118,6 +134,19 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 per_predicted_token=True,
             ),
             Estimator(
+                "weighted",
+                "the paper's score of p · h, as the router weights it, in place of h",
+                _weighted,
+                needs=("tokens", "sum_ph2", "sum_g2"),
+            ),
+            Estimator(
+                "shrunk",
+                "weighted, with mean (∂ℓ/∂h)² shrunk halfway, in the logarithm, to "
+                "what its layer's mean gradient variance and ‖w_down‖² predict",
+                _shrunk,
+                needs=("layer", "tokens", "sum_ph2", "sum_g2", "w_down_sq"),
+            ),
+            Estimator(
                 "taylor",
                 "fisher with the first-order term −h · ∂ℓ/∂h kept; may be negative",
                 _taylor,
@@ -155,7 +184,9 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 )
 """Every estimator by name."""
 
-_SECOND_ORDER = frozenset({"heapr", "heapr_total", "fisher", "taylor"})
+_SECOND_ORDER = frozenset(
+    {"heapr", "heapr_total", "fisher", "weighted", "shrunk", "taylor"}
+)
 
 
 def find_estimator(name: str) -> Estimator:

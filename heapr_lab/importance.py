@@ -25,10 +25,16 @@ from heapr_lab import store
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import Probe, probed
 from heapr_lab.experts import ExpertsLayer, describe, find_experts
-from heapr_lab.likelihood import token_nll
+from heapr_lab.likelihood import sampled_targets, token_nll
 from heapr_lab.models import model_identity
 from heapr_lab.moments import EXPERT_SUMS
-from heapr_lab.specs import CacheError, CoverageError, HeaprLabError, digest
+from heapr_lab.specs import (
+    CacheError,
+    CoverageError,
+    HeaprLabError,
+    SpecError,
+    digest,
+)
 from heapr_lab.table import ImportanceTable
 
 logger = logging.getLogger(__name__)
@@ -43,24 +49,29 @@ Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
+LABELS = ("data", "model")
+
+
 def statistics_spec(
-    identity: dict[str, str], calibration: CalibrationSet
+    identity: dict[str, str], calibration: CalibrationSet, *, labels: str = "data"
 ) -> dict[str, Any]:
     """Every field that determines the statistics: what a cache is keyed by.
 
     `identity` is the model's, as `models.model_identity` gives it.
     """
-    return {
+    spec = {
         "schema": STATISTICS_SCHEMA,
         "model": identity,
         "calibration": calibration.fingerprint,
     }
+    return spec if labels == "data" else spec | {"labels": labels}
 
 
 def collect_statistics(
     model: nn.Module,
     calibration: CalibrationSet,
     *,
+    labels: str = "data",
     batch_size: int | None = None,
     progress: Progress | None = None,
     state: Path | None = None,
@@ -71,6 +82,9 @@ def collect_statistics(
         model: any transformers causal language model with fused experts; it is used in
             eval mode and left as it was.
         calibration: the windows to measure on.
+        labels: whose next tokens the loss is of: the text's ("data", as the paper), or
+            tokens that the model itself predicts, drawn with a fixed seed ("model"), as
+            the Fisher information is defined; that takes a forward pass more.
         batch_size: windows per pass; by default chosen by itself, and halved whenever
             the device runs out of memory.
         progress: called after each batch with (windows done, windows in all).
@@ -78,16 +92,19 @@ def collect_statistics(
             the end.
 
     Raises:
+        SpecError: there are no such labels.
         LayoutError: an experts layer cannot be measured exactly (named).
         CoverageError: a layer did not take part in a pass.
         HeaprLabError: a gradient is not finite (layer and batch named).
         CacheError: `state` belongs to another pass, or is damaged.
     """
+    if labels not in LABELS:
+        raise SpecError(f"labels is {labels!r}, expected one of {', '.join(LABELS)}")
     started = time.perf_counter()
     layers = find_experts(model)
     architecture = describe(model).to_dict()
-    spec = statistics_spec(model_identity(model), calibration)
-    run = _Pass(model, calibration, layers, progress, state, digest(spec))
+    spec = statistics_spec(model_identity(model), calibration, labels=labels)
+    run = _Pass(model, calibration, layers, labels, progress, state, digest(spec))
     if batch_size is None:
         device_type = layers[0].device.type
         tokens = _TOKENS_PER_BATCH.get(device_type, 4096)
@@ -119,6 +136,7 @@ class _Pass:
         model: Any,
         calibration: CalibrationSet,
         layers: list[ExpertsLayer],
+        labels: str,
         progress: Progress | None,
         state: Path | None,
         key: str,
@@ -126,6 +144,7 @@ class _Pass:
         self.model = model
         self.calibration = calibration
         self.layers = layers
+        self.labels = labels
         self.progress = progress
         self.state = state
         self.key = key
@@ -158,7 +177,11 @@ class _Pass:
         for probe in probes.values():
             probe.backwards = 0
         device = self.model.get_input_embeddings().weight.device
-        token_nll(self.model, ids.to(device)).sum().backward()
+        ids = ids.to(device)
+        targets = None
+        if self.labels == "model":
+            targets = sampled_targets(self.model, ids, seed=done)
+        token_nll(self.model, ids, targets=targets).sum().backward()
         where = f"windows {done} to {done + len(ids) - 1}"
         for number, probe in probes.items():
             if probe.backwards != 1:

@@ -29,18 +29,24 @@ On a CPU larger ones leave the caches, and the system hands out zeroed pages for
 
 
 def token_nll(
-    model: nn.Module, ids: torch.Tensor, *, chunk_tokens: int | None = None
+    model: nn.Module,
+    ids: torch.Tensor,
+    *,
+    targets: torch.Tensor | None = None,
+    chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     """Negative log-likelihood of each token given those before it, in nats.
 
     It can be differentiated with respect to the hidden states; with gradients enabled
     the head of each chunk is run again in the backward pass instead of being kept.
 
-    Shapes: ids (B, L); result (B, L - 1), in float32 or the model's float64.
+    Shapes: ids (B, L); targets and result (B, L - 1), the result in float32 or the
+    model's float64.
 
     Args:
         model: a causal language model of transformers.
         ids: token ids.
+        targets: the next tokens, where they are not those of `ids`.
         chunk_tokens: tokens whose logits exist together; by default as many as fit
             4 MiB on a CPU and 128 MiB on a GPU.
 
@@ -48,7 +54,7 @@ def token_nll(
         HeaprLabError: the model gives a token no finite log-likelihood.
     """
     states = final_states(model, ids)[:, :-1]
-    targets = ids[:, 1:].to(states.device)
+    targets = (ids[:, 1:] if targets is None else targets).to(states.device)
     n_tokens = targets.numel()
     chunk = chunk_tokens or _chunk_tokens(model)
     head = _head(model)
@@ -116,6 +122,22 @@ def iter_log_probs(
     rows = states.flatten(0, -2)
     for part in rows.split(chunk_tokens or _chunk_tokens(model)):
         yield _wide(head(part)).log_softmax(-1)
+
+
+@torch.no_grad()
+def sampled_targets(model: nn.Module, ids: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """Next tokens drawn from what `model` predicts, one for each position.
+
+    Shapes: ids (B, L); result (B, L - 1).
+    """
+    states = final_states(model, ids)[:, :-1]
+    generator = torch.Generator(states.device).manual_seed(seed)
+    drawn = [
+        torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
+        for log_probs in iter_log_probs(model, states)
+    ]
+    found: torch.Tensor = torch.cat(drawn).unflatten(0, states.shape[:2])
+    return found
 
 
 @contextlib.contextmanager

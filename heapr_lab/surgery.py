@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +14,24 @@ from heapr_lab.ragged import RaggedExperts
 from heapr_lab.selection import KeepMask
 from heapr_lab.specs import SpecError
 
+Downs = Mapping[int, torch.Tensor]
+"""W_down of every expert by layer, (E, D, I), in place of the model's own."""
+
 
 @contextlib.contextmanager
-def masking(model: nn.Module, keep: KeepMask) -> Iterator[nn.Module]:
+def masking(
+    model: nn.Module, keep: KeepMask, downs: Downs | None = None
+) -> Iterator[nn.Module]:
     """Run `model` as if the atoms outside `keep` were gone; its weights stay untouched.
 
     Only forwards in the thread (or task) that entered the context are masked: a dense
     forward of the same model in another thread stays dense. Contexts nest: an atom
     stays where all of them keep it.
+
+    Args:
+        model: the dense model.
+        keep: what stays.
+        downs: what stands for W_down meanwhile, as `compensation` makes it.
 
     Raises:
         SpecError: `keep` was made for another model.
@@ -32,30 +42,40 @@ def masking(model: nn.Module, keep: KeepMask) -> Iterator[nn.Module]:
         ...     pruned = model(ids).logits
     """
     layers = find_experts(model)
-    with masked(layers, keeps_of(layers, keep)):
+    own = downs or {}
+    with masked(layers, keeps_of(layers, keep), [own.get(k.layer) for k in layers]):
         yield model
 
 
-def prune(model: nn.Module, keep: KeepMask, *, inplace: bool = False) -> nn.Module:
+def prune(
+    model: nn.Module,
+    keep: KeepMask,
+    *,
+    downs: Downs | None = None,
+    inplace: bool = False,
+) -> nn.Module:
     """The model with the atoms outside `keep` sliced out, so that it is smaller.
 
-    Gives the logits of `masking(model, keep)`. Without `inplace` the expert weights are
-    copied once, in their sliced size, and `model` stays as it is.
+    Gives the logits of `masking(model, keep, downs)`. Without `inplace` the expert
+    weights are copied once, in their sliced size, and `model` stays as it is.
 
     Raises:
         SpecError: `keep` was made for another model.
         LayoutError: the model's experts cannot be sliced exactly.
     """
     layers = find_experts(model)
-    keeps = keeps_of(layers, keep)
+    own = downs or {}
+    parts = [
+        (layer, kept, own.get(layer.layer))
+        for layer, kept in zip(layers, keeps_of(layers, keep), strict=True)
+    ]
     if inplace:
-        for layer, kept in zip(layers, keeps, strict=True):
-            _replace(model, layer.name, sliced(layer, kept))
+        for layer, kept, down in parts:
+            _replace(model, layer.name, sliced(layer, kept, down))
         return _marked(model, keep)
     # A deep copy in which each experts module is already "copied": to its sliced self.
     memo: dict[int, object] = {
-        id(layer.module): sliced(layer, kept)
-        for layer, kept in zip(layers, keeps, strict=True)
+        id(layer.module): sliced(layer, kept, down) for layer, kept, down in parts
     }
     return _marked(copy.deepcopy(model, memo), keep)
 
@@ -67,8 +87,12 @@ def _marked(model: nn.Module, keep: KeepMask) -> nn.Module:
 
 
 @torch.no_grad()
-def sliced(layer: ExpertsLayer, keep: torch.Tensor) -> RaggedExperts:
+def sliced(
+    layer: ExpertsLayer, keep: torch.Tensor, down: torch.Tensor | None = None
+) -> RaggedExperts:
     """The experts that `keep` (E, I) leaves of `layer`, copied.
+
+    W_down is that of the layer unless given, (E, D, I).
 
     Raises:
         SpecError: `keep` has another shape than the layer.
@@ -79,7 +103,8 @@ def sliced(layer: ExpertsLayer, keep: torch.Tensor) -> RaggedExperts:
     rows = [layer.atom_rows(kept) for kept in atoms]
     pairs = list(zip(range(layer.n_experts), rows, atoms, strict=True))
     experts.up_rows.copy_(torch.cat([layer.up_rows[e][r] for e, r, _ in pairs]))
-    experts.down_columns.copy_(torch.cat([layer.down[e].T[a] for e, _, a in pairs]))
+    down = layer.down if down is None else down.to(layer.device)
+    experts.down_columns.copy_(torch.cat([down[e].T[a] for e, _, a in pairs]))
     up_bias: Any = layer.up_bias
     down_bias: Any = layer.down_bias
     if experts.up_bias is not None and experts.down_bias is not None:

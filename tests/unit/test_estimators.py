@@ -34,6 +34,9 @@ N = {"N": 4}
         ("heapr", 0.5 * 10 / 2 * 4 / 2),  # ½ · 5 · 2
         ("heapr_total", 0.5 * 10 * 4 / 2 / 4),  # ½ · 40 / 2 / 4
         ("fisher", 0.5 * 6 / 4),
+        ("weighted", 0.5 * 2 / 2 * 4 / 2),  # ½ · 1 · 2
+        # One atom has the layer's mean gradient, so that shrinking changes nothing.
+        ("shrunk", 0.5 * 2 / 2 * 4 / 2),
         ("taylor", (-1 + 0.5 * 6) / 4),
         ("camera", 5 * (0.1 * 2 + 0.9 * 3**2)),
     ],
@@ -41,6 +44,30 @@ N = {"N": 4}
 def test_score_by_hand(estimator: str, expected: float) -> None:
     """A routed atom scores the formula, an atom without tokens 0."""
     assert score(FRAME, N, estimator=estimator) == pytest.approx([expected, 0.0])
+
+
+def test_shrunk_is_halfway_to_the_layer() -> None:
+    """Two layers; in the first, gradients per ‖w_down‖² of 4 / 1 and 4 / 4, T = 2.
+
+    Their mean variance over the layer's atoms and tokens is (4 + 1) / (2 + 2).
+    """
+    columns = {
+        "layer": [0, 0, 3],
+        "expert": [0, 0, 0],
+        "atom": [0, 1, 0],
+        "tokens": [2, 2, 5],
+        "sum_ph2": [2.0, 6.0, 5.0],
+        "sum_g2": [4.0, 4.0, 10.0],
+        "w_down_sq": [1.0, 4.0, 2.0],
+    }
+    variance = (4 / 1 + 4 / 4) / (2 + 2)
+    expected = [
+        0.5 * 2 / 2 * (4 / 2 * variance * 1) ** 0.5,
+        0.5 * 6 / 2 * (4 / 2 * variance * 4) ** 0.5,
+        0.5 * 5 / 5 * 10 / 5,
+    ]
+    found = score(pd.DataFrame(columns), {}, estimator="shrunk")
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("estimator", ["heapr", "heapr_total", "fisher", "taylor"])

@@ -1,0 +1,337 @@
+"""Let the atoms that stay make up for those that go: a new W_down in closed form.
+
+Removing atoms R leaves the columns K of W_down. The best W' on K in least squares over
+the calibration tokens, in terms of what a layer adds to the residual stream, is
+
+    min ‖Φ_K W'ᵀ − Φ Wᵀ‖² + λ s ‖W' − W_K‖²,   C = Φᵀ Φ,   s = mean diagonal of C_KK
+    W'_K = W_K + W_R C_RK (C_KK + λ s I)⁻¹
+
+with features Φ that are routing weight times activation (`grams`). The ridge λ pulls
+to the weights as they are, so that no sum of squares over the calibration tokens ever
+rises; it is chosen by tokens held out from the fit.
+
+Source: least-squares reconstruction as in OBS (Hassibi & Stork 1993) and CORP-like
+structured pruning, with HEAPr's atoms (its appendix leaves compensation to later work).
+
+Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · I.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.experts import ExpertsLayer, find_experts
+from heapr_lab.grams import FIT, HELD_OUT, LayerGrams, collect_grams, sizes_of
+from heapr_lab.masks import KeepMask
+from heapr_lab.specs import SpecError
+from heapr_lab.surgery import keeps_of, prune
+
+logger = logging.getLogger(__name__)
+
+RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""What a ridge is chosen from, relative to the mean diagonal."""
+_LARGEST_LAYER = 4096
+"""Features up to which a layer's experts are compensated together by default."""
+_AT_ONCE = 4 * 2**30
+"""Bytes of sums that are held at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Compensation:
+    """New columns of W_down for one mask."""
+
+    downs: Mapping[int, torch.Tensor] = field(repr=False)
+    """By layer (E, D, I), 0 where atoms are gone, in the model's dtype."""
+    report: pd.DataFrame
+    """By layer: ridge, `dropped` and `compensated` (relative squared error of the
+    layer's output on held-out tokens, without and with it), `untouched` experts, and
+    `singular` solves that Cholesky could not do."""
+    settings: dict[str, Any]
+    """Plain data that determines it besides model, mask and text."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the new weights."""
+        sha = hashlib.sha256()
+        for layer, down in self.downs.items():
+            sha.update(repr((layer, tuple(down.shape), str(down.dtype))).encode())
+            words = down.detach().cpu().contiguous().view(torch.uint8)
+            sha.update(words.numpy().tobytes())
+        return sha.hexdigest()
+
+
+def compensate(
+    model: nn.Module,
+    keep: KeepMask,
+    calibration: CalibrationSet,
+    *,
+    ridge: float | None = None,
+    span: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> nn.Module:
+    """Prune `model` and let the atoms that stay make up for the others.
+
+    Args:
+        model: the dense model; stays as it is.
+        keep: what stays.
+        calibration: the windows whose activations are made up for.
+        ridge: relative to the mean diagonal; by default chosen for each layer by
+            held-out tokens.
+        span: "expert" makes up within each expert; "layer" lets the experts of a layer
+            make up for each other, where a token goes to both. By default "layer"
+            where a layer has at most 4096 atoms.
+        progress: called with (windows done, windows in all).
+
+    Returns:
+        The pruned model, as `prune` makes it. `heapr_report` has the errors, by layer.
+
+    Raises:
+        SpecError: `keep` is of another model, or the ridge is negative.
+
+    Example:
+        >>> smaller = compensate(model, keep, calibration)  # doctest: +SKIP
+    """
+    found = fit_compensation(
+        model, keep, calibration, ridge=ridge, span=span, progress=progress
+    )
+    pruned = prune(model, keep, downs=found.downs)
+    pruned.__dict__["heapr_report"] = found.report
+    pruned.__dict__["heapr_weights"] = describe_weights(found, calibration)
+    return pruned
+
+
+def describe_weights(found: Compensation, calibration: CalibrationSet) -> str:
+    """What a manifest says of weights that were changed."""
+    return (
+        f"W_down compensated by least squares (span {found.settings['span']}) on "
+        f"{calibration.n_sequences} windows of {calibration.seq_len} tokens of "
+        f"{calibration.label}; all else sliced, otherwise unchanged"
+    )
+
+
+def fit_compensation(
+    model: nn.Module,
+    keep: KeepMask,
+    calibration: CalibrationSet,
+    *,
+    ridge: float | None = None,
+    span: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Compensation:
+    """The new W_down alone, to evaluate with `masking(model, keep, downs)`.
+
+    Layers whose sums do not fit 4 GiB together are looked at one group after the other,
+    each in a forward pass of its own.
+
+    Arguments and errors are those of `compensate`.
+    """
+    layers = find_experts(model)
+    keeps_of(layers, keep)  # refuse a mask of another model before the pass
+    span = span or default_span(layers)
+    groups = _groups(layers, span)
+    total = len(groups) * calibration.n_sequences
+    parts = []
+    for number, group in enumerate(groups):
+        before = number * calibration.n_sequences
+
+        def report(done: int, _all: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + done, total)
+
+        grams = collect_grams(
+            model,
+            calibration,
+            span=span,
+            layers=[layer.layer for layer in group],
+            progress=report,
+        )
+        parts.append(solve_layers(group, keep, grams, ridge=ridge))
+    return Compensation(
+        {k: down for part in parts for k, down in part.downs.items()},
+        pd.concat([part.report for part in parts], ignore_index=True),
+        parts[0].settings,
+    )
+
+
+def default_span(layers: Sequence[ExpertsLayer]) -> str:
+    """Layer, where the products of all its atoms are few enough; else expert."""
+    largest = max(layer.n_experts * layer.d_inter for layer in layers)
+    return "layer" if largest <= _LARGEST_LAYER else "expert"
+
+
+def _groups(layers: list[ExpertsLayer], span: str) -> list[list[ExpertsLayer]]:
+    """Consecutive layers whose sums can be held together."""
+    groups: list[list[ExpertsLayer]] = []
+    room = 0
+    for layer in layers:
+        n_blocks, size = sizes_of(layer, span)
+        needed = 2 * 8 * n_blocks * size * size
+        if not groups or needed > room:
+            groups.append([])
+            room = _AT_ONCE
+        groups[-1].append(layer)
+        room -= needed
+    return groups
+
+
+def solve_layers(
+    layers: Sequence[ExpertsLayer],
+    keep: KeepMask,
+    grams: Mapping[int, LayerGrams],
+    *,
+    ridge: float | None = None,
+) -> Compensation:
+    """New weights for any mask from sums that were collected once.
+
+    Raises:
+        SpecError: the ridge is negative.
+    """
+    if ridge is not None and not ridge >= 0:
+        raise SpecError(f"ridge is {ridge}, expected a number from 0, or None")
+    downs, rows = {}, []
+    for layer in layers:
+        kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
+        down, row = _solve_layer(layer, kept, grams[layer.layer], ridge)
+        downs[layer.layer] = down
+        rows.append({"layer": layer.layer, **row})
+    span = next(iter(grams.values())).span
+    return Compensation(downs, pd.DataFrame(rows), {"span": span, "ridge": ridge})
+
+
+# --- one layer --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Least squares of one expert, or of all of a layer."""
+
+    weight: torch.Tensor
+    """W_down of its features, (D, F) float64."""
+    kept: torch.Tensor
+    """Features that stay, (F,) bool."""
+    free: torch.Tensor
+    """Of these, whose columns may change, (F,) bool."""
+    sums: torch.Tensor
+    """Of the fit and of the held-out tokens, (2, F, F)."""
+
+    def error(self, weight: torch.Tensor, sums: torch.Tensor) -> float:
+        """Σ ‖(weight − W) φ‖² over the tokens of `sums`."""
+        change = weight - self.weight
+        return float(((change @ sums) * change).sum())
+
+    def solve(self, sums: torch.Tensor, ridge: float) -> tuple[torch.Tensor, bool]:
+        """The new weight (D, F), 0 where features are gone; whether it was singular."""
+        dropped = torch.where(self.kept, self.weight, 0.0)
+        free, gone = self.free.nonzero()[:, 0], (~self.kept).nonzero()[:, 0]
+        if not len(free) or not len(gone):
+            return dropped, False
+        A = sums[free][:, free]
+        scale = A.diagonal().mean()
+        A = A + ridge * scale * torch.eye(len(free), dtype=A.dtype)
+        wanted = sums[free][:, gone] @ self.weight[:, gone].T  # (free, D)
+        change, singular = _solve(A, wanted)
+        dropped[:, free] += change.T
+        return dropped, singular
+
+
+def _solve(A: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A⁻¹ wanted by Cholesky, else the smallest solution; and whether it was that."""
+    factor, info = torch.linalg.cholesky_ex(A)
+    if not int(info):
+        found: torch.Tensor = torch.cholesky_solve(wanted, factor)
+        if torch.isfinite(found).all():
+            return found, False
+    inverse = torch.linalg.pinv(A, hermitian=True)
+    return inverse @ wanted, True
+
+
+@torch.no_grad()
+def _solve_layer(
+    layer: ExpertsLayer, kept: torch.Tensor, grams: LayerGrams, ridge: float | None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The layer's new W_down (E, D, I), and what is reported of it."""
+    enough = grams.tokens.sum(0) >= kept.sum(1)  # (E,)
+    problems = _problems(layer, kept, enough, grams)
+    chosen = _best_ridge(problems) if ridge is None else ridge
+    weights, singular = [], 0
+    for problem in problems:
+        total = problem.sums.sum(0)
+        weight, was_singular = problem.solve(total, chosen)
+        dropped = torch.where(problem.kept, problem.weight, 0.0)
+        if problem.error(weight, total) > problem.error(dropped, total):
+            weight = dropped  # rounding of a singular solve
+        weights.append(weight)
+        singular += was_singular
+    if singular:
+        logger.warning(
+            "layer %d: %d of %d solves are singular at ridge %g, the smallest "
+            "solution is taken; give a larger ridge or more text",
+            layer.layer, singular, len(problems), chosen,
+        )  # fmt: skip
+    untouched = (~enough).nonzero()[:, 0].tolist()
+    if untouched:
+        logger.warning(
+            "layer %d: experts %s see fewer tokens than they keep atoms and are left "
+            "uncompensated",
+            layer.layer, ", ".join(map(str, untouched)),
+        )  # fmt: skip
+    row = {
+        "ridge": chosen,
+        **_held_out_errors(problems, chosen),
+        "untouched": untouched,
+        "singular": singular,
+    }
+    joined = torch.stack(weights)  # (E, D, I) or (1, D, F)
+    if grams.span == "layer":
+        joined = joined[0].unflatten(1, (layer.n_experts, -1)).movedim(1, 0)
+    return joined.to(layer.device, layer.dtype), row
+
+
+def _problems(
+    layer: ExpertsLayer, kept: torch.Tensor, enough: torch.Tensor, grams: LayerGrams
+) -> list[_Problem]:
+    down = layer.down.detach().to("cpu", torch.float64)  # (E, D, I)
+    free = kept & enough[:, None]
+    if grams.span == "layer":
+        joined = down.movedim(0, 1).flatten(1)  # (D, F)
+        flat = kept.flatten(), free.flatten()
+        return [_Problem(joined, *flat, grams.sums[:, 0])]
+    return [
+        _Problem(down[e], kept[e], free[e], grams.sums[:, e])
+        for e in range(layer.n_experts)
+    ]
+
+
+def _best_ridge(problems: list[_Problem]) -> float:
+    """The one whose fit errs least on the held-out tokens, over all problems."""
+    return min(
+        RIDGES,
+        key=lambda ridge: sum(
+            problem.error(
+                problem.solve(problem.sums[FIT], ridge)[0], problem.sums[HELD_OUT]
+            )
+            for problem in problems
+        ),
+    )
+
+
+def _held_out_errors(problems: list[_Problem], ridge: float) -> dict[str, float]:
+    """Squared error of the layer's output on held-out tokens, over that output's."""
+    dropped = compensated = size = 0.0
+    for problem in problems:
+        held_out = problem.sums[HELD_OUT]
+        size += problem.error(torch.zeros_like(problem.weight), held_out)
+        dropped += problem.error(
+            torch.where(problem.kept, problem.weight, 0.0), held_out
+        )
+        fitted, _ = problem.solve(problem.sums[FIT], ridge)
+        compensated += problem.error(fitted, held_out)
+    size = max(size, 1e-300)
+    return {"dropped": dropped / size, "compensated": compensated / size}

@@ -1,0 +1,182 @@
+"""Second moments of the routed activations, which closed-form compensation needs.
+
+One forward pass, without gradients, whatever will be pruned: the sums are those of the
+dense model, so that every mask and every ratio is compensated from the same ones.
+
+Shapes: E n_experts, I d_inter, F = E · I features of a layer, n routed rows of a call.
+Letters: h atom activation, p routing weight; the features of a token are p · h of the
+experts that it is routed to, and 0 for all others.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.dispatch import observed
+from heapr_lab.experts import ExpertsLayer, find_experts
+from heapr_lab.likelihood import evaluating, final_states
+from heapr_lab.specs import CoverageError, SpecError
+
+SPANS = ("expert", "layer")
+FIT, HELD_OUT = 0, 1
+_HELD_OUT_EVERY = 4
+_TOKENS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class LayerGrams:
+    """Sums over the calibration tokens of one layer, apart for two parts of them."""
+
+    span: str
+    """`expert`: a block for each expert; `layer`: products across experts as well."""
+    sums: torch.Tensor
+    """Σ φ φᵀ, float64: (2, E, I, I) of `expert`, (2, 1, F, F) of `layer`."""
+    tokens: torch.Tensor
+    """Tokens routed to each expert, (2, E)."""
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Sums over all tokens, (E, I, I) or (1, F, F)."""
+        return self.sums.sum(0)
+
+
+class _Collector:
+    """Adds up one layer's products while forwards run."""
+
+    def __init__(self, layer: ExpertsLayer, span: str) -> None:
+        self.n_experts, self.d_inter = layer.n_experts, layer.d_inter
+        self.span = span
+        self.part = FIT
+        self.calls = 0
+        n_blocks, size = sizes_of(layer, span)
+        self.sums = torch.zeros(2, n_blocks, size, size, dtype=torch.float64)
+        self.tokens = torch.zeros(2, self.n_experts, dtype=torch.long)
+
+    def observe(
+        self,
+        h: torch.Tensor,
+        *,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: list[int],
+    ) -> None:
+        """Add one forward's products."""
+        wide = torch.promote_types(h.dtype, torch.float32)
+        features = (h.detach().to(wide) * p.detach().to(wide)[:, None]).split(tokens)
+        self.calls += 1
+        self.tokens[self.part] += torch.tensor(tokens)
+        into = self.sums[self.part]
+        if self.span == "expert":
+            for expert, own in enumerate(features):
+                into[expert] += (own.T @ own).cpu()
+            return
+        size = self.d_inter
+        for a, b, ours, theirs in _pairs(features, rows.split(tokens)):
+            product = (ours.T @ theirs).cpu()
+            left, right = (
+                slice(a * size, (a + 1) * size),
+                slice(b * size, (b + 1) * size),
+            )
+            into[0, left, right] += product
+            if a != b:
+                into[0, right, left] += product.T
+
+
+def _pairs(
+    features: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...]
+) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """Every two experts with their rows of the tokens that are routed to both.
+
+    A token has few experts, so this takes much less than products of all features.
+    """
+    n_tokens = 1 + max(int(own.max()) for own in rows if len(own))
+    for a, ours in enumerate(rows):
+        if not len(ours):
+            continue
+        yield a, a, features[a], features[a]
+        where = ours.new_full((n_tokens,), -1)
+        where[ours] = torch.arange(len(ours), device=ours.device)
+        for b in range(a + 1, len(rows)):
+            found = where[rows[b]]
+            both = found >= 0
+            if both.any():
+                yield a, b, features[a][found[both]], features[b][both]
+
+
+def sizes_of(layer: ExpertsLayer, span: str) -> tuple[int, int]:
+    """Blocks of the sums of a layer, and rows of each.
+
+    Raises:
+        SpecError: there is no such span.
+    """
+    if span not in SPANS:
+        raise SpecError(f"span is {span!r}, expected one of {', '.join(SPANS)}")
+    if span == "expert":
+        return layer.n_experts, layer.d_inter
+    return 1, layer.n_experts * layer.d_inter
+
+
+def collect_grams(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    span: str = "expert",
+    layers: list[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[int, LayerGrams]:
+    """Sum the products of routed activations over `calibration`, by layer.
+
+    Every fourth window is summed apart, as held-out tokens.
+
+    Args:
+        model: any transformers causal language model with fused experts.
+        calibration: at least two windows.
+        span: what is multiplied with what, see `LayerGrams`.
+        layers: numbers of the layers to look at; by default all.
+        progress: called after each batch with (windows done, windows in all).
+
+    Raises:
+        SpecError: there is one window only, or no such span or layer.
+        CoverageError: a layer did not take part in a forward.
+    """
+    found = find_experts(model)
+    chosen = [k for k in found if layers is None or k.layer in layers]
+    if not chosen or calibration.n_sequences < 2:
+        raise SpecError(
+            f"{calibration.n_sequences} windows and {len(chosen)} layers, expected at "
+            "least 2, of which one is held out, and 1"
+        )
+    collectors = [_Collector(layer, span) for layer in chosen]
+    done, calls = 0, 0
+    with evaluating(model), observed(chosen, collectors):
+        for part, ids in _batches(calibration):
+            for collector in collectors:
+                collector.part = part
+            final_states(model, ids)
+            done, calls = done + len(ids), calls + 1
+            if progress is not None:
+                progress(done, calibration.n_sequences)
+    for layer, collector in zip(chosen, collectors, strict=True):
+        if collector.calls != calls:
+            raise CoverageError(
+                f"layer {layer.layer} took part in {collector.calls} of {calls} "
+                "forwards, expected all"
+            )
+    return {
+        layer.layer: LayerGrams(span, own.sums, own.tokens)
+        for layer, own in zip(chosen, collectors, strict=True)
+    }
+
+
+def _batches(calibration: CalibrationSet) -> Iterator[tuple[int, torch.Tensor]]:
+    """The part that windows belong to, and their ids, a few at a time."""
+    held_out = torch.arange(calibration.n_sequences) % _HELD_OUT_EVERY == 1
+    size = max(1, _TOKENS_AT_ONCE // calibration.seq_len)
+    for part, chosen in ((FIT, ~held_out), (HELD_OUT, held_out)):
+        ids: Any
+        for ids in calibration.ids[chosen].split(size):
+            yield part, ids

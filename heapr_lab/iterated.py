@@ -1,0 +1,149 @@
+"""Prune in rounds: a part of the atoms goes, the rest is scored anew, and so on.
+
+The second-order score of an atom is that of the dense model; when many go, what is left
+matters otherwise. Each round scores the model as the rounds before left it, compensated
+if asked, and removes up to its share of the ratio. Masks are nested.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.compensation import Compensation, default_span, solve_layers
+from heapr_lab.experts import find_experts
+from heapr_lab.grams import collect_grams
+from heapr_lab.importance import collect_statistics
+from heapr_lab.masks import KeepMask
+from heapr_lab.rankings import GONE
+from heapr_lab.rules import exact_ratio
+from heapr_lab.selection import select
+from heapr_lab.specs import SpecError
+from heapr_lab.surgery import masking
+from heapr_lab.table import ImportanceTable
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """What came of pruning in rounds."""
+
+    keep: KeepMask
+    """After the last round; `settings` has the number of rounds."""
+    compensation: Compensation | None
+    """For that mask, if asked for."""
+    history: pd.DataFrame
+    """By round: achieved_ratio and `passes`, forward and backward, until then."""
+
+
+def prune_in_rounds(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    ratio: float,
+    rounds: int = 4,
+    compensated: bool = True,
+    span: str | None = None,
+    table: ImportanceTable | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **choice: Any,
+) -> Rounds:
+    """Select what stays at `ratio` in equal steps, each scored on what is left.
+
+    Costs one forward and backward pass for each round, and a forward pass for the
+    compensation, whose sums are those of the dense model throughout.
+
+    Args:
+        model: the dense model; stays as it is.
+        calibration: the windows to score and to compensate on.
+        ratio: of the last round; `choice` may say what it counts.
+        rounds: 1 is `select` as it is.
+        compensated: whether what is left makes up for what went, in every round.
+        span: of the compensation, as `compensation.compensate`.
+        table: the dense model's statistics on `calibration`, where one has them.
+        progress: called with (windows done, windows in all).
+        **choice: how atoms are chosen, as `selection.select`.
+
+    Raises:
+        SpecError: `rounds` is below 1, or `choice` is wrong.
+    """
+    if rounds < 1:
+        raise SpecError(f"rounds is {rounds}, expected a whole number from 1")
+    whole = exact_ratio(ratio)
+    count = _Count(progress, calibration.n_sequences, rounds, table, compensated)
+    layers = find_experts(model)
+    grams = None
+    if compensated:
+        grams = collect_grams(
+            model,
+            calibration,
+            span=span or default_span(layers),
+            progress=count.step,
+        )
+        count.end()
+    keep: KeepMask | None = None
+    found: Compensation | None = None
+    rows = []
+    for number in range(1, rounds + 1):
+        if table is None or keep is not None:
+            table = _scored(model, calibration, keep, found, progress=count.step)
+            count.end()
+        part: Any = ratio if number == rounds else whole * number / rounds
+        keep = select(table, ratio=part, **choice)
+        if grams is not None:
+            found = solve_layers(layers, keep, grams)
+        rows.append({"round": number, "achieved_ratio": keep.achieved_ratio})
+    assert keep is not None
+    keep = KeepMask(keep.arrays, {**keep.settings, "rounds": rounds})
+    history = pd.DataFrame(rows).assign(passes=range(1, rounds + 1))
+    return Rounds(keep, found, history)
+
+
+def _scored(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    keep: KeepMask | None,
+    found: Compensation | None,
+    *,
+    progress: Callable[[int, int], None],
+) -> ImportanceTable:
+    """The statistics of the model that `keep` leaves; what is gone is marked."""
+    if keep is None:
+        return collect_statistics(model, calibration, progress=progress)
+    with masking(model, keep, None if found is None else found.downs):
+        measured = collect_statistics(model, calibration, progress=progress)
+    frame = measured.frame
+    frame[GONE] = False
+    for layer, kept in keep.arrays.items():
+        frame.loc[frame["layer"].eq(layer).to_numpy(), GONE] = ~kept.ravel()
+    metadata = measured.metadata
+    spec = metadata.pop("spec") | {"pruned": keep.fingerprint}
+    del metadata["spec_hash"]
+    return ImportanceTable.from_frame(frame, spec=spec, **metadata)
+
+
+class _Count:
+    """Windows done over all passes."""
+
+    def __init__(
+        self,
+        progress: Callable[[int, int], None] | None,
+        n_windows: int,
+        rounds: int,
+        table: ImportanceTable | None,
+        compensated: bool,
+    ) -> None:
+        self.progress, self.n_windows = progress, n_windows
+        self.total = n_windows * (rounds - (table is not None) + compensated)
+        self.before = 0
+
+    def step(self, done: int, _all: int) -> None:
+        """Report windows of the pass that is on."""
+        if self.progress is not None:
+            self.progress(self.before + done, self.total)
+
+    def end(self) -> None:
+        """The pass is over."""
+        self.before += self.n_windows

@@ -1,0 +1,350 @@
+"""Compensation is least squares over the routed activations, and never does harm."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import logits_of, random_keep, widths_keep
+from oracles import token_by_token
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from heapr_lab import compensation
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.checkpoints import MANIFEST_FILE, save_pruned
+from heapr_lab.compensation import (
+    RIDGES,
+    compensate,
+    fit_compensation,
+    solve_layers,
+)
+from heapr_lab.dispatch import observed
+from heapr_lab.experts import find_experts
+from heapr_lab.grams import FIT, HELD_OUT, SPANS, collect_grams
+from heapr_lab.masks import KeepMask
+from heapr_lab.specs import SpecError
+from heapr_lab.surgery import masking, prune
+
+pytestmark = pytest.mark.oracle
+
+FAMILIES = ("qwen2_moe", "gpt_oss", "nemotron_h", "deepseek_v2")
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
+CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-10}
+
+
+class Features:
+    """An observer that writes out φ of every token, zeros and all: (n_tokens, E, I)."""
+
+    def __init__(self, n_experts: int) -> None:
+        self.n_experts = n_experts
+        self.parts: list[torch.Tensor] = []
+
+    def observe(
+        self,
+        h: torch.Tensor,
+        *,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: list[int],
+    ) -> None:
+        """Write out one call's features, row by row."""
+        features = h.new_zeros(int(rows.max()) + 1, self.n_experts, h.shape[1])
+        expert = [e for e, count in enumerate(tokens) for _ in range(count)]
+        for number, (row, e) in enumerate(zip(rows.tolist(), expert, strict=True)):
+            features[row, e] = p[number] * h[number]
+        self.parts.append(features)
+
+
+def features_of(model: nn.Module, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+    """φ of every token, by layer: (n_tokens, E, I)."""
+    layers = find_experts(model)
+    observers = [Features(layer.n_experts) for layer in layers]
+    with torch.no_grad(), observed(layers, observers):
+        model(ids, use_cache=False)
+    return {k.layer: torch.cat(o.parts) for k, o in zip(layers, observers, strict=True)}
+
+
+def held_out() -> torch.Tensor:
+    """Which of the windows are held out: the second of every four."""
+    return torch.tensor([False, True, False, False] * 2)
+
+
+# --- sums -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sums_of_an_expert_token_by_token(family: str) -> None:
+    """Σ (p h)(p h)ᵀ over the tokens that each expert was routed to, one by one."""
+    model = tiny_model(family)
+    grams = collect_grams(model, WINDOWS)
+    _, records = token_by_token.run(model, WINDOWS.ids)
+    for layer in find_experts(model):
+        own = grams[layer.layer]
+        for expert, total in enumerate(own.total):
+            tokens = records[id(layer.module)].tokens.get(expert, [])
+            assert int(own.tokens.sum(0)[expert]) == len(tokens)
+            expected = torch.zeros_like(total)
+            for token in tokens:
+                feature = (token.p * token.h).detach()
+                expected += torch.outer(feature, feature)
+            torch.testing.assert_close(total, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_sums_are_those_of_all_features_written_out(span: str) -> None:
+    """Products across experts too, apart for the windows that are held out."""
+    model = tiny_model("qwen2_moe")
+    grams = collect_grams(model, WINDOWS, span=span)
+    for part, chosen in ((FIT, ~held_out()), (HELD_OUT, held_out())):
+        for layer, features in features_of(model, WINDOWS.ids[chosen]).items():
+            if span == "expert":
+                expected = torch.einsum("tei,tej->eij", features, features)
+            else:
+                flat = features.flatten(1)
+                expected = (flat.T @ flat)[None]
+            torch.testing.assert_close(grams[layer].sums[part], expected, **CLOSE)
+
+
+def test_one_window_cannot_be_held_out() -> None:
+    """A split needs two."""
+    with pytest.raises(SpecError, match=r"1 windows .* expected at least 2"):
+        collect_grams(tiny_model("qwen2_moe"), CalibrationSet.from_ids(WINDOWS.ids[:1]))
+
+
+# --- the solution -----------------------------------------------------------------
+
+
+def least_squares(
+    features: torch.Tensor, W: torch.Tensor, kept: torch.Tensor, ridge: float
+) -> torch.Tensor:
+    """The same by QR of the features, with the ridge as rows of their own.
+
+    Shapes: features (n, F); W (D, F); kept (F,); result (D, F).
+    """
+    free = features[:, kept]
+    scale = free.square().sum(0).mean()
+    pull = (ridge * scale).sqrt() * torch.eye(int(kept.sum()), dtype=W.dtype)
+    wanted = torch.cat([features @ W.T, pull @ W[:, kept].T])
+    found = torch.linalg.lstsq(torch.cat([free, pull]), wanted, driver="gelsd").solution
+    new = torch.zeros_like(W)
+    new[:, kept] = found.T
+    return new
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 1e-1])
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_weights_are_the_least_squares(
+    family: str, span: str, ridge: float
+) -> None:
+    """Against a QR of the features themselves, for every orientation of weights."""
+    model = tiny_model(family)
+    keep = widths_keep(model, 5, structure="ragged")
+    found = fit_compensation(model, keep, WINDOWS, ridge=ridge, span=span)
+    features = features_of(model, WINDOWS.ids)
+    for layer in find_experts(model):
+        kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
+        own, down = features[layer.layer], layer.down.detach()
+        if span == "layer":
+            joined = down.movedim(0, 1).flatten(1)
+            new = least_squares(own.flatten(1), joined, kept.flatten(), ridge)
+            expected = new.unflatten(1, kept.shape).movedim(1, 0)
+        else:
+            expected = torch.stack(
+                [
+                    least_squares(own[:, e], down[e], kept[e], ridge)
+                    for e in range(layer.n_experts)
+                ]
+            )
+        torch.testing.assert_close(
+            found.downs[layer.layer], expected, rtol=1e-6, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_a_copy_of_a_kept_atom_goes_at_no_loss(span: str) -> None:
+    """Its activation is another's, so that one's column takes over, exactly."""
+    model = tiny_model("qwen2_moe")
+    arrays = {}
+    with torch.no_grad():
+        for layer in find_experts(model):
+            first = layer.atom_rows(torch.tensor([0]))
+            last = layer.atom_rows(torch.tensor([layer.d_inter - 1]))
+            layer.up_rows[:, last] = 0.5 * layer.up_rows[:, first]
+            layer.up_rows[:, last[0]] = layer.up_rows[:, first[0]]  # of the gate
+            arrays[layer.layer] = np.ones((layer.n_experts, layer.d_inter), bool)
+            arrays[layer.layer][:, -1] = False
+    keep = KeepMask.from_arrays(arrays)
+    dense = logits_of(model, WINDOWS.ids)
+    dropped = logits_of(prune(model, keep), WINDOWS.ids)
+    pruned = compensate(model, keep, WINDOWS, ridge=1e-12, span=span)
+    torch.testing.assert_close(
+        logits_of(pruned, WINDOWS.ids), dense, rtol=1e-6, atol=1e-7
+    )
+    assert (dropped - dense).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("span", SPANS)
+def test_no_error_over_the_calibration_tokens_rises(span: str, seed: int) -> None:
+    """Of each expert, or of the layer together; whatever the mask and the ridge."""
+    model = tiny_model("qwen2_moe", seed=seed)
+    keep = random_keep(model, seed=seed)
+    features = features_of(model, WINDOWS.ids)
+    for ridge in (0.0, 1e-3, 1.0, None):
+        found = fit_compensation(model, keep, WINDOWS, ridge=ridge, span=span)
+        for layer in find_experts(model):
+            own, W = features[layer.layer], layer.down.detach()
+            kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
+            errors = []
+            for new in (found.downs[layer.layer], W * kept[:, None]):
+                change = torch.einsum("tei,edi->ted", own, new - W)
+                if span == "layer":
+                    change = change.sum(1, keepdim=True)
+                errors.append(change.square().sum((0, 2)))
+            assert (errors[0] <= errors[1] * (1 + 1e-9) + 1e-12).all()
+
+
+def test_the_ridge_is_the_one_that_errs_least_on_held_out_tokens() -> None:
+    """Fitted on the other windows, by the features themselves."""
+    model = tiny_model("qwen2_moe")
+    keep = widths_keep(model, 4, structure="ragged")
+    found = fit_compensation(model, keep, WINDOWS, span="layer")
+    fitted = features_of(model, WINDOWS.ids[~held_out()])
+    tested = features_of(model, WINDOWS.ids[held_out()])
+    for layer in find_experts(model):
+        kept = torch.from_numpy(keep.by_layer(layer.layer).copy()).flatten()
+        W = layer.down.detach().movedim(0, 1).flatten(1)
+        errors = {}
+        for ridge in RIDGES:
+            new = least_squares(fitted[layer.layer].flatten(1), W, kept, ridge)
+            change = tested[layer.layer].flatten(1) @ (new - W).T
+            errors[ridge] = float(change.square().sum())
+        row = found.report.set_index("layer").loc[layer.layer]
+        assert row["ridge"] == min(errors, key=errors.__getitem__)
+        size = (tested[layer.layer].flatten(1) @ W.T).square().sum()
+        assert row["compensated"] == pytest.approx(min(errors.values()) / float(size))
+
+
+# --- edges ------------------------------------------------------------------------
+
+
+def test_experts_with_too_few_tokens_are_left_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Fewer tokens than kept atoms: their columns stay as they are."""
+    model = tiny_model("qwen2_moe")
+    few = CalibrationSet.from_ids(WINDOWS.ids[:2, :4])
+    keep = widths_keep(model, 6, structure="ragged")
+    found = fit_compensation(model, keep, few, span="expert")
+    grams = collect_grams(model, few)
+    n_untouched = 0
+    for layer in find_experts(model):
+        kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
+        poor = (grams[layer.layer].tokens.sum(0) < 6).nonzero()[:, 0].tolist()
+        n_untouched += len(poor)
+        row = found.report.set_index("layer").loc[layer.layer]
+        assert row["untouched"] == poor
+        same = (layer.down.detach() * kept[:, None])[poor]
+        torch.testing.assert_close(found.downs[layer.layer][poor], same)
+    assert n_untouched
+    assert "fewer tokens than they keep atoms" in caplog.text
+
+
+def test_a_singular_solve_says_so_and_does_no_harm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two kept atoms that are one and the same, and no ridge."""
+    model = tiny_model("qwen2_moe")
+    with torch.no_grad():
+        for layer in find_experts(model):
+            rows = [layer.atom_rows(torch.tensor([k])) for k in (0, 1)]
+            layer.up_rows[:, rows[1]] = layer.up_rows[:, rows[0]]
+    arrays = {
+        layer.layer: np.array([[True] * 4 + [False] * 4] * layer.n_experts)
+        for layer in find_experts(model)
+    }
+    keep = KeepMask.from_arrays(arrays)
+    found = fit_compensation(model, keep, WINDOWS, ridge=0.0, span="expert")
+    assert found.report["singular"].sum() > 0
+    assert "singular at ridge 0" in caplog.text
+    assert all(torch.isfinite(down).all() for down in found.downs.values())
+
+
+def test_layers_one_after_the_other_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where sums do not fit together: a pass for each group, the same weights."""
+    model = tiny_model("qwen2_moe")
+    keep = random_keep(model)
+    at_once = fit_compensation(model, keep, WINDOWS)
+    monkeypatch.setattr(compensation, "_AT_ONCE", 1)
+    done: list[tuple[int, int]] = []
+    apart = fit_compensation(
+        model, keep, WINDOWS, progress=lambda *now: done.append(now)
+    )
+    assert apart.fingerprint == at_once.fingerprint
+    assert done[-1] == (2 * WINDOWS.n_sequences, 2 * WINDOWS.n_sequences)
+    assert done == sorted(done)
+
+
+def test_bad_input_is_refused_before_the_pass() -> None:
+    """A negative ridge, another model's mask, an unknown span."""
+    model, other = tiny_model("qwen2_moe"), tiny_model("mixtral")
+    with pytest.raises(SpecError, match="ridge is -1"):
+        compensate(model, random_keep(model), WINDOWS, ridge=-1)
+    with pytest.raises(SpecError, match="span is 'model'"):
+        compensate(model, random_keep(model), WINDOWS, span="model")
+    arrays = {k: v[:, :4] for k, v in random_keep(other).arrays.items()}
+    with pytest.raises(SpecError, match="made for another model"):
+        compensate(model, KeepMask.from_arrays(arrays), WINDOWS)
+
+
+# --- in a model -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masked_is_sliced_with_new_weights(family: str) -> None:
+    """The context and the pruned model use the same columns; the model stays."""
+    model = tiny_model(family)
+    keep = random_keep(model)
+    found = fit_compensation(model, keep, WINDOWS)
+    dense = logits_of(model, WINDOWS.ids)
+    with masking(model, keep, found.downs):
+        masked = logits_of(model, WINDOWS.ids)
+        with masking(model, keep):  # an inner mask keeps the outer weights
+            torch.testing.assert_close(logits_of(model, WINDOWS.ids), masked)
+    pruned = prune(model, keep, downs=found.downs)
+    torch.testing.assert_close(masked, logits_of(pruned, WINDOWS.ids), **CLOSE)
+    with masking(model, keep):
+        assert (masked - logits_of(model, WINDOWS.ids)).abs().max() > 1e-4
+    assert torch.equal(logits_of(model, WINDOWS.ids), dense)
+
+
+def test_any_mask_is_made_up_for_from_the_same_sums() -> None:
+    """One pass, two masks: each as if it had been collected for."""
+    model = tiny_model("qwen2_moe")
+    layers = find_experts(model)
+    grams = collect_grams(model, WINDOWS, span="layer")
+    for seed in (0, 1):
+        keep = random_keep(model, seed=seed)
+        once = solve_layers(layers, keep, grams)
+        again = fit_compensation(model, keep, WINDOWS, span="layer")
+        assert once.fingerprint == again.fingerprint
+
+
+def test_a_compensated_checkpoint_says_so(tmp_path: Path) -> None:
+    """Its manifest names what was done, and it loads as what was saved."""
+    model = tiny_model("qwen2_moe", dtype=torch.float32)
+    pruned = compensate(model, random_keep(model), WINDOWS)
+    save_pruned(pruned, tmp_path / "pruned")
+    manifest = json.loads((tmp_path / "pruned" / MANIFEST_FILE).read_text())
+    assert manifest["weights"].startswith("W_down compensated by least squares")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    torch.testing.assert_close(
+        logits_of(loaded, WINDOWS.ids), logits_of(pruned, WINDOWS.ids)
+    )
