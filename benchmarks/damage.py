@@ -97,6 +97,7 @@ def main() -> None:
                     rows += predict(
                         bench, measured, calibrated_on=source, ratios=ratios
                     )
+    rows = [{"model": bench.name} | row for row in rows]
     details = machine() | {"identity": bench.identity, "skipped": skipped}
     write_results(options.name, rows, details)
 

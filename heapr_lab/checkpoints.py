@@ -21,12 +21,14 @@ from heapr_lab.experts import find_experts
 from heapr_lab.masks import KeepMask
 from heapr_lab.ragged import HeaprConfig, HeaprQuantizer, RaggedExperts, finish
 from heapr_lab.shards import slice_files
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import CacheError, SpecError
 from heapr_lab.uniform import skeleton_of, stock_config, stock_model, uniform_width
 
 KEEP_FILE = "heapr_keep.parquet"
 MANIFEST_FILE = "heapr_manifest.json"
 MANIFEST_VERSION = 1
+_PLAN_NAME = ".partial-plan.json"
+"""In an unfinished folder: what is made there."""
 STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
 
 
@@ -157,6 +159,8 @@ def prune_folder(
     changed = config if width is None else stock_config(config, width)
     skeleton: Any = skeleton_of(config)
     with new_folder(folder, resume=True) as partial:
+        plan = {"mask": keep.fingerprint, "structure": structure_of(keep)}
+        _claim(partial, plan)
         if not uniform:
             _name_widths(changed, skeleton, keep)
             shutil.copyfile(ragged.__file__, partial / f"{ragged.CODE_NAME}.py")
@@ -175,7 +179,25 @@ def prune_folder(
             facts=facts or {},
             source=source,
         )
+        (partial / _PLAN_NAME).unlink()
     return folder
+
+
+def _claim(partial: Path, plan: dict[str, str]) -> None:
+    """Note what is made in `partial` before anything is written there.
+
+    Raises:
+        CacheError: something else was begun there.
+    """
+    path = partial / _PLAN_NAME
+    found = store.read_json(path) if path.exists() else plan
+    if found != plan:
+        differing = [name for name in plan if found.get(name) != plan[name]]
+        raise CacheError(
+            f"{partial} holds an unfinished checkpoint of another "
+            f"{' and '.join(differing)}: choose another folder, or delete it"
+        )
+    store.write_json(path, plan)
 
 
 def _name_widths(config: Any, skeleton: nn.Module, keep: KeepMask) -> None:

@@ -35,7 +35,7 @@ from heapr_lab.surgery import keeps_of, prune
 
 logger = logging.getLogger(__name__)
 
-RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """What a ridge is chosen from, relative to the mean diagonal."""
 _LARGEST_LAYER = 4096
 """Features up to which a layer's experts are compensated together by default."""
@@ -209,6 +209,37 @@ def solve_layers(
 
 
 @dataclass(frozen=True)
+class _Normal:
+    """Normal equations over some tokens: what a change X of the free columns costs."""
+
+    A: torch.Tensor
+    """Products of the free features, (f, f)."""
+    wanted: torch.Tensor
+    """Of the free features with what the gone ones added to the output, (f, D)."""
+    dropped: float
+    """Σ of squares of what the gone features added: the error without a change."""
+
+    def error(self, change: torch.Tensor) -> float:
+        """Σ of squares that is left with the change X (f, D)."""
+        gained = (change * (self.A @ change - 2 * self.wanted)).sum()
+        return self.dropped + float(gained)
+
+    def solve(self, ridge: float) -> tuple[torch.Tensor, bool]:
+        """The best change X (f, D) under the ridge; whether that was singular."""
+        if not len(self.A):
+            return self.wanted, False
+        pull = ridge * self.A.diagonal().mean()
+        return _solve(
+            self.A + pull * torch.eye(len(self.A), dtype=self.A.dtype), self.wanted
+        )
+
+    def __add__(self, other: "_Normal") -> "_Normal":
+        return _Normal(
+            self.A + other.A, self.wanted + other.wanted, self.dropped + other.dropped
+        )
+
+
+@dataclass(frozen=True)
 class _Problem:
     """Least squares of one expert, or of all of a layer."""
 
@@ -217,28 +248,36 @@ class _Problem:
     kept: torch.Tensor
     """Features that stay, (F,) bool."""
     free: torch.Tensor
-    """Of these, whose columns may change, (F,) bool."""
-    sums: torch.Tensor
-    """Of the fit and of the held-out tokens, (2, F, F)."""
+    """Of these, whose columns may change: numbers, (f,)."""
+    fit: _Normal
+    held_out: _Normal
+    output: float
+    """Σ of squares of the output itself over the held-out tokens."""
 
-    def error(self, weight: torch.Tensor, sums: torch.Tensor) -> float:
-        """Σ ‖(weight − W) φ‖² over the tokens of `sums`."""
-        change = weight - self.weight
-        return float(((change @ sums) * change).sum())
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,
+        kept: torch.Tensor,
+        free: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> "_Problem":
+        """From weights (D, F), masks (F,) and both parts of the sums (2, F, F)."""
+        numbers, gone = free.nonzero()[:, 0], (~kept).nonzero()[:, 0]
+        lost = weight[:, gone]
+        parts = []
+        for part in (sums[FIT], sums[HELD_OUT]):
+            rows = part[numbers]
+            dropped = float(((lost @ part[gone][:, gone]) * lost).sum())
+            parts.append(_Normal(rows[:, numbers], rows[:, gone] @ lost.T, dropped))
+        output = float(((weight @ sums[HELD_OUT]) * weight).sum())
+        return cls(weight, kept, numbers, parts[0], parts[1], output)
 
-    def solve(self, sums: torch.Tensor, ridge: float) -> tuple[torch.Tensor, bool]:
-        """The new weight (D, F), 0 where features are gone; whether it was singular."""
-        dropped = torch.where(self.kept, self.weight, 0.0)
-        free, gone = self.free.nonzero()[:, 0], (~self.kept).nonzero()[:, 0]
-        if not len(free) or not len(gone):
-            return dropped, False
-        A = sums[free][:, free]
-        scale = A.diagonal().mean()
-        A = A + ridge * scale * torch.eye(len(free), dtype=A.dtype)
-        wanted = sums[free][:, gone] @ self.weight[:, gone].T  # (free, D)
-        change, singular = _solve(A, wanted)
-        dropped[:, free] += change.T
-        return dropped, singular
+    def changed(self, change: torch.Tensor) -> torch.Tensor:
+        """The new weight (D, F), 0 where features are gone."""
+        new = torch.where(self.kept, self.weight, 0.0)
+        new[:, self.free] += change.T
+        return new
 
 
 def _solve(A: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -262,12 +301,11 @@ def _solve_layer(
     chosen = _best_ridge(problems) if ridge is None else ridge
     weights, singular = [], 0
     for problem in problems:
-        total = problem.sums.sum(0)
-        weight, was_singular = problem.solve(total, chosen)
-        dropped = torch.where(problem.kept, problem.weight, 0.0)
-        if problem.error(weight, total) > problem.error(dropped, total):
-            weight = dropped  # rounding of a singular solve
-        weights.append(weight)
+        total = problem.fit + problem.held_out
+        change, was_singular = total.solve(chosen)
+        if total.error(change) > total.dropped:
+            change = torch.zeros_like(change)  # rounding of a singular solve
+        weights.append(problem.changed(change))
         singular += was_singular
     if singular:
         logger.warning(
@@ -302,36 +340,26 @@ def _problems(
     if grams.span == "layer":
         joined = down.movedim(0, 1).flatten(1)  # (D, F)
         flat = kept.flatten(), free.flatten()
-        return [_Problem(joined, *flat, grams.sums[:, 0])]
+        return [_Problem.of(joined, *flat, grams.sums[:, 0])]
     return [
-        _Problem(down[e], kept[e], free[e], grams.sums[:, e])
+        _Problem.of(down[e], kept[e], free[e], grams.sums[:, e])
         for e in range(layer.n_experts)
     ]
 
 
 def _best_ridge(problems: list[_Problem]) -> float:
     """The one whose fit errs least on the held-out tokens, over all problems."""
-    return min(
-        RIDGES,
-        key=lambda ridge: sum(
-            problem.error(
-                problem.solve(problem.sums[FIT], ridge)[0], problem.sums[HELD_OUT]
-            )
-            for problem in problems
-        ),
-    )
+    return min(RIDGES, key=lambda ridge: _held_out_error(problems, ridge))
+
+
+def _held_out_error(problems: list[_Problem], ridge: float) -> float:
+    """Σ of squares over the held-out tokens, of what is fitted to the others."""
+    return sum(own.held_out.error(own.fit.solve(ridge)[0]) for own in problems)
 
 
 def _held_out_errors(problems: list[_Problem], ridge: float) -> dict[str, float]:
     """Squared error of the layer's output on held-out tokens, over that output's."""
-    dropped = compensated = size = 0.0
-    for problem in problems:
-        held_out = problem.sums[HELD_OUT]
-        size += problem.error(torch.zeros_like(problem.weight), held_out)
-        dropped += problem.error(
-            torch.where(problem.kept, problem.weight, 0.0), held_out
-        )
-        fitted, _ = problem.solve(problem.sums[FIT], ridge)
-        compensated += problem.error(fitted, held_out)
-    size = max(size, 1e-300)
+    size = max(sum(own.output for own in problems), 1e-300)
+    dropped = sum(own.held_out.dropped for own in problems)
+    compensated = _held_out_error(problems, ridge)
     return {"dropped": dropped / size, "compensated": compensated / size}

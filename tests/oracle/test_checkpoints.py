@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
+from heapr_lab import checkpoints
 from heapr_lab.checkpoints import (
     KEEP_FILE,
     MANIFEST_FILE,
@@ -29,7 +30,7 @@ from heapr_lab.checkpoints import (
 from heapr_lab.experts import find_experts
 from heapr_lab.masks import KeepMask
 from heapr_lab.ragged import RaggedExperts
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import CacheError, SpecError
 from heapr_lab.surgery import masking, prune
 from heapr_lab.uniform import stock_config
 
@@ -373,3 +374,27 @@ def test_sliced_files_are_the_saved_model(
         for name in ("saved", "sliced")
     ]
     assert configs[0] == configs[1]
+
+
+def test_an_unfinished_folder_is_not_touched_for_another_pruning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted, then asked for another structure: refused before a file changes."""
+    model = tiny_model("qwen3_moe", dtype=torch.float32)
+    source, out = tmp_path / "source", tmp_path / "out"
+    model.save_pretrained(source)
+
+    def stop(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "slice_files", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prune_folder(source, keep_of(model, "ragged"), out)
+    partial = checkpoints.partial_of(out)
+    before = {path.name: path.read_bytes() for path in partial.iterdir()}
+    with pytest.raises(CacheError, match="another mask and structure"):
+        prune_folder(source, keep_of(model, "uniform"), out)
+    assert {path.name: path.read_bytes() for path in partial.iterdir()} == before
+    prune_folder(source, keep_of(model, "ragged"), out)
+    assert not list(out.glob(".partial-*"))

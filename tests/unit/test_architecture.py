@@ -32,6 +32,7 @@ LAYERS = (
     {"shards"},
     {"checkpoints"},
     {"importance", "evaluation", "harness"},
+    {"distillation"},
     {"learned", "iterated"},
     {"recovery"},
     {"lab_model", "pipeline"},

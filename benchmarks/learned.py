@@ -1,0 +1,204 @@
+"""What training adds: learned masks against scores, and a recovery run after each.
+
+    python benchmarks/learned.py [--model lab] [--corpus pydocs] [--ratios 0.4,0.6]
+
+Δloss on the test split of the corpus that everything was calibrated and trained on, in
+nats per token: of the masks of two scores, of the mask that training makes of the
+better one's ranks, and of each after a recovery run on the same calibration windows.
+
+*Token passes* are how often the calibration set's tokens went through a model, forward
+or backward: twice for a score. A row of a recovery run has the cost of that run alone.
+Seconds are without the score's, which are in the details. Another way to make a pruned
+model is one more entry of `METHODS`.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import RESULTS, machine, write_results
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.compensation import compensate
+from heapr_lab.evaluation import evaluate_perplexity
+from heapr_lab.learned import learn_mask
+from heapr_lab.masks import KeepMask
+from heapr_lab.models import LAB
+from heapr_lab.pipeline import Setting, Workbench, open_workbench
+from heapr_lab.progress import progress_bar
+from heapr_lab.recovery import recover
+from heapr_lab.surgery import prune
+
+_SCORE_PASSES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """How long is trained, and how fast."""
+
+    learning: int
+    recovery: int
+    batch_size: int
+    recovery_rate: float
+    """The highest learning rate of a recovery run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A pruned model and what it took to make it."""
+
+    model: nn.Module
+    keep: KeepMask
+    passes: float
+    """Forward and backward passes, in calibration sets."""
+
+
+def by_score(bench: Workbench, setting: Setting, _steps: Steps) -> Made:
+    """Sliced by the ranks of the setting's estimator."""
+    keep = bench.keep(setting)
+    return Made(prune(bench.model, keep), keep, _SCORE_PASSES)
+
+
+def by_compensation(bench: Workbench, setting: Setting, _steps: Steps) -> Made:
+    """Sliced by the ranks of the setting's estimator, what stays making up for it."""
+    keep = bench.keep(setting)
+    made = compensate(bench.model, keep, bench.calibration_set(setting))
+    return Made(made, keep, _SCORE_PASSES + 1)
+
+
+def by_learning(bench: Workbench, setting: Setting, steps: Steps) -> Made:
+    """Sliced by a mask that was learned, from the ranks of the setting's estimator."""
+    windows = bench.calibration_set(setting)
+    with progress_bar(f"learning at {setting.ratio:g}", "step") as bar:
+        keep = learn_mask(
+            bench.model,
+            bench.importance(setting),
+            windows,
+            ratio=setting.ratio,
+            estimator=setting.estimator,
+            n_steps=steps.learning,
+            batch_size=steps.batch_size,
+            progress=bar,
+        )
+    # Besides its steps, the dense model once, and the first and the last mask.
+    passes = _SCORE_PASSES + 3 + _step_passes(steps.learning, steps, windows)
+    return Made(prune(bench.model, keep), keep, passes)
+
+
+def _step_passes(n_steps: int, steps: Steps, windows: CalibrationSet) -> float:
+    """Forward and backward, in calibration sets."""
+    return 2 * n_steps * steps.batch_size / windows.n_sequences
+
+
+METHODS: dict[str, tuple[str, Callable[[Workbench, Setting, Steps], Made]]] = {
+    "heapr": ("heapr", by_score),
+    "fisher": ("fisher", by_score),
+    "learned": ("fisher", by_learning),
+    "shrunk, compensated": ("shrunk", by_compensation),
+}
+"""The estimator and the maker of each."""
+
+
+def measure(
+    bench: Workbench, method: str, ratio: float, corpus: str, steps: Steps
+) -> Iterator[dict[str, Any]]:
+    """Two rows: the pruned model as it is made, and after a recovery run."""
+    estimator, make = METHODS[method]
+    setting = Setting(ratio, estimator=estimator, calibration=corpus)
+    windows = bench.calibration_set(setting)
+    clocks = time.perf_counter(), time.process_time()
+    made = make(bench, setting, steps)
+    yield _row(bench, method, ratio, corpus, made, n_recovery=0, since=clocks)
+    clocks = time.perf_counter(), time.process_time()
+    with progress_bar(f"recovery of {method} at {ratio:g}", "step") as bar:
+        recover(
+            made.model,
+            bench.model,
+            windows,
+            n_steps=steps.recovery,
+            batch_size=steps.batch_size,
+            learning_rate=steps.recovery_rate,
+            progress=bar,
+        )
+    passes = 1 + _step_passes(steps.recovery, steps, windows)
+    made = dataclasses.replace(made, passes=passes)
+    n_recovery = steps.recovery
+    yield _row(bench, method, ratio, corpus, made, n_recovery=n_recovery, since=clocks)
+
+
+def _row(
+    bench: Workbench,
+    method: str,
+    ratio: float,
+    corpus: str,
+    made: Made,
+    *,
+    n_recovery: int,
+    since: tuple[float, float],
+) -> dict[str, Any]:
+    seconds, cpu = time.perf_counter() - since[0], time.process_time() - since[1]
+    windows = bench.test_windows(corpus)
+    dense = bench.perplexity(None, windows).nll
+    found = evaluate_perplexity(made.model, windows.ids)
+    return {
+        "model": bench.name,
+        "method": method,
+        "ratio": ratio,
+        "achieved_ratio": made.keep.achieved_ratio,
+        "recovery_steps": n_recovery,
+        "nll": found.nll,
+        "delta_nll": found.nll - dense,
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu, 1),
+        "token_passes": round(made.passes, 1),
+        "n_tokens": found.n_tokens,
+    }
+
+
+def main() -> None:
+    """Measure every method at every ratio and write the table down."""
+    parser = argparse.ArgumentParser(description="Measure what training adds.")
+    parser.add_argument("--model", default=LAB)
+    parser.add_argument("--corpus", default="pydocs")
+    parser.add_argument("--ratios", default="0.4,0.6", help="with commas")
+    parser.add_argument("--learning-steps", type=int, default=100)
+    parser.add_argument("--recovery-steps", type=int, default=40)
+    parser.add_argument("--recovery-rate", type=float, default=1e-3)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--name", default="learned", help="of the files written")
+    options = parser.parse_args()
+    steps = Steps(
+        learning=options.learning_steps,
+        recovery=options.recovery_steps,
+        batch_size=options.batch_size,
+        recovery_rate=options.recovery_rate,
+    )
+    bench = open_workbench(options.model, device="cpu", dtype="float32")
+    table = bench.importance(Setting(0.0, calibration=options.corpus))
+    details = {
+        "identity": bench.identity,
+        "steps": dataclasses.asdict(steps),
+        "score_seconds": table.metadata["provenance"]["seconds"],
+    }
+    path = RESULTS / f"{options.name}.csv"
+    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+    done = {(row["method"], row["ratio"]) for row in rows}
+    for ratio in map(float, options.ratios.split(",")):
+        for method in METHODS:
+            if (method, ratio) in done:
+                continue
+            rows += measure(bench, method, ratio, options.corpus, steps)
+            # After each, for a run takes a while.
+            write_results(options.name, rows, machine() | details)
+
+
+if __name__ == "__main__":
+    main()

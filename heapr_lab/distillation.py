@@ -1,0 +1,122 @@
+"""Learning from the dense model: its predictions, and what may be trained.
+
+Shapes: n windows, L tokens in each. Source: Hinton et al. 2015, at temperature 1.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from heapr_lab.evaluation import kl_divergence
+from heapr_lab.likelihood import evaluating, final_states, iter_log_probs
+from heapr_lab.specs import SpecError
+
+
+def check_positive(**numbers: float) -> None:
+    """Check that settings are positive.
+
+    Raises:
+        SpecError: one is not (named).
+    """
+    for name, number in numbers.items():
+        if number <= 0:
+            raise SpecError(f"{name} must be positive, got {number}")
+
+
+@contextlib.contextmanager
+def training_only(model: nn.Module, trained: list[nn.Parameter]) -> Iterator[None]:
+    """Evaluation mode in which `trained`, and nothing else, requires gradients.
+
+    Modes and flags are put back, and gradients are dropped.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.eval()
+    model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in trained:
+            parameter.grad = None
+        for parameter, required in flags:
+            parameter.requires_grad_(required)
+        for module, training in modes:
+            module.training = training
+
+
+class Teacher:
+    """The dense model on fixed windows; its body is run on them once.
+
+    Attributes:
+        model: the dense model.
+        ids: token ids, (n, L).
+    """
+
+    def __init__(self, model: nn.Module, ids: torch.Tensor, batch_size: int) -> None:
+        """Run `model` on `ids`, `batch_size` windows at a time."""
+        self.model = model
+        self.ids = ids
+        with evaluating(model):
+            parts = [
+                final_states(model, part)[:, :-1].cpu()
+                for part in ids.split(batch_size)
+            ]
+        self._states = torch.cat(parts)
+
+    def mean_kl(self, model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
+        """Mean KL(dense || model) per predicted token, in nats; differentiable.
+
+        Shapes: windows, their numbers, (n_batch,); result ().
+        """
+        states = final_states(model, self.ids[windows])[:, :-1]
+        dense = self._states[windows].to(states.device)
+        result: torch.Tensor = _MeanKL.apply(states, model, dense, self.model)
+        return result
+
+
+class _MeanKL(torch.autograd.Function):
+    """Mean KL of the predictions that two models make of their final states.
+
+    The gradient is found together with the value, chunk by chunk, so that the logits
+    of a large vocabulary never exist all at once and no head runs twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        model: nn.Module,
+        dense_states: torch.Tensor,
+        dense: nn.Module,
+    ) -> torch.Tensor:
+        wanted = ctx.needs_input_grad[0]
+        leaf = states.detach().requires_grad_(wanted)
+        n_tokens = leaf[..., 0].numel()
+        total = torch.zeros((), dtype=torch.float64, device=leaf.device)
+        with torch.set_grad_enabled(wanted):
+            for log_p, log_q in zip(
+                iter_log_probs(dense, dense_states),
+                iter_log_probs(model, leaf),
+                strict=True,
+            ):
+                kl = kl_divergence(log_p.detach(), log_q).sum() / n_tokens
+                if wanted:
+                    kl.backward(inputs=[leaf])
+                total += kl.detach().to(total.device)
+        ctx.save_for_backward(leaf.grad)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None, None
