@@ -93,7 +93,17 @@ def prune(
     model: options.Model,
     ratio: Annotated[float, typer.Option(help="What goes, in [0, 1): 0.25, not 25.")],
     importance: options.Importance = None,
-    estimator: options.Estimator = "heapr",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="best: the best estimator, and without --importance compensated "
+            "weights; paper: HEAPr as published."
+        ),
+    ] = "best",
+    estimator: options.EstimatorOrMethods = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Score anew so often, without --importance.")
+    ] = 1,
     scope: Annotated[str, typer.Option(help="global or layer.")] = "global",
     granularity: Annotated[str, typer.Option(help="atom or expert.")] = "atom",
     structure: Annotated[
@@ -108,8 +118,16 @@ def prune(
         ),
     ] = None,
     of: Annotated[
-        str, typer.Option(help="The ratio counts: routed atoms, or the whole model.")
+        str,
+        typer.Option(
+            help="The ratio counts: routed atoms, parameters of the whole model, its "
+            "bytes, or routed flops."
+        ),
     ] = "atoms",
+    price: Annotated[
+        float | None,
+        typer.Option(help="Score per cost: 0 parameters, 1 FLOPs [default: no cost]."),
+    ] = None,
     exclude_layers: Annotated[
         str, typer.Option(help="Layers to leave alone, with commas.")
     ] = "",
@@ -146,12 +164,19 @@ def prune(
 
     The importance comes from a file of `score`, and then the model is never loaded: its
     files are sliced one tensor at a time. Without such a file it comes from the cache,
-    measured if it is not there.
+    measured if it is not there, and what stays in a checkpoint makes up for what goes.
+
+    Raises:
+        SpecError: the options contradict each other.
     """
     from heapr_lab import headless
     from heapr_lab.models import model_folder
     from heapr_lab.pipeline import Setting, profile_of
-    from heapr_lab.selection import select
+
+    method_of = headless.find_method(method)
+    estimator = estimator or method_of.estimator
+    if rounds > 1 and importance is not None:
+        raise SpecError("--rounds scores the model anew: leave --importance out")
 
     source = model_folder(model)
     to_folder = out is not None and out.suffix != ".parquet"
@@ -170,34 +195,49 @@ def prune(
         measured = perplexity or ""
     if structure in {"aligned", "uniform"} and multiple is None:
         multiple = headless.default_multiple(table)
-    keep = select(
-        table,
-        ratio=ratio,
-        estimator=estimator,
-        scope=scope,
-        granularity=granularity,
-        structure=structure,
-        multiple=multiple,
-        of=of,
-        exclude_layers=[int(layer) for layer in _names(exclude_layers)],
-        min_atoms=min_atoms,
-        protect_outliers=protect_outliers,
-        protect_unrouted=protect_unrouted,
-    )
-    keep = headless.with_model(keep, table)
+    choice = {
+        "ratio": ratio,
+        "estimator": estimator,
+        "scope": scope,
+        "granularity": granularity,
+        "structure": structure,
+        "multiple": multiple,
+        "of": of,
+        "price": price,
+        "exclude_layers": [int(layer) for layer in _names(exclude_layers)],
+        "min_atoms": min_atoms,
+        "protect_outliers": protect_outliers,
+        "protect_unrouted": protect_unrouted,
+    }
+    compensated = method_of.compensated and importance is None and to_folder
+    if importance is None:
+        made = headless.choose(
+            open_bench(), setting, choice, rounds=rounds, compensated=compensated
+        )
+    else:
+        made = headless.Chosen.of_table(table, choice)
+    keep = headless.with_model(made.keep, table)
     length = seq_len or profile_of(model, profile).seq_len
     saved = headless.savings(keep, table, seq_len=length)
     if out is not None and not to_folder:
         keep.write(out)
     elif out is not None:
         found = headless.facts_of(table, saved)
-        found["perplexity"] = {
-            name: headless.perplexity_change(open_bench(), keep, name)
-            for name in _names(measured)
-        }
-        headless.write_checkpoint(out, source, keep, name=model, facts=found)
+        if made.compensation is not None:
+            headless.write_compensated(
+                out, source, keep, made.compensation, open_bench(), setting,
+                facts=found, corpora=_names(measured),
+            )  # fmt: skip
+        else:
+            found["perplexity"] = {
+                name: headless.perplexity_change(open_bench(), keep, name)
+                for name in _names(measured)
+            }
+            headless.write_checkpoint(out, source, keep, name=model, facts=found)
     counts = {"atoms": keep.n_atoms, "atoms_kept": keep.n_kept}
-    facts = {"model": model, **counts, "achieved_ratio": keep.achieved_ratio, **saved}
+    how = {"method": method, "estimator": estimator, "compensated": compensated}
+    facts = {"model": model, **how, **counts, "achieved_ratio": keep.achieved_ratio}
+    facts |= saved
     _print({**facts, "out": None if out is None else str(out)}, as_json=as_json)
 
 

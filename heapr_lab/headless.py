@@ -10,15 +10,19 @@ import numpy as np
 from transformers import AutoConfig
 
 from heapr_lab import accounting
-from heapr_lab.checkpoints import prune_folder
+from heapr_lab.checkpoints import prune_folder, save_pruned
+from heapr_lab.compensation import Compensation, describe_weights, fit_compensation
+from heapr_lab.evaluation import evaluate_perplexity
 from heapr_lab.harness import run_tasks
+from heapr_lab.iterated import prune_in_rounds
 from heapr_lab.masks import KeepMask
 from heapr_lab.models import LAB, architecture_identity
-from heapr_lab.pipeline import Workbench, open_workbench
+from heapr_lab.pipeline import Setting, Workbench, open_workbench
 from heapr_lab.progress import progress_bar
+from heapr_lab.selection import select
 from heapr_lab.shards import down_norms
 from heapr_lab.specs import SpecError
-from heapr_lab.surgery import masking
+from heapr_lab.surgery import masking, prune
 from heapr_lab.table import ImportanceTable
 from heapr_lab.uniform import skeleton_of
 
@@ -130,6 +134,77 @@ def _check_identity(
         )
 
 
+# --- methods ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What is done where nothing else is asked for."""
+
+    estimator: str
+    compensated: bool
+    """Whether what stays makes up for what goes, where there is text to do it on."""
+
+
+METHODS = {
+    "best": Method("shrunk", compensated=True),
+    "paper": Method("heapr", compensated=False),
+}
+
+
+def find_method(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if name not in METHODS:
+        raise SpecError(f"method {name!r}: expected one of {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What stays, and the weights that make up for the rest, if any."""
+
+    keep: KeepMask
+    compensation: Compensation | None = None
+
+    @classmethod
+    def of_table(cls, table: ImportanceTable, choice: dict[str, Any]) -> "Chosen":
+        """What a table alone says; `choice` as `select`."""
+        return cls(select(table, **choice))
+
+
+def choose(
+    bench: Workbench,
+    setting: Setting,
+    choice: dict[str, Any],
+    *,
+    rounds: int,
+    compensated: bool,
+) -> Chosen:
+    """What stays of a model at hand, in rounds and compensated where asked for."""
+    table = bench.importance(setting)
+    if rounds == 1 and not compensated:
+        return Chosen.of_table(table, choice)
+    windows = bench.calibration_set(setting)
+    with progress_bar(f"compensation on {windows.label}", "window") as bar:
+        if rounds > 1:
+            found = prune_in_rounds(
+                bench.model,
+                windows,
+                rounds=rounds,
+                compensated=compensated,
+                table=table,
+                progress=bar,
+                **choice,
+            )
+            return Chosen(found.keep, found.compensation)
+        keep = select(table, **choice)
+        return Chosen(keep, fit_compensation(bench.model, keep, windows, progress=bar))
+
+
 # --- checkpoints ------------------------------------------------------------------
 
 
@@ -161,6 +236,35 @@ def write_checkpoint(
     base = name if name == LAB or not Path(name).is_dir() else str(source)
     with progress_bar("slicing", "B") as bar:
         prune_folder(source, keep, out, base=base, facts=facts, progress=bar)
+
+
+def write_compensated(
+    out: Path,
+    source: Path,
+    keep: KeepMask,
+    compensation: Compensation,
+    bench: Workbench,
+    setting: Setting,
+    *,
+    facts: dict[str, Any],
+    corpora: list[str],
+) -> None:
+    """Write the compensated model to `out`, in the type of the files in `source`.
+
+    Its perplexity is measured on the weights as they are written.
+    """
+    pruned: Any = prune(bench.model, keep, downs=compensation.downs)
+    windows = bench.calibration_set(setting)
+    pruned.__dict__["heapr_weights"] = describe_weights(compensation, windows)
+    own, stored = pruned.dtype, AutoConfig.from_pretrained(source).dtype
+    pruned.to(stored or own).to(own)
+    change = {}
+    for corpus in corpora:
+        test = bench.test_windows(corpus)
+        after = evaluate_perplexity(pruned, test.ids).value
+        change[corpus] = bench.perplexity(None, test).value, after
+    facts = facts | {"perplexity": change}
+    save_pruned(pruned.to(stored or own), out, tokenizer=bench.tokenizer, facts=facts)
 
 
 # --- results ----------------------------------------------------------------------

@@ -25,6 +25,7 @@ Examples:
   heapr-lab prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned
   heapr-lab prune lab --importance importance.parquet --ratio 0.4 --scope layer
   heapr-lab prune lab --ratio 0.3 --structure aligned --multiple 16 --of model
+  heapr-lab prune lab --ratio 0.4 --method paper --out as_published
 """
 GGUF_EXAMPLES = """\b
 Examples:
@@ -77,11 +78,12 @@ Sequences = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of the draw of windows.")]
 OutFolder = Annotated[Path | None, typer.Option(help="Folder of the figures.")]
-Estimator = Annotated[
-    str,
+EstimatorOrMethods = Annotated[
+    str | None,
     typer.Option(
-        help="heapr, heapr_total, fisher, taylor, camera, magnitude, frequency or "
-        "random."
+        "--estimator",
+        help="heapr, heapr_total, fisher, weighted, shrunk, taylor, camera, magnitude, "
+        "frequency or random [default: the method's].",
     ),
 ]
 Importance = Annotated[

@@ -159,6 +159,50 @@ def test_the_card_gives_perplexity_where_the_model_was_loaded(
     assert removed == 25 * 3 * 16  # ⌊0.4 · 64⌋ atoms, matrices, d_model
 
 
+def test_the_method_is_the_best_that_the_inputs_allow(
+    folder: Path, tmp_path: Path
+) -> None:
+    """With text a checkpoint is compensated; `paper` is HEAPr, sliced; both say so."""
+    base = ("prune", folder / "moe", "--ratio", 0.4, "--json")
+    best = json.loads(run(*base, "--out", tmp_path / "best", *text_of(folder)))
+    assert (best["estimator"], best["compensated"]) == ("shrunk", True)
+    paper = json.loads(
+        run(*base, "--out", tmp_path / "p", "--method", "paper", *text_of(folder))
+    )
+    assert (paper["estimator"], paper["compensated"]) == ("heapr", False)
+    table = prune(folder, "--ratio", 0.4, "--out", tmp_path / "table")
+    assert (table["estimator"], table["compensated"]) == ("shrunk", False)
+    weights = [
+        json.loads((tmp_path / name / "heapr_manifest.json").read_text())["weights"]
+        for name in ("best", "p", "table")
+    ]
+    assert weights[0].startswith("W_down compensated by least squares")
+    assert weights[1:] == ["sliced, otherwise unchanged"] * 2
+    evaluated = ("--corpora", folder / "text.txt", *TINY, "--json")
+    rows = json.loads(run("evaluate", tmp_path / "best", *evaluated))["results"]
+    manifest = json.loads((tmp_path / "best" / "heapr_manifest.json").read_text())
+    (change,) = manifest["perplexity"].values()
+    found = next(row["value"] for row in rows if row["metric"] == "perplexity")
+    assert found == pytest.approx(change[1], rel=1e-4)
+
+
+def test_prune_in_rounds_and_by_flops(folder: Path, tmp_path: Path) -> None:
+    """Rounds need the model; a share of FLOPs, with a price, does not."""
+    mask = tmp_path / "mask.parquet"
+    run("prune", folder / "moe", "--ratio", 0.5, "--rounds", 2, "--out", mask,
+        *text_of(folder))  # fmt: skip
+    assert KeepMask.read(mask).settings["rounds"] == 2
+    facts = prune(folder, "--ratio", 0.4, "--of", "flops", "--price", 0.5)
+    assert facts["routed_flops_reduction"] >= 0.4
+    message = refused(
+        "prune", folder / "moe", "--ratio", 0.5, "--rounds", 2,
+        "--importance", folder / "table.parquet",
+    )  # fmt: skip
+    assert "leave --importance out" in message
+    message = refused("prune", folder / "moe", "--ratio", 0.5, "--method", "worst")
+    assert "expected one of best, paper" in message
+
+
 def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) -> None:
     """`export-gguf` writes what `prune --structure uniform` left; once."""
     out, file = tmp_path / "pruned", tmp_path / "pruned.gguf"
