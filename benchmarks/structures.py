@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--multiples", help="with commas; default: 1/16 … 1/2")
     parser.add_argument("--name", default="structures", help="of the files written")
     options = parser.parse_args()
-    bench = open_workbench(options.model, device="cpu", dtype="float32")
+    bench = open_workbench(options.model, profile="lab", device="cpu", dtype="float32")
     bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
     shapes = bench.importance(Setting(0.0, calibration=options.corpus)).shapes()
     d_inter = max(width for _, width in shapes.values())

@@ -23,6 +23,12 @@ from heapr_lab.progress import progress_bar
 from heapr_lab.specs import digest
 
 COST_RESULTS = "benchmarks/results/cost.csv"
+QUALITY_RESULTS = "benchmarks/results/quality.csv"
+PARETO_RESULTS = "benchmarks/results/pareto.csv"
+DAMAGE_RESULTS = "benchmarks/results/damage.csv"
+WIDE_STRUCTURE_RESULTS = "benchmarks/results/structures_wide.csv"
+OUTLIER_RESULTS = "benchmarks/results/outliers.csv"
+LEARNED_RESULTS = "benchmarks/results/learned.csv"
 STRUCTURE_RESULTS = "benchmarks/results/structures.csv"
 SPEED_RESULTS = "benchmarks/results/speed.csv"
 """Measured by scripts in `benchmarks/`, which a reproduction does not repeat."""
@@ -150,6 +156,13 @@ class Findings:
     structures: pd.DataFrame | None
     """None, like `cost`, where the benchmark was not run, or on another model."""
     speed: pd.DataFrame | None
+    quality: pd.DataFrame | None
+    pareto: pd.DataFrame | None
+    damage: pd.DataFrame | None
+    wide: pd.DataFrame | None
+    """Structures of the wide lab model."""
+    learned: pd.DataFrame | None
+    outliers: pd.DataFrame | None
 
 
 def find(bench: Workbench, corpora: list[str]) -> Findings:
@@ -159,9 +172,12 @@ def find(bench: Workbench, corpora: list[str]) -> Findings:
     savings = experiments.savings(bench, settings)
     tenths = experiments.bin_results(bench)
     costs = _measured(COST_RESULTS)
-    structures = _measured(STRUCTURE_RESULTS)
-    if structures is not None and set(structures["model"]) != {bench.name}:
-        structures = None
+    structures = _measured(STRUCTURE_RESULTS, bench.name)
+    quality = _measured(QUALITY_RESULTS, bench.name)
+    pareto = _measured(PARETO_RESULTS, bench.name)
+    damage = _measured(DAMAGE_RESULTS, bench.name)
+    wide = _measured(WIDE_STRUCTURE_RESULTS)
+    learned = _measured(LEARNED_RESULTS, bench.name)
     return Findings(
         results=results,
         savings=savings,
@@ -171,12 +187,23 @@ def find(bench: Workbench, corpora: list[str]) -> Findings:
         cost=None if costs is None else figures.cost_data(costs, baseline="plain"),
         speed=_measured(SPEED_RESULTS),
         structures=None if structures is None else figures.structures_data(structures),
+        quality=None if quality is None else figures.quality_data(quality),
+        pareto=None if pareto is None else figures.pareto_data(pareto),
+        damage=None if damage is None else figures.damage_data(damage),
+        wide=None if wide is None else figures.structures_data(wide),
+        learned=learned,
+        outliers=_measured(OUTLIER_RESULTS, bench.name),
     )
 
 
-def _measured(name: str) -> pd.DataFrame | None:
+def _measured(name: str, model: str | None = None) -> pd.DataFrame | None:
+    """Results of a benchmark; None where it was not run, or not on `model`."""
     path = store.project_dir() / name
-    return pd.read_csv(path) if path.exists() else None
+    if not path.exists():
+        return None
+    frame = pd.read_csv(path)
+    other = model is not None and "model" in frame and set(frame["model"]) != {model}
+    return None if other else frame
 
 
 def draw_all(bench: Workbench, found: Findings, folder: Path) -> list[Path]:
@@ -217,6 +244,15 @@ def draw_all(bench: Workbench, found: Findings, folder: Path) -> list[Path]:
     if found.structures is not None:
         pen.draw("10_structures", found.structures, figures.figure_structures)
         pen.table("10_structures", figures.structures_table(found.structures))
+    if found.quality is not None:
+        pen.draw("11_quality", found.quality, figures.figure_quality)
+        pen.table("11_quality", figures.quality_table(found.quality))
+    if found.pareto is not None:
+        pen.draw("12_pareto", found.pareto, figures.figure_pareto)
+        pen.table("12_pareto", figures.pareto_table(found.pareto))
+    if found.damage is not None:
+        pen.draw("13_damage", found.damage, figures.figure_damage)
+        pen.table("13_damage", figures.damage_table(found.damage))
     return pen.files
 
 
@@ -234,6 +270,19 @@ def _fill_readme(found: Findings) -> None:
     if found.structures is not None:
         table = figures.structures_table(found.structures)
         blocks["structures"] = reports.as_block(table)
+    if found.quality is not None:
+        blocks["quality"] = reports.as_block(figures.quality_table(found.quality))
+    if found.wide is not None:
+        table = figures.structures_table(found.wide)
+        blocks["structures_wide"] = reports.as_block(table)
+    if found.learned is not None:
+        table = figures.learned_table(found.learned)
+        blocks["learned"] = reports.as_block(table)
+    if found.outliers is not None:
+        table = figures.outliers_table(found.outliers)
+        blocks["outliers"] = reports.as_block(table)
+    if found.damage is not None:
+        blocks["damage"] = reports.as_block(figures.damage_table(found.damage))
     if found.speed is not None:
         blocks["speed"] = reports.as_block(figures.speed_table(found.speed))
     reports.fill_blocks(store.project_dir() / "README.md", blocks)

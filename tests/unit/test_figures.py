@@ -710,3 +710,47 @@ def test_the_table_of_the_front_is_in_per_cent() -> None:
         [22, 26, 20, 21, 50]
     )
     assert table["on the front"].tolist() == ["yes", "", "yes", "", "yes"]
+
+
+# --- quality ----------------------------------------------------------------------
+
+
+def measured_quality() -> pd.DataFrame:
+    """Two corpora, two seeds: the paper's loss doubles with the seed, ours is half."""
+    rows = [
+        {
+            "calibration": calibration,
+            "test": test,
+            "seed": seed,
+            "variant": variant,
+            "equal": "atoms",
+            "ratio": 0.4,
+            "delta_nll": (1 + seed) * share * (1 if calibration == test else 2),
+        }
+        for calibration in ("pydocs", "wikitext2")
+        for test in ("pydocs", "wikitext2")
+        for seed in (0, 1)
+        for variant, share in (("heapr", 0.1), ("shrunk", 0.05 + 0.01 * seed))
+    ]
+    return pd.DataFrame(rows).assign(
+        model="lab model", routed_flops_reduction=0.3, passes=3, seconds=1.0
+    )
+
+
+def test_quality_is_relative_to_the_paper() -> None:
+    """Mean over HEAPr's mean, (0.05 + 0.12) / (0.1 + 0.2); the worst of a seed, 0.6."""
+    data = figures.quality_data(measured_quality())
+    own = data[data["variant"].eq("shrunk")]
+    assert own["relative_worst"].tolist() == pytest.approx([0.6] * 4)
+    assert own["delta_nll_std"].iloc[0] == pytest.approx(0.07 / 2**0.5)
+    table = figures.quality_table(data).set_index("variant")
+    assert table.loc["shrunk", "40 % [× HEAPr] ↓"] == pytest.approx(0.17 / 0.3)
+    assert table.loc["shrunk", "worst at 40, 60 % [×]"] == pytest.approx(0.6)
+    figure = figures.figure_quality(data)
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles == ["pydocs", "wikitext2"]
+    drawn = [bars.lines[0].get_ydata() for bars in figure.axes[0].containers]
+    assert [values.tolist() for values in drawn] == [
+        pytest.approx([0.15]),
+        pytest.approx([0.085]),
+    ]

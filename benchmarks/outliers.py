@@ -1,0 +1,85 @@
+"""Are there atoms that carry a capability alone, and does any method prune them?
+
+    python benchmarks/outliers.py [--model lab] [--corpus pydocs]
+
+Fisher-MoE (arXiv 2606.05538) reports that a dozen of 1.35 million atoms do. Here: Δloss
+in nats per token when the twelve atoms that stand first by some estimator are removed,
+and nothing else, beside twelve random ones; and of these, how many each estimator
+prunes at 20 to 80 %.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import machine, write_results
+from heapr_lab.masks import KeepMask
+from heapr_lab.models import LAB
+from heapr_lab.pipeline import Setting, Workbench, open_workbench
+from heapr_lab.table import ImportanceTable
+
+N_ATOMS = 12
+RATIOS = (0.2, 0.4, 0.6, 0.8)
+CHOSEN_BY = ("fisher", "heapr", "max_abs_ph", "random")
+PRUNED_BY = ("heapr", "heapr_total", "fisher", "weighted", "shrunk", "magnitude")
+TESTS = ("pydocs", "wikitext2")
+
+
+def first_atoms(table: ImportanceTable, name: str) -> np.ndarray:
+    """Rows of the atoms that stand first by an estimator, or by a column."""
+    known = name in table.frame
+    values = table.column(name) if known else table.score(name).to_numpy()
+    return np.argsort(values, kind="stable")[-N_ATOMS:]
+
+
+def without(table: ImportanceTable, rows: np.ndarray) -> KeepMask:
+    """The mask that drops these rows alone."""
+    kept = np.ones(table.n_atoms, dtype=bool)
+    kept[rows] = False
+    sizes = [n_experts * d_inter for n_experts, d_inter in table.shapes().values()]
+    parts = np.split(kept, np.cumsum(sizes)[:-1])
+    shapes = table.shapes().items()
+    return KeepMask(
+        {k: part.reshape(shape) for (k, shape), part in zip(shapes, parts, strict=True)}
+    )
+
+
+def measure(bench: Workbench, name: str, corpus: str) -> dict[str, Any]:
+    """One row: what removing twelve atoms costs, and who removes how many of them."""
+    table = bench.importance(Setting(0.0, calibration=corpus))
+    rows = first_atoms(table, name)
+    keep = without(table, rows)
+    row: dict[str, Any] = {"model": bench.name, "first by": name, "atoms": N_ATOMS}
+    row["of atoms"] = table.n_atoms
+    for test in TESTS:
+        windows = bench.test_windows(test)
+        dense = bench.perplexity(None, windows).nll
+        row[f"{test} Δloss"] = bench.perplexity(keep, windows).nll - dense
+    for estimator in PRUNED_BY:
+        for ratio in RATIOS:
+            setting = Setting(ratio, estimator=estimator, calibration=corpus)
+            chosen = bench.keep(setting)
+            stays = np.concatenate([chosen.by_layer(k).ravel() for k in chosen.layers])
+            row[f"{estimator} at {ratio:g}"] = int((~stays[rows]).sum())
+    return row
+
+
+def main() -> None:
+    """Measure and write the table down."""
+    parser = argparse.ArgumentParser(description="Look for atoms that matter alone.")
+    parser.add_argument("--model", default=LAB)
+    parser.add_argument("--corpus", default="pydocs")
+    parser.add_argument("--name", default="outliers", help="of the files written")
+    options = parser.parse_args()
+    bench = open_workbench(options.model, device="cpu", dtype="float32", profile="lab")
+    rows = [measure(bench, name, options.corpus) for name in CHOSEN_BY]
+    write_results(options.name, rows, machine() | {"identity": bench.identity})
+
+
+if __name__ == "__main__":
+    main()

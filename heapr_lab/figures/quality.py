@@ -1,0 +1,167 @@
+"""What additions to the paper's method are worth: Δloss beside that of HEAPr."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heapr_lab.figures.style import (
+    REFERENCE_GREY,
+    look,
+    own_axes,
+    panels,
+    share_legend,
+    styled,
+)
+
+PAPER = "heapr"
+DRAWN = (
+    "heapr",
+    "heapr-L",
+    "experts",
+    "fisher",
+    "shrunk",
+    "heapr + compensation",
+    "shrunk + compensation",
+)
+"""Variants in the picture; the table has all."""
+_LINEAR_BELOW = 0.03
+_RUN = ["model", "calibration", "test", "seed", "ratio"]
+
+
+def quality_data(measured: pd.DataFrame) -> pd.DataFrame:
+    """Δloss of each variant, over that of HEAPr on the same calibration windows.
+
+    Args:
+        measured: rows of `benchmarks/quality.py`.
+
+    Returns:
+        Columns model, calibration, test, equal (atoms or flops), variant, ratio,
+        n_seeds, delta_nll and paper (HEAPr's), means over calibration seeds, with the
+        former's standard deviation (`_std`, missing for one seed); relative_worst, the
+        largest quotient of a seed; routed_flops_reduction, passes, seconds.
+    """
+    paper = measured[measured["variant"].eq(PAPER) & measured["equal"].eq("atoms")]
+    own = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
+    rows = measured.merge(own, on=_RUN, how="left")
+    keys = ["model", "calibration", "test", "equal", "variant", "ratio"]
+    rows["relative"] = rows["delta_nll"] / rows["paper"]
+    grouped = rows.groupby(keys, sort=False)
+    return grouped.agg(
+        n_seeds=("seed", "nunique"),
+        delta_nll=("delta_nll", "mean"),
+        delta_nll_std=("delta_nll", "std"),
+        paper=("paper", "mean"),
+        relative_worst=("relative", "max"),
+        routed_flops_reduction=("routed_flops_reduction", "mean"),
+        passes=("passes", "mean"),
+        seconds=("seconds", "mean"),
+    ).reset_index()
+
+
+@styled
+def plot_quality(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Δloss against the ratio; bars are one standard deviation over seeds.
+
+    The axis is linear around 0, where a little pruning may even help, else logarithmic.
+
+    Args:
+        data: from `quality_data`, of one model, calibration and test corpus.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ax = own_axes(ax)
+    ax.axhline(0.0, color=REFERENCE_GREY, linewidth=0.8)
+    rows = data[data["equal"].eq("atoms")]
+    for name in DRAWN:
+        own = rows[rows["variant"].eq(name)].sort_values("ratio")
+        if own.empty:
+            continue
+        style = look(name)
+        ax.errorbar(
+            100 * own["ratio"],
+            own["delta_nll"],
+            yerr=own["delta_nll_std"].fillna(0.0),
+            color=style.color,
+            marker=style.marker,
+            label=style.label,
+            capsize=2,
+        )
+    ax.set_xlabel("atomic experts removed [%]")
+    ax.set_ylabel("Δloss [nats/token] ↓")
+    ax.set_yscale("symlog", linthresh=_LINEAR_BELOW)
+    return ax
+
+
+@styled
+def figure_quality(data: pd.DataFrame) -> Figure:
+    """One panel for each corpus, calibrated and tested on it."""
+    same = data[data["calibration"].eq(data["test"])]
+    corpora = list(same["test"].drop_duplicates())
+    figure, axes = panels(len(corpora))
+    for corpus, ax in zip(corpora, axes, strict=True):
+        plot_quality(same[same["test"].eq(corpus)], ax=ax)
+        ax.set_title(corpus)
+    share_legend(figure)
+    return figure
+
+
+def quality_table(data: pd.DataFrame) -> pd.DataFrame:
+    """`quality_data` for reading: a row for each variant and what is held equal.
+
+    Mean Δloss over corpora and seeds ÷ HEAPr's, on the calibrated corpora and on the
+    other ones; and the worst of any corpora and seed.
+    """
+    data = data[~data["calibration"].str.contains(r"[*+]")]
+    same = data["calibration"].eq(data["test"])
+    rows = []
+    for (equal, variant), own in data.groupby(["equal", "variant"], sort=False):
+        row = {
+            "variant": variant,
+            "equal": equal,
+            "forward passes": own["passes"].max(),
+        }
+        for ratio, part in own.groupby("ratio"):
+            row[f"{100 * ratio:g} % [× HEAPr] ↓"] = _pooled(part[same.loc[part.index]])
+        picked = own[own["ratio"].isin([0.4, 0.6])]
+        row["worst at 40, 60 % [×]"] = picked["relative_worst"].max()
+        row["other corpus, 40 and 60 % [×] ↓"] = _pooled(
+            picked[~same.loc[picked.index]]
+        )
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _pooled(rows: pd.DataFrame) -> float:
+    """Mean Δloss of the rows over HEAPr's."""
+    return float(rows["delta_nll"].sum() / rows["paper"].sum())
+
+
+def learned_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/learned.py` for reading: Δloss before and after recovery.
+
+    The recovery's own seconds are those of the row with it.
+    """
+    named = {
+        "method": "mask",
+        "ratio": "removed",
+        "recovery_steps": "recovery [steps]",
+        "delta_nll": "Δloss [nats] ↓",
+        "token_passes": "passes",
+        "cpu_seconds": "CPU time [s]",
+    }
+    return measured[list(named)].rename(columns=named)
+
+
+def outliers_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/outliers.py` for reading: the losses, and who prunes them."""
+    losses = [name for name in measured if name.endswith("Δloss")]
+    pruned = {
+        "magnitude at 0.2": "pruned by magnitude at 20 %",
+        "heapr at 0.8": "by HEAPr at 80 %",
+        "shrunk at 0.8": "by shrunk at 80 %",
+    }
+    named = {name: f"{name} [nats]" for name in losses} | pruned
+    columns = ["first by", "atoms", "of atoms", *losses, *pruned]
+    return measured[columns].rename(columns=named)
