@@ -754,3 +754,28 @@ def test_quality_is_relative_to_the_paper() -> None:
         pytest.approx([0.15]),
         pytest.approx([0.085]),
     ]
+
+
+def test_the_mixture_is_not_in_the_table() -> None:
+    """It is in the data; the table is of the corpora alone."""
+    measured = measured_quality()
+    mixed = measured[measured["calibration"].eq("pydocs")].assign(
+        calibration="0.5*pydocs + 0.5*wikitext2", delta_nll=100.0
+    )
+    data = figures.quality_data(pd.concat([measured, mixed]))
+    assert data["calibration"].nunique() == 3
+    table = figures.quality_table(data)
+    assert table["worst at 40, 60 % [×]"].max() == pytest.approx(1.0)
+    assert [ax.get_title(loc="left") for ax in figures.figure_quality(data).axes] == [
+        "pydocs",
+        "wikitext2",
+    ]
+
+
+def test_outliers_are_shown_with_who_prunes_them() -> None:
+    """Losses in nats, and three of the counts."""
+    counts = {"magnitude at 0.2": 11, "heapr at 0.8": 0, "shrunk at 0.8": 0}
+    row = {"first by": "fisher", "atoms": 12, "of atoms": 100, "pydocs Δloss": 0.5}
+    table = figures.outliers_table(pd.DataFrame([row | counts | {"heapr at 0.2": 0}]))
+    assert table["pydocs Δloss [nats]"].tolist() == [0.5]
+    assert table.filter(like="%").to_numpy().tolist() == [[11, 0, 0]]
