@@ -161,9 +161,14 @@ def fit_compensation(
 
 
 def default_span(layers: Sequence[ExpertsLayer]) -> str:
-    """Layer, where the products of all its atoms are few enough; else expert."""
+    """Layer, where the products of all its atoms are few enough; else expert.
+
+    Experts whose outputs are normalised before they are added up cannot make up for
+    each other linearly.
+    """
     largest = max(layer.n_experts * layer.d_inter for layer in layers)
-    return "layer" if largest <= _LARGEST_LAYER else "expert"
+    normed = any(layer.module.has_post_expert_norm for layer in layers)
+    return "layer" if largest <= _LARGEST_LAYER and not normed else "expert"
 
 
 def _groups(layers: list[ExpertsLayer], span: str) -> list[list[ExpertsLayer]]:

@@ -180,7 +180,8 @@ class _Pass:
         ids = ids.to(device)
         targets = None
         if self.labels == "model":
-            targets = sampled_targets(self.model, ids, seed=done)
+            numbers = range(done, done + len(ids))
+            targets = sampled_targets(self.model, ids, seeds=numbers)
         token_nll(self.model, ids, targets=targets).sum().backward()
         where = f"windows {done} to {done + len(ids) - 1}"
         for number, probe in probes.items():

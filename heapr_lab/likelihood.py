@@ -11,7 +11,7 @@ Shapes: B windows, L tokens in each; d_model, d_vocab. Units: nats.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -125,19 +125,30 @@ def iter_log_probs(
 
 
 @torch.no_grad()
-def sampled_targets(model: nn.Module, ids: torch.Tensor, *, seed: int) -> torch.Tensor:
+def sampled_targets(
+    model: nn.Module, ids: torch.Tensor, *, seeds: Sequence[int]
+) -> torch.Tensor:
     """Next tokens drawn from what `model` predicts, one for each position.
 
-    Shapes: ids (B, L); result (B, L - 1).
+    Each window has a seed of its own, so that it draws the same in whatever batch.
+
+    Shapes: ids (B, L); seeds (B,); result (B, L - 1).
     """
     states = final_states(model, ids)[:, :-1]
-    generator = torch.Generator(states.device).manual_seed(seed)
-    drawn = [
-        torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
-        for log_probs in iter_log_probs(model, states)
+    rows = [
+        torch.rand(states.shape[1], generator=torch.Generator().manual_seed(seed))
+        for seed in seeds
     ]
-    found: torch.Tensor = torch.cat(drawn).unflatten(0, states.shape[:2])
-    return found
+    uniform = torch.cat(rows).to(states.device)
+    drawn, start = [], 0
+    for log_probs in iter_log_probs(model, states):
+        below = log_probs.exp().cumsum(-1)  # (n, d_vocab)
+        wanted = uniform[start : start + len(below), None] * below[:, -1:]
+        found = torch.searchsorted(below, wanted.to(below.dtype), right=True)[:, 0]
+        drawn.append(found.clamp(max=below.shape[1] - 1))
+        start += len(below)
+    targets: torch.Tensor = torch.cat(drawn).unflatten(0, states.shape[:2])
+    return targets
 
 
 @contextlib.contextmanager

@@ -111,14 +111,14 @@ def test_too_few_rounds_are_refused() -> None:
 
 
 def test_labels_of_the_model_are_drawn_from_it() -> None:
-    """Other gradients than of the text, the same activations; repeatable."""
+    """Other gradients than of the text, the same activations; in any batches."""
     model = tiny_model("qwen2_moe")
     text = collect_statistics(model, WINDOWS, batch_size=2)
     own = collect_statistics(model, WINDOWS, labels="model", batch_size=2)
-    again = collect_statistics(model, WINDOWS, labels="model", batch_size=2)
+    again = collect_statistics(model, WINDOWS, labels="model", batch_size=3)
     np.testing.assert_allclose(own.column("sum_h2"), text.column("sum_h2"))
     assert not np.allclose(own.column("sum_g2"), text.column("sum_g2"))
-    np.testing.assert_array_equal(own.column("sum_g2"), again.column("sum_g2"))
+    np.testing.assert_allclose(own.column("sum_g2"), again.column("sum_g2"))
     assert own.metadata["spec_hash"] != text.metadata["spec_hash"]
     with pytest.raises(SpecError, match="labels is 'teacher'"):
         collect_statistics(model, WINDOWS, labels="teacher")
@@ -128,7 +128,7 @@ def test_sampled_targets_follow_the_predictions() -> None:
     """Frequencies of many draws at one position are its probabilities."""
     model = tiny_model("qwen2_moe")
     ids = WINDOWS.ids[:1, :3].repeat(4000, 1)
-    drawn = sampled_targets(model, ids, seed=0)[:, 1]
+    drawn = sampled_targets(model, ids, seeds=range(4000))[:, 1]
     with torch.no_grad():
         expected = model(ids[:1]).logits[0, 1].softmax(-1)
     found = torch.bincount(drawn, minlength=len(expected)) / len(drawn)
