@@ -270,8 +270,16 @@ def mask_for_budgets(
         parameters: share of the whole model's parameters to save at least.
         flops: share of the routed experts' operations to save at least.
         estimator: one whose scores add up: fisher or heapr_total.
-        **settings: of `select`, but for ratio, of and price.
+        **settings: of `select`, but for ratio, of, price and scope.
+
+    Raises:
+        SpecError: layers are to be pruned apart, so that masks of one budget are not
+            within those of the other.
     """
+    if settings.get("scope", "global") != "global":
+        raise SpecError(
+            f"two budgets are met with scope 'global', got {settings['scope']!r}"
+        )
 
     def cheapest(price: float) -> tuple[KeepMask, bool]:
         """The mask of a price, and whether its parameters are what is hard to save."""

@@ -37,6 +37,8 @@ def save_pruned(
     folder: Path | str,
     *,
     tokenizer: Any = None,
+    base: str | None = None,
+    source: Path | None = None,
     facts: Mapping[str, Any] | None = None,
     max_shard_size: str = "5GB",
 ) -> Path:
@@ -50,6 +52,8 @@ def save_pruned(
         model: what `prune` returned; its weights may have been trained on since.
         folder: a new folder.
         tokenizer: to be saved with it; by default that of the model it was made from.
+        base: name of the model it was made from; by default where that was loaded from.
+        source: folder of that model, whose licence is carried over; by default `base`.
         facts: plain data for manifest and card: `calibration`, `perplexity`
             ({corpus: (before, after)}), `savings` (as `accounting.summary`), `weights`
             (what changed them besides slicing; by default what `compensate` noted).
@@ -66,14 +70,16 @@ def save_pruned(
         >>> save_pruned(prune(model, keep), "pruned")  # doctest: +SKIP
     """
     keep = _mask_of(model)
-    base = model.config._name_or_path
+    base = base or model.config._name_or_path
     changed = getattr(model, "heapr_weights", None)
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     with new_folder(Path(folder)) as partial:
         written = checkpoint_of(model, keep)
         written.save_pretrained(partial, max_shard_size=max_shard_size)
         save_tokenizer(partial, tokenizer, base=base)
-        describe(partial, keep, base=base, config=model.config, facts=facts)
+        describe(
+            partial, keep, base=base, config=model.config, facts=facts, source=source
+        )
     return Path(folder)
 
 
@@ -220,6 +226,19 @@ def partial_of(folder: Path) -> Path:
     return folder.with_name(f".partial-{folder.name}")
 
 
+def check_new(folder: Path) -> None:
+    """Make sure that a checkpoint can be made at `folder`.
+
+    Raises:
+        SpecError: it is there and not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SpecError(
+            f"{folder} is there and not empty: give a new folder for the checkpoint, "
+            "or delete this one"
+        )
+
+
 @contextlib.contextmanager
 def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
     """A temporary folder that becomes `folder` if the block succeeds.
@@ -229,11 +248,7 @@ def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
     Raises:
         SpecError: `folder` is there and not empty.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SpecError(
-            f"{folder} is there and not empty: give a new folder for the checkpoint, "
-            "or delete this one"
-        )
+    check_new(folder)
     partial = partial_of(folder)
     if partial.exists() and not resume:
         shutil.rmtree(partial)

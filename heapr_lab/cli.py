@@ -170,6 +170,7 @@ def prune(
         SpecError: the options contradict each other.
     """
     from heapr_lab import headless
+    from heapr_lab.checkpoints import check_new
     from heapr_lab.models import model_folder
     from heapr_lab.pipeline import Setting, profile_of
 
@@ -186,6 +187,8 @@ def prune(
             model, profile=profile, seq_len=seq_len, device=device, dtype=dtype,
         )
     )  # fmt: skip
+    if out is not None and to_folder:
+        check_new(out)
     setting = Setting(0.0, calibration=corpus, n_sequences=n_sequences, seed=seed)
     if importance is None:
         table = open_bench().importance(setting)
@@ -209,7 +212,9 @@ def prune(
         "protect_outliers": protect_outliers,
         "protect_unrouted": protect_unrouted,
     }
-    compensated = method_of.compensated and importance is None and to_folder
+    # Rounds score what compensation leaves, so that the mask is that of a checkpoint.
+    compensated = method_of.compensated and importance is None
+    compensated &= to_folder or rounds > 1
     if importance is None:
         made = headless.choose(
             open_bench(), setting, choice, rounds=rounds, compensated=compensated
@@ -217,6 +222,7 @@ def prune(
     else:
         made = headless.Chosen.of_table(table, choice)
     keep = headless.with_model(made.keep, table)
+    made = headless.Chosen(keep, made.compensation)
     length = seq_len or profile_of(model, profile).seq_len
     saved = headless.savings(keep, table, seq_len=length)
     if out is not None and not to_folder:
@@ -225,8 +231,8 @@ def prune(
         found = headless.facts_of(table, saved)
         if made.compensation is not None:
             headless.write_compensated(
-                out, source, keep, made.compensation, open_bench(), setting,
-                facts=found, corpora=_names(measured),
+                out, source, made, open_bench(), setting,
+                name=model, facts=found, corpora=_names(measured),
             )  # fmt: skip
         else:
             found["perplexity"] = {

@@ -30,7 +30,7 @@ from heapr_lab.calibration import CalibrationSet
 from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.grams import FIT, HELD_OUT, LayerGrams, collect_grams, sizes_of
 from heapr_lab.masks import KeepMask
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import LayoutError, SpecError
 from heapr_lab.surgery import keeps_of, prune
 
 logger = logging.getLogger(__name__)
@@ -86,14 +86,17 @@ def compensate(
             held-out tokens.
         span: "expert" makes up within each expert; "layer" lets the experts of a layer
             make up for each other, where a token goes to both. By default "layer"
-            where a layer has at most 4096 atoms.
+            where a layer has at most 4096 atoms and experts' outputs are added up as
+            they are, without a norm of their own.
         progress: called with (windows done, windows in all).
 
     Returns:
         The pruned model, as `prune` makes it. `heapr_report` has the errors, by layer.
 
     Raises:
-        SpecError: `keep` is of another model, or the ridge is negative.
+        SpecError: `keep` is of another model, the ridge is negative, or experts with
+            a norm on their output are to make up for each other.
+        LayoutError: weights are offloaded.
 
     Example:
         >>> smaller = compensate(model, keep, calibration)  # doctest: +SKIP
@@ -135,6 +138,7 @@ def fit_compensation(
     layers = find_experts(model)
     keeps_of(layers, keep)  # refuse a mask of another model before the pass
     span = span or default_span(layers)
+    _check_layers(layers, span)
     groups = _groups(layers, span)
     total = len(groups) * calibration.n_sequences
     parts = []
@@ -169,6 +173,31 @@ def default_span(layers: Sequence[ExpertsLayer]) -> str:
     largest = max(layer.n_experts * layer.d_inter for layer in layers)
     normed = any(layer.module.has_post_expert_norm for layer in layers)
     return "layer" if largest <= _LARGEST_LAYER and not normed else "expert"
+
+
+def _check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
+    """Make sure that weights are at hand, and outputs linear in them where need be.
+
+    Raises:
+        LayoutError: weights are offloaded.
+        SpecError: the span needs outputs without a norm.
+    """
+    for layer in layers:
+        if layer.device.type == "meta":
+            raise LayoutError(
+                f"{layer.name} is offloaded, so its weights cannot be solved for: load "
+                "the model onto a device as a whole"
+            )
+        if span == "layer" and layer.module.has_post_expert_norm:
+            raise SpecError(
+                f"{layer.name} normalises each expert's output, so experts cannot make "
+                "up for each other: give span='expert'"
+            )
+
+
+def fit_at_once(layers: list[ExpertsLayer], span: str) -> bool:
+    """Whether the sums of all layers can be held together."""
+    return len(_groups(layers, span)) == 1
 
 
 def _groups(layers: list[ExpertsLayer], span: str) -> list[list[ExpertsLayer]]:

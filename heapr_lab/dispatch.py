@@ -39,6 +39,9 @@ class Edit:
 
 
 _edits: ContextVar[Mapping[int, Edit] | None] = ContextVar("edits", default=None)
+_observers: ContextVar[Mapping[int, "Observer"] | None] = ContextVar(
+    "observers", default=None
+)
 _switch_lock = threading.Lock()
 _switched: dict[int, tuple[int, str | None]] = {}
 """By the id of each config switched on: modules that need it, what it was before."""
@@ -174,15 +177,19 @@ class Observer(Protocol):
 def observed(
     layers: list[ExpertsLayer], observers: Sequence[Observer]
 ) -> Iterator[None]:
-    """Show the layers' activations to `observers`, one each, in every forward."""
-    for layer, observer in zip(layers, observers, strict=True):
-        layer.module.__dict__["_heapr_observer"] = observer
+    """Show the layers' activations to `observers`, one each, in this thread's forwards.
+
+    These are the dense model's, whatever context this one is in.
+    """
+    pairs = zip(layers, observers, strict=True)
+    watching = _observers.set({id(layer.module): own for layer, own in pairs})
+    dense = _edits.set(None)
     try:
         with switching(layers):
             yield
     finally:
-        for layer in layers:
-            layer.module.__dict__.pop("_heapr_observer", None)
+        _edits.reset(dense)
+        _observers.reset(watching)
 
 
 @contextlib.contextmanager
@@ -214,7 +221,8 @@ def _experts_forward(
     probe = module.__dict__.get("_heapr_probe")
     if not torch.is_grad_enabled():
         probe = None
-    observer = module.__dict__.get("_heapr_observer")
+    observers = _observers.get()
+    observer = None if observers is None else observers.get(id(module))
     if edit is None and probe is None and observer is None:
         plain = _plain_implementation(module)
         total: torch.Tensor

@@ -79,7 +79,9 @@ def _shrunk(x: Inputs) -> _Scores:
     # If gradients had one variance γ in every direction, own would be γ ‖w_down‖².
     per_size = np.divide(x["sum_g2"], size, out=np.zeros_like(size), where=size > 0)
     _, layer = np.unique(x["layer"], return_inverse=True)
-    routed = np.maximum(np.bincount(layer, x["tokens"]), 1)
+    # Of a model that was pruned, what is gone has no weight and no gradient.
+    routed = np.bincount(layer, np.where(size > 0, x["tokens"], 0.0))
+    routed = np.maximum(routed, 1)
     expected = (np.bincount(layer, per_size) / routed)[layer] * size
     return 0.5 * (x["sum_ph2"] / tokens) * np.sqrt(own * expected)
 

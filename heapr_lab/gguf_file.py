@@ -210,7 +210,8 @@ def _pieces(
                 )
             shape = (len(parts), *shape)
         ordered = tuple(parts[index] for index in sorted(parts))
-        flat = tuple(size for size in shape if size > 1) or (1,)
+        # A single row of weights, such as the shared expert's gate, is a vector there.
+        flat = shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
         yield _Piece(new, ordered, stored[path][name].dtype, flat, stacked)
 
 

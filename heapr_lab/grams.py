@@ -72,7 +72,8 @@ class _Collector:
         into = self.sums[self.part]
         if self.span == "expert":
             for expert, own in enumerate(features):
-                into[expert] += (own.T @ own).cpu()
+                if len(own):
+                    into[expert] += (own.T @ own).cpu()
             return
         size = self.d_inter
         for a, b, ours, theirs in _pairs(features, rows.split(tokens)):

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from heapr_lab import accounting
-from heapr_lab.checkpoints import prune_folder, save_pruned
+from heapr_lab.checkpoints import prune_folder, save_pruned, structure_of
 from heapr_lab.compensation import Compensation, describe_weights, fit_compensation
 from heapr_lab.evaluation import evaluate_perplexity
 from heapr_lab.harness import run_tasks
@@ -19,12 +19,13 @@ from heapr_lab.masks import KeepMask
 from heapr_lab.models import LAB, architecture_identity
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
 from heapr_lab.progress import progress_bar
+from heapr_lab.ragged import RaggedExperts
 from heapr_lab.selection import select
 from heapr_lab.shards import down_norms
 from heapr_lab.specs import SpecError
 from heapr_lab.surgery import masking, prune
 from heapr_lab.table import ImportanceTable
-from heapr_lab.uniform import skeleton_of
+from heapr_lab.uniform import skeleton_of, uniform_width
 
 _CONTINUATION = "continuation"
 
@@ -202,6 +203,9 @@ def choose(
             )
             return Chosen(found.keep, found.compensation)
         keep = select(table, **choice)
+        if structure_of(keep) == "uniform":
+            model: Any = bench.model
+            uniform_width(keep, model.dtype)  # refused now rather than at the end
         return Chosen(keep, fit_compensation(bench.model, keep, windows, progress=bar))
 
 
@@ -233,19 +237,24 @@ def write_checkpoint(
     out: Path, source: Path, keep: KeepMask, *, name: str, facts: dict[str, Any]
 ) -> None:
     """Slice the files in `source` into `out`, with progress and an ETA."""
-    base = name if name == LAB or not Path(name).is_dir() else str(source)
+    base = _base_of(name, source)
     with progress_bar("slicing", "B") as bar:
         prune_folder(source, keep, out, base=base, facts=facts, progress=bar)
+
+
+def _base_of(name: str, source: Path) -> str:
+    """How manifest and card call the model that was asked for by `name`."""
+    return name if name == LAB or not Path(name).is_dir() else str(source)
 
 
 def write_compensated(
     out: Path,
     source: Path,
-    keep: KeepMask,
-    compensation: Compensation,
+    made: Chosen,
     bench: Workbench,
     setting: Setting,
     *,
+    name: str,
     facts: dict[str, Any],
     corpora: list[str],
 ) -> None:
@@ -253,18 +262,51 @@ def write_compensated(
 
     Its perplexity is measured on the weights as they are written.
     """
-    pruned: Any = prune(bench.model, keep, downs=compensation.downs)
+    compensation = made.compensation
+    assert compensation is not None
+    pruned: Any = prune(bench.model, made.keep, downs=compensation.downs)
     windows = bench.calibration_set(setting)
     pruned.__dict__["heapr_weights"] = describe_weights(compensation, windows)
-    own, stored = pruned.dtype, AutoConfig.from_pretrained(source).dtype
-    pruned.to(stored or own).to(own)
+    stored = AutoConfig.from_pretrained(source).dtype or pruned.dtype
+    for module in pruned.modules():
+        if isinstance(module, RaggedExperts):
+            _cast(module._parameters, stored, back=True)
     change = {}
     for corpus in corpora:
         test = bench.test_windows(corpus)
         after = evaluate_perplexity(pruned, test.ids).value
         change[corpus] = bench.perplexity(None, test).value, after
-    facts = facts | {"perplexity": change}
-    save_pruned(pruned.to(stored or own), out, tokenizer=bench.tokenizer, facts=facts)
+    if stored != pruned.dtype:
+        _cast_for_files(pruned, stored)
+    report = compensation.report.to_dict("records")
+    more = {
+        "perplexity": change,
+        "compensation": compensation.settings,
+        "errors": report,
+    }
+    save_pruned(
+        pruned,
+        out,
+        tokenizer=bench.tokenizer,
+        base=_base_of(name, source),
+        source=source,
+        facts=facts | more,
+    )
+
+
+def _cast(tensors: Any, dtype: Any, *, back: bool = False) -> None:
+    """Cast floating tensors of a dictionary in place, or round them to `dtype`."""
+    for tensor in tensors.values():
+        if tensor is not None and tensor.is_floating_point():
+            rounded = tensor.data.to(dtype)
+            tensor.data = rounded.to(tensor.dtype) if back else rounded
+
+
+def _cast_for_files(model: Any, dtype: Any) -> None:
+    """Cast what is saved, but for what the family keeps in float32."""
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    state = model.state_dict(keep_vars=True)
+    _cast({k: v for k, v in state.items() if not any(n in k for n in kept)}, dtype)
 
 
 # --- results ----------------------------------------------------------------------

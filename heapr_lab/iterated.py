@@ -13,7 +13,13 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.calibration import CalibrationSet
-from heapr_lab.compensation import Compensation, default_span, solve_layers
+from heapr_lab.compensation import (
+    Compensation,
+    default_span,
+    fit_at_once,
+    fit_compensation,
+    solve_layers,
+)
 from heapr_lab.experts import find_experts
 from heapr_lab.grams import collect_grams
 from heapr_lab.importance import collect_statistics
@@ -53,7 +59,8 @@ def prune_in_rounds(
     """Select what stays at `ratio` in equal steps, each scored on what is left.
 
     Costs one forward and backward pass for each round, and a forward pass for the
-    compensation, whose sums are those of the dense model throughout.
+    compensation, whose sums are those of the dense model throughout; where they do not
+    fit at once, as many for each round as `fit_compensation` takes.
 
     Args:
         model: the dense model; stays as it is.
@@ -74,12 +81,13 @@ def prune_in_rounds(
     whole = exact_ratio(ratio)
     count = _Count(progress, calibration.n_sequences, rounds, table, compensated)
     layers = find_experts(model)
+    span = span or default_span(layers)
     grams = None
-    if compensated:
+    if compensated and fit_at_once(layers, span):
         grams = collect_grams(
             model,
             calibration,
-            span=span or default_span(layers),
+            span=span,
             progress=count.step,
         )
         count.end()
@@ -91,14 +99,23 @@ def prune_in_rounds(
             table = _scored(model, calibration, keep, found, progress=count.step)
             count.end()
         part: Any = ratio if number == rounds else whole * number / rounds
-        keep = select(table, ratio=part, **choice)
+        chosen = select(table, ratio=part, **choice)
+        keep = chosen if keep is None else _within(chosen, keep)
         if grams is not None:
             found = solve_layers(layers, keep, grams)
+        elif compensated:
+            found = fit_compensation(model, keep, calibration, span=span)
         rows.append({"round": number, "achieved_ratio": keep.achieved_ratio})
     assert keep is not None
     keep = KeepMask(keep.arrays, {**keep.settings, "rounds": rounds})
     history = pd.DataFrame(rows).assign(passes=range(1, rounds + 1))
     return Rounds(keep, found, history)
+
+
+def _within(chosen: KeepMask, before: KeepMask) -> KeepMask:
+    """What both keep: where atoms are protected, or counted by tokens anew."""
+    arrays = {k: chosen.by_layer(k) & before.by_layer(k) for k in chosen.layers}
+    return KeepMask(arrays, chosen.settings)
 
 
 def _scored(
@@ -117,9 +134,17 @@ def _scored(
     frame = measured.frame
     frame[GONE] = False
     for layer, kept in keep.arrays.items():
-        frame.loc[frame["layer"].eq(layer).to_numpy(), GONE] = ~kept.ravel()
+        rows = frame["layer"].eq(layer).to_numpy()
+        frame.loc[rows, GONE] = ~kept.ravel()
+        norms = frame.loc[rows, "w_down_sq"].to_numpy() * kept.ravel()
+        if found is not None:
+            norms = found.downs[layer].double().square().sum(1).flatten().cpu().numpy()
+        frame.loc[rows, "w_down_sq"] = norms.astype(frame["w_down_sq"].dtype)
     metadata = measured.metadata
-    spec = metadata.pop("spec") | {"pruned": keep.fingerprint}
+    spec = metadata.pop("spec") | {
+        "pruned": keep.fingerprint,
+        "weights": None if found is None else found.fingerprint,
+    }
     del metadata["spec_hash"]
     return ImportanceTable.from_frame(frame, spec=spec, **metadata)
 

@@ -88,7 +88,16 @@ def _licence(source: Path) -> str | None:
 
 def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     selection = manifest["selection"]
-    shown = ("estimator", "scope", "granularity", "ratio", "of", "multiple")
+    shown = (
+        "estimator",
+        "scope",
+        "granularity",
+        "ratio",
+        "of",
+        "price",
+        "multiple",
+        "rounds",
+    )
     settings = ", ".join(
         f"{key} {selection[key]}" for key in shown if selection.get(key) is not None
     )

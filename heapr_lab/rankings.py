@@ -91,9 +91,10 @@ def rank_atoms(table: ImportanceTable, *, rules: Rules) -> Ranking:
         rules: what goes together, and what stays.
     """
     scores = table.score(rules.estimator, **dict(rules.estimator_options)).to_numpy()
+    protected = protected_atoms(table, rules)
     if GONE in table.frame:
         scores = np.where(table.column(GONE), -np.inf, scores)
-    protected = protected_atoms(table, rules)
+        protected &= ~table.column(GONE)
     groups = rules.groups(tuple(table.shapes()))
     sizes, prices = atom_sizes(table, unit=rules.unit), _prices(table, rules)
     grouped = [

@@ -83,6 +83,11 @@ def recover(
             _Distiller(pruned, arguments, teacher, progress).train()
         finally:
             config.use_cache = use_cache  # which Trainer switches off
+    before = getattr(pruned, "heapr_weights", "sliced")
+    pruned.__dict__["heapr_weights"] = (
+        f"{before}; then the experts distilled from the dense model in {n_steps} steps "
+        f"of {batch_size} windows"
+    )
     return pruned
 
 

@@ -24,6 +24,7 @@ from heapr_lab.specs import digest
 
 COST_RESULTS = "benchmarks/results/cost.csv"
 QUALITY_RESULTS = "benchmarks/results/quality.csv"
+WIDE_QUALITY_RESULTS = "benchmarks/results/quality_wide.csv"
 PARETO_RESULTS = "benchmarks/results/pareto.csv"
 DAMAGE_RESULTS = "benchmarks/results/damage.csv"
 WIDE_STRUCTURE_RESULTS = "benchmarks/results/structures_wide.csv"
@@ -161,6 +162,7 @@ class Findings:
     damage: pd.DataFrame | None
     wide: pd.DataFrame | None
     """Structures of the wide lab model."""
+    wide_quality: pd.DataFrame | None
     learned: pd.DataFrame | None
     outliers: pd.DataFrame | None
 
@@ -177,6 +179,7 @@ def find(bench: Workbench, corpora: list[str]) -> Findings:
     pareto = _measured(PARETO_RESULTS, bench.name)
     damage = _measured(DAMAGE_RESULTS, bench.name)
     wide = _measured(WIDE_STRUCTURE_RESULTS)
+    wide_quality = _measured(WIDE_QUALITY_RESULTS)
     learned = _measured(LEARNED_RESULTS, bench.name)
     return Findings(
         results=results,
@@ -191,6 +194,9 @@ def find(bench: Workbench, corpora: list[str]) -> Findings:
         pareto=None if pareto is None else figures.pareto_data(pareto),
         damage=None if damage is None else figures.damage_data(damage),
         wide=None if wide is None else figures.structures_data(wide),
+        wide_quality=(
+            None if wide_quality is None else figures.quality_data(wide_quality)
+        ),
         learned=learned,
         outliers=_measured(OUTLIER_RESULTS, bench.name),
     )
@@ -275,6 +281,9 @@ def _fill_readme(found: Findings) -> None:
     if found.wide is not None:
         table = figures.structures_table(found.wide)
         blocks["structures_wide"] = reports.as_block(table)
+    if found.wide_quality is not None:
+        table = figures.quality_table(found.wide_quality)
+        blocks["quality_wide"] = reports.as_block(table)
     if found.learned is not None:
         table = figures.learned_table(found.learned)
         blocks["learned"] = reports.as_block(table)

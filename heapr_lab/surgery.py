@@ -72,17 +72,22 @@ def prune(
     if inplace:
         for layer, kept, down in parts:
             _replace(model, layer.name, sliced(layer, kept, down))
-        return _marked(model, keep)
+        return _marked(model, keep, changed=downs is not None)
     # A deep copy in which each experts module is already "copied": to its sliced self.
     memo: dict[int, object] = {
         id(layer.module): sliced(layer, kept, down) for layer, kept, down in parts
     }
-    return _marked(copy.deepcopy(model, memo), keep)
+    pruned = copy.deepcopy(model, memo)
+    for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
+        pruned.__dict__.pop(name, None)
+    return _marked(pruned, keep, changed=downs is not None)
 
 
-def _marked(model: nn.Module, keep: KeepMask) -> nn.Module:
+def _marked(model: nn.Module, keep: KeepMask, *, changed: bool) -> nn.Module:
     """`model`, which from now on knows what it was pruned by."""
     model.__dict__["heapr_keep"] = keep
+    if changed:
+        model.__dict__["heapr_weights"] = "W_down replaced, all else sliced"
     return model
 
 

@@ -1,6 +1,7 @@
 """Compensation is least squares over the routed activations, and never does harm."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -348,3 +349,37 @@ def test_a_compensated_checkpoint_says_so(tmp_path: Path) -> None:
     torch.testing.assert_close(
         logits_of(loaded, WINDOWS.ids), logits_of(pruned, WINDOWS.ids)
     )
+
+
+def test_sums_are_the_dense_model_s_within_a_mask_too() -> None:
+    """Another mask in this thread does not reach them, nor a forward of another one."""
+    model = tiny_model("qwen2_moe")
+    expected = collect_grams(model, WINDOWS)
+    with masking(model, random_keep(model)):
+        found = collect_grams(model, WINDOWS)
+    for layer, own in expected.items():
+        torch.testing.assert_close(found[layer].sums, own.sums, **CLOSE)
+
+
+def test_another_thread_s_forward_is_not_summed() -> None:
+    """What is watched is this thread's, as masks are."""
+    model = tiny_model("qwen2_moe")
+    layers = find_experts(model)
+    observers = [Features(layer.n_experts) for layer in layers]
+    with observed(layers, observers):
+        thread = threading.Thread(target=logits_of, args=(model, WINDOWS.ids))
+        thread.start()
+        thread.join()
+    assert not any(observer.parts for observer in observers)
+
+
+def test_normalised_experts_cannot_make_up_for_each_other() -> None:
+    """Outputs are not added up as they are; within an expert is the default there."""
+    model = tiny_model("qwen2_moe")
+    for layer in find_experts(model):
+        layer.module.has_post_expert_norm = True
+        layer.module.post_expert_norm = nn.Identity()
+    keep = random_keep(model)
+    assert fit_compensation(model, keep, WINDOWS).settings["span"] == "expert"
+    with pytest.raises(SpecError, match="normalises each expert's output"):
+        fit_compensation(model, keep, WINDOWS, span="layer")

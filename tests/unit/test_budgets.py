@@ -299,3 +299,12 @@ def test_a_point_of_the_front_is_selected_by_its_row() -> None:
         table, ratio=row["ratio"], price=row["price"], of="model", estimator="fisher"
     )
     assert removed_score(table, keep) == row["score"]
+
+
+def test_two_budgets_need_one_order() -> None:
+    """Layer by layer, the larger mask need not meet the other budget."""
+    table = ImportanceTable.from_frame(
+        pd.DataFrame({"layer": [0], "expert": [0], "atom": [0], "tokens": [1]})
+    )
+    with pytest.raises(SpecError, match="two budgets are met with scope 'global'"):
+        mask_for_budgets(table, parameters=0.2, flops=0.2, scope="layer")

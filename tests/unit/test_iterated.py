@@ -10,14 +10,17 @@ from keeps import zeroed_twin
 
 from heapr_lab import iterated
 from heapr_lab.calibration import CalibrationSet
+from heapr_lab.compensation import fit_compensation
 from heapr_lab.experts import find_experts
 from heapr_lab.importance import collect_statistics
 from heapr_lab.iterated import prune_in_rounds
 from heapr_lab.likelihood import sampled_targets
 from heapr_lab.masks import KeepMask
+from heapr_lab.rankings import GONE
 from heapr_lab.selection import select
 from heapr_lab.specs import SpecError
 from heapr_lab.surgery import prune
+from heapr_lab.table import ImportanceTable
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=6, seq_len=20))
 
@@ -87,6 +90,32 @@ def test_a_round_scores_what_the_one_before_left() -> None:
     assert (found == expected).all()
     once = select(collect_statistics(model, WINDOWS), ratio=0.8, estimator="fisher")
     assert two.keep != once
+
+
+def test_scores_of_a_round_see_its_weights() -> None:
+    """Norms are those of the compensated columns, 0 where atoms are gone."""
+    model = tiny_model("qwen2_moe")
+    half = select(collect_statistics(model, WINDOWS), ratio=0.5)
+    found = fit_compensation(model, half, WINDOWS)
+    table = iterated._scored(model, WINDOWS, half, found, progress=lambda *_now: None)
+    norms = [found.downs[k].square().sum(1).flatten() for k in half.layers]
+    np.testing.assert_allclose(table.column("w_down_sq"), torch.cat(norms), rtol=1e-6)
+    kept = np.concatenate([half.by_layer(k).ravel() for k in half.layers])
+    assert (table.column("w_down_sq")[~kept] == 0).all()
+    plain = prune(model, half, downs=found.downs)
+    assert plain.heapr_weights.startswith("W_down replaced")
+
+
+def test_what_is_gone_stays_gone_where_it_would_be_protected() -> None:
+    """An expert that lost atoms, and then its tokens, does not get them back."""
+    model = tiny_model("qwen2_moe")
+    frame = collect_statistics(model, WINDOWS).frame
+    frame[GONE] = frame["expert"].eq(0) & frame["atom"].lt(4)
+    frame.loc[frame["expert"].eq(0), "tokens"] = 0
+    table = ImportanceTable.from_frame(frame, N=10)
+    keep = select(table, ratio=0.25, protect_unrouted=True)
+    assert not keep.by_layer(0)[0, :4].any()
+    assert keep.by_layer(0)[0, 4:].all()
 
 
 def test_what_a_round_leaves_can_be_saved_compensated() -> None:
