@@ -91,7 +91,16 @@ def score(
 @app.command(epilog=options.PRUNE_EXAMPLES)
 def prune(
     model: options.Model,
-    ratio: Annotated[float, typer.Option(help="What goes, in [0, 1): 0.25, not 25.")],
+    ratio: Annotated[
+        float | None, typer.Option(help="What goes, in [0, 1): 0.25, not 25.")
+    ] = None,
+    max_rise: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead of --ratio: as much as raises perplexity by so much at most, "
+            "before compensation; 0.02 is 2 %."
+        ),
+    ] = None,
     importance: options.Importance = None,
     method: Annotated[
         str,
@@ -176,8 +185,10 @@ def prune(
 
     method_of = headless.find_method(method)
     estimator = estimator or method_of.estimator
-    if rounds > 1 and importance is not None:
-        raise SpecError("--rounds scores the model anew: leave --importance out")
+    if importance is not None and (rounds > 1 or max_rise is not None):
+        raise SpecError("--rounds and --max-rise run the model: leave --importance out")
+    if (ratio is None) == (max_rise is None):
+        raise SpecError("how much goes is not said: give --ratio, or --max-rise")
 
     source = model_folder(model)
     to_folder = out is not None and out.suffix != ".parquet"
@@ -187,19 +198,8 @@ def prune(
             model, profile=profile, seq_len=seq_len, device=device, dtype=dtype,
         )
     )  # fmt: skip
-    if out is not None and to_folder:
-        check_new(out)
-    setting = Setting(0.0, calibration=corpus, n_sequences=n_sequences, seed=seed)
-    if importance is None:
-        table = open_bench().importance(setting)
-        measured = corpus if perplexity is None else perplexity
-    else:
-        table = headless.own_table(importance, source, name=model)
-        measured = perplexity or ""
-    if structure in {"aligned", "uniform"} and multiple is None:
-        multiple = headless.default_multiple(table)
-    choice = {
-        "ratio": ratio,
+    choice: dict[str, Any] = {
+        "ratio": 0.0 if ratio is None else ratio,
         "estimator": estimator,
         "scope": scope,
         "granularity": granularity,
@@ -212,6 +212,22 @@ def prune(
         "protect_outliers": protect_outliers,
         "protect_unrouted": protect_unrouted,
     }
+    headless.check_choice(choice)
+    if out is not None and to_folder:
+        check_new(out)
+    setting = Setting(0.0, calibration=corpus, n_sequences=n_sequences, seed=seed)
+    if importance is None:
+        table = open_bench().importance(setting)
+        measured = corpus if perplexity is None else perplexity
+    else:
+        table = headless.own_table(importance, source, name=model)
+        measured = perplexity or ""
+    if structure in {"aligned", "uniform"} and multiple is None:
+        choice["multiple"] = headless.default_multiple(table)
+    if max_rise is not None:
+        choice["ratio"] = headless.ratio_of_rise(
+            open_bench(), setting, choice, max_rise, corpus=corpus
+        )
     # Rounds score what compensation leaves, so that the mask is that of a checkpoint.
     compensated = method_of.compensated and importance is None
     compensated &= to_folder or rounds > 1

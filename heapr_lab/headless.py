@@ -10,6 +10,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from heapr_lab import accounting
+from heapr_lab.budgets import ratio_for_loss
 from heapr_lab.checkpoints import prune_folder, save_pruned, structure_of
 from heapr_lab.compensation import Compensation, describe_weights, fit_compensation
 from heapr_lab.evaluation import evaluate_perplexity
@@ -20,6 +21,7 @@ from heapr_lab.models import LAB, architecture_identity
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
 from heapr_lab.progress import progress_bar
 from heapr_lab.ragged import RaggedExperts
+from heapr_lab.rules import Rules, as_fraction, exact_ratio
 from heapr_lab.selection import select
 from heapr_lab.shards import down_norms
 from heapr_lab.specs import SpecError
@@ -162,6 +164,53 @@ def find_method(name: str) -> Method:
     if name not in METHODS:
         raise SpecError(f"method {name!r}: expected one of {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def check_choice(choice: dict[str, Any]) -> None:
+    """Refuse before anything is measured what `select` would refuse afterwards.
+
+    What depends on the model, such as how much can go at all, is seen later.
+    """
+    exact_ratio(choice["ratio"])
+    rules = {name: value for name, value in choice.items() if name != "ratio"}
+    if rules["structure"] == "aligned":
+        rules["multiple"] = rules["multiple"] or 1  # chosen once widths are known
+    for name in ("price", "protect_outliers"):
+        if rules[name] is not None:
+            rules[name] = as_fraction(rules[name], name=name)
+    Rules(**rules | {"exclude_layers": tuple(rules["exclude_layers"])})
+
+
+def ratio_of_rise(
+    bench: Workbench,
+    setting: Setting,
+    choice: dict[str, Any],
+    rise: float,
+    *,
+    corpus: str,
+) -> float:
+    """The largest ratio of atoms whose perplexity on `corpus` rises by at most `rise`.
+
+    Raises:
+        SpecError: the choice has more to it than a search can follow.
+    """
+    names = ("estimator", "scope", "granularity", "structure", "multiple")
+    more: dict[str, Any] = {
+        "of": "atoms",
+        "price": None,
+        "exclude_layers": [],
+        "min_atoms": 0,
+    }
+    more |= {"protect_outliers": 0.0, "protect_unrouted": False}
+    beyond = [name for name, plain in more.items() if choice[name] != plain]
+    if beyond:
+        raise SpecError(
+            f"--max-rise goes with {', '.join(names)}, not with {', '.join(beyond)}: "
+            "give --ratio"
+        )
+    wanted = dataclasses.replace(setting, **{name: choice[name] for name in names})
+    found, _ = ratio_for_loss(bench, wanted, corpus, rise=rise)
+    return found.ratio
 
 
 @dataclasses.dataclass(frozen=True)

@@ -273,27 +273,19 @@ def _fill_readme(found: Findings) -> None:
         cost = found.cost
         ours = cost[cost["source"].eq("ours")] if "source" in cost else cost
         blocks["cost"] = reports.as_block(figures.cost_table(ours))
-    if found.structures is not None:
-        table = figures.structures_table(found.structures)
-        blocks["structures"] = reports.as_block(table)
-    if found.quality is not None:
-        blocks["quality"] = reports.as_block(figures.quality_table(found.quality))
-    if found.wide is not None:
-        table = figures.structures_table(found.wide)
-        blocks["structures_wide"] = reports.as_block(table)
-    if found.wide_quality is not None:
-        table = figures.quality_table(found.wide_quality)
-        blocks["quality_wide"] = reports.as_block(table)
-    if found.learned is not None:
-        table = figures.learned_table(found.learned)
-        blocks["learned"] = reports.as_block(table)
-    if found.outliers is not None:
-        table = figures.outliers_table(found.outliers)
-        blocks["outliers"] = reports.as_block(table)
-    if found.damage is not None:
-        blocks["damage"] = reports.as_block(figures.damage_table(found.damage))
-    if found.speed is not None:
-        blocks["speed"] = reports.as_block(figures.speed_table(found.speed))
+    measured: dict[str, tuple[pd.DataFrame | None, Callable[..., pd.DataFrame]]] = {
+        "structures": (found.structures, figures.structures_table),
+        "structures_wide": (found.wide, figures.structures_table),
+        "quality": (found.quality, figures.quality_table),
+        "quality_wide": (found.wide_quality, figures.quality_table),
+        "learned": (found.learned, figures.learned_table),
+        "outliers": (found.outliers, figures.outliers_table),
+        "damage": (found.damage, figures.damage_table),
+        "speed": (found.speed, figures.speed_table),
+    }
+    for name, (data, table_of) in measured.items():
+        if data is not None:
+            blocks[name] = reports.as_block(table_of(data))
     reports.fill_blocks(store.project_dir() / "README.md", blocks)
 
 

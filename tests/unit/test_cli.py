@@ -8,6 +8,7 @@ import pytest
 from tiny_folder import write_model, write_text
 from typer.testing import CliRunner
 
+from heapr_lab import headless
 from heapr_lab.cli import app
 from heapr_lab.estimators import ESTIMATORS
 from heapr_lab.masks import KeepMask
@@ -201,6 +202,39 @@ def test_prune_in_rounds_and_by_flops(folder: Path, tmp_path: Path) -> None:
     assert "leave --importance out" in message
     message = refused("prune", folder / "moe", "--ratio", 0.5, "--method", "worst")
     assert "expected one of best, paper" in message
+
+
+def test_prune_to_a_perplexity(folder: Path, tmp_path: Path) -> None:
+    """The ratio found keeps the limit; it needs the model, and no ratio beside it."""
+    mask = tmp_path / "mask.parquet"
+    asked = ("--max-rise", 0.001, "--out", mask, *text_of(folder), "--json")
+    facts = json.loads(run("prune", folder / "moe", *asked))
+    assert 0 < facts["achieved_ratio"] < 1
+    text = ("--corpora", folder / "text.txt", *TINY, "--json")
+    dense, pruned = (
+        json.loads(run("evaluate", folder / "moe", *text, *more))["results"][0]["value"]
+        for more in ((), ("--mask", mask))
+    )
+    assert pruned <= 1.001 * dense
+    message = refused("prune", folder / "moe", "--max-rise", 0.1, "--ratio", 0.1)
+    assert "give --ratio, or --max-rise" in message
+    table = ("--importance", folder / "table.parquet")
+    assert "run the model" in refused("prune", folder / "moe", "--max-rise", 1, *table)
+
+
+def test_what_is_wrong_is_refused_before_the_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ratio, a structure, a price, a folder that is there."""
+    monkeypatch.setattr(headless, "open_bench", lambda *_args, **_kwargs: 1 / 0)
+    for wrong in (
+        ("--ratio", 25),
+        ("--ratio", 0.2, "--structure", "round"),
+        ("--ratio", 0.2, "--price", 2),
+        ("--ratio", 0.2, "--estimator", "guess"),
+        ("--ratio", 0.2, "--out", folder),
+    ):
+        refused("prune", folder / "moe", *wrong)
 
 
 def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) -> None:
