@@ -53,7 +53,11 @@ class _Collector:
         self.part = FIT
         self.calls = 0
         n_blocks, size = sizes_of(layer, span)
-        self.sums = torch.zeros(2, n_blocks, size, size, dtype=torch.float64)
+        # On the device, so that nothing waits for a transfer; moved once, at the end.
+        wide = torch.float32 if layer.device.type == "mps" else torch.float64
+        self.sums = torch.zeros(
+            2, n_blocks, size, size, dtype=wide, device=layer.device
+        )
         self.tokens = torch.zeros(2, self.n_experts, dtype=torch.long)
 
     def observe(
@@ -73,11 +77,11 @@ class _Collector:
         if self.span == "expert":
             for expert, own in enumerate(features):
                 if len(own):
-                    into[expert] += (own.T @ own).cpu()
+                    into[expert] += own.T @ own
             return
         size = self.d_inter
         for a, b, ours, theirs in _pairs(features, rows.split(tokens)):
-            product = (ours.T @ theirs).cpu()
+            product = ours.T @ theirs
             left, right = (
                 slice(a * size, (a + 1) * size),
                 slice(b * size, (b + 1) * size),
@@ -168,7 +172,7 @@ def collect_grams(
                 "forwards, expected all"
             )
     return {
-        layer.layer: LayerGrams(span, own.sums, own.tokens)
+        layer.layer: LayerGrams(span, own.sums.cpu().double(), own.tokens)
         for layer, own in zip(chosen, collectors, strict=True)
     }
 

@@ -200,8 +200,9 @@ def ratio_of_rise(
         "price": None,
         "exclude_layers": [],
         "min_atoms": 0,
+        "protect_outliers": 0.0,
+        "protect_unrouted": False,
     }
-    more |= {"protect_outliers": 0.0, "protect_unrouted": False}
     beyond = [name for name, plain in more.items() if choice[name] != plain]
     if beyond:
         raise SpecError(
