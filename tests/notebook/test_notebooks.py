@@ -146,10 +146,10 @@ def test_reproduce_makes_every_figure_and_table(tmp_path: Path) -> None:
     before = (store.project_dir() / "README.md").read_bytes()
     summary = reproduce("lab", profile="small", figures_dir=tmp_path, notebooks=False)
     drawn = {path.stem for path in tmp_path.glob("*.png")}
-    assert {_number(name) for name in drawn} == set(range(1, 11))
+    assert {_number(name) for name in drawn} == set(range(1, 14))
     assert {path.stem for path in tmp_path.glob("*.pdf")} == drawn
     tables = {_number(path.stem) for path in tmp_path.glob("*_table.csv")}
-    assert tables == {0, 5, 6, 8, 9, 10}
+    assert tables == {0, 5, 6, 8, 9, 10, 11, 12, 13}
     assert all(path.stat().st_size > 0 for path in summary.files)
     assert any("perplexity, dense" in line for line in summary.lines())
     assert (store.project_dir() / "README.md").read_bytes() == before
