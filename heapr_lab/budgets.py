@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from scipy.optimize import brentq
 from torch import nn
 
+from heapr_lab.damage import summed_scores
 from heapr_lab.latency import in_turns, seconds_of
 from heapr_lab.masks import KeepMask
 from heapr_lab.pipeline import Setting, Workbench
@@ -302,6 +302,4 @@ def mask_for_budgets(
 def removed_score(table: ImportanceTable, keep: KeepMask) -> float:
     """Sum of the scores of what goes, by the estimator that `keep` was selected by."""
     options = keep.settings["estimator_options"]
-    scores = table.score(keep.settings["estimator"], **options).to_numpy()
-    stays = np.concatenate([keep.by_layer(layer).ravel() for layer in keep.layers])
-    return float(scores[~stays].sum())
+    return summed_scores(table, keep, keep.settings["estimator"], **options)

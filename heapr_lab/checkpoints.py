@@ -20,8 +20,8 @@ from heapr_lab import pruned_card, ragged, store
 from heapr_lab.experts import find_experts
 from heapr_lab.masks import KeepMask
 from heapr_lab.ragged import HeaprConfig, HeaprQuantizer, RaggedExperts, finish
-from heapr_lab.shards import slice_files
-from heapr_lab.specs import CacheError, SpecError
+from heapr_lab.shards import begun, slice_files
+from heapr_lab.specs import SpecError
 from heapr_lab.uniform import skeleton_of, stock_config, stock_model, uniform_width
 
 KEEP_FILE = "heapr_keep.parquet"
@@ -166,7 +166,8 @@ def prune_folder(
     skeleton: Any = skeleton_of(config)
     with new_folder(folder, resume=True) as partial:
         plan = {"mask": keep.fingerprint, "structure": structure_of(keep)}
-        _claim(partial, plan)
+        if not begun(partial / _PLAN_NAME, plan):  # before anything is written there
+            store.write_json(partial / _PLAN_NAME, plan)
         if not uniform:
             _name_widths(changed, skeleton, keep)
             shutil.copyfile(ragged.__file__, partial / f"{ragged.CODE_NAME}.py")
@@ -187,23 +188,6 @@ def prune_folder(
         )
         (partial / _PLAN_NAME).unlink()
     return folder
-
-
-def _claim(partial: Path, plan: dict[str, str]) -> None:
-    """Note what is made in `partial` before anything is written there.
-
-    Raises:
-        CacheError: something else was begun there.
-    """
-    path = partial / _PLAN_NAME
-    found = store.read_json(path) if path.exists() else plan
-    if found != plan:
-        differing = [name for name in plan if found.get(name) != plan[name]]
-        raise CacheError(
-            f"{partial} holds an unfinished checkpoint of another "
-            f"{' and '.join(differing)}: choose another folder, or delete it"
-        )
-    store.write_json(path, plan)
 
 
 def _name_widths(config: Any, skeleton: nn.Module, keep: KeepMask) -> None:

@@ -332,7 +332,9 @@ def _solve_layer(
     """The layer's new W_down (E, D, I), and what is reported of it."""
     enough = grams.tokens.sum(0) >= kept.sum(1)  # (E,)
     problems = _problems(layer, kept, enough, grams)
-    chosen = _best_ridge(problems) if ridge is None else ridge
+    tried = RIDGES if ridge is None else (ridge,)
+    errors = {ridge: _held_out_error(problems, ridge) for ridge in tried}
+    chosen = min(errors, key=errors.__getitem__)
     weights, singular = [], 0
     for problem in problems:
         total = problem.fit + problem.held_out
@@ -354,9 +356,11 @@ def _solve_layer(
             "uncompensated",
             layer.layer, ", ".join(map(str, untouched)),
         )  # fmt: skip
+    size = max(sum(own.output for own in problems), 1e-300)
     row = {
         "ridge": chosen,
-        **_held_out_errors(problems, chosen),
+        "dropped": sum(own.held_out.dropped for own in problems) / size,
+        "compensated": errors[chosen] / size,
         "untouched": untouched,
         "singular": singular,
     }
@@ -381,19 +385,6 @@ def _problems(
     ]
 
 
-def _best_ridge(problems: list[_Problem]) -> float:
-    """The one whose fit errs least on the held-out tokens, over all problems."""
-    return min(RIDGES, key=lambda ridge: _held_out_error(problems, ridge))
-
-
 def _held_out_error(problems: list[_Problem], ridge: float) -> float:
     """Σ of squares over the held-out tokens, of what is fitted to the others."""
     return sum(own.held_out.error(own.fit.solve(ridge)[0]) for own in problems)
-
-
-def _held_out_errors(problems: list[_Problem], ridge: float) -> dict[str, float]:
-    """Squared error of the layer's output on held-out tokens, over that output's."""
-    size = max(sum(own.output for own in problems), 1e-300)
-    dropped = sum(own.held_out.dropped for own in problems)
-    compensated = _held_out_error(problems, ridge)
-    return {"dropped": dropped / size, "compensated": compensated / size}

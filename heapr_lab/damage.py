@@ -13,7 +13,7 @@ of choosing (scope, granularity, structure), whatever the ratio.
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,13 +119,16 @@ def fit_damage(points: Iterable[tuple[float, float]]) -> DamageMap:
     return DamageMap(tuple(pairs), knots, _spread(measured))
 
 
-def summed_scores(table: ImportanceTable, keep: KeepMask, estimator: str) -> float:
+def summed_scores(
+    table: ImportanceTable, keep: KeepMask, estimator: str, **options: Any
+) -> float:
     """The summed score of the atoms that `keep` removes: S.
 
     Args:
         table: what scores the atoms.
         keep: what stays; of the same model.
         estimator: a name in `estimators.ESTIMATORS`.
+        **options: of the estimator.
 
     Raises:
         SpecError: the mask is for another model.
@@ -137,7 +140,8 @@ def summed_scores(table: ImportanceTable, keep: KeepMask, estimator: str) -> flo
             f"table, {table.shapes()}; select it from this table"
         )
     scores = table.memo(
-        ("scores", estimator), lambda: table.score(estimator).to_numpy()
+        ("scores", estimator, *sorted(options.items())),
+        lambda: table.score(estimator, **options).to_numpy(),
     )
     kept = np.concatenate([kept.ravel() for kept in keep.arrays.values()])
     return float(scores[~kept].sum())

@@ -114,14 +114,7 @@ def _claim(out: Path, files: list[SlicedFile], facts: dict[str, Any]) -> bool:
     stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     expected = {**facts, "source": stamps}
     path = out / PROGRESS_NAME
-    if path.exists():
-        found = read_json(path)
-        if found != expected:
-            differing = [name for name in expected if found.get(name) != expected[name]]
-            raise CacheError(
-                f"{out} holds an unfinished checkpoint of another "
-                f"{' and '.join(differing)}: choose another folder, or delete it"
-            )
+    if begun(path, expected):
         return True
     others = {p.name for p in out.glob("*.safetensors*")} - {*stats, INDEX}
     if others:
@@ -131,6 +124,24 @@ def _claim(out: Path, files: list[SlicedFile], facts: dict[str, Any]) -> bool:
         )
     write_json(path, expected)
     return False
+
+
+def begun(path: Path, expected: dict[str, Any]) -> bool:
+    """Whether the note in `path` says that `expected` was begun in its folder.
+
+    Raises:
+        CacheError: it says that something else was.
+    """
+    if not path.exists():
+        return False
+    found = read_json(path)
+    differing = [name for name in expected if found.get(name) != expected[name]]
+    if differing:
+        raise CacheError(
+            f"{path.parent} holds an unfinished checkpoint of another "
+            f"{' and '.join(differing)}: choose another folder, or delete it"
+        )
+    return True
 
 
 def _check_written(out: Path, files: list[SlicedFile]) -> None:
