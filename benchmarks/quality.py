@@ -1,17 +1,20 @@
 """What each addition to the paper's method is worth, at equal atoms and equal FLOPs.
 
     python benchmarks/quality.py [--model lab] [--name quality] [--seeds 0,1,2]
+        [--variants "heapr,shrunk + compensation"]
 
 Δloss in nats per token on test windows that nothing was fitted to, of masks and of
 compensated models, for calibration on each of two corpora (and, for one seed, on a
 mixture of both), tested on both. Every variant is measured at 20, 40, 60 and 80 % of
 the atoms; at 40 and 60 % those that choose other atoms than the paper are measured once
 more with as many routed FLOPs saved as the paper's mask saves. Costs are passes over
-the calibration set and seconds. Rows are written as they come, so that a run that was
-stopped goes on where it was.
+the calibration set and seconds. Of the main variants accuracy on the continuation task
+of the calibrated corpus is measured too, into a file of its own (NAME_accuracy). Rows
+are written as they come, so that a run that was stopped goes on where it was.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import time
@@ -27,10 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import RESULTS, machine, write_results
 from heapr_lab import accounting
 from heapr_lab.calibration import CalibrationSet
-from heapr_lab.compensation import default_span, solve_layers
+from heapr_lab.compensation import solve_layers
+from heapr_lab.corpora import load_corpus
+from heapr_lab.elimination import with_elimination
 from heapr_lab.evaluation import evaluate_perplexity
 from heapr_lab.experts import find_experts
-from heapr_lab.grams import collect_grams
+from heapr_lab.grams import LayerGrams, collect_grams, default_span
+from heapr_lab.harness import continuation_task, run_tasks
 from heapr_lab.importance import collect_statistics
 from heapr_lab.iterated import prune_in_rounds
 from heapr_lab.masks import KeepMask
@@ -45,6 +51,7 @@ AT_EQUAL_FLOPS = (0.4, 0.6)
 CORPORA = ("pydocs", "wikitext2")
 MIXTURE = "0.5*pydocs + 0.5*wikitext2"
 N_TEST = 24
+N_ITEMS = 160
 N_ROUNDS = 2
 
 
@@ -60,17 +67,27 @@ class Variant:
     rounds: int = 1
     labels: str = "data"
     every_seed: bool = True
+    accuracy: bool = False
+    """Whether accuracy is measured as well as loss."""
 
 
 VARIANTS = (
-    Variant("heapr", {}),
-    Variant("heapr-L", {"scope": "layer"}),
-    Variant("experts", {"granularity": "expert"}),
+    Variant("heapr", {}, accuracy=True),
+    Variant("heapr-L", {"scope": "layer"}, accuracy=True),
+    Variant("experts", {"granularity": "expert"}, accuracy=True),
     Variant("fisher", {"estimator": "fisher"}),
     Variant("weighted", {"estimator": "weighted"}),
-    Variant("shrunk", {"estimator": "shrunk"}),
-    Variant("heapr + compensation", {}, span="layer"),
-    Variant("shrunk + compensation", {"estimator": "shrunk"}, span="layer"),
+    Variant("shrunk", {"estimator": "shrunk"}, accuracy=True),
+    Variant("heapr + compensation", {}, span="layer", accuracy=True),
+    Variant(
+        "shrunk + compensation", {"estimator": "shrunk"}, span="layer", accuracy=True
+    ),
+    Variant(
+        "elimination + compensation",
+        {"estimator": "elimination"},
+        span="layer",
+        accuracy=True,
+    ),
     Variant(
         "shrunk + compensation + rounds",
         {"estimator": "shrunk"},
@@ -94,15 +111,20 @@ VARIANTS = (
     Variant("heapr, outliers protected", {"protect_outliers": 0.001}, every_seed=False),
     Variant("heapr + compensation in experts", {}, span="expert", every_seed=False),
 )
+OTHER_ATOMS = ("shrunk", "elimination")
+"""What variants begin with that are measured at equal FLOPs as well."""
 PASSES = {"statistics": 3, "sampled labels": 1, "sums": 1}
-"""Costs in forward passes, a backward counted as two."""
+"""Costs in forward passes, a backward counted as two.
+
+The sums serve elimination and compensation alike.
+"""
 
 
 class Measured:
     """One calibration set: its statistics and sums, each made once and timed."""
 
-    def __init__(self, bench: Workbench, windows: CalibrationSet) -> None:
-        self.bench, self.windows = bench, windows
+    def __init__(self, bench: Workbench, windows: CalibrationSet, corpus: str) -> None:
+        self.bench, self.windows, self.corpus = bench, windows, corpus
         self.layers = find_experts(bench.model)
         self.seconds: dict[str, float] = {}
         self.kept: dict[str, Any] = {}
@@ -122,11 +144,30 @@ class Measured:
         )
         return found
 
+    def sums(self, span: str) -> dict[int, LayerGrams]:
+        """What compensation and elimination are solved from."""
+        found: dict[int, LayerGrams] = self._timed(
+            f"sums {span}",
+            lambda: collect_grams(self.bench.model, self.windows, span=span),
+        )
+        return found
+
+    def eliminated(self) -> ImportanceTable:
+        """The table with the scores of elimination, from the sums that are there."""
+        grams = self.sums(default_span(self.layers))
+        found: ImportanceTable = self._timed(
+            "elimination",
+            lambda: with_elimination(self.table(), self.layers, grams.items()),
+        )
+        return found
+
     def pruned(
         self, variant: Variant, ratio: float, **choice: Any
     ) -> tuple[KeepMask, Downs | None, dict[str, float]]:
         """Mask, weights in place of W_down, and what they cost."""
         table = self.table(variant.labels)
+        if variant.choice.get("estimator") == "elimination":
+            table = self.eliminated()
         cost = {
             "passes": PASSES["statistics"] * variant.rounds
             + PASSES["sampled labels"] * (variant.labels == "model")
@@ -152,33 +193,66 @@ class Measured:
         if variant.span is None:
             return keep, None, cost
         span = default_span(self.layers) if variant.span == "layer" else variant.span
-        grams = self._timed(
-            f"sums {span}",
-            lambda: collect_grams(self.bench.model, self.windows, span=span),
-        )
+        grams = self.sums(span)
         began = time.perf_counter()
         solved = solve_layers(self.layers, keep, grams)
         cost["seconds"] += self.seconds[f"sums {span}"] + time.perf_counter() - began
+        if table is not self.table(variant.labels):
+            cost["seconds"] += self.seconds["elimination"]
         return keep, solved.downs, cost
 
 
 def runs(
-    corpora: tuple[str, ...], seeds: list[int]
+    variants: list[Variant], corpora: tuple[str, ...], seeds: list[int]
 ) -> Iterator[tuple[str, int, Variant, float, str]]:
     """Every (calibration, seed, variant, ratio, what is equal) to measure."""
     for corpus in corpora:
         for seed in seeds:
-            for variant in VARIANTS:
+            for variant in variants:
                 if seed != seeds[0] and not variant.every_seed:
                     continue
                 for ratio in RATIOS:
                     yield corpus, seed, variant, ratio, "atoms"
-                    if ratio in AT_EQUAL_FLOPS and variant.name.startswith("shrunk"):
+                    if ratio in AT_EQUAL_FLOPS and variant.name.startswith(OTHER_ATOMS):
                         yield corpus, seed, variant, ratio, "flops"
-    for variant in VARIANTS:
+                    if variant.accuracy:
+                        yield corpus, seed, variant, ratio, "accuracy"
+    for variant in variants:
         if variant.every_seed and variant.rounds == 1 and len(corpora) > 1:
             for ratio in AT_EQUAL_FLOPS:
                 yield MIXTURE, seeds[0], variant, ratio, "atoms"
+
+
+def accuracy(
+    bench: Workbench, corpus: str, keep: KeepMask | None, downs: Downs | None
+) -> tuple[float, float]:
+    """Accuracy on the continuation task of `corpus`, and its standard error."""
+    task = continuation_task(load_corpus(corpus, split="test"), n_items=N_ITEMS)
+    masked = contextlib.nullcontext()
+    if keep is not None:
+        masked = masking(bench.model, keep, downs)
+    with masked:
+        frame = run_tasks(bench.model, bench.tokenizer, [task], batch_size=64)
+    row = frame[frame["metric"].eq("acc")].iloc[0]
+    return float(row["value"]), float(row["stderr"])
+
+
+def measure_accuracy(
+    bench: Workbench, measured: Measured, variant: Variant, ratio: float
+) -> dict[str, Any]:
+    """One row: accuracy on the calibrated corpus, dense and pruned."""
+    corpus = measured.corpus
+    dense = measured.kept.setdefault("dense", accuracy(bench, corpus, None, None))
+    keep, downs, _ = measured.pruned(variant, ratio)
+    value, stderr = accuracy(bench, corpus, keep, downs)
+    return {
+        "test": corpus,
+        "achieved_ratio": keep.achieved_ratio,
+        "accuracy": value,
+        "stderr": stderr,
+        "dense": dense[0],
+        "n_items": N_ITEMS,
+    }
 
 
 def measure(
@@ -212,6 +286,25 @@ def measure(
     return rows
 
 
+class Rows:
+    """A file of results that grows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        path = RESULTS / f"{name}.csv"
+        self.rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+
+    def has(self, key: dict[str, Any]) -> bool:
+        """Whether it was measured already."""
+        return any(all(row[k] == v for k, v in key.items()) for row in self.rows)
+
+    def add(self, key: dict[str, Any], found: list[dict[str, Any]]) -> None:
+        """Write what was measured."""
+        self.rows += [key | row for row in found]
+        facts = {"n_test": N_TEST, "n_items": N_ITEMS, "n_rounds": N_ROUNDS}
+        write_results(self.name, self.rows, machine() | facts)
+
+
 def main() -> None:
     """Measure all variants and write the table down."""
     parser = argparse.ArgumentParser(description="Measure what additions are worth.")
@@ -219,32 +312,42 @@ def main() -> None:
     parser.add_argument("--name", default="quality", help="of the files written")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--corpora", default=",".join(CORPORA))
+    parser.add_argument("--variants", default="", help="by default all")
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
+    asked = options.variants.split(",") if options.variants else []
+    variants = [own for own in VARIANTS if not asked or own.name in asked]
     bench = open_workbench(options.model, device="cpu", dtype="float32", profile="lab")
     bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
-    path = RESULTS / f"{options.name}.csv"
-    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
-    keys = ("calibration", "seed", "variant", "ratio", "equal")
-    done = {tuple(row[key] for key in keys) for row in rows}
+    rows = {
+        kind: Rows(options.name + suffix)
+        for kind, suffix in (("loss", ""), ("accuracy", "_accuracy"))
+    }
     held: tuple[Any, Measured | None] = (None, None)
     for corpus, seed, variant, ratio, equal in runs(
-        tuple(options.corpora.split(",")), seeds
+        variants, tuple(options.corpora.split(",")), seeds
     ):
-        key = (corpus, seed, variant.name, ratio, equal)
-        if key in done:
+        into = rows["accuracy" if equal == "accuracy" else "loss"]
+        key = {
+            "calibration": corpus,
+            "seed": seed,
+            "variant": variant.name,
+            "ratio": ratio,
+            "equal": "atoms" if equal == "accuracy" else equal,
+            "model": bench.name,
+        }
+        if into.has(key):
             continue
         if held[0] != (corpus, seed):
             setting = Setting(0.0, calibration=corpus, seed=seed)
             windows = bench.calibration_set(setting)
-            held = (corpus, seed), Measured(bench, windows)
+            held = (corpus, seed), Measured(bench, windows, corpus)
         assert held[1] is not None
-        found = measure(bench, held[1], variant, ratio, equal)
-        own = dict(zip(keys, key, strict=True)) | {"model": bench.name}
-        rows += [own | row for row in found]
-        write_results(
-            options.name, rows, machine() | {"n_test": N_TEST, "n_rounds": N_ROUNDS}
-        )
+        if equal == "accuracy":
+            found = [measure_accuracy(bench, held[1], variant, ratio)]
+        else:
+            found = measure(bench, held[1], variant, ratio, equal)
+        into.add(key, found)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ _HOMES = {
     "compensate": "compensation",
     "load_corpus": "corpora",
     "damage_map": "damage",
+    "eliminate": "elimination",
     "fit_damage": "damage",
     "Perplexity": "evaluation",
     "evaluate_divergence": "evaluation",

@@ -55,6 +55,10 @@ def score(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Windows per pass [default: what fits].")
     ] = None,
+    eliminated: Annotated[
+        bool,
+        typer.Option("--eliminate", help="Scores of elimination too: a forward pass."),
+    ] = False,
     profile: options.Profile = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -70,9 +74,14 @@ def score(
     bench = headless.open_bench(
         model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
     )
-    setting = Setting(0.0, calibration=corpus, n_sequences=n_sequences, seed=seed)
+    estimator = "elimination" if eliminated else "heapr"
+    setting = Setting(
+        0.0, estimator, calibration=corpus, n_sequences=n_sequences, seed=seed
+    )
     windows = bench.calibration_set(setting)
     table = bench.measure(windows, batch_size=batch_size)
+    if eliminated:  # from the cache, but for the elimination
+        table = bench.importance(setting)
     if out is not None:
         table.write(out)
     facts: dict[str, Any] = {
@@ -184,7 +193,9 @@ def prune(
     from heapr_lab.pipeline import Setting, profile_of
 
     method_of = headless.find_method(method)
-    estimator = estimator or method_of.estimator
+    # Rounds score anew what a round of elimination has counted already.
+    alone = importance is not None or rounds > 1
+    estimator = estimator or (method_of.of_table if alone else method_of.estimator)
     if importance is not None and (rounds > 1 or max_rise is not None):
         raise SpecError("--rounds and --max-rise run the model: leave --importance out")
     if (ratio is None) == (max_rise is None):
@@ -215,7 +226,9 @@ def prune(
     headless.check_choice(choice)
     if out is not None and to_folder:
         check_new(out)
-    setting = Setting(0.0, calibration=corpus, n_sequences=n_sequences, seed=seed)
+    setting = Setting(
+        0.0, estimator, calibration=corpus, n_sequences=n_sequences, seed=seed
+    )
     if importance is None:
         table = open_bench().importance(setting)
         measured = corpus if perplexity is None else perplexity

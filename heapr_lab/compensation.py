@@ -28,7 +28,7 @@ from torch import nn
 
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.experts import ExpertsLayer, find_experts
-from heapr_lab.grams import FIT, HELD_OUT, LayerGrams, collect_grams, sizes_of
+from heapr_lab.grams import FIT, HELD_OUT, LayerGrams, default_span, iter_grams
 from heapr_lab.masks import KeepMask
 from heapr_lab.specs import LayoutError, SpecError
 from heapr_lab.surgery import keeps_of, prune
@@ -37,10 +37,6 @@ logger = logging.getLogger(__name__)
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """What a ridge is chosen from, relative to the mean diagonal."""
-_LARGEST_LAYER = 4096
-"""Features up to which a layer's experts are compensated together by default."""
-_AT_ONCE = 4 * 2**30
-"""Bytes of sums that are held at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,33 +126,19 @@ def fit_compensation(
 ) -> Compensation:
     """The new W_down alone, to evaluate with `masking(model, keep, downs)`.
 
-    Layers whose sums do not fit 4 GiB together are looked at one group after the other,
-    each in a forward pass of its own.
+    It takes the arithmetic of one forward pass; `grams.iter_grams` says how where the
+    sums of all layers do not fit 4 GiB together.
 
     Arguments and errors are those of `compensate`.
     """
     layers = find_experts(model)
     keeps_of(layers, keep)  # refuse a mask of another model before the pass
     span = span or default_span(layers)
-    _check_layers(layers, span)
-    groups = _groups(layers, span)
-    total = len(groups) * calibration.n_sequences
-    parts = []
-    for number, group in enumerate(groups):
-        before = number * calibration.n_sequences
-
-        def report(done: int, _all: int, before: int = before) -> None:
-            if progress is not None:
-                progress(before + done, total)
-
-        grams = collect_grams(
-            model,
-            calibration,
-            span=span,
-            layers=[layer.layer for layer in group],
-            progress=report,
-        )
-        parts.append(solve_layers(group, keep, grams, ridge=ridge))
+    check_layers(layers, span)
+    parts = [
+        solve_layers([layer], keep, {layer.layer: grams}, ridge=ridge)
+        for layer, grams in iter_grams(model, calibration, span=span, progress=progress)
+    ]
     return Compensation(
         {k: down for part in parts for k, down in part.downs.items()},
         pd.concat([part.report for part in parts], ignore_index=True),
@@ -164,18 +146,7 @@ def fit_compensation(
     )
 
 
-def default_span(layers: Sequence[ExpertsLayer]) -> str:
-    """Layer, where the products of all its atoms are few enough; else expert.
-
-    Experts whose outputs are normalised before they are added up cannot make up for
-    each other linearly.
-    """
-    largest = max(layer.n_experts * layer.d_inter for layer in layers)
-    normed = any(layer.module.has_post_expert_norm for layer in layers)
-    return "layer" if largest <= _LARGEST_LAYER and not normed else "expert"
-
-
-def _check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
+def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
     """Make sure that weights are at hand, and outputs linear in them where need be.
 
     Raises:
@@ -193,26 +164,6 @@ def _check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
                 f"{layer.name} normalises each expert's output, so experts cannot make "
                 "up for each other: give span='expert'"
             )
-
-
-def fit_at_once(layers: list[ExpertsLayer], span: str) -> bool:
-    """Whether the sums of all layers can be held together."""
-    return len(_groups(layers, span)) == 1
-
-
-def _groups(layers: list[ExpertsLayer], span: str) -> list[list[ExpertsLayer]]:
-    """Consecutive layers whose sums can be held together."""
-    groups: list[list[ExpertsLayer]] = []
-    room = 0
-    for layer in layers:
-        n_blocks, size = sizes_of(layer, span)
-        needed = 2 * 8 * n_blocks * size * size
-        if not groups or needed > room:
-            groups.append([])
-            room = _AT_ONCE
-        groups[-1].append(layer)
-        room -= needed
-    return groups
 
 
 def solve_layers(

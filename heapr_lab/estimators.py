@@ -52,6 +52,8 @@ class Estimator:
     """Its options with their defaults."""
     within_layer: bool = False
     """Whether its scores of different layers cannot be compared."""
+    of_statistics: bool = True
+    """Whether every measured table has the columns it needs."""
 
 
 def _heapr(x: Inputs) -> _Scores:
@@ -84,6 +86,10 @@ def _shrunk(x: Inputs) -> _Scores:
     routed = np.maximum(routed, 1)
     expected = (np.bincount(layer, per_size) / routed)[layer] * size
     return 0.5 * (x["sum_ph2"] / tokens) * np.sqrt(own * expected)
+
+
+def _elimination(x: Inputs) -> _Scores:
+    return x["elimination"]
 
 
 def _taylor(x: Inputs) -> _Scores:
@@ -147,6 +153,14 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "what its layer's mean gradient variance and ‖w_down‖² predict",
                 _shrunk,
                 needs=("layer", "tokens", "sum_ph2", "sum_g2", "w_down_sq"),
+            ),
+            Estimator(
+                "elimination",
+                "what the output loses when the atom's turn comes, if those that stay "
+                "make up for it; of `eliminate`, which adds a forward pass",
+                _elimination,
+                needs=("elimination",),
+                of_statistics=False,
             ),
             Estimator(
                 "taylor",

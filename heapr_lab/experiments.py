@@ -57,7 +57,7 @@ def boundary_settings() -> list[Setting]:
 
 
 def method_settings() -> list[Setting]:
-    """Every estimator at three ratios, in the widest scope it is meant for."""
+    """Every estimator of the one table at three ratios, in its widest scope."""
     return [
         Setting(
             ratio,
@@ -65,6 +65,7 @@ def method_settings() -> list[Setting]:
             scope="layer" if estimator.within_layer else "global",
         )
         for name, estimator in ESTIMATORS.items()
+        if estimator.of_statistics
         for ratio in METHOD_RATIOS
     ]
 

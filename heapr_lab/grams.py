@@ -8,7 +8,8 @@ Letters: h atom activation, p routing weight; the features of a token are p · h
 experts that it is routed to, and 0 for all others.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,17 @@ from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import observed
 from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.likelihood import evaluating, final_states
-from heapr_lab.specs import CoverageError, SpecError
+from heapr_lab.specs import CoverageError, LayoutError, SpecError
+from heapr_lab.stepping import LayerByLayer
+
+logger = logging.getLogger(__name__)
 
 SPANS = ("expert", "layer")
 FIT, HELD_OUT = 0, 1
+_LARGEST_LAYER = 4096
+"""Features up to which a layer's experts are looked at together by default."""
+_AT_ONCE = 4 * 2**30
+"""Bytes of sums that are held at once."""
 _HELD_OUT_EVERY = 4
 _TOKENS_AT_ONCE = 4096
 
@@ -90,6 +98,19 @@ class _Collector:
             if a != b:
                 into[0, right, left] += product.T
 
+    def finished(self, layer: ExpertsLayer, calls: int) -> LayerGrams:
+        """The sums of all `calls` forwards.
+
+        Raises:
+            CoverageError: the layer did not take part in all of them.
+        """
+        if self.calls != calls:
+            raise CoverageError(
+                f"layer {layer.layer} took part in {self.calls} of {calls} forwards, "
+                "expected all"
+            )
+        return LayerGrams(self.span, self.sums.cpu().double(), self.tokens)
+
 
 def _pairs(
     features: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...]
@@ -125,6 +146,37 @@ def sizes_of(layer: ExpertsLayer, span: str) -> tuple[int, int]:
     return 1, layer.n_experts * layer.d_inter
 
 
+def default_span(layers: Sequence[ExpertsLayer]) -> str:
+    """Layer, where the products of all its atoms are few enough; else expert.
+
+    Experts whose outputs are normalised before they are added up cannot make up for
+    each other linearly.
+    """
+    largest = max(layer.n_experts * layer.d_inter for layer in layers)
+    normed = any(layer.module.has_post_expert_norm for layer in layers)
+    return "layer" if largest <= _LARGEST_LAYER and not normed else "expert"
+
+
+def fit_at_once(layers: Sequence[ExpertsLayer], span: str) -> bool:
+    """Whether the sums of all layers can be held together."""
+    return len(_groups(layers, span)) == 1
+
+
+def _groups(layers: Sequence[ExpertsLayer], span: str) -> list[list[ExpertsLayer]]:
+    """Consecutive layers whose sums can be held together."""
+    groups: list[list[ExpertsLayer]] = []
+    room = 0
+    for layer in layers:
+        n_blocks, size = sizes_of(layer, span)
+        needed = 2 * 8 * n_blocks * size * size
+        if not groups or needed > room:
+            groups.append([])
+            room = _AT_ONCE
+        groups[-1].append(layer)
+        room -= needed
+    return groups
+
+
 def collect_grams(
     model: nn.Module,
     calibration: CalibrationSet,
@@ -135,7 +187,8 @@ def collect_grams(
 ) -> dict[int, LayerGrams]:
     """Sum the products of routed activations over `calibration`, by layer.
 
-    Every fourth window is summed apart, as held-out tokens.
+    Every fourth window is summed apart, as held-out tokens. The sums of all layers are
+    held together; `iter_grams` needs room for one layer's.
 
     Args:
         model: any transformers causal language model with fused experts.
@@ -150,31 +203,107 @@ def collect_grams(
     """
     found = find_experts(model)
     chosen = [k for k in found if layers is None or k.layer in layers]
-    if not chosen or calibration.n_sequences < 2:
-        raise SpecError(
-            f"{calibration.n_sequences} windows and {len(chosen)} layers, expected at "
-            "least 2, of which one is held out, and 1"
-        )
+    _check(calibration, chosen)
     collectors = [_Collector(layer, span) for layer in chosen]
-    done, calls = 0, 0
+    done = 0
     with evaluating(model), observed(chosen, collectors):
         for part, ids in _batches(calibration):
             for collector in collectors:
                 collector.part = part
             final_states(model, ids)
-            done, calls = done + len(ids), calls + 1
+            done += len(ids)
             if progress is not None:
                 progress(done, calibration.n_sequences)
-    for layer, collector in zip(chosen, collectors, strict=True):
-        if collector.calls != calls:
-            raise CoverageError(
-                f"layer {layer.layer} took part in {collector.calls} of {calls} "
-                "forwards, expected all"
-            )
+    calls = len(list(_batches(calibration)))
     return {
-        layer.layer: LayerGrams(span, own.sums.cpu().double(), own.tokens)
+        layer.layer: own.finished(layer, calls)
         for layer, own in zip(chosen, collectors, strict=True)
     }
+
+
+def iter_grams(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    span: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
+    """The sums of one layer after the other, as `collect_grams` has them.
+
+    Where those of all layers fit 4 GiB they come from one forward pass. Else layers are
+    run one by one, with the inputs of each kept: the arithmetic of one forward pass
+    again, and the sums of one layer at a time. A model whose layers cannot be run by
+    themselves takes a forward pass for each group of layers that fits, and says so.
+
+    Arguments and errors are those of `collect_grams`; windows done are those of one
+    pass, whichever way it is.
+    """
+    layers = find_experts(model)
+    _check(calibration, layers)
+    groups = _groups(layers, span)
+    if len(groups) > 1:
+        try:
+            with evaluating(model):
+                batches = [ids for _, ids in _batches(calibration)]
+                walk = LayerByLayer(model, batches, layers)
+        except LayoutError as error:
+            logger.warning(
+                "%s; so %d forward passes are taken instead of one", error, len(groups)
+            )
+        else:
+            yield from _stepped(model, calibration, walk, layers, span, progress)
+            return
+    for number, group in enumerate(groups):
+
+        def report(done: int, total: int, number: int = number) -> None:
+            if progress is not None:
+                progress((number * total + done) // len(groups), total)
+
+        numbers = [layer.layer for layer in group]
+        grams = collect_grams(
+            model, calibration, span=span, layers=numbers, progress=report
+        )
+        yield from ((layer, grams[layer.layer]) for layer in group)
+
+
+def _stepped(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    walk: LayerByLayer,
+    layers: Sequence[ExpertsLayer],
+    span: str,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
+    """Each layer's sums, from running its inputs through it."""
+    with_experts = {layer.layer: layer for layer in layers}
+    parts = [part for part, _ in _batches(calibration)]
+    for number, run in walk.layers():
+        layer = with_experts.get(number)
+        watched = [layer] if layer is not None else []
+        collectors = [_Collector(own, span) for own in watched]
+        with evaluating(model), observed(watched, collectors):
+            for part in parts:
+                for collector in collectors:
+                    collector.part = part
+                next(run)
+        if progress is not None:
+            total = calibration.n_sequences
+            progress((number + 1) * total // walk.n_layers, total)
+        for own, collector in zip(watched, collectors, strict=True):
+            yield own, collector.finished(own, len(parts))
+
+
+def _check(calibration: CalibrationSet, layers: Sequence[ExpertsLayer]) -> None:
+    """Make sure that there is something to sum.
+
+    Raises:
+        SpecError: there is not.
+    """
+    if not layers or calibration.n_sequences < 2:
+        raise SpecError(
+            f"{calibration.n_sequences} windows and {len(layers)} layers, expected at "
+            "least 2, of which one is held out, and 1"
+        )
 
 
 def _batches(calibration: CalibrationSet) -> Iterator[tuple[int, torch.Tensor]]:

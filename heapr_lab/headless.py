@@ -145,13 +145,15 @@ class Method:
     """What is done where nothing else is asked for."""
 
     estimator: str
+    of_table: str
+    """Estimator where there is a table alone, and no text to run the model on."""
     compensated: bool
     """Whether what stays makes up for what goes, where there is text to do it on."""
 
 
 METHODS = {
-    "best": Method("shrunk", compensated=True),
-    "paper": Method("heapr", compensated=False),
+    "best": Method("elimination", of_table="shrunk", compensated=True),
+    "paper": Method("heapr", of_table="heapr", compensated=False),
 }
 
 

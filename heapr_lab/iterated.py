@@ -13,15 +13,9 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.calibration import CalibrationSet
-from heapr_lab.compensation import (
-    Compensation,
-    default_span,
-    fit_at_once,
-    fit_compensation,
-    solve_layers,
-)
+from heapr_lab.compensation import Compensation, fit_compensation, solve_layers
 from heapr_lab.experts import find_experts
-from heapr_lab.grams import collect_grams
+from heapr_lab.grams import collect_grams, default_span, fit_at_once
 from heapr_lab.importance import collect_statistics
 from heapr_lab.masks import KeepMask
 from heapr_lab.rankings import GONE
@@ -60,7 +54,7 @@ def prune_in_rounds(
 
     Costs one forward and backward pass for each round, and a forward pass for the
     compensation, whose sums are those of the dense model throughout; where they do not
-    fit at once, as many for each round as `fit_compensation` takes.
+    fit at once, a forward pass for each round.
 
     Args:
         model: the dense model; stays as it is.
@@ -79,17 +73,15 @@ def prune_in_rounds(
     if rounds < 1:
         raise SpecError(f"rounds is {rounds}, expected a whole number from 1")
     whole = exact_ratio(ratio)
-    count = _Count(progress, calibration.n_sequences, rounds, table, compensated)
     layers = find_experts(model)
     span = span or default_span(layers)
+    at_once = fit_at_once(layers, span)
+    n_solves = 0 if not compensated else 1 if at_once else rounds
+    n_passes = rounds - (table is not None) + n_solves
+    count = _Count(progress, n_passes * calibration.n_sequences)
     grams = None
-    if compensated and fit_at_once(layers, span):
-        grams = collect_grams(
-            model,
-            calibration,
-            span=span,
-            progress=count.step,
-        )
+    if compensated and at_once:
+        grams = collect_grams(model, calibration, span=span, progress=count.step)
         count.end()
     keep: KeepMask | None = None
     found: Compensation | None = None
@@ -104,7 +96,10 @@ def prune_in_rounds(
         if grams is not None:
             found = solve_layers(layers, keep, grams)
         elif compensated:
-            found = fit_compensation(model, keep, calibration, span=span)
+            found = fit_compensation(
+                model, keep, calibration, span=span, progress=count.step
+            )
+            count.end()
         rows.append({"round": number, "achieved_ratio": keep.achieved_ratio})
     assert keep is not None
     keep = KeepMask(keep.arrays, {**keep.settings, "rounds": rounds})
@@ -152,23 +147,16 @@ def _scored(
 class _Count:
     """Windows done over all passes."""
 
-    def __init__(
-        self,
-        progress: Callable[[int, int], None] | None,
-        n_windows: int,
-        rounds: int,
-        table: ImportanceTable | None,
-        compensated: bool,
-    ) -> None:
-        self.progress, self.n_windows = progress, n_windows
-        self.total = n_windows * (rounds - (table is not None) + compensated)
-        self.before = 0
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+        self.progress, self.total = progress, total
+        self.before = self.done = 0
 
-    def step(self, done: int, _all: int) -> None:
+    def step(self, done: int, _of_pass: int) -> None:
         """Report windows of the pass that is on."""
+        self.done = done
         if self.progress is not None:
             self.progress(self.before + done, self.total)
 
     def end(self) -> None:
         """The pass is over."""
-        self.before += self.n_windows
+        self.before, self.done = self.before + self.done, 0

@@ -83,8 +83,8 @@ EstimatorOrMethods = Annotated[
     str | None,
     typer.Option(
         "--estimator",
-        help="heapr, heapr_total, fisher, weighted, shrunk, taylor, camera, magnitude, "
-        "frequency or random [default: the method's].",
+        help="heapr, heapr_total, fisher, weighted, shrunk, elimination, taylor, "
+        "camera, magnitude, frequency or random [default: the method's].",
     ),
 ]
 Importance = Annotated[

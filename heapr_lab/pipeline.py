@@ -23,6 +23,8 @@ from heapr_lab.calibration import (
     tokenizer_fingerprint,
 )
 from heapr_lab.corpora import load_corpus
+from heapr_lab.elimination import COLUMN as ELIMINATION
+from heapr_lab.elimination import eliminate, elimination_spec
 from heapr_lab.evaluation import (
     Divergence,
     Perplexity,
@@ -104,7 +106,7 @@ class Workbench:
         self.name = name
         self.profile = profile
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
-        self._table: tuple[str, ImportanceTable] | None = None
+        self._table: tuple[tuple[str, bool], ImportanceTable] | None = None
 
     @functools.cached_property
     def tokenizer_id(self) -> str:
@@ -134,12 +136,35 @@ class Workbench:
         )
 
     def importance(self, setting: Setting | None = None) -> ImportanceTable:
-        """The statistics of every atom on `setting`'s calibration windows."""
-        windows = self.calibration_set(setting or Setting(0.0))
+        """The statistics of every atom on `setting`'s calibration windows.
+
+        With the scores of `eliminate`, where its estimator is `elimination`.
+        """
+        setting = setting or Setting(0.0)
+        windows = self.calibration_set(setting)
+        eliminated = setting.estimator == ELIMINATION
         # The last table is kept, with the ranks it remembers; one, for it can be large.
-        if self._table is None or self._table[0] != windows.fingerprint:
-            self._table = windows.fingerprint, self.measure(windows)
+        key = windows.fingerprint, eliminated
+        if self._table is None or self._table[0] != key:
+            made = self._eliminated if eliminated else self.measure
+            self._table = key, made(windows)
         return self._table[1]
+
+    def _eliminated(self, windows: CalibrationSet) -> ImportanceTable:
+        """The table of `windows` with the scores of `eliminate`."""
+        table = self.measure(windows)
+
+        def compute() -> ImportanceTable:
+            with progress_bar(f"elimination on {windows.label}", "window") as bar:
+                return eliminate(self.model, table, windows, progress=bar)
+
+        return store.cached(
+            "importance",
+            elimination_spec(table, windows),
+            compute,
+            read=ImportanceTable.read,
+            write=lambda path, made: made.write(path),
+        )
 
     def measure(
         self, windows: CalibrationSet, *, batch_size: int | None = None

@@ -112,14 +112,7 @@ class PruningSession:
     @property
     def estimators(self) -> tuple[str, ...]:
         """Those that the columns of the table suffice for."""
-        has_n = bool(self.table.metadata.get("N"))
-        columns = set(self.table.frame.columns)
-        return tuple(
-            name
-            for name, estimator in ESTIMATORS.items()
-            if columns.issuperset(estimator.needs)
-            and (has_n or not estimator.per_predicted_token)
-        )
+        return self.table.estimators
 
     @property
     def choice(self) -> Choice:

@@ -95,6 +95,17 @@ class ImportanceTable:
             )
         return Architecture.from_dict(self._metadata["architecture"])
 
+    @property
+    def estimators(self) -> tuple[str, ...]:
+        """Those that the columns suffice for."""
+        has_n, columns = bool(self._metadata.get("N")), set(self._frame.columns)
+        return tuple(
+            name
+            for name, estimator in estimators.ESTIMATORS.items()
+            if columns.issuperset(estimator.needs)
+            and (has_n or not estimator.per_predicted_token)
+        )
+
     def score(self, estimator: str = "heapr", **options: Any) -> pd.Series:
         """The scores of every atom, on the frame's index, named like the estimator.
 

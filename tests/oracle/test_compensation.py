@@ -11,10 +11,11 @@ import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
 from oracles import token_by_token
+from oracles.features import Features, features_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from heapr_lab import compensation
+from heapr_lab import grams
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.checkpoints import MANIFEST_FILE, save_pruned
 from heapr_lab.compensation import (
@@ -35,38 +36,6 @@ pytestmark = pytest.mark.oracle
 FAMILIES = ("qwen2_moe", "gpt_oss", "nemotron_h", "deepseek_v2")
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
 CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-10}
-
-
-class Features:
-    """An observer that writes out φ of every token, zeros and all: (n_tokens, E, I)."""
-
-    def __init__(self, n_experts: int) -> None:
-        self.n_experts = n_experts
-        self.parts: list[torch.Tensor] = []
-
-    def observe(
-        self,
-        h: torch.Tensor,
-        *,
-        p: torch.Tensor,
-        rows: torch.Tensor,
-        tokens: list[int],
-    ) -> None:
-        """Write out one call's features, row by row."""
-        features = h.new_zeros(int(rows.max()) + 1, self.n_experts, h.shape[1])
-        expert = [e for e, count in enumerate(tokens) for _ in range(count)]
-        for number, (row, e) in enumerate(zip(rows.tolist(), expert, strict=True)):
-            features[row, e] = p[number] * h[number]
-        self.parts.append(features)
-
-
-def features_of(model: nn.Module, ids: torch.Tensor) -> dict[int, torch.Tensor]:
-    """φ of every token, by layer: (n_tokens, E, I)."""
-    layers = find_experts(model)
-    observers = [Features(layer.n_experts) for layer in layers]
-    with torch.no_grad(), observed(layers, observers):
-        model(ids, use_cache=False)
-    return {k.layer: torch.cat(o.parts) for k, o in zip(layers, observers, strict=True)}
 
 
 def held_out() -> torch.Tensor:
@@ -276,21 +245,24 @@ def test_a_singular_solve_says_so_and_does_no_harm(
     assert all(torch.isfinite(down).all() for down in found.downs.values())
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
 def test_layers_one_after_the_other_give_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where sums do not fit together: a pass for each group, the same weights."""
-    model = tiny_model("qwen2_moe")
+    """Where sums do not fit together: layer by layer, the same weights."""
+    model = tiny_model(family)
     keep = random_keep(model)
+    monkeypatch.setattr(grams, "_TOKENS_AT_ONCE", 48)
     at_once = fit_compensation(model, keep, WINDOWS)
-    monkeypatch.setattr(compensation, "_AT_ONCE", 1)
+    monkeypatch.setattr(grams, "_AT_ONCE", 1)
     done: list[tuple[int, int]] = []
     apart = fit_compensation(
         model, keep, WINDOWS, progress=lambda *now: done.append(now)
     )
     assert apart.fingerprint == at_once.fingerprint
-    assert done[-1] == (2 * WINDOWS.n_sequences, 2 * WINDOWS.n_sequences)
+    assert done[-1] == (WINDOWS.n_sequences, WINDOWS.n_sequences)
     assert done == sorted(done)
+    assert not caplog.text
 
 
 def test_bad_input_is_refused_before_the_pass() -> None:

@@ -166,7 +166,7 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     """With text a checkpoint is compensated; `paper` is HEAPr, sliced; both say so."""
     base = ("prune", folder / "moe", "--ratio", 0.4, "--json")
     best = json.loads(run(*base, "--out", tmp_path / "best", *text_of(folder)))
-    assert (best["estimator"], best["compensated"]) == ("shrunk", True)
+    assert (best["estimator"], best["compensated"]) == ("elimination", True)
     paper = json.loads(
         run(*base, "--out", tmp_path / "p", "--method", "paper", *text_of(folder))
     )
@@ -249,9 +249,9 @@ def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) 
 
 def test_prune_takes_the_importance_from_the_cache(folder: Path) -> None:
     """Without a file, `prune` selects what it selects with the file of `score`."""
-    out = folder / "cached.parquet"
-    run("prune", folder / "moe", "--ratio", 0.4, "--out", out, *text_of(folder))
-    prune(folder, "--ratio", 0.4, "--out", folder / "given.parquet")
+    out, how = folder / "cached.parquet", ("--ratio", 0.4, "--estimator", "shrunk")
+    run("prune", folder / "moe", *how, "--out", out, *text_of(folder))
+    prune(folder, *how, "--out", folder / "given.parquet")
     assert KeepMask.read(out) == KeepMask.read(folder / "given.parquet")
 
 

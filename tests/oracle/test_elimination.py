@@ -1,0 +1,182 @@
+"""Elimination is greedy least squares: what goes is made up for by what stays."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from oracles.features import features_of
+
+from heapr_lab import elimination, grams
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.compensation import fit_compensation
+from heapr_lab.elimination import COLUMN, eliminate
+from heapr_lab.experts import ExpertsLayer, find_experts
+from heapr_lab.importance import collect_statistics
+from heapr_lab.selection import select
+from heapr_lab.specs import SpecError
+from heapr_lab.table import ImportanceTable
+
+pytestmark = pytest.mark.oracle
+
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
+RIDGE = 0.05
+CLOSE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-14}
+
+
+def greedy(
+    features: torch.Tensor, W: torch.Tensor, rate: torch.Tensor
+) -> list[tuple[int, float]]:
+    """Atoms in the order in which they go, with costs, by least squares for each set.
+
+    Shapes: features (n, F); W (D, F); rate (F,).
+    """
+    size = features.shape[1]
+    pull = (RIDGE * features.square().sum(0).mean()).sqrt()
+    rows = torch.cat([features, pull * torch.eye(size, dtype=features.dtype)])
+    wanted = rows @ W.T
+
+    def error(stay: list[int]) -> float:
+        if not stay:
+            return float(wanted.square().sum())
+        found = torch.linalg.lstsq(rows[:, stay], wanted, driver="gelsd").solution
+        return float((rows[:, stay] @ found - wanted).square().sum())
+
+    left, now, level, order = list(range(size)), 0.0, 0.0, []
+    while left:
+        errors = {k: error([other for other in left if other != k]) for k in left}
+        k = min(left, key=lambda k: (errors[k] - now) * float(rate[k]))
+        level = max(level, (errors[k] - now) * float(rate[k]))
+        order.append((k, level))
+        now = errors[k]
+        left.remove(k)
+    return order
+
+
+def rates(table: ImportanceTable, layer: ExpertsLayer, features: torch.Tensor) -> Any:
+    """Loss for each unit of an expert's squared error, (E,)."""
+    rows = table.frame["layer"].eq(layer.layer).to_numpy()
+    score = torch.from_numpy(table.score("shrunk").to_numpy()[rows])
+    energy = features.square().sum(0) * layer.down.detach().square().sum(1)  # (E, I)
+    return score.view_as(energy).sum(1) / energy.sum(1).clamp_min(1e-300)
+
+
+@pytest.fixture(scope="module", params=["qwen2_moe", "gpt_oss"])
+def measured(request: pytest.FixtureRequest) -> tuple[Any, ImportanceTable]:
+    """A tiny model and its statistics."""
+    model = tiny_model(request.param)
+    return model, collect_statistics(model, WINDOWS)
+
+
+@pytest.mark.parametrize("span", ["expert", "layer"])
+def test_one_by_one_it_is_greedy_least_squares(
+    measured: tuple[Any, ImportanceTable], span: str
+) -> None:
+    """Costs in order, and which atom has which, against every set solved by itself."""
+    model, table = measured
+    found = eliminate(model, table, WINDOWS, span=span, ridge=RIDGE, n_steps=10**6)
+    layer = find_experts(model)[0]
+    features = features_of(model, WINDOWS.ids)[layer.layer]
+    own = found.frame[found.frame["layer"].eq(layer.layer)]
+    costs = own[COLUMN].to_numpy().reshape(layer.n_experts, -1)
+    rate = rates(table, layer, features)
+    down = layer.down.detach()
+    if span == "layer":
+        problems = [
+            (
+                features.flatten(1),
+                down.movedim(0, 1).flatten(1),
+                rate.repeat_interleave(layer.d_inter),
+            )
+        ]
+        costs = costs.reshape(1, -1)
+    else:
+        problems = [
+            (features[:, e], down[e], rate[e].expand(layer.d_inter))
+            for e in range(layer.n_experts)
+        ]
+    for expected_of, cost in zip(problems, costs, strict=True):
+        if not expected_of[0].any():
+            assert not cost.any()
+            continue
+        for atom, expected in greedy(*expected_of):
+            np.testing.assert_allclose(cost[atom], expected, **CLOSE)
+
+
+def test_an_atom_that_another_stands_for_is_free() -> None:
+    """Of two atoms with the same inputs one costs next to nothing, the last one all."""
+    model = tiny_model("qwen2_moe")
+    with torch.no_grad():
+        for layer in find_experts(model):
+            rows = [layer.atom_rows(torch.tensor([k])) for k in (0, 1)]
+            layer.up_rows[:, rows[1]] = layer.up_rows[:, rows[0]]
+    table = collect_statistics(model, WINDOWS)
+    found = eliminate(model, table, WINDOWS, ridge=1e-9, n_steps=10**6)
+    frame = found.frame
+    pairs = frame[frame["atom"].isin([0, 1]) & frame["tokens"].gt(0)]
+    costs = pairs.groupby(["layer", "expert"])[COLUMN]
+    assert (costs.min() < 1e-6 * costs.max()).all()
+
+
+def test_together_is_nearly_one_by_one(measured: tuple[Any, ImportanceTable]) -> None:
+    """A few at a time: another order, yet as little error after compensation."""
+    model, table = measured
+    errors = []
+    for n_steps in (8, 10**6):
+        scored = eliminate(model, table, WINDOWS, n_steps=n_steps)
+        keep = select(scored, ratio=0.5, estimator=COLUMN)
+        report = fit_compensation(model, keep, WINDOWS, ridge=1e-3).report
+        errors.append(report["compensated"].sum())
+    assert errors[0] <= 1.5 * errors[1]
+
+
+def test_layer_by_layer_gives_the_same_scores(
+    measured: tuple[Any, ImportanceTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the sums of all layers do not fit together."""
+    model, table = measured
+    at_once = eliminate(model, table, WINDOWS)
+    monkeypatch.setattr(grams, "_AT_ONCE", 1)
+    apart = eliminate(model, table, WINDOWS)
+    assert apart.frame[COLUMN].tolist() == at_once.frame[COLUMN].tolist()
+
+
+def test_the_table_says_so_and_survives_a_file(
+    measured: tuple[Any, ImportanceTable], tmp_path: Any
+) -> None:
+    """Another specification; the estimator is offered; masks are nested."""
+    model, table = measured
+    found = eliminate(model, table, WINDOWS)
+    assert COLUMN not in table.estimators
+    assert COLUMN in found.estimators
+    assert found.metadata["spec"] != table.metadata.get("spec")
+    found.write(tmp_path / "table.parquet")
+    again = ImportanceTable.read(tmp_path / "table.parquet")
+    low, high = (select(again, ratio=r, estimator=COLUMN) for r in (0.3, 0.6))
+    for layer in low.layers:
+        assert not (high.by_layer(layer) & ~low.by_layer(layer)).any()
+
+
+def test_bad_input_is_refused(measured: tuple[Any, ImportanceTable]) -> None:
+    """No ridge, no steps, another model's table."""
+    model, table = measured
+    with pytest.raises(SpecError, match="expected both above 0"):
+        eliminate(model, table, WINDOWS, ridge=0.0)
+    frame = table.frame
+    first = ImportanceTable.from_frame(frame[frame["layer"].eq(frame["layer"].min())])
+    with pytest.raises(SpecError, match="expected the table of this model"):
+        eliminate(model, first, WINDOWS)
+
+
+def test_costs_never_fall(measured: tuple[Any, ImportanceTable]) -> None:
+    """What goes later costs at least as much, so that a cut is where the order is."""
+    model, table = measured
+    layer = find_experts(model)[0]
+    rows = table.frame["layer"].eq(layer.layer).to_numpy()
+    base = torch.from_numpy(table.score("shrunk").to_numpy()[rows])
+    sums = grams.collect_grams(model, WINDOWS, span="layer")[layer.layer]
+    base = base.view(layer.n_experts, layer.d_inter)
+    one = elimination.layer_costs(layer, sums, base, n_steps=10**6)
+    assert len(one.unique()) > 1
+    assert (one >= 0).all()

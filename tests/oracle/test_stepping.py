@@ -1,0 +1,87 @@
+"""Layers run one by one compute what the model does, in one forward's arithmetic."""
+
+import pytest
+import torch
+from families import FAMILIES, tiny_ids, tiny_model
+
+from heapr_lab import grams
+from heapr_lab.calibration import CalibrationSet
+from heapr_lab.experts import find_experts
+from heapr_lab.likelihood import evaluating
+from heapr_lab.specs import LayoutError
+from heapr_lab.stepping import LayerByLayer
+
+pytestmark = pytest.mark.oracle
+
+# Its layers get part of the embedding besides the states.
+UNFIT = {"hy_v4"}
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sums_are_those_of_whole_forwards(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, for every family; those that cannot be stepped through say so."""
+    model = tiny_model(family)
+    expected = grams.collect_grams(model, WINDOWS, span="expert")
+    monkeypatch.setattr(grams, "_AT_ONCE", 1)
+    monkeypatch.setattr(grams, "_TOKENS_AT_ONCE", 48)  # several batches, one shorter
+    several = grams.collect_grams(model, WINDOWS, span="expert")
+    walked = grams.iter_grams(model, WINDOWS, span="expert")
+    found = {layer.layer: own for layer, own in walked}
+    assert found.keys() == expected.keys()
+    for layer, own in found.items():
+        assert torch.equal(own.sums, several[layer].sums)
+        torch.testing.assert_close(own.sums, expected[layer].sums)
+
+
+def test_each_layer_runs_once_for_each_batch() -> None:
+    """One forward's arithmetic, and two batches more to see how layers are called."""
+    model = tiny_model("qwen2_moe")
+    batches = list(WINDOWS.ids.split(2))
+    calls = []
+    last = model.model.layers[-1]
+    hook = last.register_forward_pre_hook(lambda *_: calls.append(1))
+    with evaluating(model):
+        walk = LayerByLayer(model, batches, find_experts(model))
+        recorded = len(calls)
+        for _, run in walk.layers():
+            assert list(run) == list(range(len(batches)))
+    hook.remove()
+    assert recorded == 2 * 2  # two batches, each in the model and by itself
+    assert len(calls) - recorded == len(batches)
+
+
+def test_what_cannot_be_stepped_through_is_refused() -> None:
+    """A family whose layers get more than states."""
+    (family,) = UNFIT
+    model = tiny_model(family)
+    with (
+        evaluating(model),
+        pytest.raises(LayoutError, match="cannot be run one by one"),
+    ):
+        LayerByLayer(model, list(WINDOWS.ids.split(4)), find_experts(model))
+
+
+def test_without_steps_there_is_a_pass_for_each_group(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same sums, from a forward for each group of layers; it says so."""
+    model = tiny_model("qwen2_moe")
+    expected = grams.collect_grams(model, WINDOWS)
+
+    def refuse(*_: object) -> None:
+        raise LayoutError("no")
+
+    monkeypatch.setattr(grams, "_AT_ONCE", 1)
+    monkeypatch.setattr(grams, "LayerByLayer", refuse)
+    done: list[tuple[int, int]] = []
+    walked = grams.iter_grams(
+        model, WINDOWS, span="expert", progress=lambda *now: done.append(now)
+    )
+    for layer, own in walked:
+        assert torch.equal(own.sums, expected[layer.layer].sums)
+    assert "2 forward passes are taken instead of one" in caplog.text
+    assert done == sorted(done)
+    assert done[-1] == (8, 8)
