@@ -313,6 +313,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--corpora", default=",".join(CORPORA))
     parser.add_argument("--variants", default="", help="by default all")
+    parser.add_argument(
+        "--accuracy", default=True, action=argparse.BooleanOptionalAction
+    )
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
     asked = options.variants.split(",") if options.variants else []
@@ -327,6 +330,8 @@ def main() -> None:
     for corpus, seed, variant, ratio, equal in runs(
         variants, tuple(options.corpora.split(",")), seeds
     ):
+        if equal == "accuracy" and not options.accuracy:
+            continue
         into = rows["accuracy" if equal == "accuracy" else "loss"]
         key = {
             "calibration": corpus,

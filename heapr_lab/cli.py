@@ -110,6 +110,13 @@ def prune(
             "before compensation; 0.02 is 2 %."
         ),
     ] = None,
+    max_latency: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead of --ratio: as little as makes decoding take at most this "
+            "share of the dense model's time, measured on this machine; 0.8."
+        ),
+    ] = None,
     importance: options.Importance = None,
     method: Annotated[
         str,
@@ -191,15 +198,23 @@ def prune(
     from heapr_lab.checkpoints import check_new
     from heapr_lab.models import model_folder
     from heapr_lab.pipeline import Setting, profile_of
+    from heapr_lab.selection import default_multiple
 
     method_of = headless.find_method(method)
     # Rounds score anew what a round of elimination has counted already.
     alone = importance is not None or rounds > 1
     estimator = estimator or (method_of.of_table if alone else method_of.estimator)
-    if importance is not None and (rounds > 1 or max_rise is not None):
-        raise SpecError("--rounds and --max-rise run the model: leave --importance out")
-    if (ratio is None) == (max_rise is None):
-        raise SpecError("how much goes is not said: give --ratio, or --max-rise")
+    searched = max_rise is not None or max_latency is not None
+    if importance is not None and (rounds > 1 or searched):
+        raise SpecError(
+            "--rounds, --max-rise and --max-latency run the model: leave --importance "
+            "out"
+        )
+    if sum(given is not None for given in (ratio, max_rise, max_latency)) != 1:
+        raise SpecError(
+            "how much goes has to be said once: give --ratio, --max-rise or "
+            "--max-latency"
+        )
 
     source = model_folder(model)
     to_folder = out is not None and out.suffix != ".parquet"
@@ -236,10 +251,14 @@ def prune(
         table = headless.own_table(importance, source, name=model)
         measured = perplexity or ""
     if structure in {"aligned", "uniform"} and multiple is None:
-        choice["multiple"] = headless.default_multiple(table)
+        choice["multiple"] = default_multiple(table)
     if max_rise is not None:
         choice["ratio"] = headless.ratio_of_rise(
             open_bench(), setting, choice, max_rise, corpus=corpus
+        )
+    if max_latency is not None:
+        choice["ratio"] = headless.ratio_of_latency(
+            open_bench(), setting, choice, max_latency
         )
     # Rounds score what compensation leaves, so that the mask is that of a checkpoint.
     compensated = method_of.compensated and importance is None

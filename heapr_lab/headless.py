@@ -10,7 +10,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from heapr_lab import accounting
-from heapr_lab.budgets import ratio_for_loss
+from heapr_lab.budgets import ratio_for_latency, ratio_for_loss
 from heapr_lab.checkpoints import prune_folder, save_pruned, structure_of
 from heapr_lab.compensation import Compensation, describe_weights, fit_compensation
 from heapr_lab.evaluation import evaluate_perplexity
@@ -196,6 +196,31 @@ def ratio_of_rise(
     Raises:
         SpecError: the choice has more to it than a search can follow.
     """
+    wanted = _searchable(setting, choice, option="--max-rise")
+    found, _ = ratio_for_loss(bench, wanted, corpus, rise=rise)
+    return found.ratio
+
+
+def ratio_of_latency(
+    bench: Workbench, setting: Setting, choice: dict[str, Any], share: float
+) -> float:
+    """The smallest ratio whose decoding takes at most `share` of the dense time here.
+
+    Raises:
+        SpecError: the choice has more to it than a search can follow, or no ratio is
+            as fast.
+    """
+    wanted = _searchable(setting, choice, option="--max-latency")
+    found, _ = ratio_for_latency(bench, wanted, share=share)
+    return found.ratio
+
+
+def _searchable(setting: Setting, choice: dict[str, Any], *, option: str) -> Setting:
+    """`setting` with what a search over ratios can follow of the choice.
+
+    Raises:
+        SpecError: the choice has more to it.
+    """
     names = ("estimator", "scope", "granularity", "structure", "multiple")
     more: dict[str, Any] = {
         "of": "atoms",
@@ -208,12 +233,10 @@ def ratio_of_rise(
     beyond = [name for name, plain in more.items() if choice[name] != plain]
     if beyond:
         raise SpecError(
-            f"--max-rise goes with {', '.join(names)}, not with {', '.join(beyond)}: "
+            f"{option} goes with {', '.join(names)}, not with {', '.join(beyond)}: "
             "give --ratio"
         )
-    wanted = dataclasses.replace(setting, **{name: choice[name] for name in names})
-    found, _ = ratio_for_loss(bench, wanted, corpus, rise=rise)
-    return found.ratio
+    return dataclasses.replace(setting, **{name: choice[name] for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,12 +285,6 @@ def choose(
 
 
 # --- checkpoints ------------------------------------------------------------------
-
-
-def default_multiple(table: ImportanceTable) -> int:
-    """Of widths: the largest power of two in an eighth of the narrowest layer's."""
-    narrowest = min(d_inter for _, d_inter in table.shapes().values())
-    return 1 << max(0, (narrowest // 8).bit_length() - 1)
 
 
 def facts_of(table: ImportanceTable, saved: dict[str, Any]) -> dict[str, Any]:

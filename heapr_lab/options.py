@@ -27,6 +27,7 @@ Examples:
   heapr-lab prune lab --ratio 0.3 --structure aligned --multiple 16 --of model
   heapr-lab prune lab --ratio 0.4 --method paper --out as_published
   heapr-lab prune lab --max-rise 0.02 --out at_most_two_per_cent
+  heapr-lab prune lab --max-latency 0.8 --out a_fifth_faster
 """
 GGUF_EXAMPLES = """\b
 Examples:

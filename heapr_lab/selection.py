@@ -153,6 +153,12 @@ class _Ratios:
     own: dict[int, Fraction]
 
 
+def default_multiple(table: ImportanceTable) -> int:
+    """Of widths: the largest power of two in an eighth of the narrowest layer's."""
+    narrowest = min(d_inter for _, d_inter in table.shapes().values())
+    return 1 << max(0, (narrowest // 8).bit_length() - 1)
+
+
 def _kept(
     ranking: Ranking, amounts: dict[int, int], *, table: ImportanceTable
 ) -> dict[int, np.ndarray]:
