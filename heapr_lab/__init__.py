@@ -56,7 +56,7 @@ _HOMES = {
     "masking": "surgery",
     "prune": "surgery",
     "ImportanceTable": "table",
-    "prune_and_evaluate": "widgets",
+    "explore": "explorer",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 (a list of names, though made, not written)

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.specs import SpecError
+from heapr_lab.summaries import card_html
 
 
 class Keep(Protocol):
@@ -69,7 +70,7 @@ class LayerShape:
         return 2 * self.n_matrices * self.d_expert
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Architecture:
     """The sizes of a model that pruning its routed experts changes, and the rest.
 
@@ -122,6 +123,28 @@ class Architecture:
         """Bytes of the weights after pruning (before, without `keep`)."""
         return round(self.parameters(keep) * self.bytes_per_parameter)
 
+    # --- display ----------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return (
+            f"Architecture({self.n_parameters:,} parameters, {self.routed_share:.1%} "
+            f"of them in the routed atoms of {len(self.layers)} layers)"
+        )
+
+    def _repr_html_(self) -> str:
+        shapes = list(dict.fromkeys(self.layers.values()))
+        facts = {
+            "parameters": f"{self.n_parameters:,}",
+            "in routed atoms": f"{self.routed_share:.1%}",
+            "layers with routed experts": f"{len(self.layers)}",
+            "experts × atoms, active": ", ".join(
+                f"{shape.n_experts} × {shape.d_inter}, {shape.top_k}"
+                for shape in shapes
+            ),
+            "d_model": f"{self.d_model}",
+        }
+        return card_html("Architecture", facts)
+
     # --- operations -------------------------------------------------------------
 
     def routed_flops_per_token(
@@ -139,13 +162,13 @@ class Architecture:
         """
         if keep is not None:
             self._check(keep)
-        total = 0.0
+        total, shares = 0.0, _shares(tokens, self.layers)
         for layer, shape in self.layers.items():
             width: Any = shape.d_inter
             if keep is not None:
-                width = keep.by_layer(layer).sum(axis=1)
-            share = _shares(tokens, layer=layer, n_experts=shape.n_experts)
-            total += shape.top_k * shape.atom_flops * float(np.sum(share * width))
+                width = np.count_nonzero(keep.by_layer(layer), axis=1)
+            share = np.sum(shares[layer] * width)
+            total += shape.top_k * shape.atom_flops * float(share)
         return total
 
     def routed_flops_saved(
@@ -228,23 +251,32 @@ class Architecture:
                 )
 
 
-def _shares(tokens: pd.DataFrame | None, *, layer: int, n_experts: int) -> np.ndarray:
-    """Each expert's share of a layer's routed tokens, float64 (n_experts,).
+def _shares(
+    tokens: pd.DataFrame | None, layers: Mapping[int, LayerShape]
+) -> dict[int, np.ndarray]:
+    """Each expert's share of its layer's routed tokens, float64 (n_experts,), by layer.
 
     Raises:
         SpecError: `tokens` has not one row for each expert.
     """
-    equal = np.full(n_experts, 1 / n_experts)
+    equal = {k: np.full(s.n_experts, 1 / s.n_experts) for k, s in layers.items()}
     if tokens is None:
         return equal
-    rows = tokens[tokens["layer"] == layer].sort_values("expert")
-    if rows["expert"].tolist() != list(range(n_experts)):
-        raise SpecError(
-            f"tokens has {len(rows)} rows for layer {layer}, expected one for each of "
-            f"its {n_experts} experts; give ImportanceTable.expert_tokens()"
-        )
-    counts: np.ndarray = rows["tokens"].to_numpy(dtype=np.float64)
-    return counts / counts.sum() if counts.sum() > 0 else equal
+    rows = tokens.sort_values(["layer", "expert"], kind="stable")
+    numbers, experts = rows["layer"].to_numpy(), rows["expert"].to_numpy()
+    counts = rows["tokens"].to_numpy(dtype=np.float64)
+    shares = {}
+    for layer, shape in layers.items():
+        own = slice(*np.searchsorted(numbers, [layer, layer + 1]))
+        if not np.array_equal(experts[own], np.arange(shape.n_experts)):
+            raise SpecError(
+                f"tokens has {len(experts[own])} rows for layer {layer}, expected one "
+                f"for each of its {shape.n_experts} experts; give "
+                "ImportanceTable.expert_tokens()"
+            )
+        total = counts[own].sum()
+        shares[layer] = counts[own] / total if total > 0 else equal[layer]
+    return shares
 
 
 def summary(keep: Keep, table: MeasuredTable, *, seq_len: int = 2048) -> pd.DataFrame:

@@ -237,6 +237,16 @@ def _definition(name: str) -> dict[str, Any]:
     }
 
 
+def available_tasks() -> list[str]:
+    """Those of the seven tasks whose items `$HEAPR_TASKS_DIR` has."""
+    splits = ("test", "validation")
+    return [
+        name
+        for name in SEVEN_TASKS
+        if any(_local_items(name, split) is not None for split in splits)
+    ]
+
+
 def _local_items(name: str, split: str) -> Path | None:
     """The parquet of a task: the whole split if it is there, else a part of it."""
     folder = os.environ.get("HEAPR_TASKS_DIR")

@@ -39,6 +39,7 @@ from heapr_lab.models import LAB, load_model, model_identity
 from heapr_lab.progress import progress_bar
 from heapr_lab.selection import select
 from heapr_lab.specs import CorpusError, SpecError, digest
+from heapr_lab.summaries import card_html
 from heapr_lab.surgery import masking
 from heapr_lab.table import ImportanceTable
 
@@ -61,6 +62,16 @@ class Profile:
     """Items of the continuation task."""
     n_seeds: int = 3
     """Calibration draws where error bars are shown."""
+
+    def _repr_html_(self) -> str:
+        test = "all" if self.n_test is None else f"{self.n_test:,}"
+        facts = {
+            "calibration windows": f"{self.n_sequences:,} of {self.seq_len:,} tokens",
+            "test windows of a corpus": test,
+            "items of the continuation task": f"{self.n_items:,}",
+            "calibration draws": f"{self.n_seeds}",
+        }
+        return card_html(f"Profile {self.name}", facts)
 
 
 PROFILES = {
@@ -86,6 +97,14 @@ class Setting:
     """Calibration windows; None takes the profile's number."""
     seed: int = 0
 
+    def _repr_html_(self) -> str:
+        facts = {
+            name.replace("_", " "): str(value)
+            for name, value in asdict(self).items()
+            if value is not None
+        }
+        return card_html("Setting", facts)
+
 
 class Workbench:
     """A model with everything that can be asked of it, answered through the cache."""
@@ -107,6 +126,19 @@ class Workbench:
         self.profile = profile
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
         self._table: tuple[tuple[str, bool], ImportanceTable] | None = None
+
+    def __repr__(self) -> str:
+        return f"Workbench({self.name!r}, profile {self.profile.name!r})"
+
+    def _repr_html_(self) -> str:
+        profile = self.profile
+        facts = {
+            "model": f"{self.name} ({type(self.model).__name__})",
+            "parameters": f"{sum(p.numel() for p in self.model.parameters()):,}",
+            "profile": f"{profile.name}: {profile.n_sequences:,} calibration windows "
+            f"of {profile.seq_len:,} tokens",
+        }
+        return card_html("Workbench", facts)
 
     @functools.cached_property
     def tokenizer_id(self) -> str:
@@ -256,23 +288,68 @@ class Workbench:
         )
 
     def continuation_accuracy(
-        self, keep: KeepMask | None, corpus: str = "pydocs"
+        self,
+        keep: KeepMask | None,
+        corpus: str = "pydocs",
+        *,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Accuracy on the four-way continuation task of `corpus`: value, stderr, n."""
         text = load_corpus(corpus, split="test")
         n_items = self.profile.n_items
-        task = {
+        key = {
             "task": "continuation",
             "corpus": text.fingerprint,
             "n_items": n_items,
             "tokenizer": self.tokenizer_id,
         }
+        return self._accuracy(
+            keep,
+            lambda: continuation_task(text, n_items=n_items),
+            key,
+            progress=progress,
+        )
 
+    def task_accuracy(
+        self,
+        keep: KeepMask | None,
+        task: str,
+        *,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Accuracy on a task of the harness: value, stderr, n.
+
+        `continuation`, of a corpus after a colon or of pydocs, is one. The profile's
+        number of items is asked. `progress` is called with (requests done, in all),
+        where it is computed.
+        """
+        name, _, corpus = task.partition(":")
+        if name == "continuation":
+            return self.continuation_accuracy(
+                keep, corpus or "pydocs", progress=progress
+            )
+        n_items = self.profile.n_items
+        key = {"task": task, "n_items": n_items, "tokenizer": self.tokenizer_id}
+        return self._accuracy(keep, lambda: task, key, limit=n_items, progress=progress)
+
+    def _accuracy(
+        self,
+        keep: KeepMask | None,
+        task: Callable[[], Any],
+        key: dict[str, Any],
+        *,
+        limit: int | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
         def compute() -> dict[str, Any]:
-            chosen = continuation_task(text, n_items=n_items)
-            with self._pruned(keep), progress_bar("continuation", "choice") as bar:
+            with self._pruned(keep), progress_bar(key["task"], "choice") as bar:
                 frame = run_tasks(
-                    self.model, self.tokenizer, [chosen], batch_size=64, progress=bar
+                    self.model,
+                    self.tokenizer,
+                    [task()],
+                    limit=limit,
+                    batch_size=64,
+                    progress=progress or bar,
                 )
             row = frame[frame["metric"] == "acc"].iloc[0]
             return {
@@ -281,7 +358,7 @@ class Workbench:
                 "n": int(row["n"]),
             }
 
-        return dict(self._evaluated("accuracy", keep, digest(task), compute))
+        return dict(self._evaluated("accuracy", keep, digest(key), compute))
 
     def evaluate(
         self,

@@ -5,6 +5,7 @@ predicting are quick and done at once, so that a slider can follow; the model ru
 in `PruningSession.evaluate`.
 """
 
+import bisect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -23,10 +24,12 @@ from heapr_lab.table import ImportanceTable
 
 if TYPE_CHECKING:
     from heapr_lab.evaluation import Perplexity
-    from heapr_lab.pipeline import Workbench
+    from heapr_lab.pipeline import Setting, Workbench
 
 _SEQ_LEN = 2048
 _LEAST_TO_PREDICT = 2
+_TASK_WINDOWS = 32
+"""What a task counts as, for the time that is left."""
 _NO_PREDICTION = (
     "Evaluate two ratios of this choice to see a prediction at every other; with a "
     "third it says how far off it may be."
@@ -43,6 +46,23 @@ class Choice:
     granularity: str = "atom"
     structure: str = "ragged"
     multiple: int | None = None
+    of: str = "atoms"
+    min_atoms: int = 0
+    exclude_layers: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The choice in words, without what is as it mostly is."""
+        parts = [self.estimator, f"{self.ratio:.4g} of the {self.of}"]
+        parts += [f"{self.scope} scope", f"by {self.granularity}", self.structure]
+        if self.multiple is not None and self.structure != "ragged":
+            parts[-1] += f" to {self.multiple}"
+        if self.min_atoms:
+            parts.append(f"at least {self.min_atoms} atoms each")
+        if self.exclude_layers:
+            whole = ", ".join(map(str, self.exclude_layers))
+            parts.append(f"layers {whole} whole")
+        return ", ".join(parts)
 
 
 POINT_COLUMNS = (
@@ -54,6 +74,8 @@ POINT_COLUMNS = (
     "delta_nll",
     "perplexity",
     "n_tokens",
+    "accuracy",
+    "stderr",
 )
 """Columns of `PruningSession.points`."""
 
@@ -93,19 +115,26 @@ class PruningSession:
     """
 
     def __init__(
-        self, table: ImportanceTable, *, workbench: "Workbench | None" = None
+        self,
+        table: ImportanceTable,
+        *,
+        workbench: "Workbench | None" = None,
+        setting: "Setting | None" = None,
     ) -> None:
         """Start with the default choice.
 
         Args:
             table: what is selected from.
             workbench: the model that `table` was measured on; needed to evaluate.
+            setting: what it was measured with; by default the workbench's own.
         """
         self.table = table
         self.workbench = workbench
+        self.setting = setting
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self._choice = self._selected = Choice()
         self._keep: KeepMask | None = None
+        self._saved: tuple[KeepMask, pd.DataFrame | None] | None = None
 
     # --- choosing ---------------------------------------------------------------
 
@@ -157,12 +186,19 @@ class PruningSession:
 
     def savings(self) -> pd.DataFrame | None:
         """One row as `accounting.summary`, or None where the table lacks the sizes."""
+        keep = self.keep
+        if self._saved is None or self._saved[0] is not keep:
+            self._saved = keep, self.savings_of(keep)
+        return self._saved[1]
+
+    def savings_of(self, keep: KeepMask) -> pd.DataFrame | None:
+        """The same of any mask of the table."""
         columns = self.table.frame.columns
         if "architecture" not in self.table.metadata or "tokens" not in columns:
             return None
         bench = self.workbench
         seq_len = _SEQ_LEN if bench is None else bench.profile.seq_len
-        return accounting.summary(self.keep, self.table, seq_len=seq_len)
+        return accounting.summary(keep, self.table, seq_len=seq_len)
 
     def describe(self) -> str:
         """What is removed and saved, as text."""
@@ -192,15 +228,73 @@ class PruningSession:
         Read from the `points` that were chosen alike at other ratios, on every corpus
         that has two of them. The range is that of `DamageMap.spread`.
         """
-        choice = self.choice
-        points = _chosen_alike(self.points, choice)
-        counts = points.groupby("dataset")["summed_score"].transform("nunique")
-        points = points[counts >= _LEAST_TO_PREDICT]
+        points = self._telling_points()
         if points.empty:
             return _NO_PREDICTION
-        score = summed_scores(self.table, self.keep_of(choice), choice.estimator)
+        score = self._score_of(self.keep)
         groups = points.groupby("dataset", sort=False)
         return " ".join(_prediction(str(name), part, score) for name, part in groups)
+
+    def ratio_for_loss(self, rise: float, corpus: str) -> float:
+        """The largest ratio, in steps of 0.01, whose predicted Δloss is at most `rise`.
+
+        Args:
+            rise: nats per token.
+            corpus: whose points are read.
+
+        Raises:
+            SpecError: nothing was evaluated that a prediction could be made from.
+        """
+        points = self._telling_points()
+        points = points[points["dataset"].eq(corpus)]
+        if points.empty:
+            raise SpecError(f"no prediction on {corpus} yet. {_NO_PREDICTION}")
+        damage = fit_damage(_measured(points))
+
+        def too_much(hundredths: int) -> bool:
+            ratio = hundredths / 100
+            keep = self.keep_of(replace(self.choice, ratio=ratio))
+            return float(damage.predict(self._score_of(keep))) > rise
+
+        # Δloss rises with the ratio, so the first ratio that costs too much is found.
+        first = bisect.bisect_left(range(100), True, key=too_much)
+        return max(0, first - 1) / 100
+
+    def predictions(self) -> pd.DataFrame:
+        """Of the choice, on each corpus with points enough: dataset, delta_nll, spread.
+
+        `spread` is the factor that it may be off by, missing where it is not known.
+        """
+        return self._predicted([self.keep])
+
+    def predicted_curve(self, ratios: Sequence[float]) -> pd.DataFrame:
+        """The same for the choice at other ratios, with their achieved `ratio`."""
+        if self._telling_points().empty:
+            return self._predicted([])
+        keeps = [self.keep_of(replace(self.choice, ratio=ratio)) for ratio in ratios]
+        return self._predicted(keeps)
+
+    def _predicted(self, keeps: Sequence[KeepMask]) -> pd.DataFrame:
+        rows = []
+        for corpus, part in self._telling_points().groupby("dataset", sort=False):
+            try:
+                damage = fit_damage(_measured(part))
+            except SpecError:  # what is wrong is said by `describe_prediction`
+                continue
+            for keep in keeps:
+                loss = float(damage.predict(self._score_of(keep)))
+                rows.append((corpus, keep.achieved_ratio, loss, damage.spread))
+        columns = ["dataset", "ratio", "delta_nll", "spread"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def _telling_points(self) -> pd.DataFrame:
+        """Points chosen alike, of corpora that have enough of them to predict from."""
+        points = _chosen_alike(self.points[self.points["nll"].notna()], self.choice)
+        counts = points.groupby("dataset")["summed_score"].transform("nunique")
+        return points[counts >= _LEAST_TO_PREDICT]
+
+    def _score_of(self, keep: KeepMask) -> float:
+        return summed_scores(self.table, keep, self.choice.estimator)
 
     # --- evaluating -------------------------------------------------------------
 
@@ -208,15 +302,17 @@ class PruningSession:
         self,
         corpora: Sequence[str],
         *,
+        tasks: Sequence[str] = (),
         choice: Choice | None = None,
         progress: Callable[[Step], None] | None = None,
     ) -> pd.DataFrame:
-        """Measure perplexity on the test split of `corpora`, dense and pruned.
+        """Measure perplexity on the test split of `corpora`, and accuracy, both models.
 
         Whatever was measured before comes from the cache. Run it in any thread.
 
         Args:
             corpora: names or paths.
+            tasks: of the harness, or `continuation`.
             choice: by default what is chosen now.
             progress: called as it goes; what it raises ends the evaluation.
 
@@ -224,7 +320,7 @@ class PruningSession:
             The new rows of `points`: the dense model (ratio 0) and the choice.
 
         Raises:
-            SpecError: there is no model, or no corpus.
+            SpecError: there is no model, or neither corpus nor task.
         """
         bench = self.workbench
         if bench is None:
@@ -232,25 +328,38 @@ class PruningSession:
                 "the session has a table but no model, so nothing can be evaluated; "
                 "make it of a Workbench: open_workbench('lab')"
             )
-        if not corpora:
+        if not corpora and not tasks:
             raise SpecError("no corpus is chosen; choose at least one, such as pydocs")
         choice = choice or self.choice
         keep = self.keep_of(choice)
         masks = (None, keep) if keep.n_removed else (None,)
         score = summed_scores(self.table, keep, choice.estimator)
         windows = {corpus: bench.test_windows(corpus) for corpus in corpora}
-        n_windows = len(masks) * sum(part.n_sequences for part in windows.values())
-        clock = _Clock(n_windows, progress)
+        n_windows = sum(part.n_sequences for part in windows.values())
+        n_parts = n_windows + _TASK_WINDOWS * len(tasks)
+        clock = _Clock(len(masks) * n_parts, progress)
         rows: list[dict[str, Any]] = []
         for corpus, part in windows.items():
             for mask in masks:
                 clock.begin(f"{'dense' if mask is None else 'pruned'} on {corpus}")
                 found = bench.perplexity(mask, part, progress=clock)
                 clock.end(part.n_sequences)
-                rows.append(_point(choice, mask, found, corpus, score=score))
+                row = _point(choice, mask, corpus, score=score)
+                rows.append(row | _loss(found))
             dense = rows[-len(masks)]["nll"]
             for row in rows[-len(masks) :]:
                 row["delta_nll"] = row["nll"] - dense
+        for task in tasks:
+            for mask in masks:
+                clock.begin(f"{'dense' if mask is None else 'pruned'} on {task}")
+                accuracy = bench.task_accuracy(
+                    mask, task, progress=clock.share_of(_TASK_WINDOWS)
+                )
+                clock.end(_TASK_WINDOWS)
+                row = _point(choice, mask, task, score=score)
+                rows.append(
+                    row | {"accuracy": accuracy["value"], "stderr": accuracy["stderr"]}
+                )
         new = pd.DataFrame(rows, columns=list(POINT_COLUMNS))
         self._add(new)
         return new
@@ -263,19 +372,19 @@ class PruningSession:
 
 
 def _point(
-    choice: Choice,
-    mask: KeepMask | None,
-    found: "Perplexity",
-    corpus: str,
-    *,
-    score: float,
+    choice: Choice, mask: KeepMask | None, dataset: str, *, score: float
 ) -> dict[str, Any]:
     shown = Choice(0.0, estimator="dense") if mask is None else choice
     return {
         **asdict(shown),
         "achieved_ratio": 0.0 if mask is None else mask.achieved_ratio,
         "summed_score": 0.0 if mask is None else score,
-        "dataset": corpus,
+        "dataset": dataset,
+    }
+
+
+def _loss(found: "Perplexity") -> dict[str, Any]:
+    return {
         "nll": found.nll,
         "perplexity": found.value,
         "n_tokens": found.n_tokens,
@@ -287,16 +396,21 @@ def _chosen_alike(points: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     alike = pd.Series(True, index=points.index)
     for name, value in asdict(choice).items():
         if name != "ratio":
-            column = points[name]
-            alike &= column.isna() if value is None else column.eq(value)
+            # By hand, for a tuple of layers is one value and None equals None.
+            alike &= np.array([found == value for found in points[name]], dtype=bool)
     return points[alike]
+
+
+def _measured(points: pd.DataFrame) -> list[tuple[float, float]]:
+    """Summed score and Δloss of each point."""
+    numbers = points[["summed_score", "delta_nll"]].astype(float)
+    return list(numbers.itertuples(index=False, name=None))
 
 
 def _prediction(corpus: str, points: pd.DataFrame, score: float) -> str:
     """One sentence: what removing `score` costs on `corpus`, as its `points` say."""
-    measured = points[["summed_score", "delta_nll"]].astype(float)
     try:
-        damage = fit_damage(measured.itertuples(index=False, name=None))
+        damage = fit_damage(_measured(points))
         loss = float(damage.predict(score))
     except SpecError as error:  # what is wrong is shown; a display never fails
         return f"No prediction on {corpus}: {error}."
@@ -342,6 +456,10 @@ class _Clock:
         self._measured += done - self._in_part
         self._in_part = done
         self._tell()
+
+    def share_of(self, n_windows: int) -> Callable[[int, int], None]:
+        """Progress of a part that counts as so many windows."""
+        return lambda done, total: self(n_windows * done // max(1, total), n_windows)
 
     def end(self, n_windows: int) -> None:
         """The part, measured or read from the cache, is through."""

@@ -1,3 +1,4 @@
+import io
 import itertools
 import re
 import threading
@@ -6,22 +7,26 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import ipywidgets as ipw
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.image import imread
 from tiny_folder import write_model, write_text
+from transformers import AutoModelForCausalLM
 
 from heapr_lab.accounting import Architecture, LayerShape
+from heapr_lab.artefacts import read_frame
 from heapr_lab.damage import summed_scores
 from heapr_lab.evaluation import Perplexity
+from heapr_lab.explorer.controls import TARGET, layer_numbers
+from heapr_lab.explorer.panel import Explorer, explore
+from heapr_lab.explorer.pictures import ChoicePicture
 from heapr_lab.masks import KeepMask
-from heapr_lab.pictures import LayerPicture
-from heapr_lab.pipeline import Workbench, open_workbench
+from heapr_lab.pipeline import Setting, Workbench, open_workbench
 from heapr_lab.sessions import Choice, PruningSession, Step
 from heapr_lab.specs import SpecError
 from heapr_lab.table import ImportanceTable
-from heapr_lab.widgets import PruningPanel, prune_and_evaluate
 
 N_LAYERS, N_EXPERTS, D_INTER = 2, 2, 4
 DRAW_SECONDS = 0.15
@@ -64,11 +69,13 @@ def bench(root: Path) -> Workbench:
 
 
 @pytest.fixture
-def panel(bench: Workbench, root: Path) -> PruningPanel:
+def panel(bench: Workbench, root: Path) -> Explorer:
     """A panel that can evaluate on the text."""
     text = str(root / "text.txt")
     table = bench.measure(bench.test_windows(text))
-    return PruningPanel(PruningSession(table, workbench=bench), corpora=(text,))
+    setting = Setting(0.0, calibration=text)
+    session = PruningSession(table, workbench=bench, setting=setting)
+    return Explorer(session, corpora=(text,), tasks=(f"continuation:{text}",))
 
 
 # --- the session --------------------------------------------------------------------
@@ -174,9 +181,7 @@ def true_loss(session: PruningSession, ratio: float) -> float:
 
 
 @pytest.fixture
-def foretold(
-    bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> PruningPanel:
+def foretold(bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch) -> Explorer:
     """A panel of a model whose Δloss is `true_loss`, on two corpora."""
     session = PruningSession(random_table(2, 4, 16), workbench=bench)
 
@@ -191,19 +196,19 @@ def foretold(
     monkeypatch.setattr(bench, "perplexity", perplexity)
     write_text(root / "other.txt")
     corpora = (str(root / "text.txt"), str(root / "other.txt"))
-    return PruningPanel(session, corpora=corpora)
+    return Explorer(session, corpora=corpora)
 
 
-def press_evaluate(panel: PruningPanel, *ratios: float) -> None:
+def press_evaluate(panel: Explorer, *ratios: float) -> None:
     """Evaluate each ratio, as a user does."""
     for ratio in ratios:
-        panel.ratio.value = ratio
-        panel.evaluate_button.click()
-        panel.wait(60)
+        panel.controls.ratio.value = ratio
+        panel.evaluation.job.button.click()
+        panel.evaluation.job.wait(60)
         assert panel.error.value == ""
 
 
-def test_prediction_appears_with_the_second_ratio(foretold: PruningPanel) -> None:
+def test_prediction_appears_with_the_second_ratio(foretold: Explorer) -> None:
     """Before, it says what to do; evaluating the same ratio twice does not count."""
     assert "Evaluate two ratios" in foretold.prediction.value
     press_evaluate(foretold, 0.2, 0.2, 0.201)  # 25 of 128 atoms, each time
@@ -214,31 +219,31 @@ def test_prediction_appears_with_the_second_ratio(foretold: PruningPanel) -> Non
 
 
 def test_prediction_follows_the_slider(
-    foretold: PruningPanel, monkeypatch: pytest.MonkeyPatch
+    foretold: Explorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At ratios that were not evaluated it tells the truth, and evaluates nothing."""
     press_evaluate(foretold, 0.2, 0.6)
     monkeypatch.delattr(foretold.session.workbench, "perplexity")
     monkeypatch.setattr(Workbench, "perplexity", None)
     for ratio in (0.4, 0.3):
-        foretold.slider.value = ratio
+        foretold.controls.slider.value = ratio
         loss = true_loss(foretold.session, ratio)
         found = foretold.prediction.value
         assert f"Δloss {loss:.3g} nats/token" in found
         assert f"perplexity {np.exp(DENSE_NLL + loss):,.1f}." in found
         assert "less certain" not in found
-    foretold.slider.value = 0.8
+    foretold.controls.slider.value = 0.8
     assert "beyond them and so less certain" in foretold.prediction.value
     assert len(foretold.session.points) == 3
 
 
-def test_prediction_says_how_far_off_it_may_be(foretold: PruningPanel) -> None:
+def test_prediction_says_how_far_off_it_may_be(foretold: Explorer) -> None:
     """With a third ratio, half of what it was, there is a range around what is said."""
     press_evaluate(foretold, 0.2, 0.4, 0.6)
     session = foretold.session
     middle = session.points["ratio"].eq(0.4)
     session.points.loc[middle, "delta_nll"] /= 2
-    foretold.ratio.value = 0.41
+    foretold.controls.ratio.value = 0.41
     text = foretold.prediction.value
     loss, low, high = map(
         float, re.search(r"Δloss (\S+) \((\S+) to (\S+)\)", text).groups()
@@ -253,27 +258,27 @@ def test_prediction_says_how_far_off_it_may_be(foretold: PruningPanel) -> None:
     )
 
 
-def test_prediction_is_of_each_corpus_and_choice(foretold: PruningPanel) -> None:
+def test_prediction_is_of_each_corpus_and_choice(foretold: Explorer) -> None:
     """Only what was chosen alike counts, and each corpus has its own points."""
     press_evaluate(foretold, 0.2)
-    foretold.corpora.value = foretold.corpora.options
+    foretold.evaluation.corpora.value = foretold.evaluation.corpora.options
     press_evaluate(foretold, 0.6)
-    first, second = foretold.corpora.options
+    first, second = foretold.evaluation.corpora.options
     assert f"Predicted on {first} from 2" in foretold.prediction.value
     assert second not in foretold.prediction.value
     press_evaluate(foretold, 0.4)
     assert f"Predicted on {second} from 2" in foretold.prediction.value
-    foretold.scope.value = "layer"
+    foretold.controls.scope.value = "layer"
     assert "Evaluate two ratios" in foretold.prediction.value
-    foretold.scope.value = "global"
+    foretold.controls.scope.value = "global"
     assert f"Predicted on {first} from 3" in foretold.prediction.value
 
 
-def test_prediction_says_why_there_is_none(foretold: PruningPanel) -> None:
+def test_prediction_says_why_there_is_none(foretold: Explorer) -> None:
     """Where the loss fell, there is nothing to foretell from; the panel stays whole."""
     press_evaluate(foretold, 0.2, 0.4)
     foretold.session.points["delta_nll"] *= -1
-    foretold.ratio.value = 0.3
+    foretold.controls.ratio.value = 0.3
     assert "No prediction on" in foretold.prediction.value
     assert "evaluate a larger ratio" in foretold.prediction.value
     assert foretold.error.value == ""
@@ -282,39 +287,65 @@ def test_prediction_says_why_there_is_none(foretold: PruningPanel) -> None:
 
 def test_a_table_has_no_prediction() -> None:
     """Without a model nothing can be evaluated, so nothing is promised."""
-    assert prune_and_evaluate(small_table()).prediction.value == ""
+    assert explore(small_table()).prediction.value == ""
 
 
 # --- the picture --------------------------------------------------------------------
 
 
 def test_picture_shows_the_mask() -> None:
-    """Bars, line and cells hold the mask's numbers; the same mask, the same bytes."""
+    """Bars, line, cells and bins hold the mask's numbers; one mask, the same bytes.
+
+    A cell is white where nothing stays, and has its expert's colour where all does.
+    """
     table = small_table()
-    picture = LayerPicture(table)
+    picture = ChoicePicture(table)
     arrays = {0: np.zeros((2, 4), bool), 1: np.ones((2, 4), bool)}
     arrays[0][1, :3] = True
-    first = picture.draw(KeepMask.from_arrays(arrays))
-    bars, cells = picture.figure.axes[:2]
+    keep = KeepMask.from_arrays(arrays)
+    first = picture.draw(keep, estimator="heapr")
+    bars, cells, bins = picture.figure.axes[:3]
     assert [bar.get_height() for bar in bars.patches] == [5 / 8, 0]
     assert bars.get_lines()[0].get_ydata()[0] == 5 / 16
-    assert cells.collections[0].get_array().tolist() == [[0, 3], [4, 4]]
+    shown = np.asarray(cells.images[0].get_array())
+    assert (shown[0, 0] == 1).all()
+    np.testing.assert_allclose(1 - shown[0, 1], 0.75 * (1 - shown[1, 1]))
+    counts = [stairs.get_data().values.sum() for stairs in bins.patches]
+    assert counts == [16, 5]
 
-    full = picture.draw(KeepMask.full(table))
+    full = picture.draw(KeepMask.full(table), estimator="heapr")
     assert full != first
     assert imread(BytesIO(first)).std() > 0.01  # not blank
-    assert picture.draw(KeepMask.from_arrays(arrays)) == first
+    assert picture.draw(keep, estimator="heapr") == first
+    other = picture.draw(keep, estimator="random")
+    assert other != first
+    assert picture.draw(keep, estimator="heapr") == first
+
+
+def test_the_cut_is_the_highest_score_removed() -> None:
+    """Of a global choice: every score below it goes, and it is there for all scales."""
+    table = small_table()
+    picture = ChoicePicture(table)
+    for ratio in (0.25, 0.75):
+        session = PruningSession(table)
+        session.choose(Choice(ratio=ratio))
+        picture.draw(session.keep, estimator="heapr")
+        scores = np.log10(table.score("heapr").to_numpy())
+        gone = ~np.concatenate([k.ravel() for k in session.keep.arrays.values()])
+        (cut,) = {float(x) for x in picture.figure.axes[2].get_lines()[0].get_xdata()}
+        step = (scores.max() - scores.min()) / 79
+        assert scores[gone].max() <= cut <= scores[gone].max() + 1.01 * step
 
 
 def test_picture_is_quick() -> None:
     """A change takes well under 150 ms of the processor, at 48 × 128 experts too."""
     table = random_table(48, 128, 4)
     session = PruningSession(table)
-    picture = LayerPicture(table)
-    picture.draw(session.keep)
+    picture = ChoicePicture(table)
+    picture.draw(session.keep, estimator="heapr")
     started = time.process_time()
     session.choose(Choice(ratio=0.5))
-    picture.draw(session.keep)
+    picture.draw(session.keep, estimator="heapr")
     assert time.process_time() - started < DRAW_SECONDS
 
 
@@ -323,132 +354,309 @@ def test_picture_is_quick() -> None:
 
 def test_panel_follows_the_slider() -> None:
     """Moving the slider moves the box, selects anew, and changes text and picture."""
-    panel = prune_and_evaluate(small_table())
+    panel = explore(small_table())
     before = (panel.status.value, bytes(panel.picture.value))
     assert "4 of 16" not in before[0]
-    panel.slider.value = 0.75
-    assert panel.ratio.value == 0.75
+    panel.controls.slider.value = 0.75
+    assert panel.controls.ratio.value == 0.75
     assert panel.session.keep.n_kept == 4
     assert "4 of 16 kept" in panel.status.value
     assert 'role="status"' in panel.status.value
     assert bytes(panel.picture.value).startswith(b"\x89PNG")
     assert bytes(panel.picture.value) != before[1]
-    panel.ratio.value = 0.25
+    panel.controls.ratio.value = 0.25
     assert (panel.status.value, bytes(panel.picture.value)) == before
 
 
 def test_panel_controls_reach_the_session() -> None:
     """Each chooser changes its part of the choice."""
-    panel = prune_and_evaluate(small_table())
-    panel.estimator.value = "random"
-    panel.scope.value = "layer"
-    panel.granularity.value = "expert"
-    panel.ratio.value = 0.3 + 1e-9
+    panel = explore(small_table())
+    panel.controls.estimator.value = "random"
+    panel.controls.scope.value = "layer"
+    panel.controls.granularity.value = "expert"
+    panel.controls.ratio.value = 0.3 + 1e-9
     assert panel.session.choice == Choice(0.3, "random", "layer", "expert")
+
+
+def test_controls_of_structure_budget_and_floor() -> None:
+    """Widths, what the ratio counts, a floor and layers that stay, as `select` has."""
+    panel = explore(random_table(2, 4, 16), choice=Choice(ratio=0.3))
+    controls = panel.controls
+    assert controls.multiple.disabled
+    controls.structure.value = "aligned"
+    assert not controls.multiple.disabled
+    controls.multiple.value = 4
+    assert set(panel.session.keep.widths().to_numpy().ravel()) <= {0, 4, 8, 12, 16}
+    controls.structure.value = "ragged"
+    controls.floor.value = 3
+    controls.whole.value = "1"
+    assert panel.session.keep.by_layer(1).all()
+    assert panel.session.keep.widths().loc[0].min() >= 3
+    assert panel.session.choice.exclude_layers == (1,)
+    controls.whole.value = "one"
+    assert "cannot read" in panel.error.value
+    controls.whole.value = ""
+    controls.floor.value = 0
+    controls.ratio.value = 0.5
+    controls.budget.value = "FLOPs"
+    assert panel.error.value == ""
+    saved = panel.session.savings()
+    assert saved is not None
+    assert 0.5 <= saved.routed_flops_reduction.iloc[0] < 0.53
+
+
+def test_layers_are_read_from_text() -> None:
+    """Numbers and ranges in any order."""
+    assert layer_numbers(" 7, 0-2,1 ") == (0, 1, 2, 7)
+    assert layer_numbers("") == ()
+
+
+def within(box: Any) -> list[Any]:
+    """All widgets of a panel."""
+    own = list(getattr(box, "children", ()))
+    return own + [widget for child in own for widget in within(child)]
+
+
+def test_every_control_has_a_name() -> None:
+    """All that takes a value says what it is, but for the slider beside its box."""
+    panel = explore(small_table())
+    boxes = (ipw.BoundedFloatText, ipw.BoundedIntText, ipw.Text, ipw.Textarea)
+    kinds = (*boxes, ipw.Dropdown, ipw.SelectMultiple, ipw.Button, ipw.Checkbox)
+    found = [widget for widget in within(panel) if isinstance(widget, kinds)]
+    assert len(found) > 15
+    assert [w for w in found if not w.description] == []
+    assert panel.controls.slider.description == panel.controls.ratio.description
+
+
+def test_a_target_loss_sets_the_ratio(foretold: Explorer) -> None:
+    """Solved from predictions; before there are any, it says what to do."""
+    foretold.controls.budget.value = TARGET
+    assert "no prediction" in foretold.error.value
+    foretold.controls.budget.value = "atoms"
+    press_evaluate(foretold, 0.2, 0.6)
+    wanted = true_loss(foretold.session, 0.4)
+    foretold.controls.budget.value = TARGET
+    assert foretold.controls.ratio.disabled
+    foretold.controls.rise.value = wanted * 1.001
+    assert foretold.controls.ratio.value == pytest.approx(0.4, abs=0.011)
+    assert true_loss(foretold.session, foretold.controls.ratio.value) <= wanted * 1.01
+    foretold.controls.rise.value = 0.0
+    assert foretold.controls.ratio.value == 0
+
+
+def test_numbers_stand_in_a_table() -> None:
+    """What is left and saved of atoms, parameters, bytes and FLOPs."""
+    panel = explore(small_table(), choice=Choice(ratio=0.5))
+    (table,) = pd.read_html(io.StringIO(panel.numbers.value), index_col=0)
+    assert table.loc["atomic experts"].tolist() == [16, 8, "50.0%"]
+    before, after, saved = table.loc["parameters"]
+    assert before - after == 8 * 24
+    assert saved == f"{8 * 24 / before:.1%}"
+    assert {"bytes", "FLOPs per token", "FLOPs of the routed experts"} <= set(
+        table.index
+    )
+
+
+# --- comparing and exporting ----------------------------------------------------------
+
+
+def test_pins_are_compared_and_exported(
+    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two choices, one evaluated: chart, table, and files that say where from."""
+    monkeypatch.chdir(tmp_path)
+    tab = panel.comparison
+    assert tab.export_button.disabled
+    panel.controls.ratio.value = 0.25
+    tab.pin_button.click()
+    panel.controls.ratio.value = 0.5
+    panel.controls.structure.value = "uniform"
+    tab.pin_button.click()
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert [pin.label for pin in tab.pins] == ["A", "B"]
+    frame = tab.frame()
+    assert frame["achieved_ratio"].tolist() == [0.25, 0.5]
+    (loss,) = [name for name in frame if name.startswith("Δloss ")]
+    assert frame[loss].notna().tolist() == [False, True]
+    assert "2 pinned. A: 25.0% removed, not evaluated; B: 50.0%" in tab.message.value
+    assert bytes(tab.chart.value).startswith(b"\x89PNG")
+    tab.export_button.click()
+    assert "Written to comparison" in tab.exported.value
+    written = {path.suffix for path in (tmp_path / "comparison").iterdir()}
+    assert written == {".png", ".pdf", ".csv", ".md", ".tex", ".parquet"}
+    assert r"\toprule" in (tmp_path / "comparison" / "comparison.tex").read_text()
+    found, metadata = read_frame(tmp_path / "comparison" / "comparison.parquet")
+    assert found["label"].tolist() == ["A", "B"]
+    assert [pin["ratio"] for pin in metadata["pins"]] == [0.25, 0.5]
+    assert metadata["importance"] == panel.session.table.metadata["spec_hash"]
+    tab.clear_button.click()
+    assert tab.pins == []
+    assert tab.export_button.disabled
+
+
+@pytest.mark.parametrize("compensated", [True, False])
+def test_the_model_is_exported(
+    panel: Explorer, tmp_path: Path, compensated: bool
+) -> None:
+    """The folder loads again, with the mask chosen; a folder in use is refused."""
+    panel.controls.ratio.value = 0.4
+    tab = panel.export
+    tab.folder.value = str(tmp_path / "pruned")
+    tab.compensated.value = compensated
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert tab.job.error.value == ""
+    assert "AutoModelForCausalLM.from_pretrained" in tab.command.value
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    widths = [
+        list(module.heapr_widths)
+        for module in loaded.modules()
+        if hasattr(module, "heapr_widths")
+    ]
+    assert widths == panel.session.keep.widths().to_numpy().tolist()
+    manifest = (tmp_path / "pruned" / "heapr_manifest.json").read_text()
+    assert ("compensated by least squares" in manifest) == compensated
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert "not empty" in tab.job.error.value
+
+
+def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
+    """Accuracy of both models, in the table and in words."""
+    panel.controls.ratio.value = 0.4
+    panel.evaluation.corpora.value = ()
+    panel.evaluation.tasks.value = panel.evaluation.tasks.options
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert panel.evaluation.job.error.value == ""
+    points = panel.session.points
+    assert points["dataset"].tolist() == [*panel.evaluation.tasks.options] * 2
+    assert points["accuracy"].between(0, 1).all()
+    assert "accuracy on continuation:" in panel.evaluation.message.value
+    assert panel.evaluation.chart.layout.display == "none"
+
+
+def test_anything_else_cannot_be_explored(tmp_path: Path) -> None:
+    """A table's file can; a list cannot."""
+    small_table().write(tmp_path / "table.parquet")
+    assert explore(tmp_path / "table.parquet").session.keep.n_atoms == 16
+    with pytest.raises(SpecError, match="cannot explore a list"):
+        explore([])  # type: ignore[arg-type]
 
 
 def test_panel_with_camera() -> None:
     """Camera locks the scope and says why; leaving it restores the scope."""
-    panel = prune_and_evaluate(small_table())
-    panel.estimator.value = "camera"
-    assert (panel.scope.value, panel.scope.disabled) == ("layer", True)
+    panel = explore(small_table())
+    panel.controls.estimator.value = "camera"
+    assert (panel.controls.scope.value, panel.controls.scope.disabled) == (
+        "layer",
+        True,
+    )
     assert "compares atoms within a layer only" in panel.status.value
-    panel.estimator.value = "heapr"
-    assert (panel.scope.value, panel.scope.disabled) == ("global", False)
+    panel.controls.estimator.value = "heapr"
+    assert (panel.controls.scope.value, panel.controls.scope.disabled) == (
+        "global",
+        False,
+    )
 
 
 def test_panel_shows_what_cannot_be_had() -> None:
     """A choice that cannot be had is told in the panel, and forgotten afterwards."""
-    aligned = Choice(structure="aligned", multiple=None)
-    panel = prune_and_evaluate(small_table(), choice=aligned)
+    panel = explore(small_table(), choice=Choice(ratio=0.5))
+    panel.controls.floor.value = 4
     assert 'role="alert"' in panel.error.value
-    assert "multiple" in panel.error.value
-    panel.session.choose(Choice(structure="aligned", multiple=2))
-    panel.ratio.value = 0.5
+    assert "the largest possible is 0" in panel.error.value
+    assert "cannot be had" in panel.status.value
+    panel.controls.floor.value = 1
     assert panel.error.value == ""
-    assert set(panel.session.keep.widths().to_numpy().ravel()) <= {0, 2, 4}
+    assert "8 of 16 kept" in panel.status.value
 
 
 def test_panel_of_a_table_cannot_evaluate() -> None:
     """Without a model the button is off, and text says why."""
-    panel = prune_and_evaluate(small_table())
-    assert panel.evaluate_button.disabled
-    assert "without a model" in panel.progress_text.value
+    panel = explore(small_table())
+    assert panel.evaluation.job.button.disabled
+    assert "without a model" in panel.evaluation.job.text.value
 
 
-def test_panel_evaluates(panel: PruningPanel) -> None:
+def test_panel_evaluates(panel: Explorer) -> None:
     """The button measures in a thread; chart and table then hold all points."""
-    panel.ratio.value = 0.35
-    panel.evaluate_button.click()
-    panel.wait(60)
+    panel.controls.ratio.value = 0.35
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
     assert panel.error.value == ""
-    assert not panel.evaluate_button.disabled
-    assert panel.cancel_button.disabled
-    first = bytes(panel.chart.value)
+    assert not panel.evaluation.job.button.disabled
+    assert panel.evaluation.job.cancel_button.disabled
+    first = bytes(panel.evaluation.chart.value)
     assert first.startswith(b"\x89PNG")
-    assert panel.results.value.count("<tr>") == 2  # dense and pruned
+    assert panel.evaluation.results.value.count("<tr>") == 2  # dense and pruned
 
-    panel.ratio.value = 0.55
-    panel.evaluate_button.click()
-    panel.wait(60)
-    assert bytes(panel.chart.value) != first
-    assert panel.results.value.count("<tr>") == 3
-    lines = panel._losses.ax.get_lines()
+    panel.controls.ratio.value = 0.55
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert bytes(panel.evaluation.chart.value) != first
+    assert panel.evaluation.results.value.count("<tr>") == 3
+    lines = panel.evaluation._picture.ax.get_lines()
     curve = next(line for line in lines if line.get_marker() == "o")
     points = panel.session.points
     pruned = points[points["estimator"] == "heapr"]
-    assert curve.get_ydata() == pytest.approx(pruned["nll"].to_numpy(dtype=float))
+    losses = pruned["delta_nll"].to_numpy(dtype=float)
+    assert curve.get_ydata() == pytest.approx(losses)
 
 
-def test_panel_cancels(panel: PruningPanel) -> None:
+def test_panel_cancels(panel: Explorer) -> None:
     """Cancel ends the run between two batches; no point is added, and all is ready."""
-    panel.ratio.value = 0.85
+    panel.controls.ratio.value = 0.85
     reached, go_on = threading.Event(), threading.Event()
 
     def hold(change: Any) -> None:  # the run stands still until Cancel was pressed
-        if "window" in change["new"]:
+        if " of " in change["new"]:
             reached.set()
             assert go_on.wait(60)
 
-    panel.progress_text.observe(hold, names="value")
-    panel.evaluate_button.click()
+    panel.evaluation.job.text.observe(hold, names="value")
+    panel.evaluation.job.button.click()
     assert reached.wait(60)
-    assert (panel.evaluate_button.disabled, panel.cancel_button.disabled) == (1, 0)
-    panel.ratio.value = 0.8  # the slider stays alive meanwhile
+    assert (
+        panel.evaluation.job.button.disabled,
+        panel.evaluation.job.cancel_button.disabled,
+    ) == (1, 0)
+    panel.controls.ratio.value = 0.8  # the slider stays alive meanwhile
     assert "79.7%" in panel.status.value  # 51 of 64
-    panel.cancel_button.click()
+    panel.evaluation.job.cancel_button.click()
     go_on.set()
-    panel.wait(60)
-    assert panel.progress_text.value == "cancelled"
+    panel.evaluation.job.wait(60)
+    assert "cancelled" in panel.evaluation.job.text.value
     assert panel.session.points.empty
-    assert not panel.evaluate_button.disabled
+    assert not panel.evaluation.job.button.disabled
 
 
 def test_panel_shows_errors(bench: Workbench, root: Path) -> None:
     """A corpus that does not exist: the message stands in the panel."""
     table = bench.measure(bench.test_windows(str(root / "text.txt")))
-    panel = PruningPanel(
+    panel = Explorer(
         PruningSession(table, workbench=bench), corpora=("no <such> corpus",)
     )
-    panel.evaluate_button.click()
-    panel.wait(60)
-    assert "no &lt;such&gt; corpus" in panel.error.value
-    assert 'role="alert"' in panel.error.value
-    assert not panel.evaluate_button.disabled
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert "no &lt;such&gt; corpus" in panel.evaluation.job.error.value
+    assert 'role="alert"' in panel.evaluation.job.error.value
+    assert not panel.evaluation.job.button.disabled
 
 
 def test_panel_shows_what_was_not_foreseen(
-    panel: PruningPanel, caplog: pytest.LogCaptureFixture
+    panel: Explorer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error that nobody foresaw is shown with its type, and logged whole."""
     panel.session.workbench = object()  # type: ignore[assignment]
-    panel.evaluate_button.click()
-    panel.wait(60)
-    assert "AttributeError" in panel.error.value
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert "AttributeError" in panel.evaluation.job.error.value
     assert "Traceback" in caplog.text
 
 
 def test_panel_text_is_the_same_each_time() -> None:
     """What a notebook keeps of the panel names its choice and no object's number."""
-    panel = prune_and_evaluate(small_table(), choice=Choice(ratio=0.4))
-    assert repr(panel).startswith("PruningPanel(ratio 0.4, heapr, scope global, atom")
+    panel = explore(small_table(), choice=Choice(ratio=0.4))
+    assert repr(panel).startswith("Explorer(heapr, 0.4 of the atoms, global scope")

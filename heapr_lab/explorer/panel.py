@@ -1,0 +1,272 @@
+"""The panel: controls above, and a tab for each thing one does with a choice."""
+
+import html
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as ipw
+
+from heapr_lab.explorer.comparing import CompareTab
+from heapr_lab.explorer.controls import Controls
+from heapr_lab.explorer.evaluating import EvaluateTab
+from heapr_lab.explorer.exporting import ExportTab
+from heapr_lab.explorer.jobs import alert, status
+from heapr_lab.explorer.pictures import ChoicePicture
+from heapr_lab.explorer.reading import InspectTab
+from heapr_lab.sessions import Choice, PruningSession
+from heapr_lab.specs import HeaprLabError, SpecError
+from heapr_lab.table import ImportanceTable
+
+if TYPE_CHECKING:
+    from heapr_lab.pipeline import Setting, Workbench
+
+logger = logging.getLogger(__name__)
+
+TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
+_CAPTION = (
+    "Left: removed share of each layer; dashed, of all layers together. Middle: each "
+    "expert in the colour of its traffic, fading to white as its atoms go. Right: all "
+    "scores, those that go in front; dashed, the highest of them. Scores that are not "
+    "above 0 stand in the first bin."
+)
+
+
+class Explorer(ipw.VBox):
+    """A `PruningSession` to be moved by hand.
+
+    Attributes:
+        session: what is shown; its `points` hold everything that was evaluated.
+        controls: what a choice is set with.
+    """
+
+    def __init__(
+        self,
+        session: PruningSession,
+        *,
+        corpora: Sequence[str] = ("pydocs",),
+        tasks: Sequence[str] = ("continuation",),
+    ) -> None:
+        """Lay the panel out and show the session's choice.
+
+        Args:
+            session: what to show.
+            corpora: on whose test splits perplexity can be measured.
+            tasks: whose accuracy can be measured.
+        """
+        self.session = session
+        self.controls = Controls(session.table, session.choice, self.refresh)
+        self.status = ipw.HTML()
+        self.error = ipw.HTML()
+        self.picture = ipw.Image(format="png")
+        self.numbers = ipw.HTML()
+        self.prediction = ipw.HTML()
+        self._picture = ChoicePicture(session.table)
+        self.evaluation = EvaluateTab(
+            session, corpora=corpora, tasks=tasks, on_points=self._on_points
+        )
+        self.inspection = InspectTab(session)
+        self.comparison = CompareTab(session)
+        self.export = ExportTab(session)
+        self.tabs = ipw.Tab(
+            [
+                ipw.VBox(
+                    [
+                        self.picture,
+                        ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>"),
+                        self.numbers,
+                        self.prediction,
+                    ]
+                ),
+                self.evaluation,
+                self.inspection,
+                self.comparison,
+                self.export,
+            ],
+            titles=TABS,
+        )
+        super().__init__([self.controls, self.status, self.error, self.tabs])
+        self.tabs.observe(self._refresh_inspection, names="selected_index")
+        self.refresh()
+
+    def __repr__(self) -> str:
+        # What a notebook shows where no kernel runs: text that is always the same.
+        return f"Explorer({self.session.choice.text}; run the notebook to use it)"
+
+    def refresh(self) -> None:
+        """Select, count and draw what the controls say."""
+        try:
+            self._show()
+        except Exception as error:  # an observer's exception is seen by nobody
+            self._fail(error)
+
+    def _show(self) -> None:
+        session = self.session
+        session.choose(self.controls.choice)
+        self.controls.show_scope(session.choice.scope, fixed=session.scope_is_fixed)
+        if self.controls.to_target:
+            self._solve_for_target()
+        keep = session.keep
+        picture = self._picture.draw(keep, estimator=session.choice.estimator)
+        with self.hold_sync():
+            self.status.value = status(session.describe())
+            self.picture.value = picture
+            self.error.value = ""
+        self._show_numbers()
+        self.export.refresh()
+        self._refresh_inspection()
+
+    def _refresh_inspection(self, _change: Any = None) -> None:
+        """Offer the atoms nearest the cut, while they can be seen."""
+        if self.tabs.selected_index == TABS.index("Inspect"):
+            self.inspection.refresh()
+
+    def _solve_for_target(self) -> None:
+        """Set the ratio that the loss allows on the first corpus evaluated on."""
+        corpora = self.evaluation.corpora
+        corpus = (corpora.value or corpora.options)[0]
+        ratio = self.session.ratio_for_loss(self.controls.rise.value, corpus)
+        self.controls.show_ratio(ratio)
+        self.session.choose(self.controls.choice)
+
+    def _show_numbers(self) -> None:
+        self.numbers.value = numbers_html(self.session)
+        text = ""
+        if self.session.workbench is not None:
+            text = status(self.session.describe_prediction())
+        self.prediction.value = text
+
+    def _on_points(self) -> None:
+        self._show_numbers()
+        self.comparison.refresh()
+
+    def _fail(self, error: Exception) -> None:
+        expected = isinstance(error, HeaprLabError)
+        if not expected:
+            logger.error("the panel caught an error", exc_info=error)
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        self.error.value = alert(text)
+        self.status.value = status("This choice cannot be had.")
+        self.numbers.value = self.prediction.value = ""
+
+
+def numbers_html(session: PruningSession) -> str:
+    """What is left and saved, and the predicted loss with its range, as a table."""
+    keep = session.keep
+    rows = [("atomic experts", keep.n_atoms, keep.n_kept)]
+    saved = session.savings()
+    if saved is not None:
+        row = saved.iloc[0]
+        rows += [
+            ("parameters", row.parameters_before, row.parameters_after),
+            ("bytes", row.bytes_before, row.bytes_after),
+            ("FLOPs per token", row.flops_before, row.flops_after),
+        ]
+    body = "".join(
+        _table_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{1 - after / before:.1%}")
+        for name, before, after in rows
+    )
+    if saved is not None:
+        share = f"{saved.iloc[0].routed_flops_reduction:.1%}"
+        body += _table_row("FLOPs of the routed experts", "", "", share)
+    for found in session.predictions().to_dict("records"):
+        loss, spread = found["delta_nll"], found["spread"]
+        span = "range unknown" if not spread else _span(loss, spread)
+        name = f"predicted Δloss on {found['dataset']} [nats/token]"
+        body += _table_row(name, "", f"{loss:.3g}", span)
+    heads = ("", "dense", "pruned", "saved")
+    head = "".join(f'<th style="text-align:right">{name}</th>' for name in heads)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _span(loss: float, spread: float) -> str:
+    return f"{loss / spread:.3g} to {loss * spread:.3g}"
+
+
+def _table_row(name: str, *cells: str) -> str:
+    right = "text-align:right;padding:0 8px;font-variant-numeric:tabular-nums"
+    values = "".join(f'<td style="{right}">{html.escape(cell)}</td>' for cell in cells)
+    return f'<tr><th style="text-align:left">{html.escape(name)}</th>{values}</tr>'
+
+
+def explore(
+    source: "Workbench | ImportanceTable | PruningSession | Path | str",
+    *,
+    corpora: Sequence[str] | None = None,
+    tasks: Sequence[str] | None = None,
+    choice: Choice | None = None,
+    setting: "Setting | None" = None,
+) -> Explorer:
+    """The panel of a model, or of a table alone.
+
+    Args:
+        source: a workbench, whose importance is measured if it is not yet; a table,
+            with which all works that does not run the model; the path of a table's
+            parquet file; or a model as `open_workbench` takes it.
+        corpora: on whose test splits perplexity can be measured; by default those that
+            can be had here.
+        tasks: whose accuracy can be measured; by default those that can be had here.
+        choice: what to show first.
+        setting: what a workbench measures the importance with; its estimator
+            "elimination" adds the scores of `eliminate`.
+
+    Raises:
+        SpecError: `source` is something else.
+
+    Example:
+        >>> explore("lab")  # doctest: +SKIP
+    """
+    session = session_of(source, setting)
+    session.choose(choice or session.choice)
+    here: dict[str, Any] = {"corpora": corpora, "tasks": tasks}
+    if session.workbench is not None:
+        here = _what_can_be_had(**here)
+    return Explorer(session, **{k: v for k, v in here.items() if v is not None})
+
+
+def session_of(
+    source: "Workbench | ImportanceTable | PruningSession | Path | str",
+    setting: "Setting | None" = None,
+) -> PruningSession:
+    """The session of what `explore` takes.
+
+    Raises:
+        SpecError: `source` is something else.
+    """
+    if isinstance(source, PruningSession):
+        return source
+    if isinstance(source, str | Path):
+        source = _opened(str(source))
+    if isinstance(source, ImportanceTable):
+        return PruningSession(source)
+    if not hasattr(source, "importance"):
+        raise SpecError(
+            f"cannot explore a {type(source).__name__}: expected a Workbench, an "
+            "ImportanceTable, the path of a table, or the name of a model"
+        )
+    table = source.importance(setting)
+    return PruningSession(table, workbench=source, setting=setting)
+
+
+def _opened(name: str) -> "Workbench | ImportanceTable":
+    if name.endswith(".parquet"):
+        return ImportanceTable.read(name)
+    from heapr_lab.pipeline import open_workbench
+
+    return open_workbench(name)
+
+
+def _what_can_be_had(
+    *, corpora: Sequence[str] | None, tasks: Sequence[str] | None
+) -> dict[str, Sequence[str]]:
+    """The corpora and tasks asked for, or those that this machine has."""
+    from heapr_lab.experiments import test_corpora
+    from heapr_lab.harness import available_tasks
+
+    if tasks is None:
+        tasks = ("continuation", *available_tasks())
+    return {
+        "corpora": test_corpora()[0] if corpora is None else corpora,
+        "tasks": tasks,
+    }
