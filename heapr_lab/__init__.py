@@ -36,6 +36,7 @@ _HOMES = {
     "damage_map": "damage",
     "eliminate": "elimination",
     "fit_damage": "damage",
+    "Display": "figures",
     "Perplexity": "evaluation",
     "evaluate_divergence": "evaluation",
     "evaluate_perplexity": "evaluation",
@@ -50,6 +51,7 @@ _HOMES = {
     "Setting": "pipeline",
     "Workbench": "pipeline",
     "open_workbench": "pipeline",
+    "read_provenance": "provenance",
     "recover": "recovery",
     "select": "selection",
     "HeaprLabError": "specs",
@@ -99,6 +101,16 @@ if _REGISTRY in sys.modules:
     importlib.import_module(f"{__name__}.ragged")
 else:
     sys.meta_path.insert(0, _Registration())
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Answer `%load_ext heapr_lab`; see `heapr_lab.extension`."""
+    importlib.import_module(f"{__name__}.extension").load(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """Answer `%unload_ext heapr_lab`."""
+    importlib.import_module(f"{__name__}.extension").unload(ipython)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,17 @@ import torch
 from heapr_lab import store
 from heapr_lab.corpora import Corpus, load_corpus
 from heapr_lab.specs import CorpusError, SpecError, canonical_json
+from heapr_lab.summaries import card_html
 from heapr_lab.tokens import tokenise
 
 _TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S+)\s*")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CalibrationSet:
     """Token windows, with where they came from."""
 
-    ids: torch.Tensor = field(repr=False)
+    ids: torch.Tensor
     """Token ids, LongTensor (n_sequences, seq_len)."""
     provenance: dict[str, Any]
     """Corpus, source, split, seed and the like: recorded, never used."""
@@ -86,6 +87,22 @@ class CalibrationSet:
         sha = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
         sha.update(self.ids.cpu().numpy().astype("<i8").tobytes())
         return sha.hexdigest()
+
+    def __repr__(self) -> str:
+        return (
+            f"CalibrationSet({self.label}: {self.n_sequences:,} windows of "
+            f"{self.seq_len:,} tokens)"
+        )
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "text": self.label,
+            "windows": f"{self.n_sequences:,} of {self.seq_len:,} tokens",
+            "predicted tokens": f"{self.n_predicted:,}",
+        }
+        if "seed" in self.provenance:
+            facts["seed of the draw"] = str(self.provenance["seed"])
+        return card_html("Calibration set", facts)
 
 
 def load_calibration(

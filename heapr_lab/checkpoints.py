@@ -19,13 +19,13 @@ from transformers.core_model_loading import PrefixChange
 from heapr_lab import pruned_card, ragged, store
 from heapr_lab.experts import find_experts
 from heapr_lab.masks import KeepMask
+from heapr_lab.provenance import MANIFEST_FILE
 from heapr_lab.ragged import HeaprConfig, HeaprQuantizer, RaggedExperts, finish
 from heapr_lab.shards import begun, slice_files
 from heapr_lab.specs import SpecError
 from heapr_lab.uniform import skeleton_of, stock_config, stock_model, uniform_width
 
 KEEP_FILE = "heapr_keep.parquet"
-MANIFEST_FILE = "heapr_manifest.json"
 MANIFEST_VERSION = 1
 _PLAN_NAME = ".partial-plan.json"
 """In an unfinished folder: what is made there."""

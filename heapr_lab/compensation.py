@@ -31,6 +31,7 @@ from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.grams import FIT, HELD_OUT, LayerGrams, default_span, iter_grams
 from heapr_lab.masks import KeepMask
 from heapr_lab.specs import LayoutError, SpecError
+from heapr_lab.summaries import card_html
 from heapr_lab.surgery import keeps_of, prune
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """What a ridge is chosen from, relative to the mean diagonal."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Compensation:
     """New columns of W_down for one mask."""
 
@@ -51,6 +52,21 @@ class Compensation:
     `singular` solves that Cholesky could not do."""
     settings: dict[str, Any]
     """Plain data that determines it besides model, mask and text."""
+
+    def _facts(self) -> dict[str, str]:
+        before, after = (self.report[n].mean() for n in ("dropped", "compensated"))
+        return {
+            "layers": f"{len(self.report)}",
+            "span": str(self.settings["span"]),
+            "error of the output, dropped → compensated": f"{before:.3g} → {after:.3g}",
+        }
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
+        return f"Compensation({facts})"
+
+    def _repr_html_(self) -> str:
+        return card_html("Compensation", self._facts())
 
     @property
     def fingerprint(self) -> str:

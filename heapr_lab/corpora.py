@@ -29,6 +29,7 @@ from pathlib import Path
 
 from heapr_lab.pydocs import PYDOCS_PACKAGES, harvested
 from heapr_lab.specs import CorpusError
+from heapr_lab.summaries import card_html
 
 SPLITS = ("train", "validation", "test")
 
@@ -43,8 +44,17 @@ class Corpus:
     """`train`, `validation` or `test`."""
     texts: tuple[str, ...] = field(repr=False)
     """Documents or lines, in the order of the source."""
-    source: str
+    source: str = field(repr=False)
     """Where the texts came from: a folder, a hub data set, package versions."""
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "split": self.split,
+            "texts": f"{len(self.texts):,}",
+            "characters": f"{sum(map(len, self.texts)):,}",
+            "source": self.source,
+        }
+        return card_html(f"Corpus {self.name}", facts)
 
     @functools.cached_property
     def fingerprint(self) -> str:

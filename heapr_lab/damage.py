@@ -22,6 +22,7 @@ from scipy.optimize import isotonic_regression
 
 from heapr_lab.masks import KeepMask
 from heapr_lab.specs import SpecError
+from heapr_lab.summaries import card_html
 from heapr_lab.table import ImportanceTable
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _LEAST_FOR_SPREAD = 3
 _Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DamageMap:
     """Δloss as a rising function of the summed score; made by `fit_damage`.
 
@@ -85,6 +86,24 @@ class DamageMap:
     def extrapolates(self, score: float) -> bool:
         """Whether `score` lies outside the measured points, where less is known."""
         return not self.points[0][0] <= score <= self.points[-1][0]
+
+    def _facts(self) -> dict[str, str]:
+        scores, losses = zip(*self.points, strict=True)
+        facts = {
+            "points": f"{len(self.points)}",
+            "summed score": f"{min(scores):.3g} to {max(scores):.3g}",
+            "Δloss [nats/token]": f"{min(losses):.3g} to {max(losses):.3g}",
+        }
+        if self.spread is not None:
+            facts["off at a left-out point by at most"] = f"× {self.spread:.2f}"
+        return facts
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
+        return f"DamageMap({facts})"
+
+    def _repr_html_(self) -> str:
+        return card_html("Damage map", self._facts())
 
 
 def fit_damage(points: Iterable[tuple[float, float]]) -> DamageMap:

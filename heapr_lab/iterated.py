@@ -22,11 +22,12 @@ from heapr_lab.rankings import GONE
 from heapr_lab.rules import exact_ratio
 from heapr_lab.selection import select
 from heapr_lab.specs import SpecError
+from heapr_lab.summaries import card_html
 from heapr_lab.surgery import masking
 from heapr_lab.table import ImportanceTable
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rounds:
     """What came of pruning in rounds."""
 
@@ -36,6 +37,22 @@ class Rounds:
     """For that mask, if asked for."""
     history: pd.DataFrame
     """By round: achieved_ratio and `passes`, forward and backward, until then."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Rounds({len(self.history)} rounds, pruning ratio "
+            f"{self.keep.achieved_ratio:.4g}, "
+            f"{'not ' if self.compensation is None else ''}compensated)"
+        )
+
+    def _repr_html_(self) -> str:
+        rounds = enumerate(self.history.itertuples(), start=1)
+        facts = {
+            f"round {number}": f"{r.achieved_ratio:.2%} gone, passes so far {r.passes}"
+            for number, r in rounds
+        }
+        facts["compensated"] = "no" if self.compensation is None else "yes"
+        return card_html("Pruning in rounds", facts)
 
 
 def prune_in_rounds(

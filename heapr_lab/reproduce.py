@@ -20,6 +20,7 @@ from heapr_lab import experiments, figures, reports, store
 from heapr_lab.models import LAB
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
 from heapr_lab.progress import progress_bar
+from heapr_lab.provenance import rows_digest
 from heapr_lab.specs import digest
 
 COST_RESULTS = "benchmarks/results/cost.csv"
@@ -33,6 +34,9 @@ LEARNED_RESULTS = "benchmarks/results/learned.csv"
 STRUCTURE_RESULTS = "benchmarks/results/structures.csv"
 SPEED_RESULTS = "benchmarks/results/speed.csv"
 """Measured by scripts in `benchmarks/`, which a reproduction does not repeat."""
+
+_Drawn = Callable[[pd.DataFrame], Figure]
+_Shown = Callable[[pd.DataFrame], pd.DataFrame]
 
 
 @dataclass(frozen=True)
@@ -244,22 +248,48 @@ def draw_all(bench: Workbench, found: Findings, folder: Path) -> list[Path]:
     pen.table("8_methods", figures.main_table(main))
     pen.table("0_claims", found.claims)
     pen.table("0_summary", found.summary)
-    if found.cost is not None:
-        pen.draw("9_cost", found.cost, figures.figure_cost)
-        pen.table("9_cost", figures.cost_table(found.cost))
-    if found.structures is not None:
-        pen.draw("10_structures", found.structures, figures.figure_structures)
-        pen.table("10_structures", figures.structures_table(found.structures))
-    if found.quality is not None:
-        pen.draw("11_quality", found.quality, figures.figure_quality)
-        pen.table("11_quality", figures.quality_table(found.quality))
-    if found.pareto is not None:
-        pen.draw("12_pareto", found.pareto, figures.figure_pareto)
-        pen.table("12_pareto", figures.pareto_table(found.pareto))
-    if found.damage is not None:
-        pen.draw("13_damage", found.damage, figures.figure_damage)
-        pen.table("13_damage", figures.damage_table(found.damage))
+    for name, source, data, figure_of, table_of in _benchmarks(found):
+        if data is not None:
+            pen.draw(name, data, figure_of, source=source)
+            pen.table(name, table_of(data), source=source)
     return pen.files
+
+
+def _benchmarks(
+    found: Findings,
+) -> list[tuple[str, str, pd.DataFrame | None, _Drawn, _Shown]]:
+    """Name, results, rows, figure and table of every benchmark that is shown."""
+    return [
+        ("9_cost", COST_RESULTS, found.cost, figures.figure_cost, figures.cost_table),
+        (
+            "10_structures",
+            STRUCTURE_RESULTS,
+            found.structures,
+            figures.figure_structures,
+            figures.structures_table,
+        ),
+        (
+            "11_quality",
+            QUALITY_RESULTS,
+            found.quality,
+            figures.figure_quality,
+            figures.quality_table,
+        ),
+        (
+            "12_pareto",
+            PARETO_RESULTS,
+            found.pareto,
+            figures.figure_pareto,
+            figures.pareto_table,
+        ),
+        (
+            "13_damage",
+            DAMAGE_RESULTS,
+            found.damage,
+            figures.figure_damage,
+            figures.damage_table,
+        ),
+    ]
 
 
 def _fill_readme(found: Findings) -> None:
@@ -295,29 +325,41 @@ class _Pen:
     def __init__(self, bench: Workbench, folder: Path) -> None:
         self.folder = folder
         self.files: list[Path] = []
-        self.provenance = {
-            "model": bench.identity,
+        table = bench.importance().metadata
+        calibration = table["provenance"]["calibration"]
+        drawn = ("corpus", "split", "n_sequences", "seq_len", "seed")
+        # Of a folder only the name: where it lies differs from machine to machine.
+        name = Path(bench.name).name if Path(bench.name).is_dir() else bench.name
+        self._made_on = {
+            "model": {"name": name, **bench.identity},
             "profile": asdict(bench.profile),
-            "importance": bench.importance().metadata["spec_hash"],
+            "calibration": {name: calibration[name] for name in drawn},
+            "importance": table["spec_hash"],
         }
 
     def draw(
-        self, name: str, data: pd.DataFrame, figure_of: Callable[[pd.DataFrame], Figure]
+        self, name: str, data: pd.DataFrame, figure_of: _Drawn, *, source: str = ""
     ) -> None:
+        """Write a figure and its rows, which are those of the bench or of `source`."""
         figure = figure_of(data)
-        provenance = self.provenance | {"figure": name, "data": digest(data.to_csv())}
+        rows = figures.rows_text(data)
+        provenance = self._provenance(source, figure=name, data=rows_digest(rows))
         stem = self.folder / name
         self.files += figures.save_figure(figure, stem, provenance=provenance)
         plt.close(figure)
         path = self.folder / "data" / f"{name}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        data.to_csv(path, index=False, lineterminator="\n")
+        path.write_text(rows, encoding="utf-8", newline="\n")
         self.files.append(path)
 
-    def table(self, name: str, frame: pd.DataFrame) -> None:
-        provenance = self.provenance | {"table": name, "data": digest(frame.to_csv())}
+    def table(self, name: str, frame: pd.DataFrame, *, source: str = "") -> None:
+        """Write a table of what the bench, or `source`, has measured."""
+        provenance = self._provenance(source, table=name)
         stem = self.folder / f"{name}_table"
         self.files += figures.write_table(frame, stem, provenance=provenance)
+
+    def _provenance(self, source: str, **facts: str) -> dict[str, Any]:
+        return facts | ({"source": source} if source else self._made_on)
 
 
 def _default_folder(bench: Workbench, name_or_path: str) -> Path:

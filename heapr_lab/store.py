@@ -33,6 +33,7 @@ __all__ = [
     "cached",
     "cached_json",
     "figures_dir",
+    "hashed_path",
     "lab_model_dir",
     "load_state",
     "lock",
@@ -87,7 +88,12 @@ def cache_dir() -> Path:
 
 def cache_path(kind: str, key: Mapping[str, Any], *, extension: str) -> Path:
     """Where the result of kind `kind` for `key` lies, whether it exists or not."""
-    return cache_dir() / kind / f"{digest(dict(key))[:16]}.{extension}"
+    return hashed_path(kind, digest(dict(key)), extension=extension)
+
+
+def hashed_path(kind: str, sha256: str, *, extension: str) -> Path:
+    """Where the result of kind `kind` for the key with the hash `sha256` lies."""
+    return cache_dir() / kind / f"{sha256[:16]}.{extension}"
 
 
 def lock(path: Path | str) -> filelock.BaseFileLock:

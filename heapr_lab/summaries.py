@@ -1,23 +1,25 @@
-"""Small HTML cards that notebooks show for tables and masks.
+"""Small HTML cards that notebooks show for what this package returns.
 
-Layer 1: strings only. Colours are JupyterLab's own variables with fallbacks, so that a
-card follows the theme and still reads where there is none.
+Layer 1: strings only. Colours are JupyterLab's own variables, so that a card follows
+the theme; elsewhere they are those of the page, or greys that read on any.
 """
 
 import html
 from collections.abc import Mapping
 
-_MUTED = "var(--jp-ui-font-color2, #666)"
-_BORDER = "var(--jp-border-color2, #ccc)"
-_TRACK = "var(--jp-layout-color3, #ddd)"
+_MUTED = "var(--jp-ui-font-color2, inherit)"
+_BORDER = "var(--jp-border-color2, rgba(128, 128, 128, 0.5))"
+_TRACK = "var(--jp-layout-color3, rgba(128, 128, 128, 0.3))"
 _FILL = "var(--jp-brand-color1, #1976d2)"
 
 
 def card_html(title: str, facts: Mapping[str, str], *, below: str = "") -> str:
     """A bordered card: title, one line per fact, and further HTML `below`."""
     rows = "".join(
-        f'<tr><td style="text-align:left;color:{_MUTED}">{html.escape(name)}</td>'
-        f'<td style="text-align:left">{html.escape(value)}</td></tr>'
+        f'<tr><td style="text-align:left;vertical-align:top;padding-right:1em;'
+        f'color:{_MUTED}">{html.escape(name)}</td>'
+        '<td style="text-align:left;overflow-wrap:anywhere">'
+        f"{html.escape(value)}</td></tr>"
         for name, value in facts.items()
     )
     return (

@@ -4,7 +4,8 @@ Each figure is a data function that returns a tidy frame (`boundary_data`), a pl
 function that draws it on one Axes and returns that (`plot_boundary`), and a figure
 function that lays out all its panels (`figure_boundary`). Each table is a data function
 and a `..._table` function that returns it as people read it. `save_figure` and
-`write_table` make files of them, the same input giving the same bytes.
+`write_table` make files of them, the same input giving the same bytes. `Display` holds
+the rows of any of the figures and shows it in a notebook.
 """
 
 from heapr_lab.figures.atom import (
@@ -33,14 +34,18 @@ from heapr_lab.figures.damage import (
     figure_damage,
     plot_damage,
 )
-from heapr_lab.figures.files import save_figure, write_table
+from heapr_lab.figures.display import KINDS, Display
+from heapr_lab.figures.files import rows_text, save_figure, write_table
 from heapr_lab.figures.layers import (
     figure_layer_ratios,
     layer_ratios_data,
     plot_layer_ratios,
+    plot_score_bins,
     plot_score_histogram,
+    plot_width_cells,
     plot_widths,
     score_histogram_data,
+    widths_data,
 )
 from heapr_lab.figures.paper import paper_label, paper_table
 from heapr_lab.figures.pareto import (
@@ -78,7 +83,9 @@ from heapr_lab.figures.tables import (
 )
 
 __all__ = [
+    "KINDS",
     "STYLE_FILE",
+    "Display",
     "atomic_expert_data",
     "bins_data",
     "boundary_data",
@@ -124,11 +131,14 @@ __all__ = [
     "plot_pareto",
     "plot_quality",
     "plot_scope",
+    "plot_score_bins",
     "plot_score_histogram",
     "plot_structures",
+    "plot_width_cells",
     "plot_widths",
     "quality_data",
     "quality_table",
+    "rows_text",
     "save_figure",
     "scope_data",
     "score_histogram_data",
@@ -136,5 +146,6 @@ __all__ = [
     "structures_data",
     "structures_table",
     "styled",
+    "widths_data",
     "write_table",
 ]

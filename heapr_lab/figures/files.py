@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from heapr_lab.figures.style import styled
-from heapr_lab.specs import digest
+from heapr_lab.provenance import mark, rows_digest
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -34,35 +34,42 @@ _LATEX = {
 
 
 @styled
+def settle(figure: Figure) -> None:
+    """Lay `figure` out, for good: a second layout may differ in the last bits."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
+@styled
 def save_figure(
     figure: Figure, stem: str | Path, *, provenance: dict[str, Any]
 ) -> list[Path]:
     """Write `figure` as `stem`.png and `stem`.pdf and return the two paths.
 
-    No date or version goes into the files, so equal figures are equal bytes. The hash
-    of `provenance` stands in the PNG's Description and in the PDF's Keywords.
+    No date or version goes into the files, so equal figures are equal bytes.
+    `provenance` and its hash stand in the PNG's Description and in the PDF's Keywords,
+    from where `read_provenance` takes them.
 
     Args:
         figure: what to write; its layout is settled by this.
         stem: path without a suffix; its folder is made.
-        provenance: plain data that says where the numbers come from.
+        provenance: plain data that says where the numbers come from. Its `data`, where
+            there is one, is the `rows_digest` of the rows that were drawn.
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    mark = f"heapr-lab provenance sha256:{digest(provenance)}"
+    said = mark(provenance)
     metadata = {
-        "png": {"Description": mark, "Title": stem.name, "Software": None},
+        "png": {"Description": said, "Title": stem.name, "Software": None},
         "pdf": {
-            "Keywords": mark,
+            "Keywords": said,
             "Title": stem.name,
             "Creator": "heapr-lab",
             "Producer": None,
             "CreationDate": None,
         },
     }
-    # settled once: a second layout of the same figure may differ in the last bits
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    settle(figure)
     paths = []
     for suffix, fields in metadata.items():
         buffer = io.BytesIO()
@@ -80,7 +87,7 @@ def write_table(
 
     The CSV file keeps every digit and nothing but the table; Markdown and LaTeX
     (booktabs) are for reading: about four significant digits, a dash for a missing
-    value, and the hash of `provenance` in a comment.
+    value, and in a comment `provenance`, with the `rows_digest` of the CSV file.
 
     Args:
         frame: the table; its index is not written.
@@ -89,11 +96,12 @@ def write_table(
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    mark = f"heapr-lab provenance sha256:{digest(provenance)}"
+    rows = rows_text(frame)
+    said = mark(provenance | {"data": rows_digest(rows)})
     texts = {
-        "csv": frame.to_csv(index=False, lineterminator="\n"),
-        "md": f"{table_markdown(frame)}\n<!-- {mark} -->\n",
-        "tex": f"% {mark}\n{table_latex(frame)}",
+        "csv": rows,
+        "md": f"{table_markdown(frame)}\n<!-- {said} -->\n",
+        "tex": f"% {said}\n{table_latex(frame)}",
     }
     paths = []
     for suffix, text in texts.items():
@@ -101,6 +109,12 @@ def write_table(
         path.write_text(text, encoding="utf-8", newline="\n")
         paths.append(path)
     return paths
+
+
+def rows_text(frame: pd.DataFrame) -> str:
+    """`frame` as CSV with every digit, without its index."""
+    text: str = frame.to_csv(index=False, lineterminator="\n")
+    return text
 
 
 def table_markdown(frame: pd.DataFrame) -> str:

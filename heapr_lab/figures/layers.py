@@ -112,6 +112,44 @@ def figure_layer_ratios(data: pd.DataFrame) -> Figure:
     return figure
 
 
+def widths_data(
+    widths: pd.DataFrame, tokens: pd.DataFrame | None = None
+) -> pd.DataFrame:
+    """Atomic experts kept in each expert, one row per expert.
+
+    Args:
+        widths: kept atoms, layer × expert, as `KeepMask.widths()` gives them.
+        tokens: routed tokens, layer × expert.
+
+    Returns:
+        Columns layer, expert, kept, and tokens where they are given.
+    """
+    columns = {"kept": widths} | ({} if tokens is None else {"tokens": tokens})
+    long = {
+        name: wide.rename_axis(index="layer", columns="expert").stack()
+        for name, wide in columns.items()
+    }
+    return pd.DataFrame(long).dropna(subset="kept").reset_index()
+
+
+def plot_width_cells(
+    data: pd.DataFrame, *, full_width: int | None = None, ax: Axes | None = None
+) -> Axes:
+    """`plot_widths` of one row per expert.
+
+    Args:
+        data: from `widths_data`.
+        full_width: as `plot_widths`.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    wide = data.pivot(index="layer", columns="expert")
+    tokens = wide["tokens"] if "tokens" in data else None
+    return plot_widths(wide["kept"], tokens, full_width=full_width, ax=ax)
+
+
 @styled
 def plot_widths(
     widths: pd.DataFrame,
@@ -187,10 +225,11 @@ def score_histogram_data(
     """Counts of the scores in bins of equal width on a logarithmic axis.
 
     Scores of 0 (and below, where a first-order term is kept) have no logarithm; their
-    number is in `attrs["n_not_positive"]`.
+    number is in `attrs["n_not_positive"]`, beside `attrs["estimator"]` and
+    `attrs["cut"]`.
 
     Args:
-        scores: one score per atomic expert.
+        scores: one score per atomic expert; the series' name is the estimator's.
         cut: the score below which atoms are removed; it is a bin edge, so that no bin
             holds both.
         bins: how many bins, give or take the one that the cut adds.
@@ -220,10 +259,11 @@ def score_histogram_data(
     data = pd.DataFrame({"left": edges[:-1], "right": edges[1:], "n_atoms": counts})
     data["removed"] = data["right"].le(cut) if cut is not None else False
     data.attrs["n_not_positive"] = int(len(values) - len(positive))
+    data.attrs["estimator"] = None if scores.name is None else str(scores.name)
+    data.attrs["cut"] = cut
     return data
 
 
-@styled
 def plot_score_histogram(
     scores: pd.Series, cut: float | None = None, *, ax: Axes | None = None
 ) -> Axes:
@@ -237,9 +277,22 @@ def plot_score_histogram(
     Returns:
         The Axes.
     """
+    return plot_score_bins(score_histogram_data(scores, cut), ax=ax)
+
+
+@styled
+def plot_score_bins(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """`plot_score_histogram` of scores that were counted.
+
+    Args:
+        data: from `score_histogram_data`.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
     ax = own_axes(ax)
-    data = score_histogram_data(scores, cut)
-    shown = look(str(scores.name or "heapr"))
+    estimator, cut = data.attrs["estimator"], data.attrs["cut"]
     for removed, color, label in (
         (False, look("heapr").color, "kept"),
         (True, _REMOVED, "removed"),
@@ -258,8 +311,8 @@ def plot_score_histogram(
     if cut is not None and cut > 0:
         ax.axvline(cut, color=REFERENCE_GREY, linestyle="--", linewidth=1.2)
     ax.set_xscale("log")
-    unit = "nats/token" if scores.name in _IN_NATS else "arbitrary unit"
-    ax.set_xlabel(f"score, {shown.label} [{unit}]")
+    unit = "nats/token" if estimator in _IN_NATS else "arbitrary unit"
+    ax.set_xlabel(f"score, {look(estimator or 'heapr').label} [{unit}]")
     ax.set_ylabel("atomic experts [count]")
     if data.attrs["n_not_positive"]:
         hidden = (

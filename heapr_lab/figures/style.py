@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import matplotlib as mpl
 import matplotlib.pyplot as plt
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -118,6 +120,29 @@ def place(name: str) -> int:
     """Where `name` stands among names in legends and tables; unknown ones last."""
     known = list(_LOOKS)
     return known.index(name) if name in known else len(known)
+
+
+def prefer_own_fonts() -> None:
+    """Let matplotlib find the fonts it brings before the system's of the same name.
+
+    It looks names up in a list that all environments of a user share. The list may lack
+    its own fonts or begin with the system's, whose glyphs are the same but not the
+    tables around them, which a PDF file contains.
+    """
+    folder = Path(mpl.get_data_path(), "fonts", "ttf")
+    manager = font_manager.fontManager
+    known = {entry.fname for entry in manager.ttflist}
+    for path in map(str, sorted(folder.glob("*.ttf"))):
+        if path not in known:
+            manager.addfont(path)
+    manager.ttflist.sort(
+        key=lambda entry: (Path(entry.fname).parent != folder, entry.fname)
+    )
+
+
+# Fonts found before this was imported are remembered by matplotlib, but under the
+# settings they were looked for with, which are not those of the house style.
+prefer_own_fonts()
 
 
 def styled(function: Callable[P, R]) -> Callable[P, R]:

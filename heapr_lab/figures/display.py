@@ -1,0 +1,265 @@
+"""A figure with its numbers, as the last expression of a cell shows it.
+
+The interface is that of scikit-learn's displays: compute once, then look at `frame`,
+draw with `plot(ax=...)`, and find what was drawn in `figure_` and `axes_`.
+"""
+
+import base64
+import html
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heapr_lab.figures import (
+    atom,
+    bins,
+    boundary,
+    calibration_size,
+    comparisons,
+    damage,
+    layers,
+    pareto,
+    quality,
+    structures,
+    tables,
+)
+from heapr_lab.figures.files import rows_text, save_figure, settle
+from heapr_lab.figures.style import styled
+from heapr_lab.provenance import rows_digest
+from heapr_lab.specs import SpecError
+from heapr_lab.summaries import card_html
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one kind of figure is computed and drawn."""
+
+    data: Callable[..., pd.DataFrame]
+    plot: Callable[..., Axes]
+    figure: Callable[[pd.DataFrame], Figure] | None = None
+    """All panels; None where one panel is all there is."""
+    panel: tuple[str, ...] = ()
+    """Columns that have one value in a panel."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "atomic_expert": Kind(
+        atom.atomic_expert_data, atom.plot_atomic_expert, atom.figure_atomic_expert
+    ),
+    "bins": Kind(bins.bins_data, bins.plot_bins, bins.figure_bins),
+    "boundary": Kind(
+        boundary.boundary_data, boundary.plot_boundary, boundary.figure_boundary
+    ),
+    "calibration_size": Kind(
+        calibration_size.calibration_size_data,
+        calibration_size.plot_calibration_size,
+        calibration_size.figure_calibration_size,
+    ),
+    "cost": Kind(tables.cost_data, tables.plot_cost, tables.figure_cost),
+    "damage": Kind(
+        damage.damage_data,
+        damage.plot_damage,
+        damage.figure_damage,
+        panel=("n_points", "corpus", "calibrated_on"),
+    ),
+    "granularity": Kind(
+        comparisons.granularity_data,
+        comparisons.plot_granularity,
+        comparisons.figure_granularity,
+    ),
+    "layer_ratios": Kind(
+        layers.layer_ratios_data, layers.plot_layer_ratios, layers.figure_layer_ratios
+    ),
+    "main": Kind(tables.main_data, tables.plot_main, tables.figure_main),
+    "pareto": Kind(
+        pareto.pareto_data, pareto.plot_pareto, pareto.figure_pareto, panel=("ratio",)
+    ),
+    "quality": Kind(
+        quality.quality_data,
+        quality.plot_quality,
+        quality.figure_quality,
+        panel=("calibration", "test"),
+    ),
+    "scope": Kind(
+        comparisons.scope_data, comparisons.plot_scope, comparisons.figure_scope
+    ),
+    "score_histogram": Kind(layers.score_histogram_data, layers.plot_score_bins),
+    "structures": Kind(
+        structures.structures_data,
+        structures.plot_structures,
+        structures.figure_structures,
+        panel=("ratio",),
+    ),
+    "widths": Kind(layers.widths_data, layers.plot_width_cells),
+}
+"""By name: `boundary_data`, `plot_boundary` and `figure_boundary` are of `boundary`."""
+
+
+class Display:
+    """A figure that is drawn when it is looked at, and the rows it is drawn from.
+
+    Attributes:
+        kind: a name in `figures.KINDS`.
+        frame: the rows, tidy.
+
+    Example:
+        >>> data = pd.DataFrame({"ratio": 0.5, "achieved_ratio": 0.5, "layer": [0, 1],
+        ...                      "layer_ratio": [0.4, 0.6]})
+        >>> Display("layer_ratios", data)
+        Display('layer_ratios', 2 rows of ratio, achieved_ratio, layer, layer_ratio)
+    """
+
+    def __init__(self, kind: str, frame: pd.DataFrame) -> None:
+        """Hold rows.
+
+        Args:
+            kind: a name in `figures.KINDS`.
+            frame: as the data function of that name returns it.
+
+        Raises:
+            SpecError: there is no such kind.
+        """
+        self.kind = kind
+        self.frame = frame
+        self._functions = _kind(kind)
+        self._figure: Figure | None = None
+        self._axes: list[Axes] = []
+
+    @classmethod
+    def from_results(cls, kind: str, *results: Any, **options: Any) -> "Display":
+        """Compute the rows, as the data function of `kind` does.
+
+        Args:
+            kind: a name in `figures.KINDS`.
+            *results: of that function: evaluation rows, masks by ratio, ...
+            **options: of that function.
+
+        Raises:
+            SpecError: there is no such kind, or the results do not suit it.
+        """
+        return cls(kind, _kind(kind).data(*results, **options))
+
+    # --- drawing ----------------------------------------------------------------
+
+    def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw one panel; `figure_` and `axes_` are then where that was.
+
+        Args:
+            ax: where to draw; None makes a new figure.
+            **options: of the plot function of this kind, and which panel it is where
+                the rows are of several: `ratio`, `corpus`, ...; by default the first.
+
+        Returns:
+            The Axes.
+
+        Raises:
+            SpecError: there is no such panel.
+        """
+        chosen = {name: options.pop(name, None) for name in self._functions.panel}
+        ax = self._functions.plot(self._panel(chosen), ax=ax, **options)
+        self._figure, self._axes = _figure_of(ax), [ax]
+        return ax
+
+    @property
+    def figure_(self) -> Figure:
+        """The figure that was drawn last; all panels, drawn now, if there is none."""
+        if self._figure is None:
+            draw = self._functions.figure
+            figure = _figure_of(self.plot()) if draw is None else draw(self.frame)
+            # This object shows it; left with pyplot, a notebook would show it twice.
+            plt.close(figure)
+            settle(figure)
+            self._figure, self._axes = figure, list(figure.axes)
+        return self._figure
+
+    @property
+    def axes_(self) -> list[Axes]:
+        """Axes that were drawn on last: one of `plot`, or those of all panels."""
+        _ = self.figure_  # drawn now if it was not
+        return list(self._axes)
+
+    def _panel(self, chosen: Mapping[str, Any]) -> pd.DataFrame:
+        """The rows of one panel.
+
+        Raises:
+            SpecError: there are none.
+        """
+        rows = self.frame
+        for column, wanted in chosen.items():
+            held = list(rows[column].drop_duplicates())
+            value = held[0] if wanted is None else wanted
+            if value not in held:
+                raise SpecError(
+                    f"{self.kind} has no panel with {column} {value!r}; there is "
+                    f"{', '.join(map(repr, held))}"
+                )
+            rows = rows[rows[column].eq(value)]
+        return rows
+
+    # --- files and notebooks ----------------------------------------------------
+
+    def save(
+        self, stem: str | Path, *, provenance: Mapping[str, Any] | None = None
+    ) -> list[Path]:
+        """Write `figure_` as `stem`.png and .pdf and the rows as .csv.
+
+        Args:
+            stem: path without a suffix; its folder is made.
+            provenance: plain data that says where the numbers come from; which rows
+                were drawn is added.
+
+        Returns:
+            The three paths.
+        """
+        stem, rows = Path(stem), rows_text(self.frame)
+        said = {**(provenance or {}), "figure": self.kind, "data": rows_digest(rows)}
+        paths = save_figure(self.figure_, stem, provenance=said)
+        path = stem.with_name(f"{stem.name}.csv")
+        path.write_text(rows, encoding="utf-8", newline="\n")
+        return [*paths, path]
+
+    @styled
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        fields = {"Software": None}
+        self.figure_.savefig(file, format="png", dpi="figure", metadata=fields)
+        return file.getvalue()
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "rows": f"{len(self.frame):,}",
+            "columns": ", ".join(map(str, self.frame.columns)),
+        }
+        picture = base64.b64encode(self._repr_png_()).decode()
+        words = html.escape(f"{self.kind}, drawn from the rows in .frame")
+        source = f"data:image/png;base64,{picture}"
+        image = f'<img alt="{words}" style="max-width:100%" src="{source}">'
+        return card_html(self.kind.replace("_", " "), facts, below=image)
+
+    def __repr__(self) -> str:
+        columns = ", ".join(map(str, self.frame.columns))
+        return f"Display({self.kind!r}, {len(self.frame)} rows of {columns})"
+
+
+def _kind(name: str) -> Kind:
+    """The kind of that name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if name not in KINDS:
+        raise SpecError(f"no figure {name!r}; there is {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def _figure_of(ax: Axes) -> Figure:
+    figure = ax.get_figure(root=True)
+    assert figure is not None  # an Axes that was just drawn on has one
+    return figure

@@ -1,0 +1,197 @@
+"""Small results to draw figures from, as the package and its benchmarks give them."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+RATIOS = (0.2, 0.5)
+
+DENSE = {"wikitext2": 20.0, "continuation": 0.5}
+
+ROUTED_SHARE = 0.75
+
+VARIANTS = (
+    # how the setting differs from HEAPr, global, atoms; harm per unit of ratio
+    ({}, 0.1),
+    ({"scope": "layer"}, 0.2),
+    ({"granularity": "expert"}, 0.4),
+    ({"estimator": "camera", "scope": "layer"}, 0.5),
+)
+
+
+def evaluation(ratio: float, dataset: str, value: float, **other: Any) -> dict:
+    """One evaluation row, a pruned HEAPr model's unless `other` says otherwise."""
+    accuracy = dataset == "continuation"
+    row = {
+        "estimator": "heapr",
+        "scope": "global",
+        "granularity": "atom",
+        "structure": "ragged",
+        "ratio": ratio,
+        "achieved_ratio": ratio,
+        "calibration": "pydocs",
+        "n_sequences": 128,
+        "seed": 0,
+        "dataset": dataset,
+        "metric": "accuracy" if accuracy else "perplexity",
+        "value": value,
+        "stderr": 0.01 if accuracy else math.nan,
+    }
+    return row | other
+
+
+def evaluation_rows() -> pd.DataFrame:
+    """Perplexity 20 · (1 + harm · ratio) and accuracy 0.5 · (1 − harm · ratio)."""
+    none = {"estimator": "dense", "scope": "", "granularity": "", "structure": ""}
+    rows = [evaluation(0.0, name, value, **none) for name, value in DENSE.items()]
+    for setting, harm in VARIANTS:
+        for ratio in RATIOS:
+            rows.append(
+                evaluation(ratio, "wikitext2", 20 * (1 + harm * ratio), **setting)
+            )
+            rows.append(
+                evaluation(ratio, "continuation", 0.5 * (1 - harm * ratio), **setting)
+            )
+    return pd.DataFrame(rows)
+
+
+def saving_rows() -> pd.DataFrame:
+    """0.75 of the model is routed; atoms save 0.4 of their ratio in FLOPs."""
+    rows = [
+        {
+            "estimator": "heapr",
+            "scope": "global",
+            "granularity": "atom",
+            "structure": "ragged",
+            "ratio": ratio,
+            "achieved_ratio": ratio,
+            "parameter_reduction": ROUTED_SHARE * ratio,
+            "flops_reduction": 0.4 * ratio,
+        }
+        | setting
+        for setting, _ in VARIANTS
+        for ratio in RATIOS
+    ]
+    return pd.DataFrame(rows)
+
+
+class Keep:
+    """A hand-made keep mask: two layers of equal size."""
+
+    def __init__(self, first: float, second: float) -> None:
+        self._ratios = pd.Series([first, second], index=[1, 2])
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Mean of the two layers."""
+        return float(self._ratios.mean())
+
+    def layer_ratios(self) -> pd.Series:
+        """Layers 1 and 2."""
+        return self._ratios
+
+
+def bins_frame() -> pd.DataFrame:
+    """Ten bins by index whose order is spoilt by one swap, ten by score in order."""
+    by_index = [1, 0, *range(2, 10)]
+    rows = [
+        {
+            "order": order,
+            "bin": number,
+            "score_sum": 1.0 + number,
+            "delta_nll": 2.0 + (by_index[number] if order == "index" else number),
+            "estimator": "heapr",
+            "dataset": "pydocs",
+        }
+        for order in ("index", "score")
+        for number in range(10)
+    ]
+    return pd.DataFrame(rows)
+
+
+def cost_rows() -> list[dict]:
+    """Two methods on one model: 10 s and 12 s."""
+    shape = {"model": "lab", "d_model": 8, "d_inter": 4, "n_experts": 2}
+    sizes = {"peak_bytes": 2 * 2**20, "state_bytes": 2**20}
+    return [
+        {"method": "plain", "seconds": 10.0} | shape | sizes,
+        {"method": "one_pass", "seconds": 12.0} | shape | sizes,
+    ]
+
+
+def measured_structures() -> pd.DataFrame:
+    """Rows as `benchmarks/structures.py` writes them: two multiples, two ratios."""
+    kinds = [("ragged", None), ("aligned", 6), ("aligned", 12), ("uniform", 6)]
+    rows = [
+        {"structure": name, "multiple": multiple, "ratio": ratio, "delta_nll": loss}
+        for number, (name, multiple) in enumerate(kinds)
+        for ratio, loss in ((0.2, 0.01 + number), (0.4, 0.1 + number))
+    ]
+    frame = pd.DataFrame(rows).assign(model="lab model", nll=3.0, n_tokens=10)
+    ragged = frame["ratio"].map({0.2: 0.01, 0.4: 0.1})
+    return frame.assign(achieved_ratio=frame["ratio"], ragged_delta_nll=ragged)
+
+
+def measured_damage() -> pd.DataFrame:
+    """Rows as `benchmarks/damage.py` writes them: fisher on two corpora, two maps."""
+    ratios = pd.DataFrame({"ratio": [0.1, 0.2, 0.5, 0.8], "measured": [0, 0.1, 0.2, 2]})
+    rows = []
+    for corpus, source, n_points, factor in (
+        ("pydocs", "pydocs", 2, 3.0),
+        ("pydocs", "pydocs", 3, 1.5),
+        ("wikitext2", "pydocs", 3, 0.25),
+    ):
+        used = ratios["ratio"].eq(0.2) & (corpus == source)
+        rows.append(
+            ratios.assign(
+                estimator="fisher",
+                corpus=corpus,
+                calibrated_on=source,
+                n_points=n_points,
+                used_for_fit=used,
+                predicted=ratios["measured"] * np.where(used, 1, factor),
+                naive=ratios["measured"] / 4,
+            )
+        )
+    rows[1].loc[3, "predicted"] = 0.6 * 2
+    return pd.concat(rows, ignore_index=True)
+
+
+def measured_front() -> pd.DataFrame:
+    """Rows as `benchmarks/pareto.py` writes them; fisher's second is dominated."""
+    rows = [
+        ("heapr", 0.0, 0.2, 0.22, 0.03),
+        ("heapr", 1.0, 0.2, 0.26, 0.05),
+        ("fisher", 0.0, 0.2, 0.20, 0.02),
+        ("fisher", 1.0, 0.2, 0.21, 0.04),
+        ("fisher", 0.0, 0.4, 0.50, 0.04),
+    ]
+    names = ["estimator", "price", "ratio", "routed_flops_reduction", "delta_nll"]
+    frame = pd.DataFrame(rows, columns=names)
+    return frame.assign(
+        model="lab model", parameter_reduction=frame["ratio"], score=1.0
+    )
+
+
+def measured_quality() -> pd.DataFrame:
+    """Two corpora, two seeds: the paper's loss doubles with the seed, ours is half."""
+    rows = [
+        {
+            "calibration": calibration,
+            "test": test,
+            "seed": seed,
+            "variant": variant,
+            "equal": "atoms",
+            "ratio": 0.4,
+            "delta_nll": (1 + seed) * share * (1 if calibration == test else 2),
+        }
+        for calibration in ("pydocs", "wikitext2")
+        for test in ("pydocs", "wikitext2")
+        for seed in (0, 1)
+        for variant, share in (("heapr", 0.1), ("shrunk", 0.05 + 0.01 * seed))
+    ]
+    return pd.DataFrame(rows).assign(
+        model="lab model", routed_flops_reduction=0.3, passes=3, seconds=1.0
+    )
