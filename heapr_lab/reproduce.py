@@ -25,7 +25,9 @@ from heapr_lab.specs import digest
 
 COST_RESULTS = "benchmarks/results/cost.csv"
 QUALITY_RESULTS = "benchmarks/results/quality.csv"
+ACCURACY_RESULTS = "benchmarks/results/quality_accuracy.csv"
 WIDE_QUALITY_RESULTS = "benchmarks/results/quality_wide.csv"
+WIDE_ACCURACY_RESULTS = "benchmarks/results/quality_wide_accuracy.csv"
 PARETO_RESULTS = "benchmarks/results/pareto.csv"
 DAMAGE_RESULTS = "benchmarks/results/damage.csv"
 WIDE_STRUCTURE_RESULTS = "benchmarks/results/structures_wide.csv"
@@ -167,6 +169,8 @@ class Findings:
     wide: pd.DataFrame | None
     """Structures of the wide lab model."""
     wide_quality: pd.DataFrame | None
+    accuracy: pd.DataFrame | None
+    wide_accuracy: pd.DataFrame | None
     learned: pd.DataFrame | None
     outliers: pd.DataFrame | None
 
@@ -201,6 +205,8 @@ def find(bench: Workbench, corpora: list[str]) -> Findings:
         wide_quality=(
             None if wide_quality is None else figures.quality_data(wide_quality)
         ),
+        accuracy=_measured(ACCURACY_RESULTS, bench.name),
+        wide_accuracy=_measured(WIDE_ACCURACY_RESULTS),
         learned=learned,
         outliers=_measured(OUTLIER_RESULTS, bench.name),
     )
@@ -276,6 +282,13 @@ def _benchmarks(
             figures.quality_table,
         ),
         (
+            "11_quality_wide",
+            WIDE_QUALITY_RESULTS,
+            found.wide_quality,
+            figures.figure_quality,
+            figures.quality_table,
+        ),
+        (
             "12_pareto",
             PARETO_RESULTS,
             found.pareto,
@@ -308,6 +321,8 @@ def _fill_readme(found: Findings) -> None:
         "structures_wide": (found.wide, figures.structures_table),
         "quality": (found.quality, figures.quality_table),
         "quality_wide": (found.wide_quality, figures.quality_table),
+        "accuracy": (found.accuracy, figures.accuracy_table),
+        "accuracy_wide": (found.wide_accuracy, figures.accuracy_table),
         "learned": (found.learned, figures.learned_table),
         "outliers": (found.outliers, figures.outliers_table),
         "damage": (found.damage, figures.damage_table),

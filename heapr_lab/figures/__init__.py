@@ -55,6 +55,7 @@ from heapr_lab.figures.pareto import (
     plot_pareto,
 )
 from heapr_lab.figures.quality import (
+    accuracy_table,
     figure_quality,
     learned_table,
     outliers_table,
@@ -86,6 +87,7 @@ __all__ = [
     "KINDS",
     "STYLE_FILE",
     "Display",
+    "accuracy_table",
     "atomic_expert_data",
     "bins_data",
     "boundary_data",

@@ -1,5 +1,6 @@
 """What additions to the paper's method are worth: Δloss beside that of HEAPr."""
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,6 +23,7 @@ DRAWN = (
     "shrunk",
     "heapr + compensation",
     "shrunk + compensation",
+    "elimination + compensation",
 )
 """Variants in the picture; the table has all."""
 _LINEAR_BELOW = 0.03
@@ -111,7 +113,8 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
     """`quality_data` for reading: a row for each variant and what is held equal.
 
     Mean Δloss over corpora and seeds ÷ HEAPr's, on the calibrated corpora and on the
-    other ones; and the worst of any corpora and seed.
+    other ones; the worst of any corpora and seed; and, on the calibrated corpora, at
+    how many times HEAPr's ratio the loss is the same.
     """
     data = data[~data["calibration"].str.contains(r"[*+]")]
     same = data["calibration"].eq(data["test"])
@@ -129,13 +132,63 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
         row["other corpus, 40 and 60 % [×] ↓"] = _pooled(
             picked[~same.loc[picked.index]]
         )
+        if equal == "atoms":
+            for ratio in (0.4, 0.6):
+                name = f"ratio of the loss of HEAPr at {100 * ratio:g} % [×] ↑"
+                row[name] = _ratio_gained(own[same.loc[own.index]], ratio)
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def _pooled(rows: pd.DataFrame) -> float:
-    """Mean Δloss of the rows over HEAPr's."""
+    """Mean Δloss of the rows over HEAPr's; missing without rows."""
+    if rows.empty:
+        return float("nan")
     return float(rows["delta_nll"].sum() / rows["paper"].sum())
+
+
+def _ratio_gained(rows: pd.DataFrame, ratio: float) -> float:
+    """Over HEAPr's: the ratio at which the loss is that of HEAPr at `ratio`.
+
+    Read between the measured ratios, where the loss grows about as the cube of the
+    ratio; the mean over corpora, each at most what was measured.
+    """
+    gains = []
+    for _, own in rows.groupby("test"):
+        curve = own.sort_values("ratio")
+        roots = np.maximum.accumulate(np.cbrt(curve["delta_nll"].to_numpy()))
+        paper = curve.loc[curve["ratio"].eq(ratio), "paper"]
+        if not paper.empty:
+            found = np.interp(np.cbrt(paper.iloc[0]), roots, curve["ratio"].to_numpy())
+            gains.append(found / ratio)
+    return float(np.mean(gains)) if gains else float("nan")
+
+
+def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Accuracy on the continuation task of the calibrated corpora, for reading.
+
+    Means over corpora and seeds; ± is the standard error of the items, which all seeds
+    share.
+
+    Args:
+        measured: rows of accuracy of `benchmarks/quality.py`.
+    """
+    own = measured.groupby(["calibration", "variant", "ratio"], sort=False).agg(
+        accuracy=("accuracy", "mean"),
+        stderr=("stderr", "mean"),
+        dense=("dense", "mean"),
+    )
+    corpora = own.index.get_level_values("calibration").nunique()
+    over = own.groupby(["variant", "ratio"], sort=False)
+    means = over["accuracy"].mean()
+    errors = over["stderr"].agg(lambda part: np.sqrt((part**2).sum()) / corpora)
+    told = [f"{m:.1%} ± {e:.1%}" for m, e in zip(means, errors, strict=True)]
+    wide = pd.Series(told, index=means.index).unstack("ratio")
+    wide = wide.loc[list(dict.fromkeys(measured["variant"]))]
+    wide.columns = [f"accuracy at {100 * ratio:g} % ↑" for ratio in wide.columns]
+    dense = own["dense"].groupby("calibration").first().mean()
+    wide.insert(0, "dense", f"{dense:.1%}")
+    return wide.reset_index()
 
 
 def learned_table(measured: pd.DataFrame) -> pd.DataFrame:

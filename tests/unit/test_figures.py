@@ -627,6 +627,37 @@ def test_quality_is_relative_to_the_paper() -> None:
     ]
 
 
+def test_the_ratio_gained_is_where_the_loss_is_the_same() -> None:
+    """Losses grow as the cube of the ratio, ours an eighth of the paper's: twice."""
+    rows = [
+        {"ratio": ratio, "variant": variant, "delta_nll": share * ratio**3}
+        for ratio in (0.2, 0.4, 0.6, 0.8)
+        for variant, share in (("heapr", 1.0), ("shrunk", 1 / 8))
+    ]
+    measured = pd.DataFrame(rows).assign(
+        calibration="pydocs", test="pydocs", seed=0, equal="atoms", model="lab model",
+        routed_flops_reduction=0.3, passes=3, seconds=1.0,
+    )  # fmt: skip
+    table = figures.quality_table(figures.quality_data(measured)).set_index("variant")
+    gains = table["ratio of the loss of HEAPr at 40 % [×] ↑"]
+    assert gains["heapr"] == pytest.approx(1)
+    assert gains["shrunk"] == pytest.approx(2)
+    at_most = table.loc["shrunk", "ratio of the loss of HEAPr at 60 % [×] ↑"]
+    assert at_most == pytest.approx(0.8 / 0.6)  # no more than was measured
+
+
+def test_accuracy_has_the_error_of_its_items() -> None:
+    """Two corpora add their variances; two seeds, which share the items, do not."""
+    rows = [
+        {"calibration": c, "variant": "heapr", "ratio": 0.4, "seed": seed,
+         "accuracy": 0.5 + 0.1 * seed, "stderr": 0.03, "dense": dense}
+        for c, dense in (("pydocs", 0.7), ("wikitext2", 0.5))
+        for seed in (0, 1)
+    ]  # fmt: skip
+    table = figures.accuracy_table(pd.DataFrame(rows))
+    assert table.to_numpy().tolist() == [["heapr", "60.0%", "55.0% ± 2.1%"]]
+
+
 def test_the_mixture_is_not_in_the_table() -> None:
     """It is in the data; the table is of the corpora alone."""
     measured = measured_quality()
