@@ -32,7 +32,7 @@ class Origin:
 
     file: Path
     kind: str
-    """`figure`, `table`, `rows`, `importance table`, `keep mask` or `checkpoint`."""
+    """figure, table, rows, importance table, keep mask, comparison or checkpoint."""
     provenance: dict[str, Any]
     """What the file says, as plain data."""
     spec_hash: str | None = None
@@ -220,10 +220,10 @@ _TEXTS: dict[str, Callable[[Path], str]] = {
 
 
 def _of_parquet(path: Path) -> Origin:
-    """Of an importance table or a keep mask.
+    """Of an importance table, a keep mask or a comparison of the panel.
 
     Raises:
-        CacheError: it is neither.
+        CacheError: it is none of them.
     """
     metadata = store.read_metadata(path)
     match metadata.get("kind"):
@@ -233,10 +233,13 @@ def _of_parquet(path: Path) -> Origin:
         case "KeepMask":
             said = {**metadata["settings"], "fingerprint": metadata["fingerprint"]}
             return Origin(path, "keep mask", said, _hash(said, "table"))
+        case "comparison":
+            said = {name: metadata[name] for name in ("model", "pins", "importance")}
+            return Origin(path, "comparison", said, _hash(said, "importance"))
         case other:
             raise CacheError(
                 f"{path} holds {other or 'another kind of table'}, expected an "
-                "importance table or a keep mask"
+                "importance table, a keep mask or a comparison"
             )
 
 

@@ -14,7 +14,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from heapr_lab import store
 from heapr_lab.explorer.jobs import alert, status
 from heapr_lab.explorer.pictures import drawn_png
-from heapr_lab.figures import save_figure, styled, write_table
+from heapr_lab.figures import rows_text, save_figure, styled, write_table
+from heapr_lab.provenance import rows_digest
 from heapr_lab.sessions import Choice, PruningSession
 from heapr_lab.specs import HeaprLabError, SpecError
 
@@ -151,6 +152,7 @@ class CompareTab(ipw.VBox):
             "importance": self.session.table.metadata.get("spec_hash"),
             "model": (self.session.table.metadata.get("spec") or {}).get("model"),
             "pins": [{"label": p.label, **asdict(p.choice)} for p in self.pins],
+            "data": rows_digest(rows_text(frame)),
         }
         folder.mkdir(parents=True, exist_ok=True)
         paths = save_figure(

@@ -24,6 +24,7 @@ from heapr_lab.explorer.panel import Explorer, explore
 from heapr_lab.explorer.pictures import ChoicePicture
 from heapr_lab.masks import KeepMask
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
+from heapr_lab.provenance import read_provenance
 from heapr_lab.sessions import Choice, PruningSession, Step
 from heapr_lab.specs import SpecError
 from heapr_lab.table import ImportanceTable
@@ -490,6 +491,10 @@ def test_pins_are_compared_and_exported(
     assert found["label"].tolist() == ["A", "B"]
     assert [pin["ratio"] for pin in metadata["pins"]] == [0.25, 0.5]
     assert metadata["importance"] == panel.session.table.metadata["spec_hash"]
+    for suffix in (".png", ".pdf", ".csv", ".tex", ".parquet"):
+        origin = read_provenance(tmp_path / "comparison" / f"comparison{suffix}")
+        assert origin.spec_hash == metadata["importance"]
+        assert [pin["label"] for pin in origin.provenance["pins"]] == ["A", "B"]
     tab.clear_button.click()
     assert tab.pins == []
     assert tab.export_button.disabled
