@@ -7,11 +7,13 @@ from typing import Any
 import ipywidgets as ipw
 
 from heapr_lab.explorer.jobs import Job, Report, status
+from heapr_lab.masks import KeepMask
 from heapr_lab.sessions import PruningSession
+from heapr_lab.specs import SpecError
 
-_NEEDS_CODE = {
-    True: "from transformers import AutoModelForCausalLM",
-    False: "import heapr_lab\nfrom transformers import AutoModelForCausalLM",
+_IMPORTS = {
+    "stock": "from transformers import AutoModelForCausalLM",
+    "ragged": "import heapr_lab\nfrom transformers import AutoModelForCausalLM",
 }
 
 
@@ -28,6 +30,9 @@ class ExportTab(ipw.VBox):
         self.compensated = ipw.Checkbox(
             value=True, description="compensate W_down (one forward pass)"
         )
+        self.gguf = ipw.Checkbox(
+            value=False, description="GGUF file too (uniform structure)"
+        )
         self.job = Job("Export", self._export, tooltip="write the pruned model")
         self.note = ipw.HTML(status(""))
         self.command = ipw.HTML()
@@ -35,7 +40,8 @@ class ExportTab(ipw.VBox):
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
         row = ipw.HBox(
-            [self.folder, self.compensated], layout={"flex_flow": "row wrap"}
+            [self.folder, self.compensated, self.gguf],
+            layout={"flex_flow": "row wrap"},
         )
         super().__init__([row, self.note, self.job, self.command])
         self.refresh()
@@ -46,38 +52,56 @@ class ExportTab(ipw.VBox):
 
     def _export(self, report: Report) -> None:
         from heapr_lab.checkpoints import check_new, save_pruned
+
+        bench: Any = self.session.workbench
+        folder, keep = Path(self.folder.value), self.session.keep
+        uniform = self.session.choice.structure == "uniform"
+        check_new(folder)
+        if self.gguf.value and not uniform:
+            raise SpecError(
+                f"a GGUF file has one width for all experts, and the structure is "
+                f"{self.session.choice.structure}: choose uniform"
+            )
+        self.command.value = ""
+        pruned = self._pruned(keep, report)
+        saved = self.session.savings()
+        facts = {} if saved is None else {"savings": saved.iloc[0].to_dict()}
+        report(1, 1, f"writing {folder}")
+        save_pruned(pruned, folder, tokenizer=bench.tokenizer, facts=facts)
+        if self.gguf.value:
+            self._write_gguf(folder, report)
+        self.command.value = _load_command(folder, stock=uniform)
+
+    def _write_gguf(self, folder: Path, report: Report) -> None:
+        from heapr_lab.gguf_file import write_gguf
+
+        file = f"{folder}.gguf"
+        name = f"writing {file}: tensor"
+        write_gguf(folder, file, progress=lambda done, total: report(done, total, name))
+
+    def _pruned(self, keep: KeepMask, report: Report) -> Any:
+        """The smaller model, compensated if asked."""
         from heapr_lab.compensation import describe_weights, fit_compensation
         from heapr_lab.pipeline import Setting
         from heapr_lab.surgery import prune
 
         bench: Any = self.session.workbench
-        folder = Path(self.folder.value)
-        check_new(folder)
-        keep, downs, weights = self.session.keep, None, None
-        self.command.value = ""
-        total = bench.profile.n_sequences + 1
-        if self.compensated.value:
-            windows = bench.calibration_set(self.session.setting or Setting(0.0))
-            total = windows.n_sequences + 1
-            found = fit_compensation(
-                bench.model,
-                keep,
-                windows,
-                progress=lambda done, _: report(done, total, "compensating: window"),
-            )
-            downs, weights = found.downs, describe_weights(found, windows)
-        report(total - 1, total, f"writing {folder}")
-        pruned: Any = prune(bench.model, keep, downs=downs)
-        if weights is not None:
-            pruned.__dict__["heapr_weights"] = weights
-        saved = self.session.savings()
-        facts = {} if saved is None else {"savings": saved.iloc[0].to_dict()}
-        save_pruned(pruned, folder, tokenizer=bench.tokenizer, facts=facts)
-        self.command.value = _load_command(folder, stock=keep.settings)
+        if not self.compensated.value:
+            return prune(bench.model, keep)
+        windows = bench.calibration_set(self.session.setting or Setting(0.0))
+        found = fit_compensation(
+            bench.model,
+            keep,
+            windows,
+            progress=lambda done, total: report(done, total, "compensating: window"),
+        )
+        pruned: Any = prune(bench.model, keep, downs=found.downs)
+        pruned.__dict__["heapr_weights"] = describe_weights(found, windows)
+        return pruned
 
 
-def _load_command(folder: Path, *, stock: Any) -> str:
-    imports = _NEEDS_CODE[stock.get("structure") == "uniform"]
+def _load_command(folder: Path, *, stock: bool) -> str:
+    imports = _IMPORTS["stock" if stock else "ragged"]
     code = f'{imports}\n\nmodel = AutoModelForCausalLM.from_pretrained("{folder}")'
     return (
         f"{status(f'Written to {folder}. To load it:')}<pre>{html.escape(code)}</pre>"

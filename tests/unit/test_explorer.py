@@ -525,6 +525,12 @@ def test_the_model_is_exported(
     tab.job.button.click()
     tab.job.wait(60)
     assert "not empty" in tab.job.error.value
+    tab.folder.value = str(tmp_path / "other")
+    tab.gguf.value = True
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert "choose uniform" in tab.job.error.value
+    assert not (tmp_path / "other").exists()
 
 
 def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
