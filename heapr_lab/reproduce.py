@@ -35,6 +35,7 @@ OUTLIER_RESULTS = "benchmarks/results/outliers.csv"
 LEARNED_RESULTS = "benchmarks/results/learned.csv"
 STRUCTURE_RESULTS = "benchmarks/results/structures.csv"
 SPEED_RESULTS = "benchmarks/results/speed.csv"
+PANEL_RESULTS = "benchmarks/results/panel.csv"
 """Measured by scripts in `benchmarks/`, which a reproduction does not repeat."""
 
 _Drawn = Callable[[pd.DataFrame], Figure]
@@ -327,6 +328,7 @@ def _fill_readme(found: Findings) -> None:
         "outliers": (found.outliers, figures.outliers_table),
         "damage": (found.damage, figures.damage_table),
         "speed": (found.speed, figures.speed_table),
+        "panel": (_measured(PANEL_RESULTS), figures.panel_table),
     }
     for name, (data, table_of) in measured.items():
         if data is not None:

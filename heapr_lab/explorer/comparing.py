@@ -46,7 +46,9 @@ class CompareTab(ipw.VBox):
             description="Clear", tooltip="forget all pins", disabled=True
         )
         self.message = ipw.HTML(status("Nothing pinned yet. Pin keeps what is chosen."))
-        self.chart = ipw.Image(format="png", layout={"display": "none"})
+        self.chart = ipw.Image(
+            format="png", layout={"display": "none", "max_width": "900px"}
+        )
         self.table = ipw.HTML()
         self.folder = ipw.Text(
             "comparison", description="folder", continuous_update=False,

@@ -47,7 +47,9 @@ class EvaluateTab(ipw.VBox):
             self._evaluate,
             tooltip="measure the dense and the pruned model",
         )
-        self.chart = ipw.Image(format="png", layout={"display": "none"})
+        self.chart = ipw.Image(
+            format="png", layout={"display": "none", "max_width": "860px"}
+        )
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.results = ipw.HTML()
         if session.workbench is None:
@@ -125,7 +127,8 @@ def _message(points: pd.DataFrame) -> str:
 
 
 def _table(points: pd.DataFrame) -> str:
-    shown = points[[*_SHOWN, *_MEASURED]].assign(
+    measured = [name for name in _MEASURED if points[name].notna().any()]
+    shown = points[[*_SHOWN, *measured]].assign(
         achieved_ratio=points["achieved_ratio"].map("{:.1%}".format)
     )
     html: str = shown.to_html(

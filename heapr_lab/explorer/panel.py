@@ -59,7 +59,8 @@ class Explorer(ipw.VBox):
         self.controls = Controls(session.table, session.choice, self.refresh)
         self.status = ipw.HTML()
         self.error = ipw.HTML()
-        self.picture = ipw.Image(format="png")
+        # As wide as it was drawn at most: stretched, its text would blur.
+        self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
         self.numbers = ipw.HTML()
         self.prediction = ipw.HTML()
         self._picture = ChoicePicture(session.table)

@@ -209,6 +209,18 @@ def cost_table(data: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def panel_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/latency_browser.py` for reading."""
+    named = {
+        "table": "table",
+        "atoms": "atoms",
+        "presses": "key presses",
+        "median_ms": "median [ms] ↓",
+        "p95_ms": "95 % within [ms] ↓",
+    }
+    return measured[list(named)].rename(columns=named)
+
+
 def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
     """Rows of `benchmarks/speed.py` for reading: sliced against the faster dense.
 
