@@ -8,6 +8,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 TORCH_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS_STAMP := .venv/.docs_installed
 
 export HEAPR_CACHE_DIR ?= $(abspath data/cache)
 ifneq ($(wildcard ../shared/data/text),)
@@ -17,7 +18,7 @@ ifneq ($(wildcard ../shared/data/zero_shot),)
 export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
 endif
 
-.PHONY: help install test lint types tests reproduce lab clean
+.PHONY: help install test lint types tests reproduce lab docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -44,7 +45,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP)
-	$(BIN)/python -m pytest -m "not (browser or gpu or slow or network or engine)"
+	$(BIN)/python -m pytest -m "not (gpu or slow or network or engine)"
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")
@@ -52,5 +53,13 @@ reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for a
 lab: $(STAMP) ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks
 
+docs: $(DOCS_STAMP) ## the site, into docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt --build-constraint constraints.txt -e '.[docs]'
+	touch $@
+
 clean: ## remove the environment and what tools left; results and the cache stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/notebooks docs/commands.md

@@ -12,7 +12,11 @@ from packaging.requirements import Requirement
 from rattler import MatchSpec, Version, VersionSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+CONDA_NAMES = {
+    "torch": "pytorch",
+    "matplotlib": "matplotlib-base",
+    "playwright": "playwright-python",
+}
 PIP_NAMES = {conda: pip for pip, conda in CONDA_NAMES.items()}
 
 

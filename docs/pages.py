@@ -1,0 +1,92 @@
+"""The pages that nobody writes: the command line's help, and the notebooks."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer.main
+from typer.testing import CliRunner
+
+from heapr_lab import store
+from heapr_lab.cli import app
+
+PROGRAM = "heapr-lab"
+_WIDTH = 88
+_HEAD = """\
+# Command line
+
+What each command says with `--help`.
+"""
+_TOCTREE = """
+```{{toctree}}
+:hidden:
+
+{names}
+```
+"""
+
+
+def write_pages(docs: Path) -> None:
+    """Write `commands.md` and the folder `notebooks` in `docs`."""
+    _write(docs / "commands.md", commands_page(help_texts()))
+    copy_notebooks(store.project_dir() / "notebooks", docs / "notebooks")
+
+
+def command_names() -> list[str]:
+    """The commands, in the order in which `--help` lists them."""
+    group: Any = typer.main.get_command(app)
+    return list(group.list_commands(typer.Context(group)))
+
+
+def help_texts() -> dict[str, str]:
+    """What `--help` says, of the program and of each command."""
+    found = {PROGRAM: _help()}
+    return found | {f"{PROGRAM} {name}": _help(name) for name in command_names()}
+
+
+def _help(*command: str) -> str:
+    """What `--help` says, whatever terminal this is.
+
+    Raises:
+        RuntimeError: the command line failed.
+    """
+    result = CliRunner().invoke(
+        app,
+        [*command, "--help"],
+        prog_name=PROGRAM,
+        terminal_width=_WIDTH,
+        color=False,
+    )
+    if result.exit_code:
+        raise RuntimeError(f"{PROGRAM} {' '.join(command)}: {result.output}")
+    return result.stdout.strip()
+
+
+def commands_page(helps: Mapping[str, str]) -> str:
+    """The page of the command line, a section for each text."""
+    first, *others = [f"```text\n{text}\n```\n" for text in helps.values()]
+    names = list(helps)[1:]
+    sections = [
+        f"## {name}\n\n{text}" for name, text in zip(names, others, strict=True)
+    ]
+    return "\n".join([_HEAD, first, *sections])
+
+
+def copy_notebooks(source: Path, target: Path) -> None:
+    """Copy the notebooks beside the pages, with their list as the index."""
+    target.mkdir(exist_ok=True)
+    notebooks = sorted(source.glob("*.ipynb"))
+    for stale in set(target.iterdir()) - {target / path.name for path in notebooks}:
+        stale.unlink()
+    for path in notebooks:
+        shutil.copy2(path, target)
+    names = "\n".join(path.stem for path in notebooks)
+    text = (source / "README.md").read_text("utf-8") + _TOCTREE.format(names=names)
+    _write(target / "index.md", text)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a text, unless it is there: what is older is not rendered again."""
+    if not path.is_file() or path.read_text("utf-8") != text:
+        path.write_text(text, "utf-8")

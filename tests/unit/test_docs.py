@@ -1,0 +1,234 @@
+"""The site says what is there, and every command and cell of its tutorial runs."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+import run_tutorial
+import typer.main
+from IPython.core.interactiveshell import InteractiveShell
+from ipywidgets import Widget
+from packaging.requirements import Requirement
+from tiny_folder import write_model
+from typer.testing import CliRunner
+
+import heapr_lab
+from heapr_lab import corpora, pipeline, pydocs, store
+from heapr_lab.cli import app
+
+ROOT = store.project_dir()
+DOCS = ROOT / "docs"
+TUTORIAL = run_tutorial.TUTORIAL.read_text("utf-8")
+
+
+# --- the tutorial -----------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to work in, where `lab` is a tiny model with little text."""
+    model = write_model(tmp_path / "lab_moe")
+    monkeypatch.setattr(store, "lab_model_dir", lambda: model)
+    little = pipeline.Profile("lab", 8, 32, 4, 8)
+    monkeypatch.setitem(pipeline.PROFILES, "lab", little)
+    monkeypatch.setattr(pydocs, "PYDOCS_PACKAGES", ("jinja2",))
+    monkeypatch.setenv("HEAPR_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path))
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    forget()
+    yield folder
+    forget()
+
+
+def forget() -> None:
+    """Let corpora be read anew."""
+    pydocs.harvested.cache_clear()
+    corpora._named_corpus.cache_clear()
+
+
+def in_process(line: str) -> str:
+    """What a command of the tutorial prints; make only says what it would do."""
+    if line.startswith("heapr-lab "):
+        result = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert result.exit_code == 0, (line, result.output)
+        return str(result.stdout)
+    if line.startswith("make ") and shutil.which("make"):
+        asked = ["make", "-n", "-C", str(ROOT), *line.split()[1:]]
+        subprocess.run(asked, check=True, stdout=subprocess.DEVNULL)
+        return ""
+    assert line.startswith("make ") or line == run_tutorial.ENTER
+    return ""
+
+
+def test_the_tutorial_runs(tiny_lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command and every cell, in order; it ends with the models it promises."""
+    found = list(run_tutorial.steps(TUTORIAL))
+    assert [step.language for step in found].count("console") >= 9
+    done = list(run_tutorial.run(found, in_process, InteractiveShell()))
+    assert [one.step for one in done] == found
+    panel = next(one.output for one in done if one.step.language == "ipython")
+    named = set(re.findall(r"\*\*(.+?)\*\*", section("Explore")))
+    assert {"ratio", "Evaluate", "Pin", "Export"} <= named <= names_of(panel)
+    assert "Return the sum of" in capsys.readouterr().out
+    manifests = [
+        json.loads((tiny_lab / name / "heapr_manifest.json").read_text())["weights"]
+        for name in ("pruned", "as_published")
+    ]
+    assert manifests[0].startswith("W_down compensated")
+    assert manifests[1] == "sliced, otherwise unchanged"
+    measured = run_tutorial.perplexities(done)
+    assert measured["perplexity on pydocs"].nunique() == 3  # dense, best, paper
+
+
+def section(title: str) -> str:
+    """The text under a heading of the tutorial."""
+    found = re.search(rf"^## {title}\n(.*?)^## ", TUTORIAL, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def names_of(widget: Widget) -> set[str]:
+    """What stands on a widget and on those in it."""
+    names = {*getattr(widget, "titles", ()), getattr(widget, "description", "")}
+    return names.union(*map(names_of, getattr(widget, "children", ())))
+
+
+def test_every_block_of_the_tutorial_is_run() -> None:
+    """No fence is of a language that `steps` leaves out, and no line is without $."""
+    fences = re.findall(r"^```(\w+)$", TUTORIAL, re.MULTILINE)
+    assert set(fences) == {"console", "ipython", "python"}
+    consoles = re.findall(r"^```console\n(.*?)^```", TUTORIAL, re.MULTILINE | re.DOTALL)
+    lines = [line for block in consoles for line in block.splitlines()]
+    assert [line for line in lines if not line.startswith("$ ")] == []
+
+
+def test_every_command_for_the_large_model_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line's own parser takes them, with the files they are about."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "importance.parquet").touch()
+    (tmp_path / "pruned").mkdir()
+    group: Any = typer.main.get_command(app)
+    context = group.make_context("heapr-lab", ["score"], resilient_parsing=True)
+    lines = re.findall(r"`heapr-lab ([^`]*)`", TUTORIAL)
+    assert sum("Qwen/Qwen3-30B-A3B" in line for line in lines) >= 5
+    for line in lines:
+        name, command, rest = group.resolve_command(context, shlex.split(line))
+        command.make_context(name, rest, parent=context)
+
+
+def test_the_sizes_are_those_of_the_code() -> None:
+    """The table of the large model is what its configuration gives today."""
+    found = re.search(r"<!-- sizes -->(.*?)<!-- end -->", TUTORIAL, re.DOTALL)
+    assert found is not None
+    assert found[1] == run_tutorial.as_block(run_tutorial.sizes())
+
+
+# --- the other pages --------------------------------------------------------------
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    """The page names all of `heapr_lab.__all__`, and nothing else."""
+    text = (DOCS / "api.rst").read_text("utf-8")
+    named = re.findall(r"^\.\. auto(?:function|class|exception):: (\S+)$", text, re.M)
+    assert sorted(named) == heapr_lab.__all__
+
+
+def test_the_page_of_commands_has_every_help() -> None:
+    """Each command has a section with its own words, as wide on any terminal."""
+    text = pages.commands_page(pages.help_texts())
+    names = re.findall(r"^## heapr-lab (\S+)$", text, re.MULTILINE)
+    assert names == pages.command_names()
+    assert "train-lab-model" in names
+    for name in names:
+        assert f"Usage: heapr-lab {name} " in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_every_notebook_is_a_page(tmp_path: Path) -> None:
+    """All are copied and named in the index; what is gone goes from the copies."""
+    stale = tmp_path / "notebooks" / "99_gone.ipynb"
+    stale.parent.mkdir()
+    stale.touch()
+    pages.copy_notebooks(ROOT / "notebooks", stale.parent)
+    names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert names == sorted(path.stem for path in stale.parent.glob("*.ipynb"))
+    index = (stale.parent / "index.md").read_text("utf-8")
+    _, _, listed = index.partition("```{toctree}\n:hidden:\n\n")
+    assert listed.split() == [*names, "```"]
+
+
+def test_every_page_is_in_the_menu() -> None:
+    """The start page names the pages that are there and those that are made."""
+    _, _, listed = (DOCS / "index.md").read_text("utf-8").partition(":hidden:\n")
+    written = {path.stem for path in DOCS.iterdir() if path.suffix in {".md", ".rst"}}
+    expected = written - {"index"} | {"commands", "notebooks/index"}
+    assert set(listed.split()) - {"```"} == expected
+
+
+def test_constraints_pin_what_the_site_is_made_with() -> None:
+    """Each package of the extra `docs` has a pin inside its bounds."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        asked = tomllib.load(file)["project"]["optional-dependencies"]["docs"]
+    lines = (ROOT / "constraints.txt").read_text("utf-8").lower().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
+    for item in map(Requirement, asked):
+        assert pins[item.name] in item.specifier
+
+
+# --- the site ---------------------------------------------------------------------
+
+
+class Fetched(HTMLParser):
+    """What a browser fetches to show a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what the tag makes a browser fetch."""
+        values = dict(attrs)
+        if tag == "link" and values.get("rel") not in {"index", "search", "next"}:
+            self.found.append(values.get("href") or "")
+        if tag in {"script", "img", "iframe", "source", "video"}:
+            self.found.append(values.get("src") or "")
+
+
+@pytest.mark.slow
+def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
+    """Every page is there, with its names; none fetches anything from elsewhere."""
+    pytest.importorskip("sphinx", reason="needs pip install -e '.[docs]'")
+    asked = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", str(tmp_path / "state")]
+    site = tmp_path / "html"
+    made = subprocess.run(
+        [*asked, str(DOCS), str(site)], capture_output=True, text=True, check=False
+    )
+    assert (made.returncode, made.stderr) == (0, "")
+    names = {path.stem for path in site.glob("*.html")}
+    assert {"index", "tutorial", "commands", "api", "genindex", "search"} <= names
+    reference = (site / "api.html").read_text("utf-8")
+    assert [
+        n for n in heapr_lab.__all__ if f'id="heapr_lab.{n}"' not in reference
+    ] == []
+    remote = re.compile("(https?:)?//")
+    for path in site.rglob("*.html"):
+        page = Fetched()
+        page.feed(path.read_text("utf-8"))
+        assert [url for url in page.found if remote.match(url)] == [], path.name
+    for path in site.rglob("*.css"):
+        text = path.read_text("utf-8")
+        assert re.search(r"@import|url\([\"']?(https?:)?//", text) is None, path.name
