@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import json
 import math
+import threading
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -453,6 +455,59 @@ def train_lab_model(
         "tokens": sum(run.n_tokens for run in runs),
     }
     _print({**facts, "last_batch_loss_nats": last}, as_json=as_json)
+
+
+@app.command(epilog=options.PROVENANCE_EXAMPLES)
+def provenance(
+    file: Annotated[
+        Path,
+        typer.Argument(help="A png, pdf, md, tex, csv or parquet, or a checkpoint."),
+    ],
+    as_json: options.AsJson = False,
+) -> None:
+    """Say where a file of this package came from."""
+    from heapr_lab.provenance import read_provenance
+
+    found = read_provenance(file)
+    _print(found.facts() if as_json else dict(found.lines()), as_json=as_json)
+
+
+@app.command("app", epilog=options.APP_EXAMPLES)
+def panel(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_TABLE",
+            help="A hub id, a local folder, `lab`, or a file of `score`, which cannot "
+            "be evaluated.",
+        ),
+    ] = "lab",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 takes a free one.")
+    ] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    profile: options.Profile = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Show the panel as a page, on this machine only.
+
+    Needs Voilà: pip install 'heapr-lab[app]'. With &theme=dark the page is dark.
+    """
+    from heapr_lab.app import panel_source, serve
+
+    code = panel_source(
+        source, profile=profile, device=device, dtype=dtype, folder=Path.cwd()
+    )
+
+    def announce(address: str) -> None:
+        typer.echo(address)
+        typer.echo("Control-C ends it.", err=True)
+        if browser:
+            # A browser that runs in the terminal would keep the server from answering.
+            threading.Thread(target=webbrowser.open, args=(address,)).start()
+
+    serve(code, port=port, on_ready=announce)
 
 
 # --- what the commands share ------------------------------------------------------

@@ -58,6 +58,18 @@ Examples:
   heapr-lab reproduce
   heapr-lab reproduce --model ./my_moe --profile lab
 """
+PROVENANCE_EXAMPLES = """\b
+Examples:
+  heapr-lab provenance figures/4_boundary.pdf
+  heapr-lab provenance mask.parquet --json
+  heapr-lab provenance pruned
+"""
+APP_EXAMPLES = """\b
+Examples:
+  heapr-lab app
+  heapr-lab app ./my_moe --profile lab
+  heapr-lab app importance.parquet --port 8866 --no-browser
+"""
 
 _NAME_HELP = "A hub id, a local folder, or `lab`."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=_NAME_HELP)]

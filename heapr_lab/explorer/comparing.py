@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from heapr_lab import store
 from heapr_lab.explorer.jobs import alert, status
 from heapr_lab.explorer.pictures import drawn_png
+from heapr_lab.explorer.views import table_html
 from heapr_lab.figures import rows_text, save_figure, styled, write_table
 from heapr_lab.provenance import rows_digest
 from heapr_lab.sessions import Choice, PruningSession
@@ -265,8 +266,6 @@ def _html_table(frame: pd.DataFrame) -> str:
             "" if value == () else str(value)
         ).all()
     ]  # fmt: skip
-    text: str = shown.drop(columns=dull).to_html(
-        index=False, border=0, float_format="{:.4f}".format, na_rep="–"
-    )
+    text = table_html(shown.drop(columns=dull))
     note = html.escape("Columns that no pin changes are left out; the files have all.")
     return f"{text}<small>{note}</small>"

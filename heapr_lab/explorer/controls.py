@@ -71,7 +71,9 @@ class Controls(ipw.VBox):
         self.ratio = ipw.BoundedFloatText(
             choice.ratio, description="ratio", layout={"width": "170px"}, **limits
         )
-        ipw.link((self.slider, "value"), (self.ratio, "value"))
+        # A slider's steps add up to 0.30000000000000004, which the box would show.
+        rounded = (lambda value: round(value, 6),) * 2
+        ipw.link((self.slider, "value"), (self.ratio, "value"), transform=rounded)
         shown = {of: name for name, of in _BUDGETS.items()}[choice.of]
         self.budget = _dropdown("budget", (*_BUDGETS, TARGET), shown)
         self.rise = ipw.BoundedFloatText(
@@ -110,7 +112,6 @@ class Controls(ipw.VBox):
         structure = self.structure.value
         ragged = structure == "ragged"
         return Choice(
-            # A slider's steps add up to 0.30000000000000004.
             ratio=round(self.ratio.value, 6),
             estimator=self.estimator.value,
             scope=self._wished_scope,

@@ -7,11 +7,14 @@ import pandas as pd
 
 from heapr_lab.explorer.jobs import Job, Report, status
 from heapr_lab.explorer.pictures import LossPicture
+from heapr_lab.explorer.views import table_html
 from heapr_lab.sessions import PruningSession, Step
 
 _SHOWN = ["dataset", "estimator", "scope", "granularity", "structure", "achieved_ratio"]
 _MEASURED = ["nll", "delta_nll", "perplexity", "accuracy", "stderr"]
 _PREDICTED_AT = [hundredths / 100 for hundredths in range(2, 96, 3)]
+_BEYOND = 0.1
+"""How far predictions are drawn beyond what was measured; further, they tower."""
 _NOTHING_YET = (
     "Nothing evaluated yet. Evaluate measures the dense and the pruned model; from two "
     "ratios on, losses in between are predicted."
@@ -71,7 +74,9 @@ class EvaluateTab(ipw.VBox):
         if points.empty:
             return
         if points["delta_nll"].notna().any():
-            predicted = self.session.predicted_curve(_PREDICTED_AT)
+            end = _BEYOND + float(points["achieved_ratio"].max())
+            ratios = [ratio for ratio in _PREDICTED_AT if ratio <= end]
+            predicted = self.session.predicted_curve(ratios)
             self.chart.value = self._picture.draw(points, predicted)
             self.chart.layout.display = None
         self.message.value = status(_message(points))
@@ -131,7 +136,4 @@ def _table(points: pd.DataFrame) -> str:
     shown = points[[*_SHOWN, *measured]].assign(
         achieved_ratio=points["achieved_ratio"].map("{:.1%}".format)
     )
-    html: str = shown.to_html(
-        index=False, border=0, float_format="{:.4f}".format, na_rep="–"
-    )
-    return html
+    return table_html(shown)

@@ -208,7 +208,7 @@ class LossPicture:
         self._paper(limit=max(1.5 * float(measured["delta_nll"].max()), 0.2), top=top)
         self.ax.relim()
         self.ax.autoscale_view()
-        self.ax.set_xlim(left=0)
+        self.ax.set_xlim(left=0, auto=None)  # later points may be further right
         self.ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
         self._canvas.draw()
         return _png(self._canvas)

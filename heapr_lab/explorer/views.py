@@ -26,6 +26,15 @@ _N_HURT: Final = 10
 _N_AROUND: Final = 6
 
 
+def table_html(frame: pd.DataFrame) -> str:
+    """`frame` as it is, numbers with four decimals, columns apart from each other."""
+    text: str = frame.to_html(
+        index=False, border=0, float_format="{:.4f}".format, na_rep="–"
+    )
+    padded = text.replace("<th>", '<th style="padding:0 8px">')
+    return padded.replace("<td>", '<td style="padding:0 8px">')
+
+
 # --- views: pieces ----------------------------------------------------------------
 
 
@@ -112,7 +121,7 @@ def _totals(losses: pd.DataFrame, pruned: str) -> str:
     return (
         f"Dense {dense:.3f}, pruned {after:.3f}, Δ {after - dense:+.3f} nats per token "
         f"over {change.count()} predicted tokens (perplexity {perplexities}). By "
-        f"{_STEPS[1]:g} nats or more, {(change >= _STEPS[1]).sum()} tokens are worse "
+        f"{_STEPS[1]:g} nats or more, {(change >= _STEPS[1]).sum()} of them are worse "
         f"and {(change <= -_STEPS[1]).sum()} better. Pruned model: {pruned}."
     )
 

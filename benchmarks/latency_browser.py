@@ -1,0 +1,102 @@
+"""From a key press in JupyterLab to the new picture on the screen, for large tables.
+
+python -m benchmarks.latency_browser
+
+A real browser moves the panel's slider with the arrow key, thirty times one after the
+other, over tables of random statistics: one of 300 thousand atomic experts, and one of
+the shape of Qwen3-30B-A3B. Written to `results/panel.csv`.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.machine import RESULTS, machine, write_results
+from heapr_lab.accounting import Architecture, LayerShape
+from heapr_lab.table import ImportanceTable
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from browser.pages import Panel, browser, run_all
+from browser.servers import CHROMIUM, lab_notebook
+
+SHAPES = {"300 thousand": (24, 64, 192), "Qwen3-30B-A3B": (48, 128, 768)}
+"""Layers, experts of each, atoms of each."""
+N_PRESSES = 30
+CELL = """\
+from heapr_lab import ImportanceTable, explore
+explore(ImportanceTable.read({path!r}))"""
+
+
+def random_table(n_layers: int, n_experts: int, d_inter: int) -> ImportanceTable:
+    """A table of random sums, with an architecture of that shape."""
+    rng = np.random.default_rng(0)
+    sizes = (range(n_layers), range(n_experts), range(d_inter))
+    atoms = np.fromiter(itertools.product(*sizes), np.dtype((np.int64, 3)))
+    frame = pd.DataFrame(atoms, columns=["layer", "expert", "atom"])
+    frame["tokens"] = 100 + frame["expert"]
+    for name in ("sum_h2", "sum_g2", "sum_ph2", "max_abs_ph", "w_down_sq"):
+        frame[name] = rng.lognormal(size=len(frame))
+    shape = LayerShape(n_experts=n_experts, d_inter=d_inter, d_expert=2048)
+    layers = dict.fromkeys(range(n_layers), shape)
+    parameters = 10**9 + len(frame) * 3 * 2048
+    model = Architecture(parameters, 2, 8, layers, 5000, 16)
+    return ImportanceTable.from_frame(frame, architecture=model.to_dict())
+
+
+def measure(table: ImportanceTable, folder: Path, *, executable: str) -> list[float]:
+    """Milliseconds from each press to its picture."""
+    path = folder / "table.parquet"
+    table.write(path)
+    cells = [CELL.format(path=str(path))]
+    with (
+        lab_notebook(cells, private=folder, environment={}) as address,
+        browser(executable) as chromium,
+    ):
+        page = chromium.new_page(viewport={"width": 1280, "height": 1400})
+        page.goto(address)
+        run_all(page)
+        panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
+        panel.is_ready()
+        panel.time_presses(["ArrowRight"])  # the first one ranks the atoms
+        return panel.time_presses(["ArrowRight"] * N_PRESSES)
+
+
+def row(name: str, *, executable: str) -> dict[str, Any]:
+    """Median and 95th percentile for one table."""
+    table = random_table(*SHAPES[name])
+    with tempfile.TemporaryDirectory() as folder:
+        taken = measure(table, Path(folder), executable=executable)
+    return {
+        "table": name,
+        "atoms": table.n_atoms,
+        "presses": N_PRESSES,
+        "median_ms": round(statistics.median(taken), 1),
+        "p95_ms": round(statistics.quantiles(taken, n=20)[-1], 1),
+    }
+
+
+def main() -> None:
+    """Measure both tables and write what was found.
+
+    Raises:
+        SystemExit: there is no browser.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    out = parser.parse_args().out
+    if CHROMIUM is None:
+        raise SystemExit("there is no chromium: apt-get install chromium")
+    rows = [row(name, executable=CHROMIUM) for name in SHAPES]
+    write_results("panel", rows, machine(), out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What a person does with a panel in a browser, by the names that are on the screen."""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from matplotlib.image import imread
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Locator,
+    Page,
+    expect,
+    sync_playwright,
+)
+
+TIMEOUT = 90_000
+"""Milliseconds for a kernel to import torch, on a busy machine."""
+_MILLISECONDS = 20_000
+"""Each step takes part of a second; a busy machine is given time."""
+_FLAGS = (
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-quic",
+    "--disable-sync",
+    "--no-first-run",
+    # Nothing off this machine has an address.
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
+_LOCAL = re.compile(r"(https?|wss?)://127\.0\.0\.1[:/]")
+_NETWORK = re.compile(r"(https?|wss?):")
+_COUNTS = re.compile(r"^\s*[\d.]+% of the atomic experts removed")
+_TIME_ONE_PRESS = """
+image => {
+  const pressed = new Promise(done => document.addEventListener(
+    'keydown', () => done(performance.now()), {once: true, capture: true}));
+  const painted = new Promise((done, fail) => {
+    image.addEventListener('load', () => requestAnimationFrame(
+      () => requestAnimationFrame(() => done(performance.now()))), {once: true});
+    setTimeout(() => fail(new Error('no new picture')), 20000);
+  });
+  window.heaprPress = Promise.all([pressed, painted]).then(([from, to]) => to - from);
+}
+"""
+
+
+@contextlib.contextmanager
+def browser(executable: str) -> Iterator[Browser]:
+    """A browser without a window, which reaches this machine only."""
+    expect.set_options(timeout=_MILLISECONDS)
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=executable, args=_FLAGS)
+        yield found
+        found.close()
+
+
+@dataclass
+class Watch:
+    """What a page must not do: complain, or ask another machine for anything."""
+
+    complaints: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+    """Addresses off this machine; the browser could not reach them."""
+
+    @classmethod
+    def of(cls, context: BrowserContext, page: Page) -> "Watch":
+        """Begin to watch a page."""
+        watch = cls()
+        context.on("request", lambda request: watch._asked(request.url))
+        page.on("websocket", lambda socket: watch._asked(socket.url))
+        page.on("console", watch._said)
+        page.on("pageerror", lambda error: watch.complaints.append(str(error)))
+        return watch
+
+    def _asked(self, url: str) -> None:
+        if _NETWORK.match(url) and not _LOCAL.match(url):
+            self.requests.append(url)
+
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.complaints.append(f"{message.text} ({message.location.get('url')})")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: what can be moved in it and what it shows."""
+
+    root: Locator
+
+    @property
+    def ratio(self) -> Locator:
+        """The box with the ratio."""
+        return self.root.get_by_role("spinbutton", name="ratio")
+
+    @property
+    def handle(self) -> Locator:
+        """What is dragged; it has no name, the box beside it has."""
+        return self.root.locator(".widget-slider [role=slider]").first
+
+    @property
+    def track(self) -> Locator:
+        """What the handle is dragged along."""
+        return self.root.locator(".widget-slider .noUi-base").first
+
+    @property
+    def counts(self) -> Locator:
+        """The line that says what is removed."""
+        return self.root.get_by_role("status").filter(has_text=_COUNTS)
+
+    @property
+    def picture(self) -> Locator:
+        """The picture of the tab that is open."""
+        return self.root.locator("img:visible").first
+
+    def open(self, tab: str) -> None:
+        """Click a tab."""
+        self.root.get_by_role("tab", name=tab, exact=True).click()
+
+    def button(self, name: str) -> Locator:
+        """The visible button of that name."""
+        return self.root.get_by_role("button", name=name, exact=True)
+
+    def choice(self, name: str) -> Locator:
+        """The drop-down list of that name."""
+        return self.root.get_by_role("combobox", name=name, exact=True)
+
+    def is_ready(self) -> None:
+        """Wait until it shows counts and a picture, and that is painted."""
+        failed = self.root.locator("[data-mime-type='application/vnd.jupyter.error']")
+        expect(self.counts.or_(failed)).to_be_visible(timeout=TIMEOUT)
+        expect(self.counts).to_be_visible()
+        self.open("Choose")
+        self.picture.scroll_into_view_if_needed()
+        assert self.pixels().std() > 0.01, "the picture is there but nothing is painted"
+
+    def pixels(self) -> np.ndarray:
+        """The picture as it is on the screen."""
+        return pixels(self.picture.screenshot())
+
+    def source(self) -> str:
+        """The address of the picture, which is another one for each picture."""
+        return str(self.picture.get_attribute("src"))
+
+    def changes_from(self, source: str) -> None:
+        """Wait until another picture than `source` is shown and loaded."""
+        expect(self.picture).not_to_have_attribute("src", source)
+        self.picture.evaluate("image => image.decode()")
+
+    def ratio_shown(self) -> float:
+        """The share of atoms that goes, as the line with the counts says it."""
+        found = re.match(r"\s*([\d.]+)%", self.counts.inner_text())
+        assert found is not None
+        return float(found[1]) / 100
+
+    def type_ratio(self, text: str) -> None:
+        """Type a ratio into the box, and wait until the slider follows."""
+        self.ratio.fill(text)
+        self.ratio.press("Enter")
+        # In its text 0.9 can be 0.9000000000000001.
+        follows = """([node, value]) =>
+            Math.abs(node.getAttribute('aria-valuetext') - value) < 1e-6"""
+        wanted = [self.handle.element_handle(), float(text)]
+        self.root.page.wait_for_function(follows, arg=wanted)
+        expect(self.ratio).to_have_value(text)
+
+    def drag_to(self, share: float) -> list[float]:
+        """Drag the handle to `share` of its track; the ratios that were shown."""
+        page, shown = self.root.page, []
+        self.handle.scroll_into_view_if_needed()
+        handle, track = self.handle.bounding_box(), self.track.bounding_box()
+        assert handle is not None
+        assert track is not None
+        x, y = (handle[a] + handle[b] / 2 for a, b in (("x", "width"), ("y", "height")))
+        page.mouse.move(x, y)
+        page.mouse.down()
+        for step in range(1, 11):
+            goal = track["x"] + track["width"] * share
+            page.mouse.move(x + (goal - x) * step / 10, y)
+            page.wait_for_timeout(50)
+            shown.append(self.ratio_shown())
+        page.mouse.up()
+        # What was typed before the last move arrived would be overwritten by it.
+        value = float(str(self.handle.get_attribute("aria-valuetext")))
+        expect(self.ratio).to_have_value(f"{value:g}")
+        return shown
+
+    def time_presses(self, keys: Sequence[str]) -> list[float]:
+        """Press keys on the handle; milliseconds until each new picture is painted."""
+        self.handle.focus()
+        taken = []
+        for key in keys:
+            # Begun before the key goes down, so that no picture is missed.
+            self.picture.evaluate(_TIME_ONE_PRESS)
+            self.root.page.keyboard.press(key)
+            taken.append(float(self.root.page.evaluate("window.heaprPress")))
+        return taken
+
+
+def run_all(page: Page) -> None:
+    """Run all cells of JupyterLab's notebook, once its kernel answers.
+
+    What is asked of it before is lost.
+    """
+    bar = page.locator("#jp-main-statusbar")
+    expect(bar).to_contain_text("| Idle", timeout=TIMEOUT)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+
+def pixels(png: bytes) -> np.ndarray:
+    """Red, green and blue of a PNG, from 0 to 1."""
+    array: np.ndarray = imread(io.BytesIO(png))[..., :3]
+    return array
+
+
+def nameless(root: Locator) -> list[str]:
+    """Inputs, lists and buttons in `root` that a screen reader has no name for.
+
+    The handles of ipywidgets' sliders can have none; the number boxes beside them do.
+    """
+    controls = root.locator("input, select, textarea, button, [role=button]")
+    found = []
+    for control in controls.all():
+        if not control.is_visible():
+            continue
+        lines = control.aria_snapshot().splitlines()
+        if not lines or not re.search(r'- \w+ ".+"', lines[0]):
+            found.append(str(control.evaluate("node => node.outerHTML"))[:200])
+    return found

@@ -1,0 +1,136 @@
+"""JupyterLab and the app as processes of their own, with folders of their own."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import nbformat
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, _BROWSERS)), None)
+_ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/\S*token=\w[\w-]+")
+_SECONDS_TO_START = 120
+_SECONDS_TO_STOP = 20
+# No toast with news over the panel, no half-written notebooks, nothing left unrendered.
+_LAB_SETTINGS = {
+    "@jupyterlab/apputils-extension:notification": {
+        "fetchNews": "false",
+        "checkForUpdates": False,
+        "doNotDisturbMode": True,
+    },
+    "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
+    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
+}
+# Without it JupyterLab asks which kernel to start.
+_KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+# The server asks no package index about versions and extensions either.
+_LAB_OPTIONS = (
+    "--no-browser",
+    "--allow-root",
+    "--ServerApp.ip=127.0.0.1",
+    "--ServerApp.port_retries=0",
+    "--LabApp.news_url=None",
+    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    "--LabApp.extension_manager=readonly",
+    "--LabApp.expose_app_in_browser=True",  # its commands, as `jupyterapp`
+)
+
+
+@contextlib.contextmanager
+def lab_notebook(
+    cells: Sequence[str], *, private: Path, environment: Mapping[str, str]
+) -> Iterator[str]:
+    """JupyterLab with a notebook of `cells` open; its address, with the token.
+
+    Args:
+        cells: sources of its code cells.
+        private: an empty folder for everything that is written.
+        environment: what the kernels are to see besides ours.
+    """
+    settings = private / "config" / "labconfig" / "default_setting_overrides.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(json.dumps(_LAB_SETTINGS), encoding="utf-8")
+    work = private / "notebooks"
+    work.mkdir()
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source) for source in cells], metadata=_KERNEL
+    )
+    nbformat.write(notebook, work / "panels.ipynb")
+    command = ["jupyterlab", *_LAB_OPTIONS, f"--ServerApp.port={free_port()}"]
+    command += [f"--ServerApp.root_dir={work}"]
+    with served(command, private=private, environment=environment) as (address, _):
+        parts = urlsplit(address)
+        # A layout that was saved would be shown in place of the notebook.
+        query = f"reset&{parts.query}"
+        yield parts._replace(path="/lab/tree/panels.ipynb", query=query).geturl()
+
+
+@contextlib.contextmanager
+def served(
+    command: Sequence[str], *, private: Path, environment: Mapping[str, str]
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A module run with arguments; the address that it prints, and the process."""
+    log = private / "server.log"
+    variables = os.environ | jupyter_folders(private) | environment
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=private,
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield _address(log, process), process
+        finally:
+            stop(process)
+
+
+def jupyter_folders(private: Path) -> dict[str, str]:
+    """Variables that keep Jupyter and matplotlib out of the developer's folders."""
+    folders = {
+        "JUPYTER_CONFIG_DIR": "config",
+        "JUPYTER_DATA_DIR": "data",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "JUPYTERLAB_SETTINGS_DIR": "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+        "IPYTHONDIR": "ipython",
+    }
+    return {name: str(private / folder) for name, folder in folders.items()}
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server, which ends its kernels."""
+    process.terminate()
+    try:
+        process.wait(_SECONDS_TO_STOP)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _address(log: Path, process: subprocess.Popen[bytes]) -> str:
+    """The first address with a token that a server prints."""
+    deadline = time.monotonic() + _SECONDS_TO_START
+    while time.monotonic() < deadline and process.poll() is None:
+        found = _ADDRESS.search(log.read_text(encoding="utf-8"))
+        if found is not None:
+            return found[0]
+        time.sleep(0.1)
+    raise RuntimeError(f"no server: {log.read_text(encoding='utf-8')[-3000:]}")

@@ -1,0 +1,96 @@
+"""The panel as a page of its own, which `heapr-lab app` serves."""
+
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from browser.pages import TIMEOUT, Panel, Watch, nameless, pixels
+from browser.servers import served, stop
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+pytestmark = pytest.mark.browser
+
+N_ATOMS = 2 * 4 * 8
+"""Layers, experts, atoms of the tiny model."""
+
+
+@pytest.fixture(scope="module")
+def app(
+    tiny_model: Path,
+    environment: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]", Path]]:
+    """Address and process of the app, and where its temporary files go."""
+    pytest.importorskip("voila")
+    private = tmp_path_factory.mktemp("app")
+    temporary = private / "tmp"
+    temporary.mkdir()
+    command = ["heapr_lab", "app", str(tiny_model), "--profile", "small"]
+    variables = environment | {"TMPDIR": str(temporary)}
+    with served([*command, "--no-browser"], private=private, environment=variables) as (
+        address,
+        process,
+    ):
+        yield address, process, temporary
+
+
+def test_the_app_shows_the_panel(
+    chromium: "sync_api.Browser",
+    app: tuple[str, "subprocess.Popen[bytes]", Path],
+    shots: Path,
+) -> None:
+    """It follows keys and typing, evaluates, and asks no other machine for anything."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 1000})
+    page = context.new_page()
+    watch = Watch.of(context, page)
+    page.goto(f"{app[0]}&theme=dark", timeout=TIMEOUT)
+    panel = Panel(page.locator("body"))
+    panel.is_ready()
+    assert page.locator(".jp-InputArea-editor").count() == 0
+    assert pixels(page.screenshot())[:, 0].mean() < 0.5
+    page.screenshot(path=shots / "app-dark-1280.png")
+    before = panel.source()
+    panel.handle.focus()
+    page.keyboard.press("PageUp")
+    panel.changes_from(before)
+    panel.type_ratio("0.5")
+    expect(panel.counts).to_contain_text(f"{N_ATOMS // 2} of {N_ATOMS} kept")
+    panel.open("Evaluate")
+    panel.root.get_by_role("listbox", name="corpora").select_option("pydocs")
+    panel.button("Evaluate").click()
+    expect(panel.root.get_by_text("Last point: 50.0%")).to_be_visible(timeout=TIMEOUT)
+    page.screenshot(path=shots / "app-dark-evaluated-1280.png")
+    assert nameless(panel.root) == []
+    stderr = "[data-mime-type='application/vnd.jupyter.stderr']"
+    assert page.locator(stderr).all_inner_texts() == []
+    assert watch.complaints == []
+    assert watch.requests == []
+    context.close()
+
+
+def test_only_this_machine_and_only_with_the_token(
+    app: tuple[str, "subprocess.Popen[bytes]", Path],
+) -> None:
+    """It listens on 127.0.0.1 alone, and shows nothing to those without the token."""
+    address, process, _ = app
+    connections = psutil.Process(process.pid).net_connections("tcp")
+    listening = {found.laddr.ip for found in connections if found.status == "LISTEN"}
+    assert listening == {"127.0.0.1"}
+    for without in (address.partition("?")[0], f"{address}x"):
+        with urllib.request.urlopen(without) as answer:
+            assert "/login?" in answer.url
+
+
+def test_leaves_nothing_behind(
+    app: tuple[str, "subprocess.Popen[bytes]", Path],
+) -> None:
+    """Told to stop, it ends well and takes its notebook with it."""
+    _, process, temporary = app
+    assert list(temporary.glob("heapr-lab-*/heapr-lab.ipynb"))
+    stop(process)
+    assert process.returncode == 0
+    assert list(temporary.glob("heapr-lab-*")) == []

@@ -1,0 +1,74 @@
+"""The pictures of the README: the panel on the lab model, in JupyterLab.
+
+Made on request, for the text that everything is measured on has to be harvested:
+HEAPR_SHOTS=figures/screens pytest -m browser tests/browser/test_screens.py
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser.pages import TIMEOUT, Panel, Watch, run_all
+from browser.servers import lab_notebook
+
+from heapr_lab import open_workbench
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif("HEAPR_SHOTS" not in os.environ, reason="set HEAPR_SHOTS"),
+]
+
+CELL = """\
+from heapr_lab import explore
+
+explore("lab")"""
+
+
+@pytest.fixture
+def page(
+    chromium: "sync_api.Browser", session_cache: Path, tmp_path: Path
+) -> Iterator["sync_api.Page"]:
+    """The notebook, its table being in the cache, without the file browser."""
+    open_workbench("lab").importance()
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    watch = Watch.of(context, page)
+    silent = {"HEAPR_LAB_PROGRESS": "0"}
+    with lab_notebook([CELL], private=tmp_path, environment=silent) as address:
+        page.goto(address)
+        run_all(page)
+        page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
+        yield page
+        context.close()
+    assert watch.complaints == []
+    assert watch.requests == []
+
+
+def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
+    """Choose, evaluate at three ratios, and look where pruning hurts a text."""
+    panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
+    panel.is_ready()
+    panel.choice("estimator").select_option("shrunk")
+    panel.open("Evaluate")
+    for ratio in (0.2, 0.6, 0.4):
+        panel.type_ratio(str(ratio))
+        panel.button("Evaluate").click()
+        told = panel.root.get_by_text(f"Last point: {ratio:.1%}")
+        expect(told).to_be_visible(timeout=TIMEOUT)
+        expect(panel.button("Evaluate")).to_be_enabled()
+    panel.is_ready()
+    page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
+    page.screenshot(path=shots / "choose.png")
+    page.set_viewport_size({"width": 1280, "height": 1400})
+    output = panel.root.locator(".jp-OutputArea-output").first
+    panel.open("Evaluate")
+    panel.picture.evaluate("image => image.decode()")
+    output.screenshot(path=shots / "evaluate.png")
+    panel.open("Inspect")
+    panel.button("Compare losses").click()
+    hurt = panel.root.get_by_text("tokens hurt most")
+    expect(hurt).to_be_visible(timeout=TIMEOUT)
+    output.screenshot(path=shots / "inspect.png")
