@@ -189,18 +189,23 @@ class InspectTab(ipw.VBox):
                 estimator=self.session.choice.estimator,
             )
         except SpecError as error:  # a choice that cannot be had
-            self.nearest.options = [("none: this choice cannot be had", None)]
+            self._offer([("none: this choice cannot be had", ())])
             self.note.value = alert(str(error))
             return
         self.note.value = ""
         first = "choose an atom" if len(found) else "none: nothing is pruned"
         names = [_atom_name(row) for row in found.itertuples()]
         keys = found[list(KEYS)].itertuples(index=False, name=None)
-        self.nearest.options = [(first, None), *zip(names, keys, strict=True)]
+        self._offer([(first, ()), *zip(names, keys, strict=True)])
+
+    def _offer(self, options: list[tuple[str, tuple[int, ...]]]) -> None:
+        """Fill the list, its first entry, which is no atom, being shown."""
+        self.nearest.options = options
+        self.nearest.index = 0
 
     def _take_atom(self, change: Any) -> None:
         """Put the chosen atom into the boxes."""
-        if change["new"] is not None:
+        if change["new"]:
             boxes = (self.atom_layer, self.expert, self.atom)
             for box, value in zip(boxes, change["new"], strict=True):
                 box.value = value

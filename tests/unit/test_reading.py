@@ -99,7 +99,7 @@ def test_losses_are_told_in_text() -> None:
     # (0.6 + 2.5 - 0.7 + 0) / 4 = 0.6; e = 2.7, e^1.6 = 5.0
     assert "Dense 1.000, pruned 1.600, Δ +0.600 nats per token over 4" in page
     assert "perplexity 2.7 → 5.0" in page
-    assert "0.5 nats or more, 2 tokens are worse and 1 better" in page
+    assert "0.5 nats or more, 2 of them are worse and 1 better" in page
     assert "half of &lt;it&gt;" in page
     assert 'role="status"' in page
     assert "Δ +2.50 nats (dense 1.00, pruned 3.50)" in span_of(page, 2)
@@ -365,7 +365,7 @@ def test_positions_are_those_of_the_text(tab: InspectTab) -> None:
 def test_tab_shows_contexts(tab: InspectTab) -> None:
     """Of the atom nearest the cut, on the windows that were calibrated on."""
     keep = tab.session.keep
-    assert tab.nearest.value is None
+    assert tab.nearest.value == ()
     tab.nearest.index = 1
     best = nearest_the_cut(tab.session.table, keep, estimator="heapr").iloc[0]
     boxes = tab.atom_layer.value, tab.expert.value, tab.atom.value
@@ -393,7 +393,7 @@ def test_atoms_follow_the_choice(tab: InspectTab) -> None:
     assert [name for name, _ in tab.nearest.options] == ["none: nothing is pruned"]
     tab.session.choose(Choice(structure="aligned"))
     tab.refresh()
-    assert tab.nearest.value is None
+    assert tab.nearest.value == ()
     assert "multiple" in tab.note.value
     tab.session.choose(Choice(ratio=0.5))
     tab.refresh()
