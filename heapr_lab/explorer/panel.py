@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ipw
+import pandas as pd
 
 from heapr_lab.explorer.comparing import CompareTab
 from heapr_lab.explorer.controls import Controls
@@ -15,6 +16,7 @@ from heapr_lab.explorer.exporting import ExportTab
 from heapr_lab.explorer.jobs import alert, status
 from heapr_lab.explorer.pictures import ChoicePicture
 from heapr_lab.explorer.reading import InspectTab
+from heapr_lab.explorer.views import table_html
 from heapr_lab.sessions import Choice, PruningSession
 from heapr_lab.specs import HeaprLabError, SpecError
 from heapr_lab.table import ImportanceTable
@@ -62,6 +64,8 @@ class Explorer(ipw.VBox):
         # As wide as it was drawn at most: stretched, its text would blur.
         self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
         self.numbers = ipw.HTML()
+        self.layers = ipw.HTML()
+        self.behind = ipw.Accordion([self.layers], titles=["Numbers of each layer"])
         self.prediction = ipw.HTML()
         self._picture = ChoicePicture(session.table)
         self.evaluation = EvaluateTab(
@@ -76,6 +80,7 @@ class Explorer(ipw.VBox):
                     [
                         self.picture,
                         ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>"),
+                        self.behind,
                         self.numbers,
                         self.prediction,
                     ]
@@ -89,6 +94,7 @@ class Explorer(ipw.VBox):
         )
         super().__init__([self.controls, self.status, self.error, self.tabs])
         self.tabs.observe(self._refresh_inspection, names="selected_index")
+        self.behind.observe(self._show_layers, names="selected_index")
         self.refresh()
 
     def __repr__(self) -> str:
@@ -117,6 +123,7 @@ class Explorer(ipw.VBox):
         self._show_numbers()
         self.export.refresh()
         self._refresh_inspection()
+        self._show_layers()
 
     def _refresh_inspection(self, _change: Any = None) -> None:
         """Offer the atoms nearest the cut, while they can be seen."""
@@ -138,6 +145,11 @@ class Explorer(ipw.VBox):
             text = status(self.session.describe_prediction())
         self.prediction.value = text
 
+    def _show_layers(self, _change: Any = None) -> None:
+        """The numbers behind the picture, while they can be seen."""
+        if self.behind.selected_index is not None:
+            self.layers.value = table_html(layers_frame(self.session))
+
     def _on_points(self) -> None:
         self._show_numbers()
         self.comparison.refresh()
@@ -150,6 +162,32 @@ class Explorer(ipw.VBox):
         self.error.value = alert(text)
         self.status.value = status("This choice cannot be had.")
         self.numbers.value = self.prediction.value = ""
+
+
+def layers_frame(session: PruningSession) -> pd.DataFrame:
+    """What the picture shows, a row for each layer: removed, widths left, traffic.
+
+    Columns: layer, removed (share of its atoms), width of its narrowest, mean and
+    widest expert, experts that are gone, and busiest, the traffic of its busiest expert
+    over an even share.
+    """
+    keep = session.keep
+    widths = keep.widths()
+    frame = pd.DataFrame(
+        {
+            "layer": list(keep.layers),
+            "removed": keep.layer_ratios().map("{:.1%}".format).to_numpy(),
+            "narrowest": widths.min(axis=1).to_numpy(),
+            "mean width": widths.mean(axis=1).round(1).to_numpy(),
+            "widest": widths.max(axis=1).to_numpy(),
+            "experts gone": widths.eq(0).sum(axis=1).to_numpy(),
+        }
+    )
+    if "tokens" in session.table.frame:
+        tokens = session.table.expert_tokens().groupby("layer")["tokens"]
+        busiest = (tokens.max() / tokens.mean()).round(2)
+        frame["busiest [× even share]"] = busiest.to_numpy()
+    return frame
 
 
 def numbers_html(session: PruningSession) -> str:

@@ -144,6 +144,16 @@ def test_every_control_has_a_name(page: "sync_api.Page") -> None:
         assert nameless(panel.root.locator(".jp-OutputArea-output")) == []
 
 
+def test_the_numbers_are_one_click_away(page: "sync_api.Page") -> None:
+    """Below the picture, a row for each layer."""
+    panel, _ = panels(page)
+    title = panel.root.get_by_text("Numbers of each layer")
+    title.click()
+    rows = panel.root.get_by_role("row").filter(has_text=re.compile(r"^\s*[01]\s"))
+    expect(rows).to_have_count(2)
+    title.click()
+
+
 def test_evaluates(page: "sync_api.Page") -> None:
     """The button measures the dense and the pruned model, and shows both."""
     panel, _ = panels(page)

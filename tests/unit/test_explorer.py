@@ -20,7 +20,7 @@ from heapr_lab.artefacts import read_frame
 from heapr_lab.damage import summed_scores
 from heapr_lab.evaluation import Perplexity
 from heapr_lab.explorer.controls import TARGET, layer_numbers
-from heapr_lab.explorer.panel import Explorer, explore
+from heapr_lab.explorer.panel import Explorer, explore, layers_frame
 from heapr_lab.explorer.pictures import ChoicePicture
 from heapr_lab.masks import KeepMask
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
@@ -456,6 +456,22 @@ def test_numbers_stand_in_a_table() -> None:
     assert {"bytes", "FLOPs per token", "FLOPs of the routed experts"} <= set(
         table.index
     )
+
+
+def test_the_numbers_of_the_picture_are_one_click_away() -> None:
+    """A row for each layer, made while it is open, and following the slider then."""
+    panel = explore(random_table(2, 4, 16), choice=Choice(ratio=0.5))
+    assert panel.layers.value == ""
+    panel.behind.selected_index = 0
+    frame = layers_frame(panel.session)
+    widths = panel.session.keep.widths()
+    assert frame["narrowest"].tolist() == widths.min(axis=1).tolist()
+    assert frame["experts gone"].tolist() == (widths == 0).sum(axis=1).tolist()
+    assert frame["busiest [× even share]"].tolist() == [1.13, 1.13]  # 13 / 11.5
+    before = panel.layers.value
+    assert all(share in before for share in frame["removed"])
+    panel.controls.slider.value = 0.25
+    assert panel.layers.value != before
 
 
 # --- comparing and exporting ----------------------------------------------------------
