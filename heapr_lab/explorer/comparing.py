@@ -22,6 +22,14 @@ from heapr_lab.specs import HeaprLabError, SpecError
 
 _MARKERS = "osD^vPX*"
 _LINES = ("-", "--", ":", "-.")
+_SHORT = {
+    "achieved_ratio": "removed",
+    "parameter_reduction": "parameters saved",
+    "bytes_reduction": "bytes saved",
+    "flops_reduction": "FLOPs saved",
+    "routed_flops_reduction": "routed FLOPs saved",
+}
+"""What columns are called where there is little room."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +263,7 @@ def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
 
 def _html_table(frame: pd.DataFrame) -> str:
     shown = frame.copy()
+    shown["multiple"] = shown["multiple"].astype("Int64")
     for name in shown.columns:
         if str(name).endswith(("_reduction", "_ratio")):
             shown[name] = shown[name].map("{:.1%}".format)
@@ -266,6 +275,7 @@ def _html_table(frame: pd.DataFrame) -> str:
             "" if value == () else str(value)
         ).all()
     ]  # fmt: skip
-    text = table_html(shown.drop(columns=dull))
+    shown = shown.drop(columns=dull).rename(columns=_SHORT)
+    text = f'<div style="overflow-x:auto">{table_html(shown)}</div>'
     note = html.escape("Columns that no pin changes are left out; the files have all.")
     return f"{text}<small>{note}</small>"

@@ -1,6 +1,7 @@
 """The tab that runs the model: perplexity and accuracy of what is chosen."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import ipywidgets as ipw
 import pandas as pd
@@ -8,7 +9,7 @@ import pandas as pd
 from heapr_lab.explorer.jobs import Job, Report, status
 from heapr_lab.explorer.pictures import LossPicture
 from heapr_lab.explorer.views import table_html
-from heapr_lab.sessions import PruningSession, Step
+from heapr_lab.sessions import Choice, PruningSession, Step
 
 _SHOWN = ["dataset", "estimator", "scope", "granularity", "structure", "achieved_ratio"]
 _MEASURED = ["nll", "delta_nll", "perplexity", "accuracy", "stderr"]
@@ -43,6 +44,7 @@ class EvaluateTab(ipw.VBox):
         self.session = session
         self._on_points = on_points
         self._picture = LossPicture()
+        self._drawn: Choice | None = None
         self.corpora = _choices("corpora", corpora, list(corpora)[:1])
         self.tasks = _choices("tasks", tasks, [])
         self.job = Job(
@@ -68,9 +70,17 @@ class EvaluateTab(ipw.VBox):
             ]
         )
 
+    def follow(self) -> None:
+        """Draw again if more than the ratio changed, which predictions depend on."""
+        if self._drawn != self._way():
+            self.refresh()
+
+    def _way(self) -> Choice:
+        return replace(self.session.choice, ratio=0.0)
+
     def refresh(self) -> None:
         """Draw all points again, with the predictions of what is chosen now."""
-        points = self.session.points
+        points, self._drawn = self.session.points, self._way()
         if points.empty:
             return
         if points["delta_nll"].notna().any():

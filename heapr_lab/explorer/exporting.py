@@ -27,11 +27,12 @@ class ExportTab(ipw.VBox):
             "pruned", description="folder", continuous_update=False,
             tooltip="a new folder, relative to the notebook's",
         )  # fmt: skip
+        wide = {"indent": False, "layout": {"width": "auto"}}
         self.compensated = ipw.Checkbox(
-            value=True, description="compensate W_down (one forward pass)"
+            value=True, description="compensate W_down (one forward pass)", **wide
         )
         self.gguf = ipw.Checkbox(
-            value=False, description="GGUF file too (uniform structure)"
+            value=False, description="GGUF file too (uniform structure)", **wide
         )
         self.job = Job("Export", self._export, tooltip="write the pruned model")
         self.note = ipw.HTML(status(""))

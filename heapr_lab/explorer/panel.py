@@ -93,7 +93,7 @@ class Explorer(ipw.VBox):
             titles=TABS,
         )
         super().__init__([self.controls, self.status, self.error, self.tabs])
-        self.tabs.observe(self._refresh_inspection, names="selected_index")
+        self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
         self.refresh()
 
@@ -122,13 +122,16 @@ class Explorer(ipw.VBox):
             self.error.value = ""
         self._show_numbers()
         self.export.refresh()
-        self._refresh_inspection()
+        self._refresh_tab()
         self._show_layers()
 
-    def _refresh_inspection(self, _change: Any = None) -> None:
-        """Offer the atoms nearest the cut, while they can be seen."""
-        if self.tabs.selected_index == TABS.index("Inspect"):
+    def _refresh_tab(self, _change: Any = None) -> None:
+        """Let the tab that is seen follow the choice, where that costs something."""
+        shown = TABS[self.tabs.selected_index or 0]
+        if shown == "Inspect":
             self.inspection.refresh()
+        elif shown == "Evaluate":
+            self.evaluation.follow()
 
     def _solve_for_target(self) -> None:
         """Set the ratio that the loss allows on the first corpus evaluated on."""
@@ -178,14 +181,14 @@ def layers_frame(session: PruningSession) -> pd.DataFrame:
             "layer": list(keep.layers),
             "removed": keep.layer_ratios().map("{:.1%}".format).to_numpy(),
             "narrowest": widths.min(axis=1).to_numpy(),
-            "mean width": widths.mean(axis=1).round(1).to_numpy(),
+            "mean width": widths.mean(axis=1).map("{:.1f}".format).to_numpy(),
             "widest": widths.max(axis=1).to_numpy(),
             "experts gone": widths.eq(0).sum(axis=1).to_numpy(),
         }
     )
     if "tokens" in session.table.frame:
         tokens = session.table.expert_tokens().groupby("layer")["tokens"]
-        busiest = (tokens.max() / tokens.mean()).round(2)
+        busiest = (tokens.max() / tokens.mean()).map("{:.2f}".format)
         frame["busiest [× even share]"] = busiest.to_numpy()
     return frame
 

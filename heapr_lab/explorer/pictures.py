@@ -202,10 +202,11 @@ class LossPicture:
             style = styles.setdefault(how, _STYLES[len(styles) % len(_STYLES)])
             curve = group.sort_values("achieved_ratio")
             self._curve(curve, label=f"{dataset}: {how}", style=style)
-        if predicted is not None:
+        top = [0.2, 1.5 * float(measured["delta_nll"].max())]
+        if predicted is not None and not predicted.empty:
             self._predictions(predicted)
-        top = self.ax.dataLim.ymax
-        self._paper(limit=max(1.5 * float(measured["delta_nll"].max()), 0.2), top=top)
+            top.append(float(predicted["delta_nll"].max()))
+        self._paper(limit=max(top))
         self.ax.relim()
         self.ax.autoscale_view()
         self.ax.set_xlim(left=0, auto=None)  # later points may be further right
@@ -237,10 +238,10 @@ class LossPicture:
                 label=f"{dataset}: predicted for this choice",
             )
 
-    def _paper(self, *, limit: float, top: float) -> None:
+    def _paper(self, *, limit: float) -> None:
         """The paper's own points, hollow, where they do not squeeze ours."""
         points = paper_losses()
-        points = points[points["delta_nll"] <= max(limit, top)]
+        points = points[points["delta_nll"] <= limit]
         self.ax.plot(
             100 * points["ratio"],
             points["delta_nll"],

@@ -467,7 +467,7 @@ def test_the_numbers_of_the_picture_are_one_click_away() -> None:
     widths = panel.session.keep.widths()
     assert frame["narrowest"].tolist() == widths.min(axis=1).tolist()
     assert frame["experts gone"].tolist() == (widths == 0).sum(axis=1).tolist()
-    assert frame["busiest [× even share]"].tolist() == [1.13, 1.13]  # 13 / 11.5
+    assert frame["busiest [× even share]"].tolist() == ["1.13", "1.13"]  # 13 / 11.5
     before = panel.layers.value
     assert all(share in before for share in frame["removed"])
     panel.controls.slider.value = 0.25
@@ -630,6 +630,26 @@ def test_panel_evaluates(panel: Explorer) -> None:
     pruned = points[points["estimator"] == "heapr"]
     losses = pruned["delta_nll"].to_numpy(dtype=float)
     assert curve.get_ydata() == pytest.approx(losses)
+
+
+def test_the_chart_predicts_what_is_chosen_while_it_is_seen(foretold: Explorer) -> None:
+    """Another scope has no points, so no dotted line; the ratio alone changes none."""
+    press_evaluate(foretold, 0.2, 0.6)
+    foretold.tabs.selected_index = 1
+
+    def predicted() -> list[str]:
+        lines = foretold.evaluation._picture.ax.get_lines()
+        return [line.get_label() for line in lines if "predicted" in line.get_label()]
+
+    assert len(predicted()) == 1
+    drawn = bytes(foretold.evaluation.chart.value)
+    foretold.controls.ratio.value = 0.4
+    assert bytes(foretold.evaluation.chart.value) == drawn
+    foretold.controls.scope.value = "layer"
+    assert predicted() == []
+    assert bytes(foretold.evaluation.chart.value) != drawn
+    foretold.controls.scope.value = "global"
+    assert len(predicted()) == 1
 
 
 def test_panel_cancels(panel: Explorer) -> None:
