@@ -263,7 +263,8 @@ def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
 
 def _html_table(frame: pd.DataFrame) -> str:
     shown = frame.copy()
-    shown["multiple"] = shown["multiple"].astype("Int64")
+    multiples = shown["multiple"].astype("Int64").astype(object)
+    shown["multiple"] = multiples.where(multiples.notna(), "–")
     for name in shown.columns:
         if str(name).endswith(("_reduction", "_ratio")):
             shown[name] = shown[name].map("{:.1%}".format)
