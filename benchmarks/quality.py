@@ -157,7 +157,9 @@ class Measured:
         grams = self.sums(default_span(self.layers))
         found: ImportanceTable = self._timed(
             "elimination",
-            lambda: with_elimination(self.table(), self.layers, grams.items()),
+            lambda: with_elimination(
+                self.table(), ((own, grams[own.layer]) for own in self.layers)
+            ),
         )
         return found
 

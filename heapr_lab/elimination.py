@@ -15,7 +15,7 @@ no gradient besides those of the table.
 Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · I.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from heapr_lab.calibration import CalibrationSet
 from heapr_lab.compensation import check_layers
 from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.grams import LayerGrams, default_span, iter_grams
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import SpecError, digest
 from heapr_lab.table import ImportanceTable
 
 COLUMN = "elimination"
@@ -81,33 +81,27 @@ def eliminate(
             f"{shapes}: expected the table of this model"
         )
     grams = iter_grams(model, calibration, span=chosen, progress=progress)
-    by_number = ((layer.layer, own) for layer, own in grams)
-    made = with_elimination(table, layers, by_number, ridge=ridge, n_steps=n_steps)
-    metadata = made.metadata
-    metadata["spec"] = elimination_spec(
-        table, calibration, span=span, ridge=ridge, n_steps=n_steps
-    )
-    return ImportanceTable.from_frame(made.frame, **metadata)
+    spec = elimination_spec(table, calibration, span=span, ridge=ridge, n_steps=n_steps)
+    return with_elimination(table, grams, spec=spec, ridge=ridge, n_steps=n_steps)
 
 
 def with_elimination(
     table: ImportanceTable,
-    layers: Sequence[ExpertsLayer],
-    grams: Iterable[tuple[int, LayerGrams]],
+    grams: Iterable[tuple[ExpertsLayer, LayerGrams]],
     *,
+    spec: dict[str, Any] | None = None,
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
 ) -> ImportanceTable:
     """`table` with the scores of elimination, from sums that are there.
 
-    It has no specification, which the sums do not tell.
+    Without a specification, where none is given: the sums do not tell it.
     """
-    frame, numbered = table.frame, {layer.layer: layer for layer in layers}
+    frame = table.frame
     base = table.score(_BASE).to_numpy()
     scores = np.zeros(len(frame))
-    for number, own in grams:
-        layer = numbered[number]
-        rows = frame["layer"].eq(number).to_numpy()
+    for layer, own in grams:
+        rows = frame["layer"].eq(layer.layer).to_numpy()
         shape = layer.n_experts, layer.d_inter
         wanted = torch.from_numpy(base[rows]).view(shape)
         costs = layer_costs(layer, own, wanted, ridge=ridge, n_steps=n_steps)
@@ -115,6 +109,8 @@ def with_elimination(
     frame[COLUMN] = scores
     unknown = {"spec", "spec_hash"}
     metadata = {k: v for k, v in table.metadata.items() if k not in unknown}
+    if spec is not None:
+        metadata |= {"spec": spec, "spec_hash": digest(spec)}
     return ImportanceTable.from_frame(frame, **metadata)
 
 

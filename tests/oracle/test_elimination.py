@@ -15,7 +15,7 @@ from heapr_lab.elimination import COLUMN, eliminate
 from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.importance import collect_statistics
 from heapr_lab.selection import select
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import SpecError, digest
 from heapr_lab.table import ImportanceTable
 
 pytestmark = pytest.mark.oracle
@@ -151,6 +151,7 @@ def test_the_table_says_so_and_survives_a_file(
     assert COLUMN not in table.estimators
     assert COLUMN in found.estimators
     assert found.metadata["spec"] != table.metadata.get("spec")
+    assert found.metadata["spec_hash"] == digest(found.metadata["spec"])
     found.write(tmp_path / "table.parquet")
     again = ImportanceTable.read(tmp_path / "table.parquet")
     low, high = (select(again, ratio=r, estimator=COLUMN) for r in (0.3, 0.6))

@@ -265,6 +265,19 @@ def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) 
     assert "there already" in refused("export-gguf", out, "--out", file)
 
 
+def test_score_with_elimination(folder: Path) -> None:
+    """Its table has the estimator and a hash, by which a mask of it leads to it."""
+    out, mask = folder / "eliminated.parquet", folder / "eliminated_mask.parquet"
+    asked = ("--eliminate", "--out", out, "--json", *text_of(folder))
+    facts = json.loads(run("score", folder / "moe", *asked))
+    assert "elimination" in ImportanceTable.read(out).estimators
+    how = ("--estimator", "elimination", "--ratio", 0.4, "--out", mask)
+    run("prune", folder / "moe", *how, *text_of(folder))
+    found = json.loads(run("provenance", mask, "--json"))["importance"]
+    assert found["spec_hash"] == facts["spec_hash"]
+    assert found["file"] is not None
+
+
 def test_prune_takes_the_importance_from_the_cache(folder: Path) -> None:
     """Without a file, `prune` selects what it selects with the file of `score`."""
     out, how = folder / "cached.parquet", ("--ratio", 0.4, "--estimator", "shrunk")
