@@ -64,7 +64,7 @@ def measure(bench: Workbench, name: str, corpus: str) -> dict[str, Any]:
         for ratio in RATIOS:
             setting = Setting(ratio, estimator=estimator, calibration=corpus)
             chosen = bench.keep(setting)
-            stays = np.concatenate([chosen.by_layer(k).ravel() for k in chosen.layers])
+            stays = chosen.rows
             row[f"{estimator} at {ratio:g}"] = int((~stays[rows]).sum())
     return row
 

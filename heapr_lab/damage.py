@@ -158,12 +158,7 @@ def summed_scores(
             f"the mask has (experts, atoms) by layer {shapes}, expected those of the "
             f"table, {table.shapes()}; select it from this table"
         )
-    scores = table.memo(
-        ("scores", estimator, *sorted(options.items())),
-        lambda: table.score(estimator, **options).to_numpy(),
-    )
-    kept = np.concatenate([kept.ravel() for kept in keep.arrays.values()])
-    return float(scores[~kept].sum())
+    return float(table.scores(estimator, **options)[~keep.rows].sum())
 
 
 def damage_map(

@@ -141,6 +141,13 @@ class KeepMask:
         return frame if frame.isna().to_numpy().any() else frame.astype(np.int64)
 
     @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """What stays, bool (n_atoms,), in the order of a table's rows."""
+        rows = np.concatenate([kept.ravel() for kept in self.arrays.values()])
+        rows.flags.writeable = False
+        return rows
+
+    @functools.cached_property
     def n_atoms(self) -> int:
         """All routed atoms."""
         return sum(kept.size for kept in self.arrays.values())

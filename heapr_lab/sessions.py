@@ -265,6 +265,8 @@ class PruningSession:
 
         `spread` is the factor that it may be off by, missing where it is not known.
         """
+        if self._telling_points().empty:
+            return self._predicted([])
         return self._predicted([self.keep])
 
     def predicted_curve(self, ratios: Sequence[float]) -> pd.DataFrame:
@@ -276,13 +278,14 @@ class PruningSession:
 
     def _predicted(self, keeps: Sequence[KeepMask]) -> pd.DataFrame:
         rows = []
+        scores = [self._score_of(keep) for keep in keeps]
         for corpus, part in self._telling_points().groupby("dataset", sort=False):
             try:
                 damage = fit_damage(_measured(part))
             except SpecError:  # what is wrong is said by `describe_prediction`
                 continue
-            for keep in keeps:
-                loss = float(damage.predict(self._score_of(keep)))
+            for keep, score in zip(keeps, scores, strict=True):
+                loss = float(damage.predict(score))
                 rows.append((corpus, keep.achieved_ratio, loss, damage.spread))
         columns = ["dataset", "ratio", "delta_nll", "spread"]
         return pd.DataFrame(rows, columns=columns)

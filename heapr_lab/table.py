@@ -118,6 +118,13 @@ class ImportanceTable:
         )
         return pd.Series(values, index=self._frame.index, name=estimator)
 
+    def scores(self, estimator: str = "heapr", **options: Any) -> np.ndarray:
+        """The values of `score`, remembered with the table."""
+        return self.memo(
+            ("scores", estimator, *sorted(options.items())),
+            lambda: self.score(estimator, **options).to_numpy(),
+        )
+
     def column(self, name: str) -> np.ndarray:
         """One column, read-only, without a copy.
 

@@ -2,7 +2,7 @@
 
 import html
 import string
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import ipywidgets as ipw
@@ -268,14 +268,13 @@ def _html_table(frame: pd.DataFrame) -> str:
     for name in shown.columns:
         if str(name).endswith(("_reduction", "_ratio")):
             shown[name] = shown[name].map("{:.1%}".format)
-    plain = asdict(replace(Choice(), ratio=float("nan")))
+    # As `frame` and the display have them: no layers is no text, no multiple a dash.
+    plain = asdict(Choice()) | {"exclude_layers": "", "multiple": "–"}
     dull = [
         name
         for name, value in plain.items()
-        if name in shown and name != "ratio" and shown[name].map(str).eq(
-            "" if value == () else str(value)
-        ).all()
-    ]  # fmt: skip
+        if name != "ratio" and shown[name].eq(value).all()
+    ]
     shown = shown.drop(columns=dull).rename(columns=_SHORT)
     text = f'<div style="overflow-x:auto">{table_html(shown)}</div>'
     note = html.escape("Columns that no pin changes are left out; the files have all.")

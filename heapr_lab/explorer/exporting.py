@@ -82,23 +82,19 @@ class ExportTab(ipw.VBox):
 
     def _pruned(self, keep: KeepMask, report: Report) -> Any:
         """The smaller model, compensated if asked."""
-        from heapr_lab.compensation import describe_weights, fit_compensation
+        from heapr_lab.compensation import compensate
         from heapr_lab.pipeline import Setting
         from heapr_lab.surgery import prune
 
         bench: Any = self.session.workbench
         if not self.compensated.value:
             return prune(bench.model, keep)
-        windows = bench.calibration_set(self.session.setting or Setting(0.0))
-        found = fit_compensation(
+        return compensate(
             bench.model,
             keep,
-            windows,
+            bench.calibration_set(self.session.setting or Setting(0.0)),
             progress=lambda done, total: report(done, total, "compensating: window"),
         )
-        pruned: Any = prune(bench.model, keep, downs=found.downs)
-        pruned.__dict__["heapr_weights"] = describe_weights(found, windows)
-        return pruned
 
 
 def _load_command(folder: Path, *, stock: bool) -> str:

@@ -86,12 +86,7 @@ class Job(ipw.VBox):
 
     def fail(self, error: Exception) -> None:
         """Show what went wrong."""
-        expected = isinstance(error, HeaprLabError)
-        if not expected:
-            logger.error("a panel caught an error", exc_info=error)
-        self.error.value = alert(
-            str(error) if expected else f"{type(error).__name__}: {error}"
-        )
+        self.error.value = failure(error)
 
     def _run(self) -> None:
         message = ""
@@ -128,6 +123,14 @@ class Job(ipw.VBox):
 def status(text: str) -> str:
     """HTML that a screen reader says when it changes."""
     return f'<div role="status" aria-live="polite">{html.escape(text)}</div>'
+
+
+def failure(error: Exception) -> str:
+    """An error as an alert; one that nobody foresaw with its type, and logged whole."""
+    if isinstance(error, HeaprLabError):
+        return alert(str(error))
+    logger.error("a panel caught an error", exc_info=error)
+    return alert(f"{type(error).__name__}: {error}")
 
 
 def alert(text: str) -> str:

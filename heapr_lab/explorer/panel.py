@@ -1,7 +1,6 @@
 """The panel: controls above, and a tab for each thing one does with a choice."""
 
 import html
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +12,16 @@ from heapr_lab.explorer.comparing import CompareTab
 from heapr_lab.explorer.controls import Controls
 from heapr_lab.explorer.evaluating import EvaluateTab
 from heapr_lab.explorer.exporting import ExportTab
-from heapr_lab.explorer.jobs import alert, status
+from heapr_lab.explorer.jobs import failure, status
 from heapr_lab.explorer.pictures import ChoicePicture
 from heapr_lab.explorer.reading import InspectTab
 from heapr_lab.explorer.views import table_html
 from heapr_lab.sessions import Choice, PruningSession
-from heapr_lab.specs import HeaprLabError, SpecError
+from heapr_lab.specs import SpecError
 from heapr_lab.table import ImportanceTable
 
 if TYPE_CHECKING:
     from heapr_lab.pipeline import Setting, Workbench
-
-logger = logging.getLogger(__name__)
 
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _CAPTION = (
@@ -158,11 +155,7 @@ class Explorer(ipw.VBox):
         self.comparison.refresh()
 
     def _fail(self, error: Exception) -> None:
-        expected = isinstance(error, HeaprLabError)
-        if not expected:
-            logger.error("the panel caught an error", exc_info=error)
-        text = str(error) if expected else f"{type(error).__name__}: {error}"
-        self.error.value = alert(text)
+        self.error.value = failure(error)
         self.status.value = status("This choice cannot be had.")
         self.numbers.value = self.prediction.value = ""
 

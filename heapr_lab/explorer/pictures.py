@@ -85,7 +85,7 @@ class ChoicePicture:
         bars.set_ylim(0, 1)
         self._bars, self._line = _rectangles(bars), bars.get_lines()[0]
         self._cells = _image(cells, self._colors, full.layers)
-        self._bins_ax, self._bins = bins, _Bins(bins)
+        self._bins = _Bins(bins)
         self._estimator = ""
         self._canvas = _settle(self.figure)
         self._moving: list[Artist] = [
@@ -137,9 +137,7 @@ class _Bins:
 
     def show(self, table: ImportanceTable, estimator: str) -> None:
         """All atoms' scores; those that are not above 0 stand in the first bin."""
-        scores = table.memo(
-            ("scores", estimator), lambda: table.score(estimator).to_numpy()
-        )
+        scores = table.scores(estimator)
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log10(scores)
         finite = logs[np.isfinite(logs)]
@@ -156,8 +154,7 @@ class _Bins:
 
     def remove(self, keep: KeepMask) -> None:
         """What is gone, and up to which score."""
-        gone = ~np.concatenate([kept.ravel() for kept in keep.arrays.values()])
-        counts = np.bincount(self._bins[gone], minlength=_N_BINS)
+        counts = np.bincount(self._bins[~keep.rows], minlength=_N_BINS)
         self.gone.set_data(counts, self._edges)
         last = np.flatnonzero(counts)
         self.cut.set_visible(len(last) > 0)

@@ -48,11 +48,8 @@ def nearest_the_cut(
     Returns:
         Columns layer, expert, atom, score; highest first.
     """
-    scores = table.memo(
-        ("scores", estimator), lambda: table.score(estimator).to_numpy()
-    )
-    kept = np.concatenate([keep.by_layer(layer).ravel() for layer in keep.layers])
-    removed = np.flatnonzero(~kept)
+    scores = table.scores(estimator)
+    removed = np.flatnonzero(~keep.rows)
     if len(removed) > n:  # a model has millions of atoms: only the chosen are sorted
         removed = np.sort(removed[np.argpartition(scores[removed], -n)[-n:]])
     best = removed[np.argsort(-scores[removed], kind="stable")]
