@@ -21,7 +21,7 @@ from heapr_lab.masks import KeepMask
 from heapr_lab.rankings import GONE
 from heapr_lab.rules import exact_ratio
 from heapr_lab.selection import select
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import SpecError, digest
 from heapr_lab.summaries import card_html
 from heapr_lab.surgery import masking
 from heapr_lab.table import ImportanceTable
@@ -157,8 +157,8 @@ def _scored(
         "pruned": keep.fingerprint,
         "weights": None if found is None else found.fingerprint,
     }
-    del metadata["spec_hash"]
-    return ImportanceTable.from_frame(frame, spec=spec, **metadata)
+    metadata |= {"spec": spec, "spec_hash": digest(spec)}
+    return ImportanceTable.from_frame(frame, **metadata)
 
 
 class _Count:
