@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from heapr_lab import hub
 from heapr_lab.pydocs import PYDOCS_PACKAGES, harvested
 from heapr_lab.specs import CorpusError
 from heapr_lab.summaries import card_html
@@ -221,11 +222,12 @@ def _local_corpus(name: str, split: str, dataset: _Dataset, folder: Path) -> Cor
 
 
 _not_on_hub: dict[tuple[str, Path], str] = {}
-"""Data sets that could not be had: asked for once, for a hub that is away is slow."""
+"""Data sets that could not be had: asked for once, for a hub that lacks one is slow."""
 
 
 def _hub_corpus(name: str, split: str, dataset: _Dataset) -> Corpus:
-    import datasets  # slow to import, and not needed offline
+    hub.answers()  # where it does not, `datasets` looks on the disk alone
+    import datasets  # slow to import, and reads then whether it is offline
 
     asked = name, Path.cwd()
     if asked in _not_on_hub:

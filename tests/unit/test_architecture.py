@@ -11,7 +11,7 @@ import heapr_lab
 
 PACKAGE = Path(heapr_lab.__file__).parent
 LAYERS = (
-    {"specs"},
+    {"specs", "hub"},
     {
         "artefacts",
         "summaries",
@@ -37,7 +37,7 @@ LAYERS = (
     {"learned", "iterated"},
     {"recovery"},
     {"lab_model", "pipeline"},
-    {"experiments", "figures", "damage"},
+    {"experiments", "figures", "damage", "workers"},
     {"budgets"},
     {"sessions", "notebooks", "options", "reports", "lab_card"},
     {"explorer", "reproduce", "headless", "app"},

@@ -1,0 +1,122 @@
+"""Whether the hub can be reached: found once, quickly, and remembered."""
+
+import http.server
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import datasets
+import pytest
+from huggingface_hub import constants
+
+from heapr_lab import corpora, hub
+from heapr_lab.specs import CorpusError
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Counts what it is asked, and answers with `status` after `seconds`."""
+
+    status = 200
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.asked: list[str] = []
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Server
+
+    def do_HEAD(self) -> None:
+        """Answer without a body."""
+        self.server.asked.append(self.path)
+        time.sleep(self.server.seconds)
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *_args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A hub on this machine, which the variables do not forbid to ask."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    hub.answers.cache_clear()
+    with Server() as here:
+        monkeypatch.setattr(
+            constants, "ENDPOINT", f"http://127.0.0.1:{here.server_port}"
+        )
+        serving = threading.Thread(target=here.serve_forever)
+        serving.start()
+        yield here
+        here.shutdown()
+        serving.join()
+    hub.answers.cache_clear()
+
+
+def test_a_hub_that_answers_is_asked_once(server: Server) -> None:
+    """The answer holds for the run, and leaves everything online."""
+    assert hub.answers()
+    assert hub.answers()
+    assert len(server.asked) == 1
+    assert not constants.is_offline_mode()
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+
+
+def test_a_page_that_is_not_there_is_an_answer(server: Server) -> None:
+    """A mirror need not have a front page."""
+    server.status = 404
+    assert hub.answers()
+
+
+@pytest.mark.parametrize("status", [403, 407, 500, 503])
+def test_a_proxy_that_refuses_is_no_hub(server: Server, status: int) -> None:
+    """The run goes on offline, in this process and in those that it starts."""
+    server.status = status
+    assert not hub.answers()
+    assert constants.is_offline_mode()
+    assert datasets.config.HF_HUB_OFFLINE
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_nothing_is_tried_where_the_variable_says_so(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`HF_HUB_OFFLINE=1` needs no try."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert not hub.answers()
+    assert server.asked == []
+
+
+def test_a_hub_that_hangs_is_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the time that is set, which is at most ten seconds."""
+    assert hub._SECONDS <= 10
+    monkeypatch.setattr(hub, "_SECONDS", 0.3)
+    server.seconds = 1.0
+    started = time.perf_counter()
+    assert not hub.answers()
+    assert time.perf_counter() - started < 0.9
+
+
+def test_data_sets_of_a_hub_that_is_away_are_missed_at_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One try serves all of them, and the error says what to do."""
+    server.status = 503
+    monkeypatch.delenv("HEAPR_DATA_DIR", raising=False)
+    monkeypatch.setattr(corpora, "_not_on_hub", {})
+    corpora._named_corpus.cache_clear()
+    started = time.perf_counter()
+    for name in ("wikitext2", "ptb", "c4"):
+        with pytest.raises(CorpusError, match="Set the variable, or connect"):
+            corpora.load_corpus(name, split="test")
+    assert time.perf_counter() - started < 5
+    assert len(server.asked) == 1
