@@ -12,7 +12,8 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from heapr_lab import store
@@ -35,6 +36,8 @@ PYDOCS_PACKAGES = (
 _HARVEST_RULES = 1
 """Raised whenever the same packages would give other texts."""
 _MIN_DOCSTRING_CHARS = 150
+_CALL_OF_DOC = re.compile(rb"doc\w*\s*\(", re.IGNORECASE)
+_WITH_DEFINITIONS = (ast.stmt, ast.excepthandler, ast.match_case, ast.Module)
 _TEST_FOLDERS = {"test", "tests", "idlelib", "lib2to3"}
 
 
@@ -48,7 +51,7 @@ def harvested(package: str = "") -> tuple[tuple[str, ...], str]:
         CorpusError: the package is not installed.
     """
     wanted = (package,) if package else PYDOCS_PACKAGES
-    found = [name for name in wanted if _package_root(name) is not None]
+    found = installed(wanted)
     if not found:
         raise CorpusError(
             f"pydocs:{package} needs the package {package!r}, which is not installed "
@@ -64,17 +67,31 @@ def harvested(package: str = "") -> tuple[tuple[str, ...], str]:
     return tuple(texts), f"docstrings of {named}"
 
 
+def installed(packages: Iterable[str] = PYDOCS_PACKAGES) -> list[str]:
+    """Those of `packages` whose docstrings can be read here."""
+    return [name for name in packages if _package_root(name) is not None]
+
+
 def harvest(packages: list[str]) -> list[str]:
-    """Docstrings of the packages; of those that differ in no letter, the first."""
-    texts: list[str] = []
+    """Docstrings of the packages; of those that differ in no letter, the first.
+
+    Each package is kept in the cache by itself, so that several processes can share
+    them out.
+    """
+    if len(packages) == 1:
+        return _distinct(_docstrings_of(packages[0]))
+    return _distinct(text for name in packages for text in harvested(name)[0])
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    kept: list[str] = []
     seen: set[str] = set()
-    for package in packages:
-        for text in _docstrings_of(package):
-            key = re.sub(r"[\W\d]+", "", text.lower())
-            if key not in seen:
-                seen.add(key)
-                texts.append(text)
-    return texts
+    for text in texts:
+        key = re.sub(r"[\W\d]+", "", text.lower())
+        if key not in seen:
+            seen.add(key)
+            kept.append(text)
+    return kept
 
 
 def _package_root(package: str) -> Path | None:
@@ -126,14 +143,16 @@ def _docstrings_of(package: str) -> Iterator[str]:
 
 def docstrings_in(path: Path) -> Iterator[str]:
     """Docstrings in one source file, and those that it adds by a call."""
+    source = path.read_bytes()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's code
-            tree = ast.parse(path.read_bytes())
+            tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return  # a template or a file for another Python: no docstrings to be had
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
+    nodes = ast.walk(tree) if _CALL_OF_DOC.search(source) else _definitions(tree)
+    for node in nodes:
         if isinstance(node, documented):
             text = ast.get_docstring(node)
             if text:
@@ -144,6 +163,19 @@ def docstrings_in(path: Path) -> Iterator[str]:
                     argument.value, str
                 ):
                     yield inspect.cleandoc(argument.value)
+
+
+def _definitions(tree: ast.AST) -> Iterator[ast.AST]:
+    """What may hold definitions, in the order of `ast.walk`, without expressions."""
+    waiting = deque([tree])
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        waiting.extend(
+            child
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, _WITH_DEFINITIONS)
+        )
 
 
 def _adds_docstring(function: ast.expr) -> bool:

@@ -1,12 +1,15 @@
 """Text sources: what they hold, how they split, and how an absent one is reported."""
 
+import ast
 import gzip
 import hashlib
+import inspect
 import json
 import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -46,6 +49,38 @@ def test_the_harvest_is_the_same_each_time() -> None:
     assert load_corpus("pydocs:filelock").fingerprint == first.fingerprint
     anew = corpora._hash_split("x", "train", pydocs.harvest(["filelock"]), "y")
     assert anew.fingerprint == first.fingerprint
+
+
+def slow_docstrings(path: Path) -> list[str]:
+    """Docstrings of a file by a walk over every node of it."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found: list[str | None] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, documented):
+            found.append(ast.get_docstring(node))
+        elif isinstance(node, ast.Call) and pydocs._adds_docstring(node.func):
+            values = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            found += [inspect.cleandoc(v) for v in values if isinstance(v, str)]
+    return [text for text in found if text]
+
+
+def test_expressions_are_walked_only_where_they_add_docstrings() -> None:
+    """The same texts in the same order as from a walk over everything."""
+    paths = [Path(inspect.getfile(module)) for module in (np, np._core, ast, inspect)]
+    paths += sorted(paths[1].parent.glob("*.py"))
+    called = [p for p in paths if pydocs._CALL_OF_DOC.search(p.read_bytes())]
+    assert 0 < len(called) < len(paths)
+    for path in paths:
+        found = [text for text in pydocs.docstrings_in(path) if text]
+        assert found == slow_docstrings(path)
+
+
+def test_packages_harvested_apart_are_those_harvested_together() -> None:
+    """Processes may share the packages out; a text of two is of the first."""
+    together = pydocs.harvest(["filelock", "networkx"])
+    apart = [t for name in ("filelock", "networkx") for t in pydocs.harvest([name])]
+    assert together == apart
+    assert pydocs.harvest(["networkx", "networkx"]) == pydocs.harvest(["networkx"])
 
 
 def test_domains_are_their_packages_docstrings() -> None:
