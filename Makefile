@@ -18,7 +18,7 @@ ifneq ($(wildcard ../shared/data/zero_shot),)
 export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
 endif
 
-.PHONY: help install test lint types tests reproduce lab docs clean
+.PHONY: help install test lint types tests reproduce publish lab docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -49,6 +49,9 @@ tests: $(STAMP)
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")
+
+publish: $(STAMP) ## the same, into what is committed: figures/, notebooks/, README.md
+	$(BIN)/heapr-lab reproduce --publish
 
 lab: $(STAMP) ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks

@@ -361,12 +361,16 @@ def figures(
     model: options.ModelOption = "lab",
     profile: options.Profile = None,
     out: options.OutFolder = None,
+    n_workers: options.Workers = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     as_json: options.AsJson = False,
 ) -> None:
     """Make every figure and table."""
-    _reproduce(model, profile, out, device, dtype, notebooks=False, as_json=as_json)
+    _reproduce(
+        model, profile, out, device, dtype,
+        notebooks=False, publish=False, n_workers=n_workers, as_json=as_json,
+    )  # fmt: skip
 
 
 @app.command(epilog=options.REPRODUCE_EXAMPLES)
@@ -375,6 +379,14 @@ def reproduce(
     profile: options.Profile = None,
     out: options.OutFolder = None,
     notebooks: Annotated[bool, typer.Option(help="Execute the notebooks too.")] = True,
+    publish: Annotated[
+        bool,
+        typer.Option(
+            "--publish",
+            help="Rewrite what is committed: figures, notebooks, tables of the README.",
+        ),
+    ] = False,
+    n_workers: options.Workers = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     as_json: options.AsJson = False,
@@ -383,7 +395,10 @@ def reproduce(
 
     The main job: score, prune at 10 to 90 %, evaluate, draw.
     """
-    _reproduce(model, profile, out, device, dtype, notebooks=notebooks, as_json=as_json)
+    _reproduce(
+        model, profile, out, device, dtype,
+        notebooks=notebooks, publish=publish, n_workers=n_workers, as_json=as_json,
+    )  # fmt: skip
 
 
 @app.command(epilog=options.TRAIN_EXAMPLES)
@@ -530,6 +545,8 @@ def _reproduce(
     dtype: str,
     *,
     notebooks: bool,
+    publish: bool,
+    n_workers: int | None,
     as_json: bool,
 ) -> None:
     from heapr_lab.reproduce import reproduce as make
@@ -541,6 +558,8 @@ def _reproduce(
         dtype=dtype,
         figures_dir=out,
         notebooks=notebooks,
+        publish=publish,
+        n_workers=n_workers,
     )
     if not as_json:
         typer.echo("\n".join(summary.lines()))
@@ -552,6 +571,7 @@ def _reproduce(
         "notebooks": [str(path) for path in summary.notebooks],
         "skipped": summary.skipped,
         "perplexity": summary.perplexity,
+        "claims": summary.claims.to_dict("records"),
         "seconds": summary.seconds,
     }
     _print(facts, as_json=True)

@@ -7,10 +7,12 @@ under `heapr_lab`, by which it is known whether it has to be executed again.
 """
 
 import ast
+import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +88,14 @@ def execute_all(
     output: Path | str | None = None,
     timeout: float = TIMEOUT_SECONDS,
     force: bool = False,
+    executor: Executor | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
-    """Execute the notebooks of a folder that are not up to date, in order of name.
+    """Execute the notebooks of a folder that are not up to date.
 
     A notebook is up to date when it was executed from the sources, parameters and
-    inputs that it would be executed from now.
+    inputs that it would be executed from now. One that fails keeps no other from being
+    executed.
 
     Args:
         folder: of the notebooks.
@@ -100,33 +104,72 @@ def execute_all(
         output: folder of the executed notebooks; by default in place.
         timeout: as `execute_notebook`.
         force: execute those that are up to date too.
+        executor: processes to execute them in; by default one after the other here.
         progress: called with (notebooks done, notebooks in all).
 
     Returns:
-        The notebooks that were executed.
+        The notebooks that were executed, in order of name.
 
     Raises:
-        HeaprLabError: a cell failed; the notebooks before it stay written.
+        HeaprLabError: notebooks failed, each of them named with its cell; their files
+            are as they were.
     """
-    folder = Path(folder)
-    paths = sorted(folder.glob("*.ipynb"))
-    executed = []
-    for done, path in enumerate(paths, start=1):
-        target = path if output is None else Path(output) / path.name
-        expected = _record(_prepared(path, parameters), inputs)
-        if force or _recorded(target) != expected:
-            logger.info("executing %s", path.name)
-            execute_notebook(
-                path,
-                parameters=parameters,
-                inputs=inputs,
-                output=target,
-                timeout=timeout,
-            )
-            executed.append(target)
+    paths = sorted(Path(folder).glob("*.ipynb"))
+    targets = {path: Path(output or folder) / path.name for path in paths}
+    stale = [
+        path
+        for path in paths
+        if force or not _up_to_date(path, targets[path], parameters, inputs)
+    ]
+    execute = functools.partial(
+        execute_notebook, parameters=parameters, inputs=inputs, timeout=timeout
+    )
+    calls = {
+        path: functools.partial(execute, path, output=targets[path])
+        for path in reversed(stale)  # the later ones take longest
+    }
+    failures = {}
+    for through, (path, failure) in enumerate(_outcomes(calls, executor), start=1):
+        if failure is not None:
+            failures[path] = failure
         if progress is not None:
-            progress(done, len(paths))
-    return executed
+            progress(len(paths) - len(stale) + through, len(paths))
+    if failures:
+        raise HeaprLabError(
+            f"{len(failures)} of {len(stale)} notebooks failed:\n"
+            + "\n\n".join(failures[path] for path in sorted(failures))
+        )
+    return [targets[path] for path in stale]
+
+
+def _up_to_date(
+    path: Path, target: Path, parameters: Mapping[str, Any], inputs: str
+) -> bool:
+    try:
+        return _recorded(target) == _record(_prepared(path, parameters), inputs)
+    except HeaprLabError:  # what is wrong is said when it is executed
+        return False
+
+
+def _outcomes(
+    calls: Mapping[Path, Callable[[], Path]], executor: Executor | None
+) -> Iterator[tuple[Path, str | None]]:
+    """Each notebook once it is through, and why it failed, if it did."""
+    if executor is None:
+        for path, call in calls.items():
+            yield path, _failure(call)
+        return
+    futures = {executor.submit(_failure, call): path for path, call in calls.items()}
+    for future in as_completed(futures):
+        yield futures[future], future.result()
+
+
+def _failure(call: Callable[[], Path]) -> str | None:
+    try:
+        call()
+    except HeaprLabError as error:
+        return str(error)
+    return None
 
 
 def read_notebook(path: Path | str) -> nbformat.NotebookNode:
@@ -361,3 +404,27 @@ def beside_paper(rows: Mapping[str, tuple[Any, Any]]) -> pd.DataFrame:
         dtype=object,  # counts, shares and words stand below each other
     )
     return frame.assign(comparison=NOT_COMPARABLE)
+
+
+def what_was_found(findings: Mapping[str, tuple[Any, bool]]) -> pd.DataFrame:
+    """What holds of one model and text and need not hold of another.
+
+    Counts and ranges hold anywhere and are asserted; a finding is reported, and ends
+    nothing where it does not hold.
+
+    Args:
+        findings: {finding: (the value that was found, whether it holds)}.
+
+    Returns:
+        Columns finding, found, holds here.
+
+    Example:
+        >>> what_was_found({"scores differ tenfold": (12.5, True)}).loc[0, "holds here"]
+        'yes'
+    """
+    rows = [
+        (finding, found, "yes" if holds else "no")
+        for finding, (found, holds) in findings.items()
+    ]
+    columns = ["finding", "found", "holds here"]
+    return pd.DataFrame(rows, columns=columns, dtype=object)

@@ -91,6 +91,15 @@ Sequences = Annotated[
     int | None, typer.Option(min=1, help="Windows [default: the profile's].")
 ]
 Seed = Annotated[int, typer.Option(help="Of the draw of windows.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        help="Processes that share the work [default: one for each core where the "
+        "model is small and on the CPU, else one].",
+    ),
+]
 OutFolder = Annotated[Path | None, typer.Option(help="Folder of the figures.")]
 EstimatorOrMethods = Annotated[
     str | None,

@@ -2,12 +2,14 @@
 
 Score, prune at 10 to 90 %, evaluate, draw, execute the notebooks. Each step goes
 through the cache, so that an interrupted run goes on where it stopped and a second one
-only draws.
+only draws. What is committed is rewritten only by `publish`.
 """
 
 import functools
+import operator
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,14 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
-from heapr_lab import experiments, figures, reports, store
+from heapr_lab import experiments, figures, hub, pydocs, reports, store
+from heapr_lab.elimination import COLUMN as ELIMINATION
 from heapr_lab.models import LAB
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
 from heapr_lab.progress import progress_bar
 from heapr_lab.provenance import rows_digest
-from heapr_lab.specs import digest
+from heapr_lab.specs import SpecError, digest
+from heapr_lab.workers import Step, default_workers, run_steps, workers
 
 COST_RESULTS = "benchmarks/results/cost.csv"
 QUALITY_RESULTS = "benchmarks/results/quality.csv"
@@ -57,6 +61,8 @@ class Summary:
     """Per corpus: of the dense model, and with 25 % of the atoms gone."""
     saved: pd.Series = field(repr=False)
     """Parameters and FLOPs saved at 25 %."""
+    claims: pd.DataFrame = field(repr=False)
+    """What the paper says, what was found, and whether it holds here."""
     seconds: float
 
     def lines(self) -> list[str]:
@@ -77,6 +83,8 @@ class Summary:
             f"saved at 25 %: {saved['parameter_reduction']:.1%} of the parameters, "
             f"{saved['flops_reduction']:.1%} of the FLOPs "
             f"({saved['routed_flops_reduction']:.1%} of the routed experts')",
+            f"{self.claims['holds'].sum()} of {len(self.claims)} claims of the paper "
+            "hold here (0_claims_table.md)",
             f"figures and tables: {self.figures}",
         ]
 
@@ -89,6 +97,8 @@ def reproduce(
     dtype: str = "auto",
     figures_dir: Path | None = None,
     notebooks: bool = True,
+    publish: bool = False,
+    n_workers: int | None = 1,
 ) -> Summary:
     """Make every figure and table for a model, and execute the notebooks.
 
@@ -97,28 +107,39 @@ def reproduce(
         profile: how much text to use; a name of `pipeline.PROFILES`.
         device: as `load_model`.
         dtype: as `load_model`.
-        figures_dir: where figures go; by default `figures/` for the lab model, and a
-            folder of its own in there for any other model or profile.
-        notebooks: whether to execute the notebooks; those of another model or profile
-            are written beside its figures, so that the committed ones stay.
+        figures_dir: where figures and executed notebooks go; by default a folder of
+            this model and profile in `figures/`.
+        notebooks: whether to execute the notebooks.
+        publish: rewrite what is committed instead: the figures in `figures/`, the
+            notebooks where they are, and the tables of the README.
+        n_workers: processes that share the steps; None takes one for each core where
+            the model is small and on the CPU, else one. With more than one, a script
+            needs `if __name__ == "__main__"`.
 
     Raises:
-        HeaprLabError: something cannot be had or measured; what was done is kept.
+        HeaprLabError: something cannot be had or measured, or notebooks failed, after
+            all of them were run; what was done is kept.
     """
     started = time.perf_counter()
-    bench = open_workbench(name_or_path, profile=profile, device=device, dtype=dtype)
-    committed = figures_dir is None and (name_or_path, bench.profile.name) == (LAB, LAB)
-    folder = figures_dir or _default_folder(bench, name_or_path)
-    corpora, skipped = experiments.test_corpora()
-    run_experiments(bench, corpora)
-    found = find(bench, corpora)
-    files = draw_all(bench, found, folder)
-    if committed:
-        _fill_readme(found)
-    executed: list[Path] = []
-    if notebooks:
-        output = None if committed else folder / "notebooks"
-        executed = _execute_notebooks(bench, name_or_path, files, output)
+    _check_publish(publish, name_or_path, profile, figures_dir)
+    hub.answers()  # once, for this process and those to come
+    open_bench = functools.partial(
+        open_workbench, name_or_path, profile=profile, device=device, dtype=dtype
+    )
+    bench = open_bench()
+    folder = figures_dir or _folder_of(bench, name_or_path, publish=publish)
+    with workers(n_workers or default_workers(bench), open_bench) as executor:
+        _harvest(bench, executor)
+        corpora, skipped = experiments.test_corpora()
+        run_experiments(bench, corpora, executor)
+        found = find(bench, corpora)
+        files = draw_all(bench, found, folder)
+        if publish:
+            _fill_readme(found)
+        executed: list[Path] = []
+        if notebooks:
+            output = None if publish else folder / "notebooks"
+            executed = _execute_notebooks(bench, name_or_path, files, output, executor)
     return Summary(
         figures=folder,
         files=files,
@@ -126,27 +147,64 @@ def reproduce(
         skipped=skipped,
         perplexity=_perplexities(bench, corpora),
         saved=bench.savings(Setting(0.25)).iloc[0],
+        claims=found.claims,
         seconds=time.perf_counter() - started,
     )
 
 
-def run_experiments(bench: Workbench, corpora: list[str]) -> None:
-    """Fill the cache with all that the figures need, under one bar with an ETA."""
-    evaluate, draw = bench.evaluate, experiments.calibration_results
-    steps: list[Callable[[], Any]] = [bench.importance]
-    steps += [
-        functools.partial(evaluate, setting, corpora)
-        for setting in (None, *experiments.all_settings())
+def _check_publish(
+    publish: bool, name_or_path: str, profile: str | None, figures_dir: Path | None
+) -> None:
+    """Make sure that what is committed is only made of what it says it is of.
+
+    Raises:
+        SpecError: it would be of another model or profile, or lie elsewhere.
+    """
+    ours = name_or_path == LAB and profile in (None, LAB) and figures_dir is None
+    if publish and not ours:
+        raise SpecError(
+            "what is committed is of the lab model with its own profile: publish goes "
+            "with no other model, profile or folder; leave it out"
+        )
+
+
+def _harvest(bench: Workbench, executor: Executor | None) -> None:
+    """Read the docstrings of every package, which each corpus of them needs first."""
+    steps = [functools.partial(_harvest_one, name) for name in pydocs.installed()]
+    with progress_bar("reading docstrings", "package") as show:
+        run_steps(steps, bench, executor, progress=show)
+
+
+def _harvest_one(package: str, _bench: Workbench) -> None:
+    pydocs.harvested(package)
+
+
+def run_experiments(
+    bench: Workbench, corpora: list[str], executor: Executor | None = None
+) -> None:
+    """Fill the cache with all that the figures need, under one bar with an ETA.
+
+    Args:
+        bench: the model.
+        corpora: where perplexity is measured.
+        executor: as `workers.workers` gives it; by default this process.
+    """
+    steps: list[Step] = [
+        operator.methodcaller("importance"),
+        operator.methodcaller("evaluate", None, corpora),
+        operator.methodcaller("importance", Setting(0.0, estimator=ELIMINATION)),
     ]
     steps += [
-        functools.partial(draw, bench, [setting])
-        for setting in experiments.calibration_draws(bench)
+        functools.partial(experiments.calibration_results, draws=[draw])
+        for draw in experiments.calibration_draws(bench)
     ]
-    steps.append(functools.partial(experiments.bin_results, bench))
+    steps += [
+        operator.methodcaller("evaluate", setting, corpora)
+        for setting in experiments.all_settings()
+    ]
+    steps.append(experiments.bin_results)
     with progress_bar("experiments", "step") as show:
-        for done, step in enumerate(steps, start=1):
-            step()
-            show(done, len(steps))
+        run_steps(steps, bench, executor, progress=show)
 
 
 @dataclass(frozen=True)
@@ -379,18 +437,22 @@ class _Pen:
         return facts | ({"source": source} if source else self._made_on)
 
 
-def _default_folder(bench: Workbench, name_or_path: str) -> Path:
-    """`figures/` for what is committed, a folder in there for anything else."""
-    profile = bench.profile.name
-    if (name_or_path, profile) == (LAB, LAB):
+def _folder_of(bench: Workbench, name_or_path: str, *, publish: bool) -> Path:
+    """`figures/` for what is committed, else a folder in it of this model alone."""
+    if publish:
         return store.figures_dir()
-    path = Path(name_or_path)
-    name = path.resolve().name if path.is_dir() else name_or_path.replace("/", "-")
-    return store.figures_dir() / f"{name}-{profile}"
+    name, path = name_or_path.replace("/", "-"), Path(name_or_path)
+    if path.is_dir():  # two folders may have one name
+        name = f"{path.resolve().name}-{digest(str(path.resolve()))[:6]}"
+    return store.figures_dir() / f"{name}-{bench.profile.name}"
 
 
 def _execute_notebooks(
-    bench: Workbench, name_or_path: str, files: list[Path], output: Path | None
+    bench: Workbench,
+    name_or_path: str,
+    files: list[Path],
+    output: Path | None,
+    executor: Executor | None,
 ) -> list[Path]:
     """Execute the notebooks: all of them unless this was done before with the cache.
 
@@ -410,6 +472,7 @@ def _execute_notebooks(
             inputs=inputs,
             output=output,
             force=not done.exists(),
+            executor=executor,
             progress=bar,
         )
     store.write_json(done, key)

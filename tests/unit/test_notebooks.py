@@ -1,5 +1,8 @@
 """`notebooks`: parameters, normalising, and what is run when."""
 
+import contextlib
+import multiprocessing
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -14,6 +17,7 @@ from heapr_lab.notebooks import (
     read_notebook,
     replace_parameters,
     sources_digest,
+    what_was_found,
 )
 from heapr_lab.specs import HeaprLabError, SpecError
 
@@ -28,6 +32,13 @@ def _written(folder: Path, *sources: str, name: str = "a.ipynb") -> Path:
     path = folder / name
     path.write_text(nbformat.writes(_notebook(*sources)), encoding="utf-8")
     return path
+
+
+def processes(n: int) -> contextlib.AbstractContextManager[Executor | None]:
+    """A pool of so many processes; None for none."""
+    if n == 0:
+        return contextlib.nullcontext()
+    return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
 
 
 class TestParameters:
@@ -140,6 +151,39 @@ class TestExecute:
         path.write_text(nbformat.writes(edited), encoding="utf-8")
         assert execute_all(tmp_path, parameters={"A": 2}, inputs="y") == [path]
 
+    @pytest.mark.parametrize("n_processes", [0, 2])
+    def test_one_that_fails_keeps_none_from_running(
+        self, tmp_path: Path, n_processes: int
+    ) -> None:
+        """The others are written; all that failed are named, in order, at the end."""
+        sources = {"a": "1 / A", "b": "A", "c": "undefined", "d": "A + 1"}
+        paths = {
+            name: _written(tmp_path, "A = 0", source, name=f"{name}.ipynb")
+            for name, source in sources.items()
+        }
+        before = paths["a"].read_bytes()
+        seen: list[tuple[int, int]] = []
+        with (
+            processes(n_processes) as executor,
+            pytest.raises(HeaprLabError) as error,
+        ):
+            execute_all(
+                tmp_path,
+                parameters={},
+                executor=executor,
+                progress=lambda *step: seen.append(step),
+            )
+        message = str(error.value)
+        assert message.startswith("2 of 4 notebooks failed:")
+        assert message.index("a.ipynb, cell 2") < message.index("c.ipynb, cell 2")
+        assert "ZeroDivisionError" in message
+        assert "NameError" in message
+        assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+        assert paths["a"].read_bytes() == before
+        for name, text in {"b": "0", "d": "1"}.items():
+            outputs = read_notebook(paths[name]).cells[1].outputs
+            assert outputs[0].data["text/plain"] == text
+
     def test_what_is_no_notebook_is_named(self, tmp_path: Path) -> None:
         """A damaged file is an error with its name."""
         path = tmp_path / "a.ipynb"
@@ -156,4 +200,13 @@ def test_the_paper_stands_beside_ours() -> None:
         128,
         8,
         "not comparable (other model and data)",
+    ]
+
+
+def test_what_does_not_hold_here_is_reported() -> None:
+    """A finding is a row of a table, whether it holds or not."""
+    frame = what_was_found({"more is more": (1.5, True), "less is more": (-1, False)})
+    assert frame.to_numpy().tolist() == [
+        ["more is more", 1.5, "yes"],
+        ["less is more", -1, "no"],
     ]
