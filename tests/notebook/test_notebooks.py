@@ -5,17 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+from clone import Clone
 
 from heapr_lab import store
 from heapr_lab.notebooks import (
     MARK,
     execute_all,
-    execute_notebook,
     normalise,
     read_notebook,
     sources_digest,
 )
 from heapr_lab.reproduce import reproduce
+from heapr_lab.specs import SpecError
 
 FOLDER = store.project_dir() / "notebooks"
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
@@ -100,40 +101,28 @@ class TestStructure:
         assert [text for text in shown if str(store.project_dir()) in str(text)] == []
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the executed notebooks of this module."""
-    return tmp_path_factory.mktemp("executed")
-
-
 @pytest.mark.notebook
 @pytest.mark.parametrize("name", NAMES)
-def test_runs_on_the_small_profile(name: str, executed: Path) -> None:
-    """The notebook runs from top to bottom, its checks included, every figure shown."""
-    before = (FOLDER / name).read_bytes()
-    written = execute_notebook(
-        FOLDER / name, parameters={"PROFILE": "small"}, output=executed / name
-    )
-    notebook = read_notebook(written)
+def test_runs_on_the_small_profile(name: str, stranger: Clone) -> None:
+    """The notebook ran from top to bottom, its checks included, every figure shown."""
+    notebook = read_notebook(stranger.figures / "notebooks" / name)
     assert 'PROFILE = "small"' in notebook.cells[1].source
     assert notebook.cells[-1].outputs
     for cell in notebook.cells:
         kinds = {kind for output in cell.get("outputs", []) for kind in output.data}
         assert ("image/png" in kinds) == cell.source.endswith(";")
-    assert (FOLDER / name).read_bytes() == before
 
 
 @pytest.mark.notebook
-def test_runs_are_the_same_and_the_second_is_skipped(executed: Path) -> None:
+def test_runs_are_the_same_and_the_second_is_skipped(tmp_path: Path) -> None:
     """Two runs of the tour give the same bytes; a third finds nothing to do."""
-    folder, parameters = executed / "twice", {"PROFILE": "small"}
-    folder.mkdir()
-    (folder / NAMES[0]).write_bytes((FOLDER / NAMES[0]).read_bytes())
-    (once,) = execute_all(folder, parameters=parameters, force=True)
+    parameters = {"PROFILE": "small"}
+    (tmp_path / NAMES[0]).write_bytes((FOLDER / NAMES[0]).read_bytes())
+    (once,) = execute_all(tmp_path, parameters=parameters, force=True)
     first = once.read_bytes()
-    assert execute_all(folder, parameters=parameters, force=True) == [once]
+    assert execute_all(tmp_path, parameters=parameters, force=True) == [once]
     assert once.read_bytes() == first
-    assert execute_all(folder, parameters=parameters) == []
+    assert execute_all(tmp_path, parameters=parameters) == []
 
 
 def _number(stem: str) -> int:
@@ -141,15 +130,36 @@ def _number(stem: str) -> int:
 
 
 @pytest.mark.notebook
-def test_reproduce_makes_every_figure_and_table(tmp_path: Path) -> None:
-    """The main job on the small profile, elsewhere: the committed results stay."""
-    before = (store.project_dir() / "README.md").read_bytes()
-    summary = reproduce("lab", profile="small", figures_dir=tmp_path, notebooks=False)
-    drawn = {path.stem for path in tmp_path.glob("*.png")}
+def test_reproduce_makes_every_figure_and_table(stranger: Clone) -> None:
+    """The main job on the small profile, with nothing but what is tracked."""
+    drawn = {path.stem for path in stranger.figures.glob("*.png")}
     assert {_number(name) for name in drawn} == set(range(1, 14))
-    assert {path.stem for path in tmp_path.glob("*.pdf")} == drawn
-    tables = {_number(path.stem) for path in tmp_path.glob("*_table.csv")}
+    assert {path.stem for path in stranger.figures.glob("*.pdf")} == drawn
+    tables = {_number(path.stem) for path in stranger.figures.glob("*_table.csv")}
     assert tables == {0, 5, 6, 8, 9, 10, 11, 12, 13}
-    assert all(path.stat().st_size > 0 for path in summary.files)
-    assert any("perplexity, dense" in line for line in summary.lines())
-    assert (store.project_dir() / "README.md").read_bytes() == before
+    assert all(path.stat().st_size > 0 for path in stranger.figures.glob("*_table.*"))
+    assert "perplexity, dense" in stranger.output
+
+
+@pytest.mark.notebook
+def test_a_strangers_run_says_what_it_skipped(stranger: Clone) -> None:
+    """Each corpus that is not there is named once, with what to do about it."""
+    for name in ("wikitext2", "ptb", "c4"):
+        assert stranger.output.count(f"skipped {name}: ") == 1
+    assert "Set the variable, or connect to the hub" in stranger.output
+    assert "claims of the paper hold here" in stranger.output
+
+
+@pytest.mark.notebook
+def test_a_strangers_run_changes_nothing_that_is_tracked(stranger: Clone) -> None:
+    """The README, the figures and the notebooks stay as they were committed."""
+    assert stranger.git("status", "--porcelain") == ""
+    assert any(stranger.figures.iterdir())
+
+
+def test_publishing_is_of_the_lab_model_alone(tmp_path: Path) -> None:
+    """What is committed says what it is of, so nothing else may be written there."""
+    with pytest.raises(SpecError, match="publish goes with no other model"):
+        reproduce("lab", profile="small", publish=True)
+    with pytest.raises(SpecError, match="publish goes with no other model"):
+        reproduce("lab", figures_dir=tmp_path, publish=True)

@@ -1,0 +1,45 @@
+"""The main job as a stranger runs it: no data, no variable, a hub that refuses."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from clone import Clone, bare_environment, copy_tracked
+
+from heapr_lab import store
+
+TIMEOUT_SECONDS = 1080
+"""On two busy cores; some three minutes on idle ones."""
+
+
+@pytest.fixture(scope="session")
+def stranger(session_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """`heapr-lab reproduce` on the small profile in a fresh repository.
+
+    Only the docstrings of the packages, which take a minute to read, are those that
+    other tests have read before.
+    """
+    root = tmp_path_factory.mktemp("stranger")
+    if (session_cache / "pydocs").is_dir():
+        shutil.copytree(session_cache / "pydocs", root / "cache" / "pydocs")
+    clone = Clone(root / "heapr-lab", "")
+    copy_tracked(store.project_dir(), clone.folder)
+    clone.git("init", "--quiet")
+    clone.git("add", "--all")
+    author = ("-c", "user.name=stranger", "-c", "user.email=stranger@example.org")
+    clone.git(*author, "commit", "--quiet", "--message", "as cloned")
+    command = [sys.executable, "-m", "heapr_lab", "reproduce", "--profile", "small"]
+    run = subprocess.run(
+        [*command, "--workers", "2"],
+        cwd=clone.folder,
+        env=bare_environment(clone.folder, cache=root / "cache"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert run.returncode == 0, run.stdout[-5000:]
+    return Clone(clone.folder, run.stdout)
