@@ -15,12 +15,13 @@ from transformers.utils.logging import disable_progress_bar
 from heapr_lab import store
 from heapr_lab.progress import silent
 from heapr_lab.specs import LayoutError, SpecError
+from heapr_lab.weights_hash import block_sums
 
 LAB = "lab"
 """Name of the bundled model."""
 
-_SAMPLES_PER_TENSOR = 4096
-_LARGE_PRIME = 2_654_435_761
+WEIGHTS_VERSION = "v2:"
+"""How a hash of weights begins; those that have no version sampled the values."""
 
 
 def load_model(
@@ -113,9 +114,8 @@ def _dtype(dtype: str | torch.dtype, *, on_gpu: bool) -> str | torch.dtype:
 def model_identity(model: Any) -> dict[str, str]:
     """What tells this model from any other, on whatever device it lies.
 
-    `weights` hashes the name and shape of every parameter and stored buffer (such as
-    a router's bias correction) with up to 4096 of its values, spread over it: enough
-    to tell checkpoints apart, at a cost that does not grow with the model. `dtype` is
+    `weights` hashes every value of every parameter and stored buffer (such as a
+    router's bias correction), with its name and shape; see `weights_hash`. `dtype` is
     part of the identity because numbers depend on it.
     """
     return {
@@ -150,11 +150,5 @@ def _weights_fingerprint(model: nn.Module) -> str:
                 "that fits: load it without offloading, on devices large enough"
             )
         sha.update(f"{name}{tuple(tensor.shape)}".encode())
-        flat = tensor.reshape(-1)
-        places = torch.arange(min(flat.numel(), _SAMPLES_PER_TENSOR))
-        # Multiples of a large prime hit every row and column: an even stride that
-        # the width divides would read one column only.
-        places = places * _LARGE_PRIME % max(1, flat.numel())
-        sample = flat[places.to(flat.device)].to("cpu", torch.float64)
-        sha.update(sample.numpy().tobytes())
-    return sha.hexdigest()
+        sha.update(block_sums(tensor))
+    return WEIGHTS_VERSION + sha.hexdigest()

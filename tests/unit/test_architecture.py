@@ -19,6 +19,7 @@ LAYERS = (
         "tokens",
         "ragged",
         "tensor_files",
+        "weights_hash",
         "latency",
     },
     {"store", "rows", "estimators", "accounting", "moments"},

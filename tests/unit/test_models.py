@@ -106,22 +106,6 @@ def test_the_identity_changes_with_any_weight() -> None:
     assert model_identity(model) == identity
 
 
-def test_the_identity_changes_where_a_column_is_zeroed() -> None:
-    """In tensors too large to read whole, values all over are looked at."""
-    # W_down is (4, 64, 64): 16384 values, of which 4096 are read.
-    model = tiny_model("mixtral", hidden_size=64, intermediate_size=64)
-    identity = model_identity(model)["weights"]
-    seen = set()
-    for column in range(64):
-        W_down = model.state_dict()["model.layers.0.mlp.experts.down_proj"]
-        before = W_down[..., column].clone()
-        W_down[..., column] = 0
-        seen.add(model_identity(model)["weights"])
-        W_down[..., column] = before
-    assert identity not in seen
-    assert len(seen) == 64
-
-
 def test_the_identity_changes_with_type_class_and_config() -> None:
     """Numbers depend on each of them."""
     model = tiny_model("qwen2_moe")
@@ -131,3 +115,13 @@ def test_the_identity_changes_with_type_class_and_config() -> None:
     assert model_identity(other)["config"] != identity["config"]
     assert model_identity(tiny_model("mixtral"))["class"] != identity["class"]
     assert model_identity(model.to(torch.bfloat16))["dtype"] == "bfloat16"
+
+
+def test_the_weights_are_the_same_in_float32_and_bfloat16(folder: Path) -> None:
+    """A mask that was selected on the CPU serves the same checkpoint on a GPU."""
+    found = [
+        model_identity(load_model(folder, device="cpu", dtype=dtype)[0])
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["dtype"] != found[1]["dtype"]
