@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from heapr_lab import pruned_card, ragged, store
 from heapr_lab.experts import find_experts
+from heapr_lab.folders import has_tokenizer, read_config, read_tokenizer
 from heapr_lab.masks import KeepMask
 from heapr_lab.provenance import MANIFEST_FILE
 from heapr_lab.ragged import HeaprConfig, HeaprQuantizer, RaggedExperts, finish
@@ -159,11 +159,12 @@ def prune_folder(
         LayoutError: the model's experts cannot be sliced exactly.
         CacheError: what an interrupted call left is of another mask or source.
     """
-    config = AutoConfig.from_pretrained(source)
+    config = read_config(source)
     uniform = structure_of(keep) == "uniform"
     width = uniform_width(keep, config.dtype) if uniform else None
     changed = config if width is None else stock_config(config, width)
     skeleton: Any = skeleton_of(config)
+    tokenizer = read_tokenizer(source) if has_tokenizer(source) else None
     with new_folder(folder, resume=True) as partial:
         plan = {"mask": keep.fingerprint, "structure": structure_of(keep)}
         if not begun(partial / _PLAN_NAME, plan):  # before anything is written there
@@ -175,7 +176,7 @@ def prune_folder(
         generation = source / "generation_config.json"
         if generation.is_file():
             shutil.copyfile(generation, partial / generation.name)
-        save_tokenizer(partial, None, base=str(source))
+        save_tokenizer(partial, tokenizer, base=str(source))
         # Last, because it takes long and would be done again if a later step failed.
         slice_files(source, skeleton, keep, partial, stacked=uniform, progress=progress)
         describe(
@@ -251,8 +252,8 @@ def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
 def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> None:
     """Write `tokenizer`, or that of the model `base` where it has one."""
     if tokenizer is None and base:
-        with contextlib.suppress(OSError, ValueError):
-            tokenizer = AutoTokenizer.from_pretrained(base)
+        with contextlib.suppress(SpecError):
+            tokenizer = read_tokenizer(base)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
 
+from heapr_lab.folders import read_config, read_tokenizer
 from heapr_lab.specs import SpecError
 from heapr_lab.tensor_files import read_source
 
@@ -86,7 +86,7 @@ def write_gguf(
     folder, path = Path(folder), Path(path)
     if path.exists():
         raise SpecError(f"{path} is there already: give a new name, or delete it")
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     family = _family_of(config)
     pieces = list(_pieces(folder, config, family, gguf))
     temporary = path.with_name(f".partial-{path.name}")
@@ -269,7 +269,7 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any, gguf: Any) -> None:
     Raises:
         SpecError: the tokenizer is of another kind.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     pre = _pre_tokenizer(backend)
     if backend["model"]["type"] != "BPE" or pre is None:

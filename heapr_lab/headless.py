@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig
 
 from heapr_lab import accounting
 from heapr_lab.budgets import ratio_for_latency, ratio_for_loss
 from heapr_lab.checkpoints import prune_folder, save_pruned, structure_of
 from heapr_lab.compensation import Compensation, describe_weights, fit_compensation
 from heapr_lab.evaluation import evaluate_perplexity
+from heapr_lab.folders import read_config
 from heapr_lab.harness import run_tasks
 from heapr_lab.iterated import prune_in_rounds
 from heapr_lab.masks import KeepMask
@@ -62,7 +62,7 @@ def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
     """
     table = ImportanceTable.read(path)
     spec = table.metadata.get("spec") or {}
-    skeleton = skeleton_of(AutoConfig.from_pretrained(source))
+    skeleton = skeleton_of(read_config(source))
     own = architecture_identity(skeleton)
     _check_identity(spec.get("model"), own, path=path, name=name)
     _check_norms(down_norms(source, skeleton), table, path=path, name=name)
@@ -336,7 +336,7 @@ def write_compensated(
     pruned: Any = prune(bench.model, made.keep, downs=compensation.downs)
     windows = bench.calibration_set(setting)
     pruned.__dict__["heapr_weights"] = describe_weights(compensation, windows)
-    stored = AutoConfig.from_pretrained(source).dtype or pruned.dtype
+    stored = read_config(source).dtype or pruned.dtype
     for module in pruned.modules():
         if isinstance(module, RaggedExperts):
             _cast(module._parameters, stored, back=True)

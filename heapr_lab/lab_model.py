@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from heapr_lab import lab_run
 from heapr_lab.corpora import load_corpus
+from heapr_lab.folders import build
 from heapr_lab.lab_run import BUNDLED_RUNS, DECAY_MIXTURE, MIXTURE, TrainSpec
 from heapr_lab.specs import SpecError
 
@@ -150,7 +151,7 @@ def build_lab_model(spec: TrainSpec) -> PreTrainedModel:
         use_cache=False,
         **own(spec),
     )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = build(config)
     model.set_experts_implementation("grouped_mm")
     if spec.precision == "bfloat16":
         model.set_attn_implementation("eager")  # flash is slower in bfloat16 on a CPU

@@ -11,13 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from heapr_lab.corpora import Corpus
+from heapr_lab.folders import read_weights
 from heapr_lab.specs import CacheError, canonical_json, digest
 from heapr_lab.tokens import tokenise
 
@@ -219,7 +216,7 @@ def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:
     Raises:
         CacheError: it has another shape.
     """
-    found = AutoModelForCausalLM.from_pretrained(earlier, dtype=torch.float32)
+    found = read_weights(earlier, dtype=torch.float32)
     weights = found.state_dict()
     expected = {name: p.shape for name, p in model.state_dict().items()}
     if {name: w.shape for name, w in weights.items()} != expected:

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import store
+from heapr_lab.folders import read_config, read_tokenizer, read_weights
 from heapr_lab.progress import silent
 from heapr_lab.specs import LayoutError, SpecError
 from heapr_lab.weights_hash import block_sums
@@ -48,19 +47,11 @@ def load_model(
     on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     chosen = _dtype(dtype, on_gpu=on_gpu)
     placement = "auto" if device == "auto" and on_gpu else None
-    model: Any
     if silent():
         disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=chosen, device_map=placement
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise SpecError(
-            f"cannot load the model {str(name_or_path)!r}: {error}\nExpected a hub id "
-            "that can be reached, a local folder in the hub's layout, or 'lab'"
-        ) from error
+    read_config(path)  # first, because the tokenizer is chosen by it
+    tokenizer = read_tokenizer(path)
+    model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
         model.to("cpu" if device == "auto" else device)
     return model.eval(), tokenizer
@@ -70,7 +61,7 @@ def model_folder(name_or_path: str | Path) -> Path:
     """The local folder of a model's files; those of a hub id are downloaded first.
 
     Raises:
-        SpecError: there is no such model.
+        SpecError: there is no such model, or its configuration is damaged.
     """
     path = Path(_resolve(name_or_path))
     if path.is_dir():

@@ -11,7 +11,9 @@ Shapes: E n_experts, D d_expert, w_e atoms kept of expert e, W = sum of w_e.
 import copy
 import functools
 import itertools
+import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -301,13 +303,13 @@ class HeaprConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        widths: dict[str, list[int]],
+        widths: dict[str, list[int]] | None = None,
         format_version: int = FORMAT_VERSION,
         **facts: Any,
     ) -> None:
         """The `widths` of the experts in each experts module, by its path."""
         self.quant_method: Any = METHOD
-        self.widths = widths
+        self.widths = widths or {}
         self.format_version = format_version
         self.facts = facts
 
@@ -340,18 +342,21 @@ class HeaprQuantizer(HfQuantizer):
         """Put ragged experts where the model has whole ones.
 
         Raises:
-            ValueError: the model has no such experts.
+            ValueError: the widths are not those of this model's experts.
         """
-        modules = dict(model.named_modules())
-        for path, widths in self.quantization_config.widths.items():
-            module = modules.get(path)
-            if module is None or not hasattr(module, "is_concatenated"):
-                raise ValueError(
-                    f"config.json has widths of {path!r}, but {type(model).__name__} "
-                    "has no experts there; it is of another model"
-                )
+        every = self.quantization_config.widths
+        modules = {
+            name: module
+            for name, module in model.named_modules()
+            if hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+        }
+        check_widths(every, {n: len(m.down_proj) for n, m in modules.items()}, model)
+        for path, widths in every.items():
             parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, RaggedExperts(module, widths))
+            ragged = RaggedExperts(modules[path], widths)
+            setattr(model.get_submodule(parent), name, ragged)
+        base: Any = type(model)
+        model.__class__ = with_code(base)  # which refuses holes
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
@@ -378,6 +383,36 @@ class HeaprQuantizer(HfQuantizer):
         return True
 
 
+def check_widths(widths: Any, n_experts: dict[str, int], model: Any) -> None:
+    """Check that `widths` has those of every expert of `model`, and no others.
+
+    Args:
+        widths: what config.json says.
+        n_experts: number of experts of each experts module, by its path.
+        model: for the message.
+
+    Raises:
+        ValueError: it has not.
+    """
+    found = widths if isinstance(widths, dict) else {}
+    differing = sorted(found.keys() ^ n_experts.keys())
+    if differing:
+        path = differing[0]
+        said, true = ("widths", "no") if path in found else ("no widths", "such")
+        raise ValueError(
+            f"config.json has {said} of {path!r}, but {type(model).__name__} has "
+            f"{true} experts there; it is of another model, or damaged"
+        )
+    for path, own in found.items():
+        counts = isinstance(own, list) and all(type(w) is int and w >= 0 for w in own)
+        if not counts or len(own) != n_experts[path]:
+            raise ValueError(
+                f"config.json has the widths {str(own)[:60]} of {path!r}, expected "
+                f"{n_experts[path]} counts of atoms: take the config.json that the "
+                "checkpoint was written with"
+            )
+
+
 if METHOD not in AUTO_QUANTIZER_MAPPING:
     register_quantization_config(METHOD)(HeaprConfig)
     register_quantizer(METHOD)(HeaprQuantizer)
@@ -393,8 +428,99 @@ def finish(model: Any) -> None:
     model.__class__ = with_code(base)
 
 
+# --- holes ------------------------------------------------------------------------
+
+_LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
+
+
+def refuse_holes(
+    model: Any,
+    *,
+    missing: Collection[str],
+    mismatched: Collection[str] = (),
+    unexpected: Collection[str] = (),
+) -> None:
+    """Refuse what transformers would fill at random, or leave out, and only warn of.
+
+    Args:
+        model: the model that is loaded.
+        missing: its parameters and buffers that no file has.
+        mismatched: those that a file has in another shape.
+        unexpected: tensors in the files that the model has not; only those of its own
+            decoder layers are refused.
+
+    Raises:
+        ValueError: there is one.
+    """
+    stray = _of_own_layers(model, unexpected)
+    found = {
+        "lacks": sorted(missing),
+        "has in other shapes": sorted(mismatched),
+        "has, but config.json does not,": stray,
+    }
+    said = [
+        f"{verb} {len(names)} of its weights ({', '.join(names[:3])}"
+        f"{', ...' if len(names) > 3 else ''})"
+        for verb, names in found.items()
+        if names
+    ]
+    if said:
+        raise ValueError(
+            f"the checkpoint of this {type(model).__name__} {' and '.join(said)}: its "
+            "files are not whole, or config.json is of another model; download it "
+            "again, or make it anew"
+        )
+
+
+def _of_own_layers(model: Any, names: Collection[str]) -> list[str]:
+    """Those of `names` that are of the decoder layers of `model`, sorted.
+
+    Layers beyond the last that predict further tokens are left out by design.
+    """
+    places = [_LAYER.match(name) for name in model.state_dict()]
+    prefixes = {place[1] for place in places if place}
+    config = model.config.get_text_config()
+    n_layers = 1 + max((int(place[2]) for place in places if place), default=-1)
+    further = range(n_layers, n_layers + _n_predicting(config))
+    return sorted(
+        name
+        for name in names
+        if (place := _LAYER.match(name))
+        and place[1] in prefixes
+        and int(place[2]) not in further
+    )
+
+
+def _n_predicting(config: Any) -> int:
+    return int(getattr(config, "num_nextn_predict_layers", None) or 0)
+
+
+# --- code -------------------------------------------------------------------------
+
+
 class CarriesCode:
-    """Saves a copy of this file with the model, for people without heapr_lab."""
+    """Saves a copy of this file with the model, for people without heapr_lab.
+
+    And is never loaded with holes.
+    """
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """What transformers leaves out of its report, before it is refused."""
+        super()._adjust_missing_and_unexpected_keys(loading_info)  # type: ignore[misc]
+        model: Any = self
+        missing = loading_info.missing_keys
+        if type(self).__name__ not in (model.config.architectures or ()):
+            # A new head, as of a classifier, is meant to be trained.
+            prefix = f"{model.base_model_prefix}."
+            missing = {name for name in missing if name.startswith(prefix)}
+        mismatched = {name for name, *_ in loading_info.mismatched_keys}
+        loading_info.mismatched_keys.clear()  # or a report without names is raised
+        refuse_holes(
+            self,
+            missing=missing,
+            mismatched=mismatched,
+            unexpected=loading_info.unexpected_keys,
+        )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -6,12 +6,14 @@ projection that an atom has: W_gate's and W_up's with a gate, else W_up's alone.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -22,7 +24,7 @@ from transformers.core_model_loading import (
 
 from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.masks import KeepMask
-from heapr_lab.ragged import RaggedExperts, expert_conversions
+from heapr_lab.ragged import RaggedExperts, expert_conversions, refuse_holes
 from heapr_lab.specs import LayoutError, SpecError
 from heapr_lab.surgery import keeps_of
 from heapr_lab.tensor_files import FLOATS, ORDER, Stored, StoredTensor
@@ -280,7 +282,7 @@ class Planner:
         """The files to write.
 
         Raises:
-            LayoutError: the weights of experts are not those that the model has.
+            LayoutError: the weights are not those that the model has.
         """
         every = list(_found(self.skeleton, self.conversions, stored))
         # As a loaded model does when it is saved: undo the renamings that were used.
@@ -302,6 +304,7 @@ class Planner:
                     f"only {', '.join(FLOATS)} weights: dequantise them"
                 )
         self._check_complete()
+        _check_whole(self.skeleton, every, sliced=self.weights)
         return [
             SlicedFile(path, sorted(own, key=_place)) for path, own in pieces.items()
         ]
@@ -378,6 +381,54 @@ class Planner:
                     f"{weight.name}, the first is {first}: download it again, or give "
                     "the configuration that it has"
                 )
+
+
+def _check_whole(skeleton: Any, every: list[_Found], *, sliced: Container[str]) -> None:
+    """Check that the files have all that transformers would load into the model.
+
+    Args:
+        skeleton: the model.
+        every: what is in the files.
+        sliced: parameters that are checked elsewhere.
+
+    Raises:
+        LayoutError: something is missing, has another shape, or is of more layers.
+    """
+    known = skeleton.state_dict()
+    others = [found for found in every if found.parameter not in sliced]
+    parts: dict[str, set[int]] = {}
+    for found in others:
+        parts.setdefault(found.parameter, set()).add(found.part)
+    there = {
+        found.parameter
+        for found in others
+        if found.converter is None
+        or len(parts[found.parameter]) == len(found.converter.source_patterns)
+    }
+    for pair in skeleton.all_tied_weights_keys.items():
+        if there & set(pair):
+            there |= set(pair)
+    keys = SimpleNamespace(
+        missing_keys={n for n in known if n not in there and n not in sliced},
+        unexpected_keys=parts.keys() - known.keys(),
+    )
+    skeleton._adjust_missing_and_unexpected_keys(keys)
+    try:
+        refuse_holes(
+            skeleton,
+            missing=keys.missing_keys,
+            mismatched=[f.parameter for f in others if _differs(f, known)],
+            unexpected=keys.unexpected_keys,
+        )
+    except ValueError as error:
+        raise LayoutError(f"{every[0].file.parent}: {error}") from error
+
+
+def _differs(found: _Found, known: dict[str, torch.Tensor]) -> bool:
+    """Whether a tensor that becomes a parameter as it is has another shape."""
+    if found.converter is not None or found.parameter not in known:
+        return False
+    return tuple(known[found.parameter].shape) != found.tensor.shape
 
 
 def _place(piece: Piece) -> tuple[int, str]:

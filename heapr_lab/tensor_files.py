@@ -1,6 +1,8 @@
 """The headers of a checkpoint's safetensors files, read strictly."""
 
 import json
+import math
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,16 @@ class StoredTensor:
     n_bytes: int
 
 
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+"""What JSON that is damaged, or of another kind, leads to."""
+
 Stored = dict[Path, dict[str, StoredTensor]]
 """The tensors in each file."""
 
@@ -62,10 +74,15 @@ def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
     try:
         index = json.loads((source / INDEX).read_text(encoding="utf-8"))
         weight_map = dict(index["weight_map"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        named = all(isinstance(file, str) for file in weight_map.values())
+    except _UNREADABLE as error:
         raise SpecError(
             f"{source / INDEX} has no whole weight_map: download it again"
         ) from error
+    if not weight_map or not named:
+        raise SpecError(
+            f"{source / INDEX} has a weight_map without files: download it again"
+        )
     stored: Stored = {}
     for name, file in sorted(weight_map.items(), key=lambda item: item[::-1]):
         path = source / file
@@ -91,28 +108,51 @@ def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
     return stored, index
 
 
+def _size_of(tensor: StoredTensor) -> int:
+    """Bytes that a tensor of floating-point numbers has by its shape."""
+    return math.prod(tensor.shape) * int(np.dtype(FLOATS[tensor.dtype]).itemsize)
+
+
+def names_in(source: Path) -> set[str]:
+    """Names of all tensors in a folder; none where it has no safetensors files.
+
+    Raises:
+        SpecError: a file is missing or incomplete.
+    """
+    if not any((source / name).exists() for name in (SINGLE, INDEX)):
+        return set()
+    stored, _ = read_source(source)
+    return {name for tensors in stored.values() for name in tensors}
+
+
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors in a safetensors file, whose size is checked.
 
     Raises:
         SpecError: it is not whole.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        end = 8 + int.from_bytes(file.read(8), "little")
-        text = file.read(end - 8) if end <= size else b""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            end = 8 + int.from_bytes(file.read(8), "little")
+            text = file.read(end - 8) if end <= size else b""
+    except OSError as error:
+        raise SpecError(
+            f"{path} cannot be read ({error.strerror}): give a folder with files that "
+            "can be"
+        ) from error
     try:
         header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
         tensors = {
             name: StoredTensor(
                 str(entry["dtype"]),
-                tuple(entry["shape"]),
+                tuple(map(operator.index, entry["shape"])),
                 end + entry["data_offsets"][0],
                 entry["data_offsets"][1] - entry["data_offsets"][0],
             )
             for name, entry in header.items()
         }
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise SpecError(
             f"{path} ({size} bytes) has no whole safetensors header: it is truncated "
             "or of another kind; download it again"
@@ -123,6 +163,11 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             raise SpecError(
                 f"{path}: {name} is misplaced or of an unknown type ({tensor.dtype}): "
                 "download the file again"
+            )
+        if tensor.dtype in FLOATS and tensor.n_bytes != _size_of(tensor):
+            raise SpecError(
+                f"{path}: {name} has {tensor.n_bytes} bytes, its shape "
+                f"{tensor.shape} needs {_size_of(tensor)}: download the file again"
             )
         end += tensor.n_bytes
     if end != size:

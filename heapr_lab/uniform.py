@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from heapr_lab.experts import ExpertsLayer, find_experts
+from heapr_lab.folders import build
 from heapr_lab.masks import KeepMask
 from heapr_lab.ragged import RaggedExperts
 from heapr_lab.specs import SpecError
@@ -21,9 +21,13 @@ _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
 def skeleton_of(config: Any) -> nn.Module:
-    """The model of `config` without weights, on the meta device."""
+    """The model of `config` without weights, on the meta device.
+
+    Raises:
+        SpecError: transformers cannot build one.
+    """
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: nn.Module = build(config)
     return model
 
 

@@ -23,7 +23,7 @@ LAYERS = (
         "latency",
     },
     {"store", "rows", "estimators", "accounting", "moments"},
-    {"experts", "table", "masks", "rules", "pydocs", "provenance"},
+    {"experts", "table", "masks", "rules", "pydocs", "provenance", "folders"},
     {"dispatch", "rankings", "corpora", "models"},
     {"calibration", "lab_run"},
     {"likelihood", "selection"},
