@@ -6,8 +6,10 @@ name is either absent or whole. A truncated, damaged, foreign or newer file is a
 """
 
 import contextlib
+import hashlib
 import json
 import secrets
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,23 @@ def replacing(path: Path | str) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def share_mode(folder: Path, like: Path) -> None:
+    """Give the files in `folder` the permissions of the file `like`.
+
+    Safetensors' writer makes files that nobody else may read, whatever the umask.
+    """
+    mode = stat.S_IMODE(like.stat().st_mode)
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(mode)
 
 
 # --- parquet --------------------------------------------------------------------

@@ -1,16 +1,21 @@
 """Write a pruned model to a folder that transformers, and people, can use.
 
 A folder is made under a temporary name and renamed when it is whole: one that has its
-name is finished. `heapr_keep.parquet` has the mask and `heapr_manifest.json` what was
-done, so that a pruning can be repeated or audited.
+name is finished. One process at a time makes it. `heapr_keep.parquet` has the mask and
+`heapr_manifest.json` what was done, so that a pruning can be repeated or audited, with
+the SHA-256 of the weights.
 """
 
 import contextlib
+import glob
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
@@ -22,13 +27,15 @@ from heapr_lab.masks import KeepMask
 from heapr_lab.provenance import MANIFEST_FILE
 from heapr_lab.ragged import HeaprConfig, HeaprQuantizer, RaggedExperts, finish
 from heapr_lab.shards import begun, slice_files
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import CacheError, SpecError
 from heapr_lab.uniform import skeleton_of, stock_config, stock_model, uniform_width
 
 KEEP_FILE = "heapr_keep.parquet"
 MANIFEST_VERSION = 1
 _PLAN_NAME = ".partial-plan.json"
 """In an unfinished folder: what is made there."""
+_OWN = re.compile(r"\.partial-[0-9a-f]{8}-")
+"""How the name begins of a folder that is made in one go."""
 STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
 
 
@@ -63,8 +70,10 @@ def save_pruned(
         `folder`.
 
     Raises:
-        SpecError: `model` was not made by `prune`, `folder` is not empty, or a uniform
-            mask cannot be said in the family's configuration.
+        SpecError: `model` was not made by `prune`, `folder` is not empty, cannot be
+            written or is being written by another, or a uniform mask cannot be said in
+            the family's configuration.
+        CacheError: the folder is not what was written there.
 
     Example:
         >>> save_pruned(prune(model, keep), "pruned")  # doctest: +SKIP
@@ -76,9 +85,15 @@ def save_pruned(
     with new_folder(Path(folder)) as partial:
         written = checkpoint_of(model, keep)
         written.save_pretrained(partial, max_shard_size=max_shard_size)
-        save_tokenizer(partial, tokenizer, base=base)
+        facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
         describe(
-            partial, keep, base=base, config=model.config, facts=facts, source=source
+            partial,
+            keep,
+            base=base,
+            config=model.config,
+            facts=facts,
+            checksums=checksums_in(partial),
+            source=source,
         )
     return Path(folder)
 
@@ -154,10 +169,12 @@ def prune_folder(
         progress: called with (bytes done, bytes in all).
 
     Raises:
-        SpecError: `folder` is not empty, the mask is of another model, or `source`
-            lacks tensors.
+        SpecError: `folder` is not empty, cannot be written or is being written by
+            another, the mask is of another model, or `source` is damaged or lacks
+            tensors.
         LayoutError: the model's experts cannot be sliced exactly.
-        CacheError: what an interrupted call left is of another mask or source.
+        CacheError: what an interrupted call left is of another mask or source, or the
+            folder is not what was written there.
     """
     config = read_config(source)
     uniform = structure_of(keep) == "uniform"
@@ -176,15 +193,18 @@ def prune_folder(
         generation = source / "generation_config.json"
         if generation.is_file():
             shutil.copyfile(generation, partial / generation.name)
-        save_tokenizer(partial, tokenizer, base=str(source))
+        said = save_tokenizer(partial, tokenizer, base=str(source))
         # Last, because it takes long and would be done again if a later step failed.
-        slice_files(source, skeleton, keep, partial, stacked=uniform, progress=progress)
+        checksums = slice_files(
+            source, skeleton, keep, partial, stacked=uniform, progress=progress
+        )
         describe(
             partial,
             keep,
             base=base or str(source),
             config=config,
-            facts=facts or {},
+            facts={**(facts or {}), "tokenizer": said},
+            checksums=checksums,
             source=source,
         )
         (partial / _PLAN_NAME).unlink()
@@ -207,7 +227,7 @@ def _name_widths(config: Any, skeleton: nn.Module, keep: KeepMask) -> None:
 
 
 def partial_of(folder: Path) -> Path:
-    """Where `folder` is made before it has its name."""
+    """Where `folder` is made before it has its name, if that can be resumed."""
     return folder.with_name(f".partial-{folder.name}")
 
 
@@ -231,31 +251,95 @@ def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
     With `resume` it stays when the block fails, and is found again the next time.
 
     Raises:
-        SpecError: `folder` is there and not empty.
+        SpecError: `folder` is there and not empty, is being written by another, or
+            cannot be written.
+        CacheError: it is not what was written there.
     """
-    check_new(folder)
-    partial = partial_of(folder)
-    if partial.exists() and not resume:
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    with store.writing(folder):
+        check_new(folder)
+        partial = partial_of(folder) if resume else _own_partial(folder)
+        try:
+            partial.mkdir(exist_ok=resume)
+            yield partial
+        except BaseException as error:
+            if not resume:
+                shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError | SafetensorError):
+                raise SpecError(
+                    f"{folder} could not be written: {error}. What was there before "
+                    "is untouched; make room, or give another folder"
+                ) from error
+            raise
+        _name(partial, folder)
+        _check_named(folder)
+
+
+def _own_partial(folder: Path) -> Path:
+    """A name that no other call has; what killed ones left unfinished is deleted."""
+    for left in folder.parent.glob(f".partial-*-{glob.escape(folder.name)}"):
+        if (
+            _OWN.fullmatch(left.name.removesuffix(folder.name))
+            and not (left / MANIFEST_FILE).exists()
+        ):
+            shutil.rmtree(left, ignore_errors=True)
+    return folder.with_name(f".partial-{secrets.token_hex(4)}-{folder.name}")
+
+
+def _name(partial: Path, folder: Path) -> None:
+    """Give a finished folder its name.
+
+    Raises:
+        SpecError: something has it by now.
+    """
+    for left in partial.glob(".partial-*"):  # of a call that was killed
+        left.unlink()
+    store.share_mode(partial, like=partial / MANIFEST_FILE)
     try:
-        yield partial
-    except BaseException:
-        if not resume:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if folder.exists():
-        folder.rmdir()
-    partial.replace(folder)
+        if folder.exists():
+            folder.rmdir()
+        partial.replace(folder)
+    except OSError as error:
+        raise SpecError(
+            f"{folder} appeared while it was written and is left as it is; the "
+            f"finished checkpoint is in {partial}: rename that"
+        ) from error
 
 
-def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> None:
-    """Write `tokenizer`, or that of the model `base` where it has one."""
+def _check_named(folder: Path) -> None:
+    """Check that the weights in `folder` are those that its manifest tells of.
+
+    Raises:
+        CacheError: they are not.
+    """
+    told = store.read_json(folder / MANIFEST_FILE)["sha256"]
+    found = checksums_in(folder)
+    differing = sorted(n for n in told | found if told.get(n) != found.get(n))
+    if differing:
+        raise CacheError(
+            f"{folder / differing[0]} is not what was written there: another process, "
+            "or the disk, changed it; delete the folder and make it again"
+        )
+
+
+def checksums_in(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file of weights in `folder`."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {path.name: store.checksum(path) for path in files}
+
+
+def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> str:
+    """Write `tokenizer`, or that of the model `base`; what the manifest says of it."""
     if tokenizer is None and base:
-        with contextlib.suppress(SpecError):
+        try:
             tokenizer = read_tokenizer(base)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        except SpecError as error:
+            # A card is read elsewhere, where this machine's folders say nothing.
+            return f"none: {str(error).replace(base, Path(base).name)}"
+    if tokenizer is None:
+        return "none: no tokenizer was given, and the base model has no name"
+    tokenizer.save_pretrained(folder)
+    return "saved with the weights"
 
 
 def describe(
@@ -265,9 +349,13 @@ def describe(
     base: str,
     config: Any,
     facts: Mapping[str, Any],
+    checksums: Mapping[str, str],
     source: Path | None = None,
 ) -> None:
-    """Write mask, manifest and card of a checkpoint whose weights are in `folder`."""
+    """Write mask, manifest and card of a checkpoint whose weights are in `folder`.
+
+    `checksums` has the SHA-256 of each file of weights.
+    """
     keep.write(folder / KEEP_FILE)
     files = sorted(folder.glob("*.safetensors"))
     manifest = {
@@ -284,6 +372,7 @@ def describe(
         "weights": "sliced, otherwise unchanged",
         **facts,
         "files": {path.name: path.stat().st_size for path in files},
+        "sha256": dict(checksums),
     }
     store.write_json(folder / MANIFEST_FILE, manifest)
     card = pruned_card.card(manifest, source=source or Path(base))

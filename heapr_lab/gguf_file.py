@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from heapr_lab.folders import read_config, read_tokenizer
 from heapr_lab.specs import SpecError
+from heapr_lab.store import writing
 from heapr_lab.tensor_files import read_source
 
 ELSE = "use llama.cpp's own convert_hf_to_gguf.py"
@@ -75,7 +76,8 @@ def write_gguf(
     Raises:
         SpecError: experts have widths of their own, the family, one of its settings or
             its tokenizer is none that llama.cpp would run exactly as transformers does,
-            `path` is there already, or the package `gguf` is not installed.
+            `path` is there already or being written by another, or the package `gguf`
+            is not installed.
 
     Source: GGUF specification; llama.cpp `src/models/qwen2moe.cpp`, `qwen3moe.cpp`.
 
@@ -84,35 +86,45 @@ def write_gguf(
     """
     gguf = _gguf()
     folder, path = Path(folder), Path(path)
-    if path.exists():
-        raise SpecError(f"{path} is there already: give a new name, or delete it")
     config = read_config(folder)
     family = _family_of(config)
     pieces = list(_pieces(folder, config, family, gguf))
-    temporary = path.with_name(f".partial-{path.name}")
-    writer = gguf.GGUFWriter(temporary, family.architecture)
-    try:
-        _add_settings(writer, config, gguf)
-        _add_tokenizer(writer, folder, config, gguf)
-        for piece in pieces:
-            kind = _kind(piece, gguf)
-            size = int(np.prod(piece.shape)) * (4 if kind.name == "F32" else 2)
-            writer.add_tensor_info(
-                piece.name, piece.shape, np.dtype(np.float32), size, raw_dtype=kind
-            )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for number, piece in enumerate(pieces, start=1):
-            writer.write_tensor_data(_bytes_of(piece, _kind(piece, gguf)))
-            if progress is not None:
-                progress(number, len(pieces))
-        writer.close()
-        temporary.replace(path)
-    finally:
-        writer.close()
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        if path.exists():
+            raise SpecError(f"{path} is there already: give a new name, or delete it")
+        temporary = path.with_name(f".partial-{path.name}")
+        writer = gguf.GGUFWriter(temporary, family.architecture)
+        try:
+            _add_settings(writer, config, gguf)
+            _add_tokenizer(writer, folder, config, gguf)
+            _write_tensors(writer, pieces, gguf, progress)
+            writer.close()
+            temporary.replace(path)
+        finally:
+            writer.close()
+            temporary.unlink(missing_ok=True)
     return path
+
+
+def _write_tensors(
+    writer: Any,
+    pieces: list[_Piece],
+    gguf: Any,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    for piece in pieces:
+        kind = _kind(piece, gguf)
+        size = int(np.prod(piece.shape)) * (4 if kind.name == "F32" else 2)
+        writer.add_tensor_info(
+            piece.name, piece.shape, np.dtype(np.float32), size, raw_dtype=kind
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for number, piece in enumerate(pieces, start=1):
+        writer.write_tensor_data(_bytes_of(piece, _kind(piece, gguf)))
+        if progress is not None:
+            progress(number, len(pieces))
 
 
 def _gguf() -> Any:

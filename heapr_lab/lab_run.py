@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from heapr_lab.artefacts import share_mode
 from heapr_lab.corpora import Corpus
 from heapr_lab.folders import read_weights
 from heapr_lab.specs import CacheError, canonical_json, digest
@@ -254,4 +255,6 @@ def write_model(
         "torch": torch.__version__,
         "went_on_from": earlier and json.loads((earlier / "training.json").read_text()),
     }
-    (out / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+    card = out / "training.json"
+    card.write_text(json.dumps(training, indent=2) + "\n")
+    share_mode(out, like=card)

@@ -108,6 +108,7 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("structure", manifest["structure"]),
         ("calibration", manifest.get("calibration", "not recorded")),
         ("weights", manifest["weights"]),
+        ("tokenizer", manifest["tokenizer"]),
     ]
     saved = manifest.get("savings")
     if saved:

@@ -18,7 +18,7 @@ from heapr_lab.experts import find_experts
 from heapr_lab.masks import KeepMask
 from heapr_lab.slice_plan import Planner, SlicedFile
 from heapr_lab.specs import CacheError, SpecError
-from heapr_lab.store import read_json, write_json
+from heapr_lab.store import checksum, read_json, write_json
 from heapr_lab.tensor_files import INDEX, TORCH, Stored, read_source
 
 PROGRESS_NAME = ".partial-slices.json"
@@ -33,7 +33,7 @@ def slice_files(
     *,
     stacked: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Path:
+) -> dict[str, str]:
     """Write the weights in `source` without the atoms outside `keep`.
 
     Everything is checked before anything is written. A run that was interrupted goes on
@@ -49,7 +49,7 @@ def slice_files(
         progress: called with the bytes written so far and the bytes to write.
 
     Returns:
-        `out`.
+        The SHA-256 of each file of weights.
 
     Raises:
         SpecError: a file of `source` is missing or incomplete, or `keep` does not fit.
@@ -60,11 +60,18 @@ def slice_files(
     source, out = Path(source), Path(out)
     stored, index = read_source(source)
     files = Planner(skeleton, keep, stacked=stacked).files(stored)
-    resumed = _claim(out, files, {"mask": keep.fingerprint, "stacked": stacked})
+    note = _claim(out, files, {"mask": keep.fingerprint, "stacked": stacked})
+    written: dict[str, str] = note["written"]
     total, done = sum(file.n_bytes for file in files), 0
     for file in files:
-        whole = resumed and file.is_written(out)
-        for n_bytes in [file.n_bytes] if whole else file.write(out):
+        name = file.source.name
+
+        def finished(sha256: str, name: str = name) -> None:
+            written[name] = sha256
+            write_json(out / PROGRESS_NAME, note)
+
+        whole = _is_file(out / name, written.get(name))
+        for n_bytes in [file.n_bytes] if whole else file.write(out, finished):
             done += n_bytes
             if progress is not None:
                 progress(done, total)
@@ -72,7 +79,7 @@ def slice_files(
     if index is not None:
         write_json(out / INDEX, _new_index(files, stored, index))
     (out / PROGRESS_NAME).unlink()
-    return out
+    return written
 
 
 def down_norms(source: Path, skeleton: nn.Module) -> dict[int, np.ndarray]:
@@ -101,8 +108,8 @@ def down_norms(source: Path, skeleton: nn.Module) -> dict[int, np.ndarray]:
 # --- the folder -------------------------------------------------------------------
 
 
-def _claim(out: Path, files: list[SlicedFile], facts: dict[str, Any]) -> bool:
-    """Say in `out` what is made there; whether that was begun before.
+def _claim(out: Path, files: list[SlicedFile], facts: dict[str, Any]) -> dict[str, Any]:
+    """Say in `out` what is made there; with the files of it that are finished.
 
     Raises:
         SpecError: `out` is where the sources are.
@@ -115,15 +122,21 @@ def _claim(out: Path, files: list[SlicedFile], facts: dict[str, Any]) -> bool:
     expected = {**facts, "source": stamps}
     path = out / PROGRESS_NAME
     if begun(path, expected):
-        return True
+        return {"written": {}, **read_json(path)}
     others = {p.name for p in out.glob("*.safetensors*")} - {*stats, INDEX}
     if others:
         raise CacheError(
             f"{out} holds other weights ({sorted(others)[0]}), expected a new folder: "
             "choose another one, or delete it"
         )
-    write_json(path, expected)
-    return False
+    note = {**expected, "written": {}}
+    write_json(path, note)
+    return note
+
+
+def _is_file(path: Path, sha256: str | None) -> bool:
+    """Whether it is there and holds what it was written with."""
+    return sha256 is not None and path.is_file() and checksum(path) == sha256
 
 
 def begun(path: Path, expected: dict[str, Any]) -> bool:

@@ -4,9 +4,10 @@ Shapes: E n_experts, I d_inter, D d_expert; a *part* is one of the rows of the i
 projection that an atom has: W_gate's and W_up's with a gate, else W_up's alone.
 """
 
+import hashlib
 import json
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,17 +228,24 @@ class SlicedFile:
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
-    def write(self, out: Path) -> Iterator[int]:
-        """Write it, whole or not at all; gives 0, then the bytes of each tensor."""
+    def write(self, out: Path, finished: Callable[[str], None]) -> Iterator[int]:
+        """Write it, whole or not at all; gives 0, then the bytes of each tensor.
+
+        `finished` is called with the SHA-256 of the file before that has its name.
+        """
         temporary = out / f".partial-{self.source.name}"
-        n_bytes = 0
+        n_bytes, sha = 0, hashlib.sha256()
         try:
             with self.source.open("rb") as file, temporary.open("wb") as target:
                 target.write(self.header())
+                sha.update(self.header())
                 for piece in self.pieces:
                     yield n_bytes
-                    target.writelines(piece.data(file))
+                    for part in piece.data(file):
+                        target.write(part)
+                        sha.update(part)
                     n_bytes = piece.n_bytes
+            finished(sha.hexdigest())
             temporary.replace(out / self.source.name)
         finally:
             temporary.unlink(missing_ok=True)

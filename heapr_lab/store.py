@@ -16,22 +16,25 @@ import filelock
 
 from heapr_lab.artefacts import (
     REMEDY,
+    checksum,
     load_state,
     read_frame,
     read_json,
     read_metadata,
     replacing,
     save_state,
+    share_mode,
     write_frame,
     write_json,
 )
-from heapr_lab.specs import CacheError, canonical_json, digest
+from heapr_lab.specs import CacheError, SpecError, canonical_json, digest
 
 __all__ = [
     "cache_dir",
     "cache_path",
     "cached",
     "cached_json",
+    "checksum",
     "figures_dir",
     "hashed_path",
     "lab_model_dir",
@@ -44,8 +47,10 @@ __all__ = [
     "read_metadata",
     "replacing",
     "save_state",
+    "share_mode",
     "write_frame",
     "write_json",
+    "writing",
 ]
 
 _Value = TypeVar("_Value")
@@ -101,6 +106,38 @@ def lock(path: Path | str) -> filelock.BaseFileLock:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return filelock.FileLock(path.with_name(f"{path.name}.lock"))
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """The right to write the output `path`, which one process or thread has at a time.
+
+    Nobody waits for it: what the other writes would be there then. The lock lies beside
+    `path` for as long as the block takes, and ends with its process.
+
+    Raises:
+        SpecError: another has it, or nothing can be written there.
+    """
+    name = path.with_name(f".partial-{path.name}.lock")
+    guard = filelock.FileLock(name)
+    try:
+        name.parent.mkdir(parents=True, exist_ok=True)
+        guard.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise SpecError(
+            f"{path} is being written by another process or thread: wait until that "
+            "has ended, or give another name"
+        ) from error
+    except OSError as error:
+        raise SpecError(
+            f"nothing can be written to {path.parent} ({error.strerror}): give a "
+            "folder where files can be made"
+        ) from error
+    try:
+        yield
+    finally:
+        name.unlink(missing_ok=True)  # before the release: the next one makes its own
+        guard.release()
 
 
 # --- cached results -------------------------------------------------------------

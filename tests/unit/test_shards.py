@@ -1,5 +1,6 @@
 """Files sliced one tensor at a time are those that the pruned model would save."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from heapr_lab import shards
 from heapr_lab.checkpoints import save_pruned
 from heapr_lab.masks import KeepMask
-from heapr_lab.shards import PROGRESS_NAME, slice_files
+from heapr_lab.shards import PROGRESS_NAME
 from heapr_lab.specs import CacheError, LayoutError, SpecError
 from heapr_lab.surgery import masking, prune
 from heapr_lab.uniform import skeleton_of, stock_config
@@ -52,6 +54,17 @@ def source_of(
     model = tiny_model(family, dtype=torch.float32)
     model.save_pretrained(folder / "source", max_shard_size=max_shard_size)
     return model, folder / "source"
+
+
+def slice_files(
+    source: Path, skeleton: nn.Module, keep: KeepMask, out: Path, **kwargs: Any
+) -> Path:
+    """`out`, where the files of `source` are sliced, as the checksums say."""
+    checksums = shards.slice_files(source, skeleton, keep, out, **kwargs)
+    files = {path.name: path for path in out.glob("*.safetensors")}
+    hashes = {n: hashlib.sha256(p.read_bytes()).hexdigest() for n, p in files.items()}
+    assert checksums == hashes
+    return out
 
 
 def sliced(model: Any, source: Path, out: Path, **kwargs: Any) -> Path:
