@@ -1,10 +1,8 @@
-"""Learning from the dense model: its predictions, and what may be trained.
+"""Learning from the dense model: its predictions on fixed windows.
 
 Shapes: n windows, L tokens in each. Source: Hinton et al. 2015, at temperature 1.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +10,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from heapr_lab.evaluation import kl_divergence
-from heapr_lab.likelihood import evaluating, final_states, iter_log_probs
+from heapr_lab.likelihood import final_states, iter_log_probs
+from heapr_lab.modes import evaluating
 from heapr_lab.specs import SpecError
 
 
@@ -25,30 +24,6 @@ def check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if number <= 0:
             raise SpecError(f"{name} must be positive, got {number}")
-
-
-@contextlib.contextmanager
-def training_only(model: nn.Module, trained: list[nn.Parameter]) -> Iterator[None]:
-    """Evaluation mode in which `trained`, and nothing else, requires gradients.
-
-    Modes and flags are put back, and gradients are dropped.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    model.eval()
-    model.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for parameter in trained:
-            parameter.grad = None
-        for parameter, required in flags:
-            parameter.requires_grad_(required)
-        for module, training in modes:
-            module.training = training
 
 
 class Teacher:

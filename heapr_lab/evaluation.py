@@ -12,8 +12,9 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
-from heapr_lab.likelihood import evaluating, final_states, iter_log_probs, token_nll
+from heapr_lab.likelihood import final_states, iter_log_probs, token_nll
 from heapr_lab.masks import KeepMask
+from heapr_lab.modes import evaluating
 from heapr_lab.specs import SpecError
 from heapr_lab.summaries import card_html
 from heapr_lab.surgery import masking

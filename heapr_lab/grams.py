@@ -19,7 +19,8 @@ from torch import nn
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import observed
 from heapr_lab.experts import ExpertsLayer, find_experts
-from heapr_lab.likelihood import evaluating, final_states
+from heapr_lab.likelihood import final_states
+from heapr_lab.modes import evaluating
 from heapr_lab.specs import CoverageError, LayoutError, SpecError
 from heapr_lab.stepping import LayerByLayer
 

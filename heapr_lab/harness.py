@@ -26,7 +26,7 @@ from torch import nn
 
 from heapr_lab.continuation import continuation_items
 from heapr_lab.corpora import Corpus
-from heapr_lab.likelihood import evaluating
+from heapr_lab.modes import evaluating
 from heapr_lab.specs import CorpusError, SpecError
 
 if TYPE_CHECKING:

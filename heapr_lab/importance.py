@@ -27,6 +27,7 @@ from heapr_lab.dispatch import Probe, probed
 from heapr_lab.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.likelihood import sampled_targets, token_nll
 from heapr_lab.models import model_identity
+from heapr_lab.modes import differentiating
 from heapr_lab.moments import EXPERT_SUMS
 from heapr_lab.specs import (
     CacheError,
@@ -155,7 +156,11 @@ class _Pass:
         """Measure all windows not measured before; returns each layer's probe."""
         self.batch_size = batch_size
         total = self.calibration.n_sequences
-        with probed(self.layers) as probes, _gradients_to_inputs_only(self.model):
+        with (
+            differentiating(self.model),
+            _gradients_from_embedding_on(self.model),
+            probed(self.layers) as probes,
+        ):
             done = self.resumed_at = self._resume(probes)
             saved_at, save_cost = time.perf_counter(), 0.0
             while done < total:
@@ -177,7 +182,7 @@ class _Pass:
         for probe in probes.values():
             probe.backwards = 0
         device = self.model.get_input_embeddings().weight.device
-        ids = ids.to(device)
+        ids = ids.clone().to(device)  # which leaves inference mode, if made in it
         targets = None
         if self.labels == "model":
             numbers = range(done, done + len(ids))
@@ -227,25 +232,15 @@ class _Pass:
 
 
 @contextlib.contextmanager
-def _gradients_to_inputs_only(model: Any) -> Iterator[None]:
-    """Eval mode, no weight gradients, gradients from the embedding's output on."""
-    training = [module for module in model.modules() if module.training]
-    required = [p for p in model.parameters() if p.requires_grad]
-    for parameter in required:
-        parameter.requires_grad_(False)
-    model.eval()
+def _gradients_from_embedding_on(model: Any) -> Iterator[None]:
+    """The embedding's output requires a gradient, where gradients are computed."""
     hook = model.get_input_embeddings().register_forward_hook(
-        lambda _module, _args, output: output.requires_grad_(True)
+        lambda _module, _args, output: output.requires_grad_(torch.is_grad_enabled())
     )
     try:
-        with torch.enable_grad():
-            yield
+        yield
     finally:
         hook.remove()
-        for parameter in required:
-            parameter.requires_grad_(True)
-        for module in training:
-            module.training = True
 
 
 def _frame(

@@ -23,10 +23,10 @@ from torch import nn
 
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import masked
-from heapr_lab.distillation import Teacher, check_positive, training_only
+from heapr_lab.distillation import Teacher, check_positive
 from heapr_lab.experts import ExpertsLayer, find_experts
-from heapr_lab.likelihood import evaluating
 from heapr_lab.masks import KeepMask
+from heapr_lab.modes import differentiating, evaluating
 from heapr_lab.selection import select
 from heapr_lab.specs import SpecError
 from heapr_lab.surgery import keeps_of, masking
@@ -102,7 +102,7 @@ def learn_mask(
     keeps_of(layers, start)  # which refuses a table of another model
     teacher = Teacher(model, calibration.ids, batch_size)
     logits = _start_logits(table, estimator, start.n_removed).to(layers[0].device)
-    with training_only(model, []):
+    with differentiating(model):
         _train(
             logits.requires_grad_(),
             layers,

@@ -9,7 +9,6 @@ family does to its logits is done here too, and a vocabulary of 150k fits.
 Shapes: B windows, L tokens in each; d_model, d_vocab. Units: nats.
 """
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -149,20 +148,6 @@ def sampled_targets(
         start += len(below)
     targets: torch.Tensor = torch.cat(drawn).unflatten(0, states.shape[:2])
     return targets
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; what was in training mode is put back."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _nll(

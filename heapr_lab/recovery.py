@@ -13,8 +13,9 @@ from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from heapr_lab.calibration import CalibrationSet
-from heapr_lab.distillation import Teacher, check_positive, training_only
+from heapr_lab.distillation import Teacher, check_positive
 from heapr_lab.learned import Progress
+from heapr_lab.modes import differentiating
 from heapr_lab.ragged import RaggedExperts
 from heapr_lab.specs import SpecError
 
@@ -61,7 +62,7 @@ def recover(
     use_cache = config.use_cache
     with (
         tempfile.TemporaryDirectory() as folder,
-        training_only(pruned, weights),
+        differentiating(pruned, weights),
     ):
         arguments: Any = TrainingArguments(
             output_dir=folder,

@@ -22,8 +22,9 @@ from transformers import StoppingCriteria
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import observed, switching
 from heapr_lab.experts import ExpertsLayer, find_experts
-from heapr_lab.likelihood import evaluating, final_states, token_nll
+from heapr_lab.likelihood import final_states, token_nll
 from heapr_lab.masks import KeepMask
+from heapr_lab.modes import evaluating
 from heapr_lab.specs import CoverageError, SpecError
 from heapr_lab.surgery import Downs, masking
 from heapr_lab.tokens import tokenise

@@ -7,7 +7,7 @@ from families import FAMILIES, tiny_ids, tiny_model
 from heapr_lab import grams
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.experts import find_experts
-from heapr_lab.likelihood import evaluating
+from heapr_lab.modes import evaluating
 from heapr_lab.specs import LayoutError
 from heapr_lab.stepping import LayerByLayer
 

@@ -21,6 +21,7 @@ LAYERS = (
         "tensor_files",
         "weights_hash",
         "latency",
+        "modes",
     },
     {"store", "rows", "estimators", "accounting", "moments"},
     {"experts", "table", "masks", "rules", "pydocs", "provenance", "folders"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import tiny_ids, tiny_model
 
-from heapr_lab.likelihood import evaluating, final_states, iter_log_probs, token_nll
+from heapr_lab.likelihood import final_states, iter_log_probs, token_nll
 from heapr_lab.specs import HeaprLabError, LayoutError, SpecError
 
 ROUNDING = 1e-12
@@ -113,15 +113,3 @@ def test_a_model_without_head(model):
     """A bare body is refused by name."""
     with pytest.raises(LayoutError, match="Qwen2MoeModel has no body apart"):
         token_nll(model.model, tiny_ids())
-
-
-def test_evaluating_restores_training_mode(model):
-    """Only modules that were in training mode are put back into it."""
-    model.model.layers[0].train()
-    training = [module.training for module in model.modules()]
-    with evaluating(model):
-        assert not any(module.training for module in model.modules())
-        assert not torch.is_grad_enabled()
-    assert [module.training for module in model.modules()] == training
-    assert any(training)
-    assert not all(training)

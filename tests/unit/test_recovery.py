@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.checkpoints import save_pruned
 from heapr_lab.distillation import Teacher
-from heapr_lab.likelihood import evaluating
+from heapr_lab.modes import evaluating
 from heapr_lab.recovery import expert_weights, recover
 from heapr_lab.specs import SpecError
 from heapr_lab.surgery import prune
