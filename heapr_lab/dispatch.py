@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -153,6 +154,16 @@ def masked(
             yield
     finally:
         _edits.reset(token)
+
+
+def edits_of(model: nn.Module) -> dict[str, Edit]:
+    """How the experts modules of `model` run in this context, by name, where edited."""
+    edits = _edits.get() or {}
+    return {
+        name: edits[id(module)]
+        for name, module in model.named_modules()
+        if id(module) in edits
+    }
 
 
 class Observer(Protocol):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from heapr_lab.active import refuse_disturbed
 from heapr_lab.evaluation import kl_divergence
 from heapr_lab.likelihood import final_states, iter_log_probs
 from heapr_lab.modes import evaluating
@@ -35,7 +36,12 @@ class Teacher:
     """
 
     def __init__(self, model: nn.Module, ids: torch.Tensor, batch_size: int) -> None:
-        """Run `model` on `ids`, `batch_size` windows at a time."""
+        """Run `model` on `ids`, `batch_size` windows at a time.
+
+        Raises:
+            SpecError: around the call, something changes what `model` computes.
+        """
+        refuse_disturbed(model, remedy="begin again with the dense model")
         self.model = model
         self.ids = ids
         with evaluating(model):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from heapr_lab.active import refuse_autocast
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import observed
 from heapr_lab.experts import ExpertsLayer, find_experts
@@ -199,12 +200,12 @@ def collect_grams(
         progress: called after each batch with (windows done, windows in all).
 
     Raises:
-        SpecError: there is one window only, or no such span or layer.
+        SpecError: there is one window only, no such span or layer, or autocast is on.
         CoverageError: a layer did not take part in a forward.
     """
     found = find_experts(model)
     chosen = [k for k in found if layers is None or k.layer in layers]
-    _check(calibration, chosen)
+    _check(model, calibration, chosen)
     collectors = [_Collector(layer, span) for layer in chosen]
     done = 0
     with evaluating(model), observed(chosen, collectors):
@@ -240,7 +241,7 @@ def iter_grams(
     pass, whichever way it is.
     """
     layers = find_experts(model)
-    _check(calibration, layers)
+    _check(model, calibration, layers)
     groups = _groups(layers, span)
     if len(groups) > 1:
         try:
@@ -294,12 +295,15 @@ def _stepped(
             yield own, collector.finished(own, len(parts))
 
 
-def _check(calibration: CalibrationSet, layers: Sequence[ExpertsLayer]) -> None:
-    """Make sure that there is something to sum.
+def _check(
+    model: nn.Module, calibration: CalibrationSet, layers: Sequence[ExpertsLayer]
+) -> None:
+    """Make sure that there is something to sum, and that it is the model's own.
 
     Raises:
-        SpecError: there is not.
+        SpecError: there is not, or autocast is on.
     """
+    refuse_autocast(model)
     if not layers or calibration.n_sequences < 2:
         raise SpecError(
             f"{calibration.n_sequences} windows and {len(layers)} layers, expected at "

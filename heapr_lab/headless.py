@@ -65,6 +65,11 @@ def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
     skeleton = skeleton_of(read_config(source))
     own = architecture_identity(skeleton)
     _check_identity(spec.get("model"), own, path=path, name=name)
+    if "active" in spec["model"]:
+        raise SpecError(
+            f"{path} was measured while a mask was active, not on {name} as it is; "
+            "make it with `heapr-lab score`"
+        )
     _check_norms(down_norms(source, skeleton), table, path=path, name=name)
     return table
 

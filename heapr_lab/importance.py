@@ -22,11 +22,11 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 from heapr_lab import store
+from heapr_lab.active import identity_in_force
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import Probe, probed
 from heapr_lab.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.likelihood import sampled_targets, token_nll
-from heapr_lab.models import model_identity
 from heapr_lab.modes import differentiating
 from heapr_lab.moments import EXPERT_SUMS
 from heapr_lab.specs import (
@@ -58,7 +58,7 @@ def statistics_spec(
 ) -> dict[str, Any]:
     """Every field that determines the statistics: what a cache is keyed by.
 
-    `identity` is the model's, as `models.model_identity` gives it.
+    `identity` is the model's, as `active.identity_in_force` gives it.
     """
     spec = {
         "schema": STATISTICS_SCHEMA,
@@ -79,6 +79,9 @@ def collect_statistics(
 ) -> ImportanceTable:
     """Measure every atomic expert of `model` on `calibration`.
 
+    Inside `surgery.masking` the masked model is measured, and the table's `spec` says
+    so: it is not taken for one of the dense model.
+
     Args:
         model: any transformers causal language model with fused experts; it is used in
             eval mode and left as it was.
@@ -93,7 +96,7 @@ def collect_statistics(
             the end.
 
     Raises:
-        SpecError: there are no such labels.
+        SpecError: there are no such labels, or autocast or foreign hooks are active.
         LayoutError: an experts layer cannot be measured exactly (named).
         CoverageError: a layer did not take part in a pass.
         HeaprLabError: a gradient is not finite (layer and batch named).
@@ -104,7 +107,7 @@ def collect_statistics(
     started = time.perf_counter()
     layers = find_experts(model)
     architecture = describe(model).to_dict()
-    spec = statistics_spec(model_identity(model), calibration, labels=labels)
+    spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
     run = _Pass(model, calibration, layers, labels, progress, state, digest(spec))
     if batch_size is None:
         device_type = layers[0].device.type

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
+from heapr_lab.active import refuse_disturbed
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.compensation import Compensation, fit_compensation, solve_layers
 from heapr_lab.experts import find_experts
@@ -21,7 +22,7 @@ from heapr_lab.masks import KeepMask
 from heapr_lab.rankings import GONE
 from heapr_lab.rules import exact_ratio
 from heapr_lab.selection import select
-from heapr_lab.specs import SpecError, digest
+from heapr_lab.specs import SpecError
 from heapr_lab.summaries import card_html
 from heapr_lab.surgery import masking
 from heapr_lab.table import ImportanceTable
@@ -85,10 +86,12 @@ def prune_in_rounds(
         **choice: how atoms are chosen, as `selection.select`.
 
     Raises:
-        SpecError: `rounds` is below 1, or `choice` is wrong.
+        SpecError: `rounds` is below 1, `choice` is wrong, or something around the call
+            changes what `model` computes.
     """
     if rounds < 1:
         raise SpecError(f"rounds is {rounds}, expected a whole number from 1")
+    refuse_disturbed(model, remedy="begin again with the dense model")
     whole = exact_ratio(ratio)
     layers = find_experts(model)
     span = span or default_span(layers)
@@ -152,13 +155,7 @@ def _scored(
         if found is not None:
             norms = found.downs[layer].double().square().sum(1).flatten().cpu().numpy()
         frame.loc[rows, "w_down_sq"] = norms.astype(frame["w_down_sq"].dtype)
-    metadata = measured.metadata
-    spec = metadata.pop("spec") | {
-        "pruned": keep.fingerprint,
-        "weights": None if found is None else found.fingerprint,
-    }
-    metadata |= {"spec": spec, "spec_hash": digest(spec)}
-    return ImportanceTable.from_frame(frame, **metadata)
+    return ImportanceTable.from_frame(frame, **measured.metadata)
 
 
 class _Count:

@@ -16,6 +16,7 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab import accounting, store
+from heapr_lab.active import refuse_disturbed, weights_state
 from heapr_lab.calibration import (
     CalibrationSet,
     load_calibration,
@@ -125,7 +126,8 @@ class Workbench:
         self.name = name
         self.profile = profile
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
-        self._table: tuple[tuple[str, bool], ImportanceTable] | None = None
+        self._table: tuple[tuple[str, ...], ImportanceTable] | None = None
+        self._identity: tuple[str, dict[str, str]] | None = None
 
     def __repr__(self) -> str:
         return f"Workbench({self.name!r}, profile {self.profile.name!r})"
@@ -145,10 +147,25 @@ class Workbench:
         """What the cache knows the tokenizer by."""
         return tokenizer_fingerprint(self.tokenizer)
 
-    @functools.cached_property
+    @property
     def identity(self) -> dict[str, str]:
-        """What the cache knows the model by."""
-        return model_identity(self.model)
+        """What the cache knows the model by: its configuration and weights as they are.
+
+        Found anew where they have changed since it was last asked for.
+
+        Raises:
+            SpecError: a mask, autocast or hooks around the call change what the model
+                computes: the cache could not tell such results from its own.
+        """
+        refuse_disturbed(
+            self.model,
+            remedy="give the mask as an argument: perplexity(keep, windows) and the "
+            "others mean this model, dense (None) or with that mask",
+        )
+        state = weights_state(self.model)
+        if self._identity is None or self._identity[0] != state:
+            self._identity = state, model_identity(self.model)
+        return dict(self._identity[1])
 
     # --- importance ---
 
@@ -176,7 +193,7 @@ class Workbench:
         windows = self.calibration_set(setting)
         eliminated = setting.estimator == ELIMINATION
         # The last table is kept, with the ranks it remembers; one, for it can be large.
-        key = windows.fingerprint, eliminated
+        key = digest(self.identity), windows.fingerprint, str(eliminated)
         if self._table is None or self._table[0] != key:
             made = self._eliminated if eliminated else self.measure
             self._table = key, made(windows)

@@ -26,7 +26,7 @@ LAYERS = (
     {"store", "rows", "estimators", "accounting", "moments"},
     {"experts", "table", "masks", "rules", "pydocs", "provenance", "folders"},
     {"dispatch", "rankings", "corpora", "models"},
-    {"calibration", "lab_run"},
+    {"active", "calibration", "lab_run"},
     {"likelihood", "selection"},
     {"stepping"},
     {"grams"},
