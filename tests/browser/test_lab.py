@@ -29,7 +29,9 @@ explore(bench, corpora=("pydocs", "missing.txt"), tasks=("continuation",))"""
 SLOW = """\
 slow = open_workbench({model!r}, profile="small")
 slow.profile = dataclasses.replace(slow.profile, n_test=1000)
-slow.model.get_input_embeddings().register_forward_pre_hook(lambda *_: time.sleep(0.3))
+embedding = slow.model.get_input_embeddings()
+quick = embedding.forward
+embedding.forward = lambda ids: time.sleep(0.3) or quick(ids)
 explore(slow, corpora=("pydocs",), tasks=())"""
 
 
