@@ -6,7 +6,6 @@ With one seed the draws are nested: the first 8 of 128 windows are the 8 of a sm
 set.
 """
 
-import functools
 import hashlib
 import json
 import re
@@ -81,12 +80,20 @@ class CalibrationSet:
         """Corpus and split, for people."""
         return f"{self.provenance['corpus']} {self.provenance.get('split', '')}".strip()
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """SHA-256 of the ids and their shape."""
+        """SHA-256 of the ids and their shape, as they are when it is asked for."""
         sha = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
-        sha.update(self.ids.cpu().numpy().astype("<i8").tobytes())
+        sha.update(self._words().tobytes())
         return sha.hexdigest()
+
+    def window_fingerprints(self) -> list[str]:
+        """8 bytes of each window's SHA-256 as hexadecimal digits, in order."""
+        hashes = (hashlib.sha256(window.tobytes()) for window in self._words())
+        return [found.hexdigest()[:16] for found in hashes]
+
+    def _words(self) -> np.ndarray:
+        return self.ids.cpu().numpy().astype("<i8")
 
     def __repr__(self) -> str:
         return (

@@ -27,6 +27,7 @@ from heapr_lab.compensation import check_layers
 from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.grams import LayerGrams, default_span, iter_grams
 from heapr_lab.specs import SpecError, digest
+from heapr_lab.surgery import check_table
 from heapr_lab.table import ImportanceTable
 
 COLUMN = "elimination"
@@ -62,7 +63,8 @@ def eliminate(
         progress: called with (windows done, windows in all).
 
     Raises:
-        SpecError: the table is of another model, or ridge or n_steps are not positive.
+        SpecError: the table is of another model, ridge or n_steps are not positive, or
+            autocast is on.
         LayoutError: weights are offloaded.
 
     Example:
@@ -74,12 +76,7 @@ def eliminate(
     check_layers(layers, chosen)
     if not ridge > 0 or n_steps < 1:
         raise SpecError(f"ridge {ridge} and n_steps {n_steps}: expected both above 0")
-    shapes = {layer.layer: (layer.n_experts, layer.d_inter) for layer in layers}
-    if table.shapes() != shapes:
-        raise SpecError(
-            f"the table has layers of (experts, atoms) {table.shapes()}, the model "
-            f"{shapes}: expected the table of this model"
-        )
+    check_table(model, layers, table)
     grams = iter_grams(model, calibration, span=chosen, progress=progress)
     spec = elimination_spec(table, calibration, span=span, ridge=ridge, n_steps=n_steps)
     return with_elimination(table, grams, spec=spec, ridge=ridge, n_steps=n_steps)

@@ -108,6 +108,12 @@ def collect_statistics(
     layers = find_experts(model)
     architecture = describe(model).to_dict()
     spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
+    windows = calibration.window_fingerprints()
+    if len(set(windows)) < len(windows):
+        logger.warning(
+            "%d of %d calibration windows repeat another, and count as often",
+            len(windows) - len(set(windows)), len(windows),
+        )  # fmt: skip
     run = _Pass(model, calibration, layers, labels, progress, state, digest(spec))
     if batch_size is None:
         device_type = layers[0].device.type
@@ -121,6 +127,7 @@ def collect_statistics(
     table = ImportanceTable.from_frame(
         frame,
         N=calibration.n_predicted,
+        windows=windows,
         spec=spec,
         spec_hash=digest(spec),
         architecture=architecture,

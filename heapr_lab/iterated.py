@@ -24,7 +24,7 @@ from heapr_lab.rules import exact_ratio
 from heapr_lab.selection import select
 from heapr_lab.specs import SpecError
 from heapr_lab.summaries import card_html
-from heapr_lab.surgery import masking
+from heapr_lab.surgery import check_table, masking
 from heapr_lab.table import ImportanceTable
 
 
@@ -94,6 +94,8 @@ def prune_in_rounds(
     refuse_disturbed(model, remedy="begin again with the dense model")
     whole = exact_ratio(ratio)
     layers = find_experts(model)
+    if table is not None:
+        check_table(model, layers, table)
     span = span or default_span(layers)
     at_once = fit_at_once(layers, span)
     n_solves = 0 if not compensated else 1 if at_once else rounds

@@ -29,7 +29,7 @@ from heapr_lab.masks import KeepMask
 from heapr_lab.modes import differentiating, evaluating
 from heapr_lab.selection import select
 from heapr_lab.specs import SpecError
-from heapr_lab.surgery import keeps_of, masking
+from heapr_lab.surgery import check_table, masking
 from heapr_lab.table import ImportanceTable
 
 Progress = Callable[[int, int], None]
@@ -82,7 +82,8 @@ def learn_mask(
 
     Raises:
         SpecError: another scope or structure is asked for, a number is not positive,
-            the ratio removes no atom, or the table is of another model.
+            the ratio removes no atom, the table is of another model, or something
+            around the call changes what `model` computes.
         LayoutError: the model's experts cannot be masked exactly.
     """
     check_positive(n_steps=n_steps, batch_size=batch_size, learning_rate=learning_rate)
@@ -92,14 +93,14 @@ def learn_mask(
             f"budget is all that binds the gates, got {scope!r} and {structure!r}; "
             "use `select`"
         )
+    layers = find_experts(model)
+    check_table(model, layers, table)
     start = select(table, ratio=ratio, estimator=estimator)
     if not start.n_removed:
         raise SpecError(
             f"pruning ratio {ratio:g} of {start.n_atoms} atoms removes none, so there "
             "is nothing to learn; give a larger one"
         )
-    layers = find_experts(model)
-    keeps_of(layers, start)  # which refuses a table of another model
     teacher = Teacher(model, calibration.ids, batch_size)
     logits = _start_logits(table, estimator, start.n_removed).to(layers[0].device)
     with differentiating(model):

@@ -314,11 +314,7 @@ def _measured_model(table: ImportanceTable) -> Architecture:
 
 
 def protected_atoms(table: ImportanceTable, rules: Rules) -> np.ndarray:
-    """The atoms that stay for reasons other than their score, bool (rows,).
-
-    Raises:
-        SpecError: `max_abs_ph`, by which outliers are found, is not finite.
-    """
+    """The atoms that stay for reasons other than their score, bool (rows,)."""
     protected = np.zeros(table.n_atoms, dtype=bool)
     if rules.exclude_layers:
         protected |= np.isin(table.column("layer"), rules.exclude_layers)
@@ -327,10 +323,5 @@ def protected_atoms(table: ImportanceTable, rules: Rules) -> np.ndarray:
     n_outliers = int(rules.protect_outliers * table.n_atoms)
     if n_outliers:
         peaks = table.column("max_abs_ph")
-        if not np.isfinite(peaks).all():
-            raise SpecError(
-                f"column max_abs_ph has {np.count_nonzero(~np.isfinite(peaks))} values "
-                "that are not finite, so outliers cannot be protected; collect again"
-            )
         protected[np.argsort(peaks, kind="stable")[-n_outliers:]] = True
     return protected

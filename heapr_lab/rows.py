@@ -27,10 +27,15 @@ SUMS = (
 """Columns that add up over samples."""
 MAXIMA = ("max_abs_h", "max_abs_ph")
 """Columns of which the larger stays."""
+_SIGNED = ("sum_hg",)
+"""Sums of terms that may be negative."""
 NORMS = ("w_down_sq", "w_up_sq", "w_gate_sq")
 """Columns of the weights alone, equal in every table of one model."""
 
 _TYPES = {"layer": np.int16, "expert": np.int16, "atom": np.int32}
+
+_DEFAULTS = {"labels": "data"}
+"""Entries of a specification that are left out where they have this value."""
 
 _PIECE = 2**16
 
@@ -67,6 +72,45 @@ def typed_rows(frame: pd.DataFrame) -> pd.DataFrame:
         if measured and typed[name].dtype not in (np.float32, np.float64):
             typed[name] = typed[name].to_numpy(dtype=np.float64)
     return typed
+
+
+def check_values(frame: pd.DataFrame) -> None:
+    """Make sure that what was measured can have been measured.
+
+    Raises:
+        SpecError: a sum, a maximum or a norm is not finite, or is negative where its
+            terms cannot be (column, row and value named).
+    """
+    for name in (*SUMS, *MAXIMA, *NORMS):
+        if name not in frame:
+            continue
+        values = frame[name].to_numpy()
+        least = -np.inf if name in _SIGNED else 0
+        # Comparisons with NaN are false; the extremes of a column with NaN are NaN.
+        if least <= values.min() and np.abs(values.max()) < np.inf > -values.min():
+            continue
+        row = int(np.argmin((values >= least) & np.isfinite(values)))
+        atom = tuple(int(frame[key].iloc[row]) for key in KEYS)
+        raise SpecError(
+            f"column {name} has {values[row]} at (layer, expert, atom) {atom}, "
+            f"expected a finite number{'' if name in _SIGNED else ' from 0'}; measure "
+            "again, in float32 if the model overflows in a smaller type"
+        )
+
+
+def check_spec(metadata: Mapping[str, Any]) -> None:
+    """Make sure that a specification is the one that its hash was made of.
+
+    Raises:
+        SpecError: it was edited.
+    """
+    found = metadata.get("spec_hash")
+    if found is not None and found != digest(metadata.get("spec")):
+        raise SpecError(
+            f"the metadata's spec_hash is {str(found)[:12]}, its spec hashes to "
+            f"{digest(metadata.get('spec'))[:12]}: one of them was edited; measure "
+            "again, or leave both out"
+        )
 
 
 def sorted_rows(frame: pd.DataFrame) -> pd.DataFrame:
@@ -150,11 +194,17 @@ def merge_metadata(
     ones are listed under `merged`; of other entries those stay that are equal.
 
     Raises:
-        SpecError: the architectures or models differ, or only one table knows its N.
+        SpecError: the architectures, models or ways of measuring differ, only one
+            table knows its N, or windows are in both.
     """
-    _check_model(ours, theirs)
+    _check_architecture(ours, theirs)
+    _check_settings(_specs(ours) + _specs(theirs))
+    _check_disjoint(ours, theirs)
     merged = _common([ours, theirs])
     merged.pop("spec_hash", None)
+    windows = [*ours.get("windows", []), *theirs.get("windows", [])]
+    if windows:
+        merged["windows"] = windows
     if "N" in ours:
         merged["N"] = ours["N"] + theirs["N"]
     for name in ("spec", "provenance"):
@@ -206,7 +256,7 @@ def _check_rows(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
             )
 
 
-def _check_model(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+def _check_architecture(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     if ("N" in ours) != ("N" in theirs):
         raise SpecError("cannot merge: only one of the tables has N in its metadata")
     if ours.get("architecture") != theirs.get("architecture"):
@@ -216,14 +266,48 @@ def _check_model(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
             "cannot merge tables of different architectures: they differ in "
             f"{', '.join(names)}"
         )
-    models = [
-        spec["model"] for m in (ours, theirs) for spec in _specs(m) if "model" in spec
-    ]
-    if any(model != models[0] for model in models):
-        raise SpecError(
-            f"cannot merge tables of different models: {models[0]} and "
-            f"{next(model for model in models if model != models[0])}"
-        )
+
+
+def _check_settings(specs: Sequence[Mapping[str, Any]]) -> None:
+    """Make sure that all was measured in one way, on whatever windows.
+
+    Raises:
+        SpecError: it was not.
+    """
+    told = [spec for spec in specs if spec]
+    for name in sorted({name for spec in told for name in spec} - {"calibration"}):
+        values = [spec.get(name, _DEFAULTS.get(name)) for spec in told]
+        different = [value for value in values if value != values[0]]
+        if different:
+            raise SpecError(
+                f"cannot merge tables whose specifications differ in {name}: "
+                f"{values[0]} and {different[0]}; measure both alike"
+            )
+
+
+def _check_disjoint(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Make sure that no window counts twice, as far as the tables tell.
+
+    Raises:
+        SpecError: one would.
+    """
+    a, b = (
+        {spec["calibration"] for spec in _specs(m) if "calibration" in spec}
+        for m in (ours, theirs)
+    )
+    known = set(ours.get("windows", []))
+    double = [window for window in theirs.get("windows", []) if window in known]
+    if not a & b and not double:
+        return
+    told = (
+        "the calibration set " + min(a & b)[:12]
+        if a & b
+        else f"{len(double)} of {len(theirs['windows'])} windows"
+    )
+    raise SpecError(
+        f"cannot merge: {told} would count twice, being in both tables; expected "
+        "disjoint windows, such as ids[:64] and ids[64:] of one calibration set"
+    )
 
 
 def _specs(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:

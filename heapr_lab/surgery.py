@@ -10,9 +10,11 @@ from torch import nn
 
 from heapr_lab.dispatch import masked
 from heapr_lab.experts import ExpertsLayer, find_experts
+from heapr_lab.models import model_identity
 from heapr_lab.ragged import RaggedExperts
 from heapr_lab.selection import KeepMask
 from heapr_lab.specs import SpecError
+from heapr_lab.table import ImportanceTable
 
 Downs = Mapping[int, torch.Tensor]
 """W_down of every expert by layer, (E, D, I), in place of the model's own."""
@@ -129,6 +131,34 @@ def check_keep(layer: ExpertsLayer, keep: torch.Tensor) -> None:
         raise SpecError(
             f"the mask of layer {layer.layer} has shape {tuple(keep.shape)}, expected "
             f"{expected}: it was made for another model"
+        )
+
+
+def check_table(
+    model: nn.Module, layers: list[ExpertsLayer], table: ImportanceTable
+) -> None:
+    """Check that `table` was measured on `model`, as far as it tells.
+
+    Raises:
+        SpecError: it has other layers, or says that it is of another model.
+    """
+    shapes = {layer.layer: (layer.n_experts, layer.d_inter) for layer in layers}
+    if table.shapes() != shapes:
+        raise SpecError(
+            f"the table has layers of (experts, atoms) {table.shapes()}, the model "
+            f"{shapes}: expected the table of this model"
+        )
+    found = (table.metadata.get("spec") or {}).get("model")
+    if found is None:
+        return
+    own = model_identity(model)
+    differ = [
+        name for name in sorted({*own, *found}) if found.get(name) != own.get(name)
+    ]
+    if differ:
+        raise SpecError(
+            f"the table was measured on another model: it differs in "
+            f"{', '.join(differ)}; collect the statistics of this model, as it is"
         )
 
 

@@ -18,7 +18,15 @@ import pandas as pd
 
 from heapr_lab import estimators, store
 from heapr_lab.accounting import Architecture
-from heapr_lab.rows import KEYS, merge_frames, merge_metadata, sorted_rows, typed_rows
+from heapr_lab.rows import (
+    KEYS,
+    check_spec,
+    check_values,
+    merge_frames,
+    merge_metadata,
+    sorted_rows,
+    typed_rows,
+)
 from heapr_lab.specs import CacheError, SpecError, canonical_json
 from heapr_lab.summaries import card_html
 
@@ -38,7 +46,8 @@ class ImportanceTable:
     Attributes:
         frame: sorted by (layer, expert, atom), on the index it was made with.
         metadata: plain data: `N` predicted tokens, `spec` and `spec_hash` of what
-            determined the numbers, `architecture`, `provenance`.
+            determined the numbers, `windows` with a hash of each, `architecture`,
+            `provenance`.
 
     Example:
         >>> frame = pd.DataFrame(
@@ -50,8 +59,10 @@ class ImportanceTable:
 
     def __init__(self, frame: pd.DataFrame, metadata: Mapping[str, Any]) -> None:
         self._frame = sorted_rows(typed_rows(frame))
+        check_values(self._frame)
         # Through JSON and back, so that it is the same before and after a file.
         self._metadata: dict[str, Any] = json.loads(canonical_json(dict(metadata)))
+        check_spec(self._metadata)
         self._memo: dict[Hashable, Any] = {}
 
     @classmethod
@@ -180,7 +191,7 @@ class ImportanceTable:
     def merge(self, other: "ImportanceTable") -> "ImportanceTable":
         """The table that both samples together would have given.
 
-        Sums, tokens and N add, maxima take the larger.
+        Sums, tokens and N add, maxima take the larger. No window may be in both.
         """
         metadata = merge_metadata(self._metadata, other._metadata)
         return type(self)(merge_frames(self._frame, other._frame), metadata)

@@ -98,7 +98,7 @@ def test_masked_and_dense_tables_do_not_merge(model: nn.Module) -> None:
         masked = collect_statistics(
             model, CalibrationSet.from_ids(tiny_ids(n_sequences=2, seed=5))
         )
-    with pytest.raises(SpecError, match="different models"):
+    with pytest.raises(SpecError, match="differ in model"):
         dense.merge(masked)
 
 

@@ -253,5 +253,5 @@ def test_what_cannot_be_learned_is_refused(
 def test_a_table_of_another_model_is_refused(model: nn.Module) -> None:
     """Its layers have other shapes."""
     table = collect_statistics(tiny_model("qwen2_moe", num_experts=3), WINDOWS)
-    with pytest.raises(SpecError, match="made for another model"):
+    with pytest.raises(SpecError, match="expected the table of this model"):
         learn_mask(model, table, WINDOWS, ratio=0.5)

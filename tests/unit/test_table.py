@@ -186,9 +186,17 @@ def test_merge_by_hand() -> None:
         max_abs_h=np.array([2.0, 2.0, 2.0, 2.0], dtype=np.float32),
     )
     a = ImportanceTable.from_frame(
-        rows(), N=3, spec={"model": "toy", "seed": 0}, provenance={"device": "cpu"}
+        rows(),
+        N=3,
+        spec={"model": "toy", "calibration": "A"},
+        provenance={"device": "cpu"},
     )
-    b = ImportanceTable.from_frame(other, N=4, spec={"model": "toy", "seed": 1})
+    b = ImportanceTable.from_frame(
+        other, N=4, spec={"model": "toy", "calibration": "B"}
+    )
+    c = ImportanceTable.from_frame(
+        other, N=4, spec={"model": "toy", "calibration": "C"}
+    )
     merged = a.merge(b)
     assert merged.frame["tokens"].tolist() == [5, 5, 2, 2]
     assert merged.frame["sum_h2"].tolist() == [4.0, 5.0, 3.0, 3.0]
@@ -198,8 +206,8 @@ def test_merge_by_hand() -> None:
     assert merged.metadata["N"] == 7
     spec = merged.metadata["spec"]
     assert spec["model"] == "toy"
-    assert [part["seed"] for part in spec["merged"]] == [0, 1]
-    assert len(merged.merge(a).metadata["spec"]["merged"]) == 3
+    assert [part["calibration"] for part in spec["merged"]] == ["A", "B"]
+    assert len(merged.merge(c).metadata["spec"]["merged"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -210,7 +218,11 @@ def test_merge_by_hand() -> None:
         (rows(atom=[0, 1, 0, 2]), {"N": 1}, "row 3 has atom 1 in one and 2 in the"),
         (rows(w_down_sq=1.0), {"N": 1}, "w_down_sq differs in 3 of 4 rows"),
         (rows(), {}, "only one of the tables has N"),
-        (rows(), {"N": 1, "spec": {"model": "other"}}, "different models: toy and oth"),
+        (
+            rows(),
+            {"N": 1, "spec": {"model": "other"}},
+            "differ in model: toy and other",
+        ),
         (
             rows(),
             {"N": 1, "architecture": {"d_model": 4}},
@@ -245,5 +257,5 @@ def test_display_is_a_summary() -> None:
         assert text in html
     assert "<script" not in html
     assert "4 atoms" in repr(table)
-    broken = ImportanceTable.from_frame(rows(sum_h2=np.nan))
+    broken = ImportanceTable.from_frame(rows(sum_h2=1e300, sum_g2=1e300))
     assert "not finite" in broken._repr_html_()
