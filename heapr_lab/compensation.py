@@ -8,7 +8,8 @@ the calibration tokens, in terms of what a layer adds to the residual stream, is
 
 with features Φ that are routing weight times activation (`grams`). The ridge λ pulls
 to the weights as they are, so that no sum of squares over the calibration tokens ever
-rises; it is chosen by tokens held out from the fit.
+rises; it is chosen by tokens held out from the fit. Where none of those tried errs less
+on them than the weights as they are, these stay.
 
 Source: least-squares reconstruction as in OBS (Hassibi & Stork 1993) and CORP-like
 structured pruning, with HEAPr's atoms (its appendix leaves compensation to later work).
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 
 from heapr_lab.calibration import CalibrationSet
-from heapr_lab.experts import ExpertsLayer, find_experts
+from heapr_lab.experts import ExpertsLayer, find_experts, refuse_broken
 from heapr_lab.grams import FIT, HELD_OUT, LayerGrams, default_span, iter_grams
 from heapr_lab.masks import KeepMask
 from heapr_lab.specs import LayoutError, SpecError
@@ -47,9 +48,10 @@ class Compensation:
     downs: Mapping[int, torch.Tensor] = field(repr=False)
     """By layer (E, D, I), 0 where atoms are gone, in the model's dtype."""
     report: pd.DataFrame
-    """By layer: ridge, `dropped` and `compensated` (relative squared error of the
-    layer's output on held-out tokens, without and with it), `untouched` experts, and
-    `singular` solves that Cholesky could not do."""
+    """By layer: ridge, whether the layer was `changed` (not where no ridge errs less on
+    held-out tokens than the weights as they are), `dropped` and `compensated` (relative
+    squared error of the layer's output on these, without and with it), `untouched`
+    experts, and `singular` solves that Cholesky could not do."""
     settings: dict[str, Any]
     """Plain data that determines it besides model, mask and text."""
 
@@ -108,7 +110,7 @@ def compensate(
     Raises:
         SpecError: `keep` is of another model, the ridge is negative, or experts with
             a norm on their output are to make up for each other.
-        LayoutError: weights are offloaded.
+        LayoutError: weights are offloaded, or not finite.
 
     Example:
         >>> smaller = compensate(model, keep, calibration)  # doctest: +SKIP
@@ -124,10 +126,12 @@ def compensate(
 
 def describe_weights(found: Compensation, calibration: CalibrationSet) -> str:
     """What a manifest says of weights that were changed."""
+    unchanged = found.report.loc[~found.report["changed"], "layer"].tolist()
+    but = f", but for layers {', '.join(map(str, unchanged))}" if unchanged else ""
     return (
         f"W_down compensated by least squares (span {found.settings['span']}) on "
         f"{calibration.n_sequences} windows of {calibration.seq_len} tokens of "
-        f"{calibration.label}; all else sliced, otherwise unchanged"
+        f"{calibration.label}{but}; all else sliced, otherwise unchanged"
     )
 
 
@@ -166,7 +170,7 @@ def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
     """Make sure that weights are at hand, and outputs linear in them where need be.
 
     Raises:
-        LayoutError: weights are offloaded.
+        LayoutError: weights are offloaded, or not finite.
         SpecError: the span needs outputs without a norm.
     """
     for layer in layers:
@@ -175,6 +179,7 @@ def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
                 f"{layer.name} is offloaded, so its weights cannot be solved for: load "
                 "the model onto a device as a whole"
             )
+        refuse_broken(layer)
         if span == "layer" and layer.module.has_post_expert_norm:
             raise SpecError(
                 f"{layer.name} normalises each expert's output, so experts cannot make "
@@ -274,11 +279,20 @@ class _Problem:
         output = float(((weight @ sums[HELD_OUT]) * weight).sum())
         return cls(weight, kept, numbers, parts[0], parts[1], output)
 
-    def changed(self, change: torch.Tensor) -> torch.Tensor:
-        """The new weight (D, F), 0 where features are gone."""
-        new = torch.where(self.kept, self.weight, 0.0)
+    @property
+    def kept_weight(self) -> torch.Tensor:
+        """The weight as it is (D, F), 0 where features are gone."""
+        return torch.where(self.kept, self.weight, 0.0)
+
+    def solved(self, ridge: float) -> tuple[torch.Tensor, bool]:
+        """The new weight (D, F) by all tokens; whether the solve was singular."""
+        total = self.fit + self.held_out
+        change, singular = total.solve(ridge)
+        if total.error(change) > total.dropped:
+            change = torch.zeros_like(change)  # rounding of a singular solve
+        new = self.kept_weight
         new[:, self.free] += change.T
-        return new
+        return new, singular
 
 
 def _solve(A: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -302,14 +316,19 @@ def _solve_layer(
     tried = RIDGES if ridge is None else (ridge,)
     errors = {ridge: _held_out_error(problems, ridge) for ridge in tried}
     chosen = min(errors, key=errors.__getitem__)
-    weights, singular = [], 0
-    for problem in problems:
-        total = problem.fit + problem.held_out
-        change, was_singular = total.solve(chosen)
-        if total.error(change) > total.dropped:
-            change = torch.zeros_like(change)  # rounding of a singular solve
-        weights.append(problem.changed(change))
-        singular += was_singular
+    dropped = sum(own.held_out.dropped for own in problems)
+    # A ridge that was asked for is taken as it is.
+    changed = ridge is not None or errors[chosen] < dropped
+    solved = [
+        own.solved(chosen) if changed else (own.kept_weight, False) for own in problems
+    ]
+    weights, singular = [weight for weight, _ in solved], sum(n for _, n in solved)
+    if dropped and not changed:
+        logger.warning(
+            "layer %d: on held-out tokens no ridge errs less than W_down as it is, "
+            "which stays; give more text",
+            layer.layer,
+        )
     if singular:
         logger.warning(
             "layer %d: %d of %d solves are singular at ridge %g, the smallest "
@@ -326,8 +345,9 @@ def _solve_layer(
     size = max(sum(own.output for own in problems), 1e-300)
     row = {
         "ridge": chosen,
-        "dropped": sum(own.held_out.dropped for own in problems) / size,
-        "compensated": errors[chosen] / size,
+        "changed": changed,
+        "dropped": dropped / size,
+        "compensated": (errors[chosen] if changed else dropped) / size,
         "untouched": untouched,
         "singular": singular,
     }

@@ -65,7 +65,7 @@ def eliminate(
     Raises:
         SpecError: the table is of another model, ridge or n_steps are not positive, or
             autocast is on.
-        LayoutError: weights are offloaded.
+        LayoutError: weights are offloaded, or not finite.
 
     Example:
         >>> table = eliminate(model, table, calibration)  # doctest: +SKIP

@@ -242,6 +242,25 @@ def _refuse_mixing(layer: ExpertsLayer) -> None:
         )
 
 
+def refuse_broken(layer: ExpertsLayer) -> None:
+    """Make sure that every weight of the layer's experts is a number.
+
+    One that is not may lie in an expert that no token of a text is routed to, where
+    nothing that is run shows it.
+
+    Raises:
+        LayoutError: one is not (expert and atom named).
+    """
+    for name, norms in layer.squared_norms().items():
+        broken = (~torch.isfinite(norms)).nonzero().tolist()
+        if broken:
+            raise LayoutError(
+                f"{layer.name}: {len(broken)} atoms have weights that are NaN or "
+                f"infinite, first in {name.removesuffix('_sq')} of (expert, atom) "
+                f"{tuple(broken[0])}; load the checkpoint again, or from its source"
+            )
+
+
 def describe(model: Any) -> Architecture:
     """Sizes of `model` that parameter, byte and FLOP counts need.
 

@@ -25,7 +25,7 @@ from heapr_lab import store
 from heapr_lab.active import identity_in_force
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import Probe, probed
-from heapr_lab.experts import ExpertsLayer, describe, find_experts
+from heapr_lab.experts import ExpertsLayer, describe, find_experts, refuse_broken
 from heapr_lab.likelihood import sampled_targets, token_nll
 from heapr_lab.modes import differentiating
 from heapr_lab.moments import EXPERT_SUMS
@@ -106,6 +106,8 @@ def collect_statistics(
         raise SpecError(f"labels is {labels!r}, expected one of {', '.join(LABELS)}")
     started = time.perf_counter()
     layers = find_experts(model)
+    for layer in layers:
+        refuse_broken(layer)
     architecture = describe(model).to_dict()
     spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
     windows = calibration.window_fingerprints()

@@ -21,14 +21,16 @@ from heapr_lab.checkpoints import MANIFEST_FILE, save_pruned
 from heapr_lab.compensation import (
     RIDGES,
     compensate,
+    describe_weights,
     fit_compensation,
     solve_layers,
 )
 from heapr_lab.dispatch import observed
 from heapr_lab.experts import find_experts
 from heapr_lab.grams import FIT, HELD_OUT, SPANS, collect_grams
+from heapr_lab.importance import collect_statistics
 from heapr_lab.masks import KeepMask
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import LayoutError, SpecError
 from heapr_lab.surgery import masking, prune
 
 pytestmark = pytest.mark.oracle
@@ -197,7 +199,46 @@ def test_the_ridge_is_the_one_that_errs_least_on_held_out_tokens() -> None:
         row = found.report.set_index("layer").loc[layer.layer]
         assert row["ridge"] == min(errors, key=errors.__getitem__)
         size = (tested[layer.layer].flatten(1) @ W.T).square().sum()
-        assert row["compensated"] == pytest.approx(min(errors.values()) / float(size))
+        gone = (tested[layer.layer].flatten(1) @ (W * ~kept).T).square().sum()
+        least = min(*errors.values(), float(gone))  # else the weights stay
+        assert row["compensated"] == pytest.approx(least / float(size))
+
+
+def test_little_text_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Where no ridge errs less on held-out tokens, W_down stays, and it is said."""
+    model = tiny_model("qwen2_moe")
+    keep = widths_keep(model, 4, structure="ragged")
+    for seed in range(20):
+        few = CalibrationSet.from_ids(tiny_ids(n_sequences=2, seq_len=12, seed=seed))
+        found = fit_compensation(model, keep, few, span="layer")
+        report = found.report.set_index("layer")
+        if not report["changed"].all():
+            break
+    assert not report["changed"].all()
+    assert "which stays; give more text" in caplog.text
+    fitted, tested = (features_of(model, few.ids[[part]]) for part in (0, 1))
+    for layer in find_experts(model):
+        kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
+        W = layer.down.detach().movedim(0, 1).flatten(1)
+        features = tested[layer.layer].flatten(1)
+        gone = (features @ (W * ~kept.flatten()).T).square().sum()
+        errors = []
+        for ridge in RIDGES:
+            new = least_squares(
+                fitted[layer.layer].flatten(1), W, kept.flatten(), ridge
+            )
+            errors.append((features @ (new - W).T).square().sum())
+        row = report.loc[layer.layer]
+        assert row["changed"] == bool(min(errors) < gone)
+        as_it_is = layer.down.detach() * kept[:, None]
+        stays = torch.equal(found.downs[layer.layer], as_it_is)
+        assert stays == (not row["changed"])
+        assert row["compensated"] <= row["dropped"]
+    json.dumps(report.to_dict("records"), allow_nan=False)
+    same = ", ".join(map(str, report.index[~report["changed"]]))
+    assert f", but for layers {same}; all else" in describe_weights(found, few)
+    asked = fit_compensation(model, keep, few, span="layer", ridge=1.0)
+    assert asked.report["changed"].all()
 
 
 # --- edges ------------------------------------------------------------------------
@@ -243,6 +284,27 @@ def test_a_singular_solve_says_so_and_does_no_harm(
     assert found.report["singular"].sum() > 0
     assert "singular at ridge 0" in caplog.text
     assert all(torch.isfinite(down).all() for down in found.downs.values())
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_expert_that_no_token_reaches(span: str, value: float) -> None:
+    """Its weights reach no other expert: it is named, before any pass."""
+    model = tiny_model("qwen2_moe")
+    few = CalibrationSet.from_ids(WINDOWS.ids[:2, :3])
+    number, expert = collect_statistics(model, few).unrouted().iloc[0]
+    layer = next(own for own in find_experts(model) if own.layer == number)
+    with torch.no_grad():
+        layer.down[expert, 5, 6] = value
+    assert logits_of(model, few.ids).isfinite().all()
+    named = rf"layers.{number}.mlp.experts: 1 atoms .* w_down .* \({expert}, 6\)"
+    keep = widths_keep(model, 4, structure="ragged")
+    for call in (
+        lambda: compensate(model, keep, few, span=span),
+        lambda: collect_statistics(model, few),
+    ):
+        with pytest.raises(LayoutError, match=named):
+            call()
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
