@@ -17,7 +17,7 @@ import torch
 
 from heapr_lab import store
 from heapr_lab.corpora import Corpus, load_corpus
-from heapr_lab.specs import CorpusError, SpecError, canonical_json
+from heapr_lab.specs import CorpusError, SpecError, canonical_json, whole_number
 from heapr_lab.summaries import card_html
 from heapr_lab.tokens import tokenise
 
@@ -39,26 +39,21 @@ class CalibrationSet:
         Raises:
             SpecError: `ids` is not a LongTensor of at least 1 × 2.
         """
-        ids = self.ids
-        if (
-            ids.dtype != torch.long
-            or ids.dim() != 2
-            or ids.shape[1] < 2
-            or not len(ids)
-        ):
+        if self.ids.dtype != torch.long:
             raise SpecError(
-                f"ids is a {ids.dtype} tensor of shape {tuple(ids.shape)}, expected a "
-                "LongTensor (n_sequences, seq_len) with seq_len at least 2"
+                f"ids is a {self.ids.dtype} tensor, expected a LongTensor; "
+                "CalibrationSet.from_ids converts other whole numbers"
             )
+        token_windows(self.ids)
 
     @classmethod
-    def from_ids(cls, ids: torch.Tensor) -> "CalibrationSet":
-        """A set of token ids one already has, LongTensor (n_sequences, seq_len).
+    def from_ids(cls, ids: Any) -> "CalibrationSet":
+        """A set of token ids one already has: whole numbers (n_sequences, seq_len).
 
         Raises:
             SpecError: `ids` has another type or shape.
         """
-        return cls(ids, {"corpus": "token ids given by the caller"})
+        return cls(token_windows(ids), {"corpus": "token ids given by the caller"})
 
     @property
     def n_sequences(self) -> int:
@@ -112,6 +107,33 @@ class CalibrationSet:
         return card_html("Calibration set", facts)
 
 
+def token_windows(ids: Any) -> torch.Tensor:
+    """Token ids as a LongTensor (n_windows, seq_len).
+
+    Args:
+        ids: whole numbers in a tensor, an array or lists.
+
+    Raises:
+        SpecError: they are not whole numbers, or not in at least one window of at
+            least two.
+    """
+    try:
+        tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise SpecError(
+            f"ids cannot be read as token ids ({error}): expected whole numbers in "
+            "windows of one length, (n_windows, seq_len)"
+        ) from error
+    kind, shape = tensor.dtype, tuple(tensor.shape)
+    whole = not (kind == torch.bool or kind.is_floating_point or kind.is_complex)
+    if not whole or len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
+        raise SpecError(
+            f"ids are {kind} of shape {shape}, expected whole numbers (n_windows, "
+            "seq_len) in at least one window of at least 2 tokens"
+        )
+    return tensor.long()
+
+
 def load_calibration(
     corpus: str,
     tokenizer: Any,
@@ -137,11 +159,8 @@ def load_calibration(
         CorpusError: a corpus cannot be had, or has fewer windows than asked for; the
             message gives the number available.
     """
-    if n_sequences < 1 or seq_len < 2:
-        raise SpecError(
-            f"n_sequences is {n_sequences} and seq_len {seq_len}, expected at least 1 "
-            "and 2"
-        )
+    whole_number(n_sequences, name="n_sequences")
+    whole_number(seq_len, name="seq_len", least=2)
     parts, sources = [], []
     for name, count in _shares(corpus, n_sequences).items():
         text = load_corpus(name, split=split)
@@ -177,8 +196,12 @@ def load_windows(
         split: `train`, `validation` or `test`.
 
     Raises:
+        SpecError: a number is not positive.
         CorpusError: the corpus cannot be had, or has fewer windows than asked for.
     """
+    whole_number(seq_len, name="seq_len", least=2)
+    if n_sequences is not None:
+        whole_number(n_sequences, name="n_sequences")
     text = load_corpus(corpus, split=split)
     windows = _windows(text, tokenizer, seq_len)
     wanted = len(windows) if n_sequences is None else n_sequences

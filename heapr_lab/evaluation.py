@@ -7,15 +7,17 @@ a smaller last batch changes a number.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
-from heapr_lab.likelihood import final_states, iter_log_probs, token_nll
+from heapr_lab.calibration import token_windows
+from heapr_lab.likelihood import check_fits, final_states, iter_log_probs, token_nll
 from heapr_lab.masks import KeepMask
 from heapr_lab.modes import evaluating
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import whole_number
 from heapr_lab.summaries import card_html
 from heapr_lab.surgery import masking
 
@@ -71,7 +73,7 @@ class Divergence:
 
 def evaluate_perplexity(
     model: nn.Module,
-    ids: torch.Tensor,
+    ids: Any,
     *,
     batch_size: int | None = None,
     progress: Progress | None = None,
@@ -83,10 +85,15 @@ def evaluate_perplexity(
 
     Args:
         model: a causal language model of transformers.
-        ids: token ids in non-overlapping windows.
+        ids: token ids in non-overlapping windows: a tensor, an array or lists.
         batch_size: windows per forward; chosen to fit by default.
         progress: called after each batch.
+
+    Raises:
+        SpecError: the ids are not windows of the model's tokens, or the batch size is
+            not positive.
     """
+    ids = _checked(model, ids)
     total = 0.0
 
     def add(batch: torch.Tensor) -> None:
@@ -103,7 +110,7 @@ def evaluate_perplexity(
 def evaluate_divergence(
     model: nn.Module,
     keep: KeepMask,
-    ids: torch.Tensor,
+    ids: Any,
     *,
     batch_size: int | None = None,
     progress: Progress | None = None,
@@ -117,10 +124,15 @@ def evaluate_divergence(
     Args:
         model: the dense model.
         keep: which atomic experts stay.
-        ids: token ids in non-overlapping windows.
+        ids: token ids in non-overlapping windows: a tensor, an array or lists.
         batch_size: windows per forward; chosen to fit by default.
         progress: called after each batch.
+
+    Raises:
+        SpecError: the ids are not windows of the model's tokens, the batch size is not
+            positive, or `keep` is of another model.
     """
+    ids = _checked(model, ids)
     kl, agreeing = 0.0, 0
 
     def add(batch: torch.Tensor) -> None:
@@ -155,6 +167,13 @@ def kl_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return terms.sum(-1)
 
 
+def _checked(model: nn.Module, ids: Any) -> torch.Tensor:
+    """The ids as windows that `model` can read."""
+    windows = token_windows(ids)
+    check_fits(model, windows)
+    return windows
+
+
 def _for_batches(
     work: Callable[[torch.Tensor], None],
     ids: torch.Tensor,
@@ -162,18 +181,9 @@ def _for_batches(
     batch_size: int | None,
     progress: Progress | None,
 ) -> None:
-    """Call `work` on each batch of windows, on smaller ones where memory runs out.
-
-    Raises:
-        SpecError: there is no window, or the batch size is not positive.
-    """
-    if ids.dim() != 2 or len(ids) == 0:
-        raise SpecError(
-            f"ids have shape {tuple(ids.shape)}, expected (n_windows, seq_len) with at "
-            "least one window"
-        )
-    if batch_size is not None and batch_size < 1:
-        raise SpecError(f"batch_size must be at least 1, got {batch_size}")
+    """Call `work` on each batch of windows, on smaller ones where memory runs out."""
+    if batch_size is not None:
+        whole_number(batch_size, name="batch_size")
     done, size = 0, batch_size or _automatic_batch_size(ids)
     while done < len(ids):
         batch = ids[done : done + size]

@@ -20,7 +20,7 @@ from heapr_lab.active import refuse_autocast
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import observed
 from heapr_lab.experts import ExpertsLayer, find_experts
-from heapr_lab.likelihood import final_states
+from heapr_lab.likelihood import check_fits, final_states
 from heapr_lab.modes import evaluating
 from heapr_lab.specs import CoverageError, LayoutError, SpecError
 from heapr_lab.stepping import LayerByLayer
@@ -204,6 +204,12 @@ def collect_grams(
         CoverageError: a layer did not take part in a forward.
     """
     found = find_experts(model)
+    known = [layer.layer for layer in found]
+    unknown = sorted(set(layers or ()).difference(known))
+    if unknown:
+        raise SpecError(
+            f"layers {unknown} have no routed experts; those of {known} have"
+        )
     chosen = [k for k in found if layers is None or k.layer in layers]
     _check(model, calibration, chosen)
     collectors = [_Collector(layer, span) for layer in chosen]
@@ -301,9 +307,10 @@ def _check(
     """Make sure that there is something to sum, and that it is the model's own.
 
     Raises:
-        SpecError: there is not, or autocast is on.
+        SpecError: there is not, autocast is on, or the model has no such tokens.
     """
     refuse_autocast(model)
+    check_fits(model, calibration.ids)
     if not layers or calibration.n_sequences < 2:
         raise SpecError(
             f"{calibration.n_sequences} windows and {len(layers)} layers, expected at "

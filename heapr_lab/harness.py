@@ -27,7 +27,7 @@ from torch import nn
 from heapr_lab.continuation import continuation_items
 from heapr_lab.corpora import Corpus
 from heapr_lab.modes import evaluating
-from heapr_lab.specs import CorpusError, SpecError
+from heapr_lab.specs import CorpusError, SpecError, whole_number
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -86,11 +86,14 @@ def run_tasks(
 
     Raises:
         CorpusError: the items of a task cannot be had here.
-        SpecError: there is no task, or no task of that name.
+        SpecError: there is no task, no task of that name, or a number is not positive.
     """
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not names:
         raise SpecError(f"no tasks given; for example {', '.join(SEVEN_TASKS)}")
+    whole_number(batch_size, name="batch_size")
+    if limit is not None:
+        whole_number(limit, name="limit")
     import lm_eval
 
     with _quiet(), evaluating(model):

@@ -26,7 +26,7 @@ from heapr_lab.active import identity_in_force
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import Probe, probed
 from heapr_lab.experts import ExpertsLayer, describe, find_experts, refuse_broken
-from heapr_lab.likelihood import sampled_targets, token_nll
+from heapr_lab.likelihood import check_fits, sampled_targets, token_nll
 from heapr_lab.modes import differentiating
 from heapr_lab.moments import EXPERT_SUMS
 from heapr_lab.specs import (
@@ -35,6 +35,7 @@ from heapr_lab.specs import (
     HeaprLabError,
     SpecError,
     digest,
+    whole_number,
 )
 from heapr_lab.table import ImportanceTable
 
@@ -96,7 +97,8 @@ def collect_statistics(
             the end.
 
     Raises:
-        SpecError: there are no such labels, or autocast or foreign hooks are active.
+        SpecError: there are no such labels or tokens, the batch size is not positive,
+            or autocast or foreign hooks are active.
         LayoutError: an experts layer cannot be measured exactly (named).
         CoverageError: a layer did not take part in a pass.
         HeaprLabError: a gradient is not finite (layer and batch named).
@@ -104,6 +106,9 @@ def collect_statistics(
     """
     if labels not in LABELS:
         raise SpecError(f"labels is {labels!r}, expected one of {', '.join(LABELS)}")
+    if batch_size is not None:
+        whole_number(batch_size, name="batch_size")
+    check_fits(model, calibration.ids)
     started = time.perf_counter()
     layers = find_experts(model)
     for layer in layers:

@@ -10,15 +10,24 @@ Shapes: B windows, L tokens in each; d_model, d_vocab. Units: nats.
 """
 
 import inspect
+import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from heapr_lab.calibration import token_windows
 from heapr_lab.specs import HeaprLabError, LayoutError, SpecError
+
+logger = logging.getLogger(__name__)
+
+_POSITIONS = re.compile(r"pos|wpe")
+"""In the name of a table of learned positions."""
 
 _LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 """Elements of a chunk of logits: 4 and 128 MiB in float32.
@@ -92,19 +101,65 @@ def final_states(
         attention_mask: what each token sees; those before it by default.
 
     Raises:
-        SpecError: `ids` are not whole numbers of shape (B, at least 2).
+        SpecError: `ids` are not whole numbers of shape (B, at least 2), or the model
+            has no such tokens or positions.
     """
-    if ids.dim() != 2 or ids.shape[1] < 2 or ids.is_floating_point():
-        raise SpecError(
-            f"ids have shape {tuple(ids.shape)} and type {ids.dtype}, expected whole "
-            "numbers of shape (n_windows, seq_len) with at least 2 tokens in a window"
-        )
+    check_fits(model, token_windows(ids), position_ids=position_ids)
     recorder = _Recorder(_body(model))
     device = _input_device(model)
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     options = {name: x.to(device) for name, x in given.items() if x is not None}
     _forward_with(model, recorder, ids.to(device), **options)
     return recorder.states
+
+
+def check_fits(
+    model: Any, ids: torch.Tensor, *, position_ids: torch.Tensor | None = None
+) -> None:
+    """Make sure that `model` has the tokens and the positions of `ids`.
+
+    Positions beyond those that a model was made for are said once for each model, where
+    they are rotary or of another kind that goes on.
+
+    Shapes: ids, position_ids (B, L).
+
+    Raises:
+        SpecError: an id is not in the vocabulary, or positions are learned and do not
+            reach as far.
+    """
+    d_vocab = model.get_input_embeddings().weight.shape[0]
+    outside = (ids < 0) | (ids >= d_vocab)
+    if outside.any():
+        window, position = outside.nonzero()[0].tolist()
+        raise SpecError(
+            f"token id {int(ids[window, position])} at window {window}, position "
+            f"{position} is not in the model's vocabulary of {d_vocab} (0 to "
+            f"{d_vocab - 1}); tokenise with the model's own tokenizer"
+        )
+    length = ids.shape[1] if position_ids is None else int(position_ids.max()) + 1
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        _beyond(model, length, limit)
+
+
+_warned: WeakSet[nn.Module] = WeakSet()
+
+
+def _beyond(model: nn.Module, length: int, limit: int) -> None:
+    """Refuse or, once, tell of windows of `length` tokens, of which `limit` are meant.
+
+    Raises:
+        SpecError: the model has learned each position apart.
+    """
+    said = f"windows of {length} tokens are longer than the {limit} positions that "
+    if any(
+        isinstance(module, nn.Embedding) and _POSITIONS.search(name)
+        for name, module in model.named_modules()
+    ):
+        raise SpecError(f"{said}the model has learned; give seq_len={limit} or less")
+    if model not in _warned:
+        _warned.add(model)
+        logger.warning("%s%s was made for", said, type(model).__name__)
 
 
 def iter_log_probs(

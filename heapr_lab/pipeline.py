@@ -172,7 +172,7 @@ class Workbench:
     def calibration_set(self, setting: Setting) -> CalibrationSet:
         """The windows that `setting` calibrates on."""
         corpus, seed, seq_len = setting.calibration, setting.seed, self.profile.seq_len
-        n_sequences = setting.n_sequences or self.profile.n_sequences
+        n_sequences = self._n_sequences(setting)
         return self._remembered(
             ("calibration", corpus, n_sequences, seq_len, seed),
             lambda: load_calibration(
@@ -420,10 +420,14 @@ class Workbench:
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
         """What a row of results says of how its model was made."""
-        columns = asdict(setting or Setting(0.0, estimator="dense"))
-        columns["n_sequences"] = columns["n_sequences"] or self.profile.n_sequences
+        setting = setting or Setting(0.0, estimator="dense")
+        columns = asdict(setting) | {"n_sequences": self._n_sequences(setting)}
         achieved = 0.0 if keep is None else keep.achieved_ratio
         return columns | {"achieved_ratio": achieved, "model": self.name}
+
+    def _n_sequences(self, setting: Setting) -> int:
+        given = setting.n_sequences
+        return self.profile.n_sequences if given is None else given
 
     def _remembered(
         self, key: tuple[Any, ...], compute: Callable[[], CalibrationSet]

@@ -4,6 +4,7 @@ Layer 1, without torch. Used through `selection`.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from heapr_lab.estimators import complete_options, find_estimator
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import SpecError, whole_number
 
 CHOICES = {
     "scope": ("global", "layer"),
@@ -59,6 +60,24 @@ def as_fraction(value: Any, *, name: str) -> Fraction:
         raise SpecError(f"{name} must be a number in [0, 1), got {value!r}") from error
 
 
+def layer_numbers(values: Iterable[Any], *, name: str) -> tuple[int, ...]:
+    """Numbers of layers, ascending, each once.
+
+    Args:
+        values: whole numbers; a text is none, nor are its characters.
+        name: what to call them in an error.
+
+    Raises:
+        SpecError: they are something else.
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise SpecError(f"{name} must be a list of layer numbers, got {values!r}")
+    numbers = {
+        whole_number(value, name=f"a layer of {name}", least=0) for value in values
+    }
+    return tuple(sorted(numbers))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """Everything but the ratios that decides which atoms go; see `selection.select`.
@@ -102,13 +121,9 @@ class Rules:
     def _settle_counts(self) -> None:
         for name, least in (("min_atoms", 0), ("multiple", 1)):
             value = getattr(self, name)
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if value is not None and not (whole and value >= least):
-                raise SpecError(
-                    f"{name} must be a whole number from {least}, got {value!r}"
-                )
             if value is not None:
-                object.__setattr__(self, name, int(value))
+                number = whole_number(value, name=name, least=least)
+                object.__setattr__(self, name, number)
         for name in ("protect_outliers", "price"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:

@@ -46,7 +46,7 @@ import numpy as np
 
 from heapr_lab.masks import KeepMask
 from heapr_lab.rankings import Ranking, atom_sizes, rank_atoms
-from heapr_lab.rules import Rules, as_fraction, exact_ratio
+from heapr_lab.rules import Rules, as_fraction, exact_ratio, layer_numbers
 from heapr_lab.specs import SpecError
 from heapr_lab.table import ImportanceTable
 
@@ -114,6 +114,7 @@ def select(
         >>> select(table, ratio=0.5).by_layer(0).tolist()
         [[False, False, True, True]]
     """
+    own_layers = layer_numbers(layer_ratios or (), name="layer_ratios")
     own = {int(layer): r for layer, r in (layer_ratios or {}).items()}
     ratios = _Ratios(
         exact_ratio(ratio),
@@ -127,8 +128,8 @@ def select(
         structure=structure,
         multiple=multiple,
         of=of,
-        own_layers=tuple(sorted(own)),
-        exclude_layers=tuple(sorted({int(layer) for layer in exclude_layers})),
+        own_layers=own_layers,
+        exclude_layers=layer_numbers(exclude_layers, name="exclude_layers"),
         min_atoms=min_atoms,
         protect_outliers=as_fraction(protect_outliers, name="protect_outliers"),
         protect_unrouted=bool(protect_unrouted),

@@ -6,6 +6,7 @@ The lowest layer: nothing here imports another module of the package.
 import dataclasses
 import hashlib
 import json
+import operator
 from typing import Any
 
 
@@ -34,6 +35,27 @@ class CoverageError(HeaprLabError):
 
 class CacheError(HeaprLabError):
     """A stored file is not what it should be."""
+
+
+def whole_number(value: Any, *, name: str, least: int = 1) -> int:
+    """`value` as an int, also where NumPy made it.
+
+    Raises:
+        SpecError: it is not a whole number from `least` (a bool is none).
+
+    Example:
+        >>> whole_number(0, name="batch_size")
+        Traceback (most recent call last):
+            ...
+        heapr_lab.specs.SpecError: batch_size must be a whole number from 1, got 0
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        raise SpecError(f"{name} must be a whole number from {least}, got {value!r}")
+    return number
 
 
 def canonical_json(value: Any) -> str:

@@ -1,7 +1,9 @@
 """Windows as the paper draws them, mixtures, and what cannot be drawn."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -97,14 +99,15 @@ def test_asking_for_too_many_names_the_number(
         load_windows(letters, tokenizer, seq_len=200)
 
 
-@pytest.mark.parametrize("numbers", [(0, 12), (-1, 12), (3, 1)])
+@pytest.mark.parametrize("numbers", [(0, 12), (-1, 12), (2.0, 12), (3, 1), (3, 0)])
 def test_numbers_that_make_no_sense_are_refused(
     letters: str, tokenizer: PreTrainedTokenizerFast, numbers: tuple[int, int]
 ) -> None:
     """A window has two tokens at least, a set one window."""
     n_sequences, seq_len = numbers
-    with pytest.raises(SpecError, match="expected at least 1 and 2"):
-        load_calibration(letters, tokenizer, n_sequences=n_sequences, seq_len=seq_len)
+    for load in (load_calibration, load_windows):
+        with pytest.raises(SpecError, match=r"must be a whole number from [12], got"):
+            load(letters, tokenizer, n_sequences=n_sequences, seq_len=seq_len)
 
 
 def test_a_mixture_shares_out_the_windows(
@@ -159,18 +162,42 @@ def test_from_ids_takes_what_it_is_given() -> None:
 @pytest.mark.parametrize(
     "ids",
     [
-        torch.zeros(2, 4, dtype=torch.int32),
         torch.zeros(2, 4),
+        torch.zeros(2, 4, dtype=torch.bool),
+        [[1.0, 2.0]],
+        [[1, 2, 3], [1, 2]],
+        [["a", "b"]],
+        [[2**70, 1]],
+        [],
+        None,
         torch.zeros(4, dtype=torch.long),
         torch.zeros(1, 2, 3, dtype=torch.long),
         torch.zeros(2, 1, dtype=torch.long),
         torch.zeros(0, 4, dtype=torch.long),
     ],
 )
-def test_from_ids_refuses_other_tensors(ids: torch.Tensor) -> None:
+def test_from_ids_refuses_what_is_not_token_ids(ids: Any) -> None:
     """The message gives type and shape, and what was expected."""
-    with pytest.raises(SpecError, match=r"of shape .* expected a LongTensor"):
+    with pytest.raises(SpecError, match=r"expected whole numbers (\(n_win|in wind)"):
         CalibrationSet.from_ids(ids)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.int32, torch.int16, torch.uint8, np.int32, list]
+)
+def test_from_ids_converts_whole_numbers(kind: Any) -> None:
+    """Tensors and arrays of other types, and lists, are the same windows."""
+    ids = torch.arange(8).view(2, 4)
+    other = (
+        ids.to(kind)
+        if isinstance(kind, torch.dtype)
+        else ids.tolist()
+        if kind is list
+        else ids.numpy().astype(kind)
+    )
+    got = CalibrationSet.from_ids(other)
+    assert got.ids.dtype == torch.long
+    assert got.fingerprint == CalibrationSet.from_ids(ids).fingerprint
 
 
 def test_the_tokenizer_is_known_by_its_ids(tokenizer: PreTrainedTokenizerFast) -> None:
