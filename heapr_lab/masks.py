@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,7 +41,7 @@ class KeepMask:
     """
 
     arrays: Mapping[int, np.ndarray]
-    """Layer to bool array (n_experts, d_inter), True = stays; copied, read-only."""
+    """Layer to bool array (n_experts, d_inter), True = stays; copied, and for good."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How it was selected, as plain data."""
 
@@ -50,8 +51,11 @@ class KeepMask:
         }
         if not arrays:
             raise SpecError("a mask needs at least one layer, got none")
-        object.__setattr__(self, "arrays", arrays)
+        object.__setattr__(self, "arrays", MappingProxyType(arrays))
         object.__setattr__(self, "settings", dict(self.settings))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self.arrays), self.settings)
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[int, Any], **settings: Any) -> "KeepMask":
@@ -143,9 +147,7 @@ class KeepMask:
     @functools.cached_property
     def rows(self) -> np.ndarray:
         """What stays, bool (n_atoms,), in the order of a table's rows."""
-        rows = np.concatenate([kept.ravel() for kept in self.arrays.values()])
-        rows.flags.writeable = False
-        return rows
+        return _frozen(np.concatenate([k.ravel() for k in self.arrays.values()]))
 
     @functools.cached_property
     def n_atoms(self) -> int:
@@ -219,11 +221,15 @@ def _checked(kept: Any, *, layer: int) -> np.ndarray:
     Raises:
         SpecError: it is not a bool array (n_experts, d_inter).
     """
-    array = np.array(kept)
+    array = np.asarray(kept)
     if array.dtype != bool or array.ndim != 2 or not array.size:
         raise SpecError(
             f"the mask of layer {layer} is {array.dtype} {array.shape}, expected bool "
             "(n_experts, d_inter), True for an atom that stays"
         )
-    array.setflags(write=False)
-    return array
+    return _frozen(array)
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    """A copy that cannot be made writeable again: bytes own its values."""
+    return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
