@@ -20,6 +20,7 @@ import numpy.typing as npt
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import isotonic_regression
 
+from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.masks import KeepMask
 from heapr_lab.specs import SpecError
 from heapr_lab.summaries import card_html
@@ -92,7 +93,7 @@ class DamageMap:
         facts = {
             "points": f"{len(self.points)}",
             "summed score": f"{min(scores):.3g} to {max(scores):.3g}",
-            "Δloss [nats/token]": f"{min(losses):.3g} to {max(losses):.3g}",
+            f"Δloss [{PER_TOKEN}]": f"{min(losses):.3g} to {max(losses):.3g}",
         }
         if self.spread is not None:
             facts["off at a left-out point by at most"] = f"× {self.spread:.2f}"

@@ -22,6 +22,12 @@ _SHOWN = 3  # rows named in a message about values that are not finite
 
 _Scores = npt.NDArray[np.float64]
 
+PER_TOKEN = "nats per token"
+"""Unit of losses, and of scores that are divided by all predicted tokens."""
+PER_ROUTED_TOKEN = "nats per routed token"
+"""Unit of scores that are means over the tokens routed to an expert."""
+_NO_UNIT = "arbitrary unit"
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -44,6 +50,8 @@ class Estimator:
     name: str
     description: str
     formula: Callable[[Inputs], _Scores] = field(repr=False)
+    unit: str = _NO_UNIT
+    """Of its scores, as figures write it; those of a loss are nats."""
     needs: tuple[str, ...] = ()
     """Columns it reads."""
     per_predicted_token: bool = False
@@ -125,12 +133,14 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "heapr",
                 "the paper's score: ½ · mean h² · mean (∂ℓ/∂h)² over routed tokens",
                 _heapr,
+                unit=PER_ROUTED_TOKEN,
                 needs=("tokens", "sum_h2", "sum_g2"),
             ),
             Estimator(
                 "heapr_total",
                 "the same weighted by use: estimated change of the corpus loss",
                 _heapr_total,
+                unit=PER_TOKEN,
                 needs=("tokens", "sum_h2", "sum_g2"),
                 per_predicted_token=True,
             ),
@@ -138,6 +148,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "fisher",
                 "½ · mean (h · ∂ℓ/∂h)²: the joint second moment, per predicted token",
                 _fisher,
+                unit=PER_TOKEN,
                 needs=("sum_hg2",),
                 per_predicted_token=True,
             ),
@@ -145,6 +156,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "weighted",
                 "the paper's score of p · h, as the router weights it, in place of h",
                 _weighted,
+                unit=PER_ROUTED_TOKEN,
                 needs=("tokens", "sum_ph2", "sum_g2"),
             ),
             Estimator(
@@ -152,6 +164,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "weighted, with mean (∂ℓ/∂h)² shrunk halfway, in the logarithm, to "
                 "what its layer's mean gradient variance and ‖w_down‖² predict",
                 _shrunk,
+                unit=PER_ROUTED_TOKEN,
                 needs=("layer", "tokens", "sum_ph2", "sum_g2", "w_down_sq"),
             ),
             Estimator(
@@ -159,6 +172,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "what the output loses when the atom's turn comes, if those that stay "
                 "make up for it; of `eliminate`, which adds a forward pass",
                 _elimination,
+                unit=PER_ROUTED_TOKEN,
                 needs=("elimination",),
                 of_statistics=False,
             ),
@@ -166,6 +180,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "taylor",
                 "fisher with the first-order term −h · ∂ℓ/∂h kept; may be negative",
                 _taylor,
+                unit=PER_TOKEN,
                 needs=("sum_hg", "sum_hg2"),
                 per_predicted_token=True,
             ),
@@ -187,6 +202,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "frequency",
                 "control: tokens routed to the atom's expert",
                 _frequency,
+                unit="tokens",
                 needs=("tokens",),
             ),
             Estimator(
@@ -216,6 +232,11 @@ def find_estimator(name: str) -> Estimator:
             f"unknown estimator {name!r}; choose one of {', '.join(ESTIMATORS)}"
         )
     return ESTIMATORS[name]
+
+
+def unit_of(name: str | None) -> str:
+    """The unit of the scores that are called `name`; arbitrary where it is unknown."""
+    return ESTIMATORS[name].unit if name and name in ESTIMATORS else _NO_UNIT
 
 
 def complete_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,8 +131,8 @@ def plot_bins(
     )
     if order == "score":
         _use_log_axes(ax, rows)
-    per_token = ESTIMATORS[str(rows["estimator"].iloc[0])].per_predicted_token
-    if per_token:
+    chosen = ESTIMATORS[str(rows["estimator"].iloc[0])]
+    if chosen.per_predicted_token:
         _draw_agreement(ax, rows)
     for row in rows.itertuples():
         ax.annotate(
@@ -152,8 +152,7 @@ def plot_bins(
     ax.set_title(ORDERS.get(order, order) + "\n")
     ax.text(0, 1.03, found, transform=ax.transAxes, fontsize=8)
     ax.margins(0.1)
-    unit = "nats/token" if per_token else "nats per routed token"
-    ax.set_xlabel(f"summed score [{unit}]")
+    ax.set_xlabel(f"summed score [{chosen.unit}]")
     ax.set_ylabel(LABELS["delta_nll"])
     add_legend(ax)
     return ax

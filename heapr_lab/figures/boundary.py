@@ -149,8 +149,9 @@ def plot_boundary(
 
 
 def _draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str) -> None:
-    dataset = curve["dataset"].iloc[0]
-    shown = look(dataset or curve["name"].iloc[0])
+    dataset, metric = curve[["dataset", "metric"]].iloc[0]
+    of_text = dataset and metric != "flops_reduction"
+    shown = look(dataset if of_text else curve["name"].iloc[0])
     errors = curve["relative_stderr" if column == "relative" else "stderr"]
     ax.errorbar(
         curve["ratio"],
@@ -158,7 +159,7 @@ def _draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str) -> None:
         yerr=None if errors.isna().all() else errors.fillna(0),
         color=shown.color,
         marker=shown.marker,
-        label=shown.label if dataset else "_nolegend_",
+        label=look(dataset).label if dataset else "_nolegend_",
     )
 
 

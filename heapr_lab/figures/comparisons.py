@@ -97,6 +97,12 @@ def scope_data(
     return sort_curves(pd.concat([ours, _paper_scopes(paper_dir)]))
 
 
+def _title(metric: str, dataset: str) -> str:
+    if metric != "flops_reduction":
+        return look(dataset).label if dataset else "whole model"
+    return ", ".join(filter(None, ("whole model", dataset)))
+
+
 def _paper_granularity(paper_dir: Path | None) -> pd.DataFrame:
     table = paper_table("granularity", directory=paper_dir)
     dense = paper_dense(_GRANULARITY_MODEL, directory=paper_dir)
@@ -164,7 +170,7 @@ def plot_comparison(
         use_log(ax)
     if metric == "accuracy":
         draw_chance(ax, rows)
-    ax.set_title(look(dataset).label if dataset else "whole model")
+    ax.set_title(_title(metric, dataset))
     add_legend(ax)
     return ax
 

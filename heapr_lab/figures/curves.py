@@ -14,6 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from heapr_lab.accounting import at_context
 from heapr_lab.figures.paper import paper_label
 from heapr_lab.figures.style import (
     LABELS,
@@ -139,7 +140,11 @@ def curves_data(
 def savings_curves(
     savings: pd.DataFrame, *, vary: str, settings: Mapping[str, Any]
 ) -> pd.DataFrame:
-    """Curves of the FLOPs saved (metric "flops_reduction"), from 0 at ratio 0."""
+    """Curves of the FLOPs saved (metric "flops_reduction"), from 0 at ratio 0.
+
+    Their `dataset` names the context at which operations were counted, where `savings`
+    says it.
+    """
     rows = matching(savings, settings)
     rows = rows.assign(
         name=rows[vary], ratio=rows["achieved_ratio"].fillna(rows["ratio"])
@@ -148,9 +153,14 @@ def savings_curves(
     starts = rows.drop_duplicates("name").assign(ratio=0.0, flops_reduction=0.0)
     rows = pd.concat([starts, rows]).drop_duplicates(["name", "ratio"])
     rows = rows.rename(columns={"flops_reduction": "value"}).assign(
-        source="ours", model="", metric="flops_reduction", dataset=""
+        source="ours", model="", metric="flops_reduction", dataset=_context_of(rows)
     )
     return sort_curves(rows)
+
+
+def _context_of(savings: pd.DataFrame) -> Any:
+    """At how many tokens of context each row was counted; "" where nothing says so."""
+    return savings["seq_len"].map(at_context) if "seq_len" in savings else ""
 
 
 def sort_curves(curves: pd.DataFrame) -> pd.DataFrame:

@@ -4,6 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
@@ -86,7 +87,7 @@ def plot_damage(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         marker="o",
         label="filled: used for the fit",
     )
-    ax.set_xlabel("predicted Δloss [nats/token]")
+    ax.set_xlabel(f"predicted Δloss [{PER_TOKEN}]")
     ax.set_ylabel(LABELS["delta_nll"])
     return ax
 

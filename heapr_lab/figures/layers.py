@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from heapr_lab.estimators import unit_of
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
@@ -25,7 +26,6 @@ from heapr_lab.specs import SpecError
 
 _RATIO_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 _REMOVED = "#D55E00"
-_IN_NATS = ("heapr", "heapr_total", "fisher", "taylor")
 
 
 class Keep(Protocol):
@@ -311,8 +311,7 @@ def plot_score_bins(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     if cut is not None and cut > 0:
         ax.axvline(cut, color=REFERENCE_GREY, linestyle="--", linewidth=1.2)
     ax.set_xscale("log")
-    unit = "nats/token" if estimator in _IN_NATS else "arbitrary unit"
-    ax.set_xlabel(f"score, {look(estimator or 'heapr').label} [{unit}]")
+    ax.set_xlabel(f"score, {look(estimator or 'heapr').label} [{unit_of(estimator)}]")
     ax.set_ylabel("atomic experts [count]")
     if data.attrs["n_not_positive"]:
         hidden = (

@@ -5,6 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
@@ -115,7 +116,7 @@ def pareto_table(data: pd.DataFrame) -> pd.DataFrame:
             "price": ordered["price"],
             "routed FLOPs saved [%] ↑": 100 * ordered["routed_flops_reduction"],
             "summed score": ordered["score"],
-            "Δloss [nats] ↓": ordered["delta_nll"],
+            f"Δloss [{PER_TOKEN}] ↓": ordered["delta_nll"],
             "on the front": ordered["efficient"].map({True: "yes", False: ""}),
         }
     ).reset_index(drop=True)

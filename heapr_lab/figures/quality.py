@@ -5,6 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
     look,
@@ -91,7 +92,7 @@ def plot_quality(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             capsize=2,
         )
     ax.set_xlabel("atomic experts removed [%]")
-    ax.set_ylabel("Δloss [nats/token] ↓")
+    ax.set_ylabel(f"Δloss [{PER_TOKEN}] ↓")
     ax.set_yscale("symlog", linthresh=_LINEAR_BELOW)
     return ax
 
@@ -200,7 +201,7 @@ def learned_table(measured: pd.DataFrame) -> pd.DataFrame:
         "method": "mask",
         "ratio": "removed",
         "recovery_steps": "recovery [steps]",
-        "delta_nll": "Δloss [nats] ↓",
+        "delta_nll": f"Δloss [{PER_TOKEN}] ↓",
         "token_passes": "passes",
         "cpu_seconds": "CPU time [s]",
     }
@@ -215,6 +216,6 @@ def outliers_table(measured: pd.DataFrame) -> pd.DataFrame:
         "heapr at 0.8": "by HEAPr at 80 %",
         "shrunk at 0.8": "by shrunk at 80 %",
     }
-    named = {name: f"{name} [nats]" for name in losses} | pruned
+    named = {name: f"{name} [{PER_TOKEN}]" for name in losses} | pruned
     columns = ["first by", "atoms", "of atoms", *losses, *pruned]
     return measured[columns].rename(columns=named)

@@ -5,6 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
+from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
     look,
@@ -70,7 +71,7 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_xticks(multiples)
     ax.minorticks_off()
     ax.set_xlabel("widths’ multiple [atoms]")
-    ax.set_ylabel("Δloss above ragged [nats/token]")
+    ax.set_ylabel(f"Δloss above ragged [{PER_TOKEN}]")
     return ax
 
 
@@ -96,7 +97,7 @@ def structures_table(data: pd.DataFrame) -> pd.DataFrame:
     wide = data.assign(multiple=multiple, shown=shown).pivot_table(
         index=["structure", "multiple"], columns="ratio", values="shown", sort=False
     )
-    wide.columns = [f"{100 * ratio:g} % [nats] ↓" for ratio in wide.columns]
+    wide.columns = [f"{100 * ratio:g} % [{PER_TOKEN}] ↓" for ratio in wide.columns]
     wide = wide.reset_index().rename(columns={"multiple": "widths a multiple of"})
     added = wide["structure"].ne(RAGGED)
     wide.insert(2, "shown", added.map({True: "above ragged", False: "Δloss"}))

@@ -22,6 +22,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from heapr_lab.estimators import PER_TOKEN
+
 STYLE_FILE = Path(__file__).parent / "heapr.mplstyle"
 """The matplotlib style every figure is drawn and saved with."""
 
@@ -39,7 +41,7 @@ LABELS = {
     "accuracy": "accuracy [%] ↑",
     "relative accuracy": "accuracy kept [% of dense] ↑",
     "flops_reduction": "FLOPs saved [%] ↑",
-    "delta_nll": "measured Δloss [nats/token]",
+    "delta_nll": f"measured Δloss [{PER_TOKEN}]",
     "n_sequences": "calibration [sequences]",
     "seconds": "time [s] ↓",
     "peak_bytes": "peak memory [MiB] ↓",

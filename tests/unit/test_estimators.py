@@ -4,7 +4,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from heapr_lab.estimators import ESTIMATORS, complete_options, score
+from heapr_lab.estimators import (
+    ESTIMATORS,
+    PER_ROUTED_TOKEN,
+    PER_TOKEN,
+    complete_options,
+    score,
+    unit_of,
+)
 from heapr_lab.specs import SpecError
 
 # One expert with T = 2 routed tokens of N = 4 predicted ones, one expert with none.
@@ -154,3 +161,11 @@ def test_descriptions_and_needs() -> None:
     """Every estimator is described in one line, and only camera stays in a layer."""
     assert all("\n" not in e.description for e in ESTIMATORS.values())
     assert [name for name, e in ESTIMATORS.items() if e.within_layer] == ["camera"]
+
+
+def test_units_follow_what_a_score_is_divided_by() -> None:
+    """Losses are nats per token, means over routed tokens nats per routed token."""
+    for name, estimator in ESTIMATORS.items():
+        assert estimator.per_predicted_token == (estimator.unit == PER_TOKEN), name
+    assert unit_of("heapr") == unit_of("shrunk") == PER_ROUTED_TOKEN
+    assert unit_of("magnitude") == unit_of(None) == unit_of("my own score")

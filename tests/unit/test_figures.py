@@ -105,7 +105,7 @@ def test_bins_are_drawn_where_they_were_measured() -> None:
     drawn = ax.get_lines()[0].get_xydata()
     assert drawn == pytest.approx(rows[["score_sum", "delta_nll"]].to_numpy())
     assert "[nats per routed token]" in ax.get_xlabel()
-    assert "[nats/token]" in ax.get_ylabel()
+    assert "[nats per token]" in ax.get_ylabel()
     texts = " ".join(text.get_text() for text in ax.texts)
     assert "ρ = 0.99" in texts
     assert "95 % interval" in texts
@@ -177,6 +177,21 @@ def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
     ax.figure.canvas.draw()
     assert list(top.get_xlim()) == pytest.approx(np.array(ax.get_xlim()) * ROUTED_SHARE)
     assert ax.get_ylabel() == "FLOPs saved [%] ↑"
+
+
+def test_flops_say_at_which_context_they_were_counted(
+    results: pd.DataFrame, savings: pd.DataFrame
+) -> None:
+    """In the legend of the boundary and the title of the granularity, where known."""
+    told = "at 256 tokens of context"
+    for frame, known in ((savings, False), (savings.assign(seq_len=256), True)):
+        data = figures.boundary_data(results, frame)
+        ax = figures.plot_boundary(data, quantity="flops_reduction")
+        assert (told in lines_of(ax)) == known
+        data = figures.granularity_data(results, frame)
+        ax = figures.plot_granularity(data, metric="flops_reduction")
+        title = ax.get_title(loc="left")
+        assert title == "whole model" + f", {told}" * known
 
 
 def test_boundary_curves_are_the_evaluation_rows(
@@ -324,7 +339,7 @@ def test_score_histogram_counts_every_positive_score_once() -> None:
     assert data.loc[data["removed"], "n_atoms"].sum() == (values < cut).sum() == 250
     ax = figures.plot_score_histogram(scores, cut)
     assert sum(bar.get_height() for bar in ax.patches) == 1000
-    assert ax.get_xlabel() == "score, HEAPr [nats/token]"
+    assert ax.get_xlabel() == "score, HEAPr [nats per routed token]"
     with pytest.raises(SpecError, match="none of 2 scores is above 0"):
         figures.score_histogram_data(pd.Series([0.0, 0.0]))
 
@@ -489,7 +504,7 @@ def test_structures_are_a_row_each_and_a_panel_for_each_ratio() -> None:
     data = figures.structures_data(measured_structures())
     table = figures.structures_table(data)
     assert table["widths a multiple of"].tolist() == ["any", "6", "12", "6"]
-    assert table["40 % [nats] ↓"].tolist() == pytest.approx([0.1, 1, 2, 3])
+    assert table["40 % [nats per token] ↓"].tolist() == pytest.approx([0.1, 1, 2, 3])
     figure = figures.figure_structures(data)
     assert [ax.get_title(loc="left") for ax in figure.axes] == [
         "20 % removed",
@@ -679,5 +694,5 @@ def test_outliers_are_shown_with_who_prunes_them() -> None:
     counts = {"magnitude at 0.2": 11, "heapr at 0.8": 0, "shrunk at 0.8": 0}
     row = {"first by": "fisher", "atoms": 12, "of atoms": 100, "pydocs Δloss": 0.5}
     table = figures.outliers_table(pd.DataFrame([row | counts | {"heapr at 0.2": 0}]))
-    assert table["pydocs Δloss [nats]"].tolist() == [0.5]
+    assert table["pydocs Δloss [nats per token]"].tolist() == [0.5]
     assert table.filter(like="%").to_numpy().tolist() == [[11, 0, 0]]
