@@ -198,11 +198,14 @@ def prune(
     """
     from heapr_lab import headless
     from heapr_lab.checkpoints import check_new
+    from heapr_lab.export import Chosen, facts_of, savings, with_model
+    from heapr_lab.methods import find_method
     from heapr_lab.models import model_folder
-    from heapr_lab.pipeline import Setting, profile_of
-    from heapr_lab.selection import default_multiple
+    from heapr_lab.pipeline import Setting
+    from heapr_lab.selection import default_multiple, select
+    from heapr_lab.sources import read_source
 
-    method_of = headless.find_method(method)
+    method_of = find_method(method)
     # Rounds score anew what a round of elimination has counted already.
     alone = importance is not None or rounds > 1
     estimator = estimator or (method_of.of_table if alone else method_of.estimator)
@@ -270,30 +273,25 @@ def prune(
             open_bench(), setting, choice, rounds=rounds, compensated=compensated
         )
     else:
-        made = headless.Chosen.of_table(table, choice)
-    keep = headless.with_model(made.keep, table)
-    made = headless.Chosen(keep, made.compensation)
-    length = seq_len or profile_of(model, profile).seq_len
-    saved = headless.savings(keep, table, seq_len=length)
+        made = Chosen(select(table, **choice))
+    keep = with_model(made.keep, table)
+    made = dataclasses.replace(made, keep=keep)
+    files = read_source(source)
     if out is not None and not to_folder:
         keep.write(out)
     elif out is not None:
-        found = headless.facts_of(table, saved)
-        if made.compensation is not None:
-            headless.write_compensated(
-                out, source, made, open_bench(), setting,
-                name=model, facts=found, corpora=_names(measured),
-            )  # fmt: skip
-        else:
-            found["perplexity"] = {
-                name: headless.perplexity_change(open_bench(), keep, name)
-                for name in _names(measured)
-            }
-            headless.write_checkpoint(out, source, keep, name=model, facts=found)
+        headless.write_pruned(
+            out, made, source=source, name=model, corpora=_names(measured),
+            facts=facts_of(table, keep, source=files, seq_len=seq_len),
+            bench=open_bench,
+        )  # fmt: skip
+    saved = savings(
+        keep, table, seq_len=seq_len, source=files, written=out if to_folder else None
+    )
     counts = {"atoms": keep.n_atoms, "atoms_kept": keep.n_kept}
     how = {"method": method, "estimator": estimator, "compensated": compensated}
     facts = {"model": model, **how, **counts, "achieved_ratio": keep.achieved_ratio}
-    facts |= saved
+    facts |= saved if as_json else headless.in_words(saved)
     _print({**facts, "out": None if out is None else str(out)}, as_json=as_json)
 
 

@@ -3,16 +3,17 @@
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from heapr_lab import accounting
+from heapr_lab import accounting, export
 from heapr_lab.budgets import ratio_for_latency, ratio_for_loss
-from heapr_lab.checkpoints import prune_folder, save_pruned, structure_of
-from heapr_lab.compensation import Compensation, describe_weights, fit_compensation
-from heapr_lab.evaluation import evaluate_perplexity
+from heapr_lab.checkpoints import structure_of
+from heapr_lab.compensation import fit_compensation
+from heapr_lab.export import Chosen
 from heapr_lab.folders import read_config
 from heapr_lab.harness import run_tasks
 from heapr_lab.iterated import prune_in_rounds
@@ -20,12 +21,11 @@ from heapr_lab.masks import KeepMask
 from heapr_lab.models import LAB, architecture_identity
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
 from heapr_lab.progress import progress_bar
-from heapr_lab.ragged import RaggedExperts
 from heapr_lab.rules import Rules, as_fraction, exact_ratio
 from heapr_lab.selection import select
 from heapr_lab.shards import down_norms
 from heapr_lab.specs import SpecError
-from heapr_lab.surgery import masking, prune
+from heapr_lab.surgery import masking
 from heapr_lab.table import ImportanceTable
 from heapr_lab.uniform import skeleton_of, uniform_width
 
@@ -106,12 +106,6 @@ def own_mask(path: Path, bench: Workbench, *, name: str) -> KeepMask:
     return keep
 
 
-def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
-    """`keep` with the model it is for, which `own_mask` looks at."""
-    identity = (table.metadata.get("spec") or {}).get("model")
-    return dataclasses.replace(keep, settings={**keep.settings, "model": identity})
-
-
 def _check_identity(
     found: dict[str, str] | None, own: dict[str, str], *, path: Path, name: str
 ) -> None:
@@ -142,35 +136,7 @@ def _check_identity(
         )
 
 
-# --- methods ----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """What is done where nothing else is asked for."""
-
-    estimator: str
-    of_table: str
-    """Estimator where there is a table alone, and no text to run the model on."""
-    compensated: bool
-    """Whether what stays makes up for what goes, where there is text to do it on."""
-
-
-METHODS = {
-    "best": Method("elimination", of_table="shrunk", compensated=True),
-    "paper": Method("heapr", of_table="heapr", compensated=False),
-}
-
-
-def find_method(name: str) -> Method:
-    """The method of that name.
-
-    Raises:
-        SpecError: there is none.
-    """
-    if name not in METHODS:
-        raise SpecError(f"method {name!r}: expected one of {', '.join(METHODS)}")
-    return METHODS[name]
+# --- what is chosen -----------------------------------------------------------------
 
 
 def check_choice(choice: dict[str, Any]) -> None:
@@ -244,19 +210,6 @@ def _searchable(setting: Setting, choice: dict[str, Any], *, option: str) -> Set
     return dataclasses.replace(setting, **{name: choice[name] for name in names})
 
 
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """What stays, and the weights that make up for the rest, if any."""
-
-    keep: KeepMask
-    compensation: Compensation | None = None
-
-    @classmethod
-    def of_table(cls, table: ImportanceTable, choice: dict[str, Any]) -> "Chosen":
-        """What a table alone says; `choice` as `select`."""
-        return cls(select(table, **choice))
-
-
 def choose(
     bench: Workbench,
     setting: Setting,
@@ -268,7 +221,7 @@ def choose(
     """What stays of a model at hand, in rounds and compensated where asked for."""
     table = bench.importance(setting)
     if rounds == 1 and not compensated:
-        return Chosen.of_table(table, choice)
+        return Chosen(select(table, **choice))
     windows = bench.calibration_set(setting)
     with progress_bar(f"compensation on {windows.label}", "window") as bar:
         if rounds > 1:
@@ -281,119 +234,73 @@ def choose(
                 progress=bar,
                 **choice,
             )
-            return Chosen(found.keep, found.compensation)
+            return Chosen(found.keep, found.compensation, windows)
         keep = select(table, **choice)
         if structure_of(keep) == "uniform":
             model: Any = bench.model
             uniform_width(keep, model.dtype)  # refused now rather than at the end
-        return Chosen(keep, fit_compensation(bench.model, keep, windows, progress=bar))
+        fitted = fit_compensation(bench.model, keep, windows, progress=bar)
+        return Chosen(keep, fitted, windows)
 
 
 # --- checkpoints ------------------------------------------------------------------
 
 
-def facts_of(table: ImportanceTable, saved: dict[str, Any]) -> dict[str, Any]:
-    """What manifest and card say of the importance, and of what is saved."""
-    made = table.metadata.get("provenance", {}).get("calibration", {})
-    shown = (
-        "{n_sequences} windows of {seq_len} tokens of {corpus} ({split}), seed {seed}"
-    )
-    keys = ("n_sequences", "seq_len", "corpus", "split", "seed")
-    known = all(key in made for key in keys)
-    return {
-        "calibration": shown.format(**made) if known else "not recorded",
-        "importance": table.metadata.get("spec_hash"),
-        "savings": saved,
-    }
-
-
-def write_checkpoint(
-    out: Path, source: Path, keep: KeepMask, *, name: str, facts: dict[str, Any]
-) -> None:
-    """Slice the files in `source` into `out`, with progress and an ETA."""
-    base = _base_of(name, source)
-    with progress_bar("slicing", "B") as bar:
-        prune_folder(source, keep, out, base=base, facts=facts, progress=bar)
-
-
-def _base_of(name: str, source: Path) -> str:
-    """How manifest and card call the model that was asked for by `name`."""
-    return name if name == LAB or not Path(name).is_dir() else str(source)
-
-
-def write_compensated(
+def write_pruned(
     out: Path,
-    source: Path,
     made: Chosen,
-    bench: Workbench,
-    setting: Setting,
     *,
+    source: Path,
     name: str,
     facts: dict[str, Any],
     corpora: list[str],
+    bench: Callable[[], Workbench],
 ) -> None:
-    """Write the compensated model to `out`, in the type of the files in `source`.
-
-    Its perplexity is measured on the weights as they are written.
-    """
-    compensation = made.compensation
-    assert compensation is not None
-    pruned: Any = prune(bench.model, made.keep, downs=compensation.downs)
-    windows = bench.calibration_set(setting)
-    pruned.__dict__["heapr_weights"] = describe_weights(compensation, windows)
-    stored = read_config(source).dtype or pruned.dtype
-    for module in pruned.modules():
-        if isinstance(module, RaggedExperts):
-            _cast(module._parameters, stored, back=True)
-    change = {}
-    for corpus in corpora:
-        test = bench.test_windows(corpus)
-        after = evaluate_perplexity(pruned, test.ids).value
-        change[corpus] = bench.perplexity(None, test).value, after
-    if stored != pruned.dtype:
-        _cast_for_files(pruned, stored)
-    report = compensation.report.to_dict("records")
-    more = {
-        "perplexity": change,
-        "compensation": compensation.settings,
-        "errors": report,
-    }
-    save_pruned(
-        pruned,
-        out,
-        tokenizer=bench.tokenizer,
-        base=_base_of(name, source),
-        source=source,
-        facts=facts | more,
-    )
+    """Write the checkpoint; without compensation the model need not be loaded."""
+    base = name if name == LAB or not Path(name).is_dir() else str(source)
+    with _reported() as report:
+        if made.compensation is not None:
+            export.write_checkpoint(
+                out, made, bench(), base=base, facts=facts, corpora=corpora,
+                report=report,
+            )  # fmt: skip
+            return
+        change = {c: perplexity_change(bench(), made.keep, c) for c in corpora}
+        facts = facts | ({"perplexity": change} if change else {})
+        export.slice_checkpoint(
+            out, source, made.keep, base=base, facts=facts, report=report
+        )
 
 
-def _cast(tensors: Any, dtype: Any, *, back: bool = False) -> None:
-    """Cast floating tensors of a dictionary in place, or round them to `dtype`."""
-    for tensor in tensors.values():
-        if tensor is not None and tensor.is_floating_point():
-            rounded = tensor.data.to(dtype)
-            tensor.data = rounded.to(tensor.dtype) if back else rounded
+@contextlib.contextmanager
+def _reported() -> Iterator[export.Report]:
+    """A bar for each part of what is reported."""
+    with contextlib.ExitStack() as bars:
+        shown: dict[str, Callable[[int, int], None]] = {}
 
+        def report(done: int, total: int, text: str) -> None:
+            if text not in shown:
+                bars.close()
+                label, _, unit = text.partition(": ")
+                shown[text] = bars.enter_context(progress_bar(label, unit or "step"))
+            shown[text](done, total)
 
-def _cast_for_files(model: Any, dtype: Any) -> None:
-    """Cast what is saved, but for what the family keeps in float32."""
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    state = model.state_dict(keep_vars=True)
-    _cast({k: v for k, v in state.items() if not any(n in k for n in kept)}, dtype)
+        yield report
 
 
 # --- results ----------------------------------------------------------------------
 
 
-def savings(keep: KeepMask, table: ImportanceTable, *, seq_len: int) -> dict[str, Any]:
-    """`accounting.summary` as plain numbers; counts are whole."""
-    row = accounting.summary(keep, table, seq_len=seq_len).iloc[0]
-    numbers = {str(name): float(value) for name, value in row.items()}
-    return {
-        name: round(value) if name.startswith(("parameters_", "bytes_")) else value
-        for name, value in numbers.items()
+def in_words(saved: dict[str, Any]) -> dict[str, Any]:
+    """`export.savings` for people: what was counted at which context, in which type."""
+    at = accounting.at_context(saved["seq_len"])
+    shown = {
+        name: f"{value:,.6g} {at}" if name.startswith("flops_") else value
+        for name, value in saved.items()
+        if name not in {"seq_len", "bytes_per_parameter", "bytes_after_is"}
     }
+    after = f"{saved['bytes_after']} ({saved['bytes_after_is']})"
+    return shown | {"bytes_after": after}
 
 
 def perplexity_rows(

@@ -39,6 +39,7 @@ from heapr_lab.masks import KeepMask
 from heapr_lab.models import LAB, load_model, model_identity
 from heapr_lab.progress import progress_bar
 from heapr_lab.selection import select
+from heapr_lab.sources import Source, source_of
 from heapr_lab.specs import CorpusError, SpecError, digest
 from heapr_lab.summaries import card_html
 from heapr_lab.surgery import masking
@@ -166,6 +167,11 @@ class Workbench:
         if self._identity is None or self._identity[0] != state:
             self._identity = state, model_identity(self.model)
         return dict(self._identity[1])
+
+    @functools.cached_property
+    def source(self) -> Source | None:
+        """The files that the model was loaded from; None where they are not here."""
+        return source_of(self.model)
 
     # --- importance ---
 
@@ -413,10 +419,17 @@ class Workbench:
     def savings(self, setting: Setting) -> pd.DataFrame:
         """One row: what `setting` saves of parameters, bytes and FLOPs."""
         keep = self.keep(setting)
+        table = self.importance(setting)
         saved = accounting.summary(
-            keep, self.importance(setting), seq_len=self.profile.seq_len
+            keep, table, bytes_per_parameter=self.stored_bytes_per_parameter(table)
         )
         return saved.assign(**self.columns(setting, keep))
+
+    def stored_bytes_per_parameter(self, table: ImportanceTable) -> float | None:
+        """Of the files that the model was loaded from; None where they are not here."""
+        if self.source is None:
+            return None
+        return self.source.n_bytes / table.architecture.n_parameters
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
         """What a row of results says of how its model was made."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from heapr_lab.accounting import at_context
+
 _CARD = """---
 {header}
 ---
@@ -112,17 +114,32 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     saved = manifest.get("savings")
     if saved:
-        rows += [
-            ("parameters", _change(saved, "parameters", "{:,.0f}")),
-            ("FLOPs per token", _change(saved, "flops", "{:,.0f}")),
-        ]
+        rows.append(("parameters", _change(saved, "parameters")))
+        rows.append((_flops(saved), _change(saved, "flops")))
+    rows.append(("size of the files", _bytes(manifest)))
     for corpus, (before, after) in manifest.get("perplexity", {}).items():
-        rows.append((f"perplexity, {corpus}", f"{before:.2f} → {after:.2f}"))
+        name = f"perplexity of these weights, {corpus}"
+        rows.append((name, f"{before:.2f} → {after:.2f}"))
     if not manifest.get("perplexity"):
         rows.append(("perplexity", "not measured"))
     return rows
 
 
-def _change(saved: Mapping[str, float], name: str, form: str) -> str:
+def _flops(saved: Mapping[str, float]) -> str:
+    """The name of the row; checkpoints of before did not record their context."""
+    context = saved.get("seq_len")
+    return "FLOPs per token" + (f", {at_context(context)}" if context else "")
+
+
+def _bytes(manifest: Mapping[str, Any]) -> str:
+    after, before = sum(manifest["files"].values()), manifest.get("bytes_before")
+    if not before:
+        return f"{after:,} bytes"
+    sizes = {"bytes_before": before, "bytes_after": after}
+    return f"{_change(sizes, 'bytes')} bytes"
+
+
+def _change(saved: Mapping[str, float], name: str) -> str:
     before, after = saved[f"{name}_before"], saved[f"{name}_after"]
-    return f"{form.format(before)} → {form.format(after)} (−{1 - after / before:.1%})"
+    change = f"{after / before - 1:+.1%}".replace("-", "−")
+    return f"{before:,.0f} → {after:,.0f} ({change})"

@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab import accounting
+from heapr_lab.accounting import at_context
 from heapr_lab.damage import fit_damage, summed_scores
-from heapr_lab.estimators import ESTIMATORS
+from heapr_lab.estimators import ESTIMATORS, PER_TOKEN
 from heapr_lab.masks import KeepMask
 from heapr_lab.selection import select
 from heapr_lab.specs import SpecError
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
     from heapr_lab.evaluation import Perplexity
     from heapr_lab.pipeline import Setting, Workbench
 
-_SEQ_LEN = 2048
+BUDGETS = {
+    "atoms": "atoms",
+    "model": "parameters (model)",
+    "bytes": "bytes",
+    "flops": "routed FLOPs (flops)",
+}
+"""What the ratio counts, for people; `--of` takes the keys."""
 _LEAST_TO_PREDICT = 2
 _TASK_WINDOWS = 32
 """What a task counts as, for the time that is left."""
@@ -53,16 +60,29 @@ class Choice:
     @property
     def text(self) -> str:
         """The choice in words, without what is as it mostly is."""
-        parts = [self.estimator, f"{self.ratio:.4g} of the {self.of}"]
+        parts = [self.estimator, f"{self.ratio:.4g} of the {BUDGETS[self.of]}"]
         parts += [f"{self.scope} scope", f"by {self.granularity}", self.structure]
+        return ", ".join([*parts, *self._constraints()])
+
+    @property
+    def rules_text(self) -> str:
+        """The choice in words but for its ratio: what tells curves over it apart."""
+        parts = [self.estimator, self.scope, f"by {self.granularity}", self.structure]
+        if self.of != "atoms":
+            parts.append(f"of the {BUDGETS[self.of]}")
+        return ", ".join([*parts, *self._constraints()])
+
+    def _constraints(self) -> list[str]:
+        """What constrains the widths, where anything does."""
+        parts = []
         if self.multiple is not None and self.structure != "ragged":
-            parts[-1] += f" to {self.multiple}"
+            parts.append(f"multiples of {self.multiple}")
         if self.min_atoms:
             parts.append(f"at least {self.min_atoms} atoms each")
         if self.exclude_layers:
             whole = ", ".join(map(str, self.exclude_layers))
             parts.append(f"layers {whole} whole")
-        return ", ".join(parts)
+        return parts
 
 
 POINT_COLUMNS = (
@@ -133,6 +153,8 @@ class PruningSession:
         self.setting = setting
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self._choice = self._selected = Choice()
+        self._rejected: SpecError | None = None
+        self._scored: tuple[tuple[KeepMask, str], float] | None = None
         self._keep: KeepMask | None = None
         self._saved: tuple[KeepMask, pd.DataFrame | None] | None = None
 
@@ -145,8 +167,21 @@ class PruningSession:
 
     @property
     def choice(self) -> Choice:
-        """What is chosen, its scope being `layer` where nothing else is possible."""
+        """What is chosen, its scope being `layer` where nothing else is possible.
+
+        Raises:
+            SpecError: what was asked for last was rejected.
+        """
+        if self._rejected is not None:
+            raise self._rejected
         return self._choice
+
+    def reject(self, why: Exception) -> None:
+        """Let nothing be chosen until something is: what was asked for is infeasible.
+
+        Otherwise buttons would go on with the choice of before.
+        """
+        self._rejected = SpecError(f"the settings above are infeasible: {why}")
 
     @property
     def note(self) -> str:
@@ -166,15 +201,15 @@ class PruningSession:
 
     def choose(self, choice: Choice) -> None:
         """Change what is chosen; whether it can be had is seen when `keep` is asked."""
-        self._choice = choice
+        self._choice, self._rejected = choice, None
         if self.scope_is_fixed:
             self._choice = replace(choice, scope="layer")
 
     @property
     def keep(self) -> KeepMask:
         """What stays."""
-        if self._keep is None or self._selected != self._choice:
-            choice = self._choice
+        choice = self.choice
+        if self._keep is None or self._selected != choice:
             self._keep, self._selected = self.keep_of(choice), choice
         return self._keep
 
@@ -196,9 +231,18 @@ class PruningSession:
         columns = self.table.frame.columns
         if "architecture" not in self.table.metadata or "tokens" not in columns:
             return None
-        bench = self.workbench
-        seq_len = _SEQ_LEN if bench is None else bench.profile.seq_len
-        return accounting.summary(keep, self.table, seq_len=seq_len)
+        size = None
+        if self.workbench is not None:
+            size = self.workbench.stored_bytes_per_parameter(self.table)
+        return accounting.summary(keep, self.table, bytes_per_parameter=size)
+
+    def bytes_are(self) -> str:
+        """What the bytes of `savings` are counted as; dense ones may be of files."""
+        source = None if self.workbench is None else self.workbench.source
+        if source is not None:
+            return f"{source.dtype_name} files, pruned: an estimate"
+        size = self.table.architecture.bytes_per_parameter
+        return f"an estimate, {size:g} for each parameter"
 
     def describe(self) -> str:
         """What is removed and saved, as text."""
@@ -214,26 +258,41 @@ class PruningSession:
             row = savings.iloc[0]
             text += (
                 f"Parameters {row.parameters_before:,.0f} → {row.parameters_after:,.0f}"
-                f" ({row.parameter_reduction:.1%} saved). FLOPs per token "
-                f"{row.flops_reduction:.1%} saved, of the routed experts "
-                f"{row.routed_flops_reduction:.1%}."
+                f" ({row.parameter_reduction:.1%} saved). FLOPs per token, "
+                f"{at_context(row.seq_len)}: {row.flops_reduction:.1%} saved, of the "
+                f"routed experts {row.routed_flops_reduction:.1%}."
             )
         return f"{text} {self.note}".strip()
 
     # --- predicting -------------------------------------------------------------
 
     def describe_prediction(self) -> str:
-        """What the choice will probably cost, as text; the model does not run.
+        """What the choice costs, as text: measured, or predicted; no model runs.
 
-        Read from the `points` that were chosen alike at other ratios, on every corpus
-        that has two of them. The range is that of `DamageMap.spread`.
+        Predictions are read from the `points` that were chosen alike at other ratios,
+        on every corpus that has two of them. The range is that of `DamageMap.spread`.
         """
+        measured = self.measured()
+        told = [_measurement(row) for row in measured.to_dict("records")]
         points = self._telling_points()
         if points.empty:
-            return _NO_PREDICTION
+            return " ".join([*told, _NO_PREDICTION])
+        others = points[~points["dataset"].isin(measured["dataset"])]
         score = self._score_of(self.keep)
-        groups = points.groupby("dataset", sort=False)
-        return " ".join(_prediction(str(name), part, score) for name, part in groups)
+        groups = others.groupby("dataset", sort=False)
+        return " ".join(
+            [*told, *(_prediction(str(name), part, score) for name, part in groups)]
+        )
+
+    def measured(self) -> pd.DataFrame:
+        """The `points` of what is chosen: of its very mask, on each corpus the last."""
+        keep = self.keep
+        points = _chosen_alike(self.points[self.points["nll"].notna()], self.choice)
+        if points.empty:
+            return points
+        same = points["summed_score"].eq(self._score_of(keep))
+        same &= points["achieved_ratio"].eq(keep.achieved_ratio)
+        return points[same].drop_duplicates("dataset", keep="last")
 
     def ratio_for_loss(self, rise: float, corpus: str) -> float:
         """The largest ratio, in steps of 0.01, whose predicted Δloss is at most `rise`.
@@ -264,10 +323,12 @@ class PruningSession:
         """Of the choice, on each corpus with points enough: dataset, delta_nll, spread.
 
         `spread` is the factor that it may be off by, missing where it is not known.
+        Corpora that the choice was `measured` on are left out.
         """
         if self._telling_points().empty:
             return self._predicted([])
-        return self._predicted([self.keep])
+        found = self._predicted([self.keep])
+        return found[~found["dataset"].isin(self.measured()["dataset"])]
 
     def predicted_curve(self, ratios: Sequence[float]) -> pd.DataFrame:
         """The same for the choice at other ratios, with their achieved `ratio`."""
@@ -297,7 +358,11 @@ class PruningSession:
         return points[counts >= _LEAST_TO_PREDICT]
 
     def _score_of(self, keep: KeepMask) -> float:
-        return summed_scores(self.table, keep, self.choice.estimator)
+        """The summed score of what `keep` removes; of one mask it is summed once."""
+        key = keep, self.choice.estimator
+        if self._scored is None or self._scored[0] != key:
+            self._scored = key, summed_scores(self.table, *key)
+        return self._scored[1]
 
     # --- evaluating -------------------------------------------------------------
 
@@ -426,8 +491,16 @@ def _prediction(corpus: str, points: pd.DataFrame, score: float) -> str:
     beyond = ", beyond them and so less certain" if damage.extrapolates(score) else ""
     return (
         f"Predicted on {corpus} from {len(damage.points)} evaluated ratios{beyond}: "
-        f"Δloss {_span(losses, '.3g')} nats/token, "
+        f"Δloss {_span(losses, '.3g')} {PER_TOKEN}, "
         f"perplexity {_span(perplexities, ',.1f')}."
+    )
+
+
+def _measurement(point: dict[str, Any]) -> str:
+    """One sentence: what was measured of a choice on a corpus."""
+    return (
+        f"Measured on {point['dataset']}: Δloss {point['delta_nll']:.3g} "
+        f"{PER_TOKEN}, perplexity {point['perplexity']:,.1f}."
     )
 
 

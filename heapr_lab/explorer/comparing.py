@@ -1,17 +1,22 @@
 """The tab that pins choices: one chart and one table of all, to be exported."""
 
 import html
+import itertools
 import string
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import ipywidgets as ipw
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from heapr_lab import store
+from heapr_lab.accounting import at_context
+from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.explorer.jobs import alert, status
 from heapr_lab.explorer.pictures import drawn_png
 from heapr_lab.explorer.views import table_html
@@ -21,7 +26,9 @@ from heapr_lab.sessions import Choice, PruningSession
 from heapr_lab.specs import HeaprLabError, SpecError
 
 _MARKERS = "osD^vPX*"
+"""One for each corpus."""
 _LINES = ("-", "--", ":", "-.")
+"""One for each pin, beside its colour."""
 _SHORT = {
     "achieved_ratio": "removed",
     "parameter_reduction": "parameters saved",
@@ -87,7 +94,11 @@ class CompareTab(ipw.VBox):
     def pin(self, _button: ipw.Button | None = None) -> None:
         """Keep what is chosen; a label that is there already is replaced."""
         label = self.label.value.strip() or _next_label(self.pins)
-        pin = Pin(label, self.session.choice)
+        try:
+            pin = Pin(label, self.session.choice)
+        except SpecError as error:
+            self.message.value = alert(str(error))
+            return
         self.pins = [old for old in self.pins if old.label != label] + [pin]
         self.label.value = _next_label(self.pins)
         self.refresh()
@@ -114,8 +125,8 @@ class CompareTab(ipw.VBox):
     def frame(self) -> pd.DataFrame:
         """One row for each pin: its choice, what it saves, what it costs.
 
-        Columns `Δloss CORPUS` (nats per token) and `accuracy TASK` are there for what
-        was evaluated.
+        Columns `Δloss CORPUS` (nats per token, of the masked model) and `accuracy TASK`
+        are there for what was evaluated; FLOPs are counted at `seq_len` tokens.
         """
         rows = []
         for pin in self.pins:
@@ -127,6 +138,7 @@ class CompareTab(ipw.VBox):
             if saved is not None:
                 names = ("parameter", "bytes", "flops", "routed_flops")
                 row |= {f"{n}_reduction": _reduction(saved, n) for n in names}
+                row["seq_len"] = int(saved["seq_len"].iloc[0])
             rows.append(row | _measured(self.session.points, pin.choice))
         return pd.DataFrame(rows)
 
@@ -140,11 +152,16 @@ class CompareTab(ipw.VBox):
 
     @styled
     def figure(self, frame: pd.DataFrame) -> Figure:
-        """Removed share by layer, and Δloss against parameters saved."""
+        """Removed share by layer, and Δloss against parameters saved.
+
+        A pin has one colour in both; in the right one a corpus has one marker.
+        """
         figure = Figure(figsize=(9.0, 3.4), layout="constrained")
         left, right = figure.subplots(1, 2)
         _plot_layers(left, self.layers())
         _plot_losses(right, frame)
+        handles = _pin_handles([pin.label for pin in self.pins])
+        figure.legend(handles=handles, loc="outside right upper", title="pins")
         return figure
 
     def export(self, folder: Path | str) -> list[Path]:
@@ -222,43 +239,51 @@ def _message(frame: pd.DataFrame) -> str:
     return f"{len(frame)} pinned. {'; '.join(parts)}."
 
 
+def _pin_look(number: int) -> dict[str, Any]:
+    """Colour and line of a pin, the same in every plot."""
+    return {"color": f"C{number % 10}", "ls": _LINES[number % len(_LINES)]}
+
+
+def _pin_handles(labels: list[str]) -> list[Line2D]:
+    return [
+        Line2D([], [], label=label, marker="o", ms=4, **_pin_look(number))
+        for number, label in enumerate(labels)
+    ]
+
+
 def _plot_layers(ax: Axes, layers: pd.DataFrame) -> None:
     for number, (label, rows) in enumerate(layers.groupby("label", sort=False)):
         ax.plot(
             rows["layer"],
             rows["pruning_ratio"],
-            marker=_MARKERS[number % len(_MARKERS)],
-            ls=_LINES[number % len(_LINES)],
+            marker="o",
             ms=4,
             label=str(label),
+            **_pin_look(number),
         )
     ax.set(xlabel="MoE layer [index]", ylim=(0, 1))
     ax.set_ylabel("removed [% of the layer]")
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend()
 
 
 def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
     """Δloss against what is saved; without evaluations what is saved alone."""
-    names = [name for name in frame.columns if str(name).startswith("Δloss ")]
+    names = [str(name) for name in frame.columns if str(name).startswith("Δloss ")]
     saved = "parameter_reduction" if "parameter_reduction" in frame else None
     across = frame[saved or "achieved_ratio"]
-    for number, row in enumerate(across):
-        marker = _MARKERS[number % len(_MARKERS)]
-        values = [frame[name].iloc[number] for name in names] or [0.0]
-        color = f"C{number % 10}"
-        ax.plot([row] * len(values), values, marker, color=color, ls="none")
-    for row, label in zip(across, frame["label"], strict=True):
-        top = frame.loc[frame["label"].eq(label), names].max(axis=1)
-        height = 0.0 if not names or top.isna().all() else float(top.iloc[0])
-        ax.annotate(
-            str(label), (row, height), xytext=(5, 5), textcoords="offset points"
-        )
+    drawn = frame[names] if names else pd.DataFrame({"": 0.0}, index=frame.index)
+    for corpus, marker in zip(drawn, itertools.cycle(_MARKERS), strict=False):
+        for number, (x, y) in enumerate(zip(across, drawn[corpus], strict=True)):
+            ax.plot([x], [y], marker, color=_pin_look(number)["color"], ls="none")
+        shown = corpus.removeprefix("Δloss ")
+        ax.plot([], [], marker, color="0.4", ls="none", label=shown or "_nolegend_")
     ax.set_xlabel("parameters saved" if saved else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_ylabel("Δloss [nats/token] ↓" if names else "not evaluated yet")
+    ax.set_ylabel(f"Δloss, masked [{PER_TOKEN}] ↓" if names else "not evaluated yet")
     ax.margins(0.15)
+    if names:
+        ax.legend(fontsize=8)
 
 
 def _html_table(frame: pd.DataFrame) -> str:
@@ -275,7 +300,11 @@ def _html_table(frame: pd.DataFrame) -> str:
         for name, value in plain.items()
         if name != "ratio" and shown[name].eq(value).all()
     ]
+    context = int(shown.pop("seq_len").iloc[0]) if "seq_len" in shown else None
     shown = shown.drop(columns=dull).rename(columns=_SHORT)
+    if context is not None:
+        flops = "FLOPs saved"
+        shown = shown.rename(columns={flops: f"{flops}, {at_context(context)}"})
     text = f'<div style="overflow-x:auto">{table_html(shown)}</div>'
     note = html.escape("Columns that no pin changes are left out; the files have all.")
     return f"{text}<small>{note}</small>"

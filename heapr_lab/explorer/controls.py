@@ -1,24 +1,24 @@
 """The controls of the panel: everything that a choice consists of, each with a name."""
 
+import html
+import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 import ipywidgets as ipw
 
 from heapr_lab.estimators import ESTIMATORS
+from heapr_lab.methods import describe_estimator
 from heapr_lab.selection import default_multiple
-from heapr_lab.sessions import Choice
+from heapr_lab.sessions import BUDGETS, Choice
 from heapr_lab.specs import SpecError
 from heapr_lab.table import ImportanceTable
 
 _LARGEST_RATIO: Final = 0.99
 _STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
-_BUDGETS = {
-    "atoms": "atoms",
-    "parameters": "model",
-    "bytes": "bytes",
-    "FLOPs": "flops",
-}
+_BUDGETS = {name: of for of, name in BUDGETS.items()}
+_RANGE = re.compile(r"(\d+)(?:\s*[-–]\s*(\d+))?")
 TARGET = "target Δloss"
 """The budget that is solved for, from predictions."""
 
@@ -50,32 +50,33 @@ class Controls(ipw.VBox):
         super().__init__(
             [
                 ipw.HBox([self.slider, self.ratio, self.budget, self.rise]),
-                ipw.HBox([self.estimator, self.scope, self.granularity]),
+                ipw.HBox([self.estimator, self.scope, self.granularity, self.method]),
                 ipw.HBox([self.structure, self.multiple, self.floor, self.whole]),
             ]
         )
         for row in self.children:
             row.layout.flex_flow = "row wrap"
         self._lock()
+        self.slider.observe(self._slid, names="value")
         moved = (self.ratio, self.budget, self.estimator, self.scope, self.granularity)
         more = (self.structure, self.multiple, self.floor, self.whole, self.rise)
         for control in (*moved, *more):
             control.observe(self._changed, names="value")
 
     def _build_amount(self, choice: Choice) -> None:
-        limits = {"min": 0.0, "max": _LARGEST_RATIO, "step": 0.01}
         self.slider = ipw.FloatSlider(
-            choice.ratio, description="ratio", readout=False, **limits
-        )
-        # The slider has no name that a screen reader could say; the box has.
-        self.ratio = ipw.BoundedFloatText(
-            choice.ratio, description="ratio", layout={"width": "170px"}, **limits
-        )
-        # A slider's steps add up to 0.30000000000000004, which the box would show.
-        rounded = (lambda value: round(value, 6),) * 2
-        ipw.link((self.slider, "value"), (self.ratio, "value"), transform=rounded)
-        shown = {of: name for name, of in _BUDGETS.items()}[choice.of]
-        self.budget = _dropdown("budget", (*_BUDGETS, TARGET), shown)
+            _on_slider(choice.ratio), min=0.0, max=_LARGEST_RATIO, step=0.01,
+            description="ratio", readout=False,
+        )  # fmt: skip
+        # The slider has no name that a screen reader could say; the box has. The ratio
+        # is what stands in the box: the slider shows it to the nearest of its steps.
+        self.ratio = ipw.Text(
+            ratio_text(choice.ratio), description="ratio", continuous_update=False,
+            tooltip="a fraction, such as 0.40, or per cent with the sign, 40%",
+            layout={"width": "170px"},
+        )  # fmt: skip
+        self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[choice.of])
+        self.budget.tooltip = "what the ratio counts; in brackets as --of takes it"
         self.rise = ipw.BoundedFloatText(
             0.05, min=0.0, max=10.0, step=0.01, description="Δloss ≤",
             layout={"width": "170px"}, disabled=True,
@@ -83,6 +84,7 @@ class Controls(ipw.VBox):
 
     def _build_rules(self, estimators: Sequence[str], choice: Choice) -> None:
         self.estimator = _dropdown("estimator", estimators, choice.estimator)
+        self.method = ipw.HTML()
         self.scope = _dropdown("scope", ("global", "layer"), choice.scope)
         self.granularity = _dropdown(
             "granularity", ("atom", "expert"), choice.granularity
@@ -107,12 +109,12 @@ class Controls(ipw.VBox):
         """What the controls say.
 
         Raises:
-            SpecError: the text of layers cannot be read.
+            SpecError: the text of the ratio or of the layers cannot be read.
         """
         structure = self.structure.value
         ragged = structure == "ragged"
         return Choice(
-            ratio=round(self.ratio.value, 6),
+            ratio=read_ratio(self.ratio.value),
             estimator=self.estimator.value,
             scope=self._wished_scope,
             granularity=self.granularity.value,
@@ -135,7 +137,8 @@ class Controls(ipw.VBox):
 
     def show_ratio(self, ratio: float) -> None:
         """Show the ratio that was solved for."""
-        self._quietly(self.ratio, ratio)
+        self._quietly(self.ratio, ratio_text(ratio))
+        self._quietly(self.slider, _on_slider(ratio))
 
     def _quietly(self, control: ipw.Widget, value: Any) -> None:
         self._silent = True
@@ -149,11 +152,27 @@ class Controls(ipw.VBox):
             return
         if change["owner"] is self.scope:
             self._wished_scope = change["new"]
+        if change["owner"] is self.ratio:
+            self._follow_box()
         self._lock()
         self._on_change()
 
+    def _slid(self, change: Any) -> None:
+        """Put where the slider was moved to into the box, which tells the panel."""
+        if not self._silent:
+            self.ratio.value = ratio_text(change["new"])
+
+    def _follow_box(self) -> None:
+        """Move the slider to what stands in the box, if that can be read."""
+        try:
+            ratio = read_ratio(self.ratio.value)
+        except SpecError:  # said when the choice is asked for
+            return
+        self._quietly(self.slider, _on_slider(ratio))
+
     def _lock(self) -> None:
-        """Disable what has no effect."""
+        """Disable what has no effect, and say whose estimator it is."""
+        self.method.value = html.escape(describe_estimator(self.estimator.value))
         self.multiple.disabled = self.structure.value == "ragged"
         self.rise.disabled = not self.to_target
         self.slider.disabled = self.ratio.disabled = self.to_target
@@ -163,7 +182,7 @@ def layer_numbers(text: str) -> tuple[int, ...]:
     """Numbers and ranges of numbers, ascending.
 
     Raises:
-        SpecError: it is something else.
+        SpecError: it is something else, or a range runs backwards.
 
     Example:
         >>> layer_numbers("5-7, 0")
@@ -171,15 +190,62 @@ def layer_numbers(text: str) -> tuple[int, ...]:
     """
     found: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
-        first, _, last = part.partition("-")
-        try:
-            found |= set(range(int(first), int(last or first) + 1))
-        except ValueError:
+        match = _RANGE.fullmatch(part)
+        if match is None:
             raise SpecError(
                 f"cannot read {part!r} as layers: expected numbers and ranges, such as "
                 "0, 5-7"
-            ) from None
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise SpecError(
+                f"the range of layers {part!r} runs backwards: expected the lower "
+                f"number first, {last}-{first}"
+            )
+        found |= set(range(first, last + 1))
     return tuple(sorted(found))
+
+
+def read_ratio(text: str) -> float:
+    """A ratio in [0, 1) as people write it: a fraction, or per cent with the sign.
+
+    Raises:
+        SpecError: it is something else, or 1 or more.
+
+    Example:
+        >>> read_ratio("0.333"), read_ratio("33.3 %"), read_ratio("0,4")
+        (0.333, 0.333, 0.4)
+    """
+    number, percent = text.strip().replace(",", "."), False
+    if number.endswith("%"):
+        number, percent = number[:-1].strip(), True
+    try:
+        value = Decimal(number) / (100 if percent else 1)
+    except InvalidOperation:
+        value = Decimal("NaN")
+    if not value.is_finite() or not 0 <= value < 1:
+        raise SpecError(
+            f"the ratio is {text!r}, expected a fraction from 0 to below 1, such as "
+            f"0.40, or per cent with the sign, such as 40%{_meant(value, percent)}"
+        )
+    return float(value)
+
+
+def _meant(value: Decimal, percent: bool) -> str:
+    """What a whole number of per cent was probably meant to be."""
+    if percent or not value.is_finite() or not 1 <= value < 100:
+        return ""
+    return f": write {value / 100:.2f} or {value:g}% if you mean that"
+
+
+def ratio_text(ratio: float) -> str:
+    """A ratio as the box shows it; a slider's steps add up to 0.30000000000000004."""
+    return f"{round(ratio, 6):g}"
+
+
+def _on_slider(ratio: float) -> float:
+    """The step of the slider that is nearest to a ratio."""
+    return min(_LARGEST_RATIO, round(ratio, 2))
 
 
 def _dropdown(name: str, options: Sequence[str], value: str) -> ipw.Dropdown:

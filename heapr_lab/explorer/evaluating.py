@@ -6,10 +6,12 @@ from dataclasses import replace
 import ipywidgets as ipw
 import pandas as pd
 
+from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.explorer.jobs import Job, Report, status
 from heapr_lab.explorer.pictures import LossPicture
 from heapr_lab.explorer.views import table_html
 from heapr_lab.sessions import Choice, PruningSession, Step
+from heapr_lab.specs import SpecError
 
 _SHOWN = ["dataset", "estimator", "scope", "granularity", "structure", "achieved_ratio"]
 _MEASURED = ["nll", "delta_nll", "perplexity", "accuracy", "stderr"]
@@ -17,8 +19,12 @@ _PREDICTED_AT = [hundredths / 100 for hundredths in range(2, 96, 3)]
 _BEYOND = 0.1
 """How far predictions are drawn beyond what was measured; further, they tower."""
 _NOTHING_YET = (
-    "Nothing evaluated yet. Evaluate measures the dense and the pruned model; from two "
+    "Nothing evaluated yet. Evaluate measures the dense and the masked model; from two "
     "ratios on, losses in between are predicted."
+)
+_MASKED = (
+    "Masked: the model as it is, without the pruned atoms. What Export writes with "
+    "compensated weights loses less; its card has the numbers."
 )
 
 
@@ -50,7 +56,7 @@ class EvaluateTab(ipw.VBox):
         self.job = Job(
             "Evaluate",
             self._evaluate,
-            tooltip="measure the dense and the pruned model",
+            tooltip="measure the dense and the masked model",
         )
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "860px"}
@@ -67,6 +73,7 @@ class EvaluateTab(ipw.VBox):
                 self.message,
                 self.chart,
                 self.results,
+                ipw.HTML(f"<small>{_MASKED}</small>"),
             ]
         )
 
@@ -75,20 +82,24 @@ class EvaluateTab(ipw.VBox):
         if self._drawn != self._way():
             self.refresh()
 
-    def _way(self) -> Choice:
-        return replace(self.session.choice, ratio=0.0)
+    def _way(self) -> Choice | None:
+        try:
+            return replace(self.session.choice, ratio=0.0)
+        except SpecError:  # nothing is chosen, so nothing can be predicted
+            return None
 
     def refresh(self) -> None:
         """Draw all points again, with the predictions of what is chosen now."""
         points, self._drawn = self.session.points, self._way()
         if points.empty:
             return
-        if points["delta_nll"].notna().any():
+        predicted = None
+        if self._drawn is not None:
             end = _BEYOND + float(points["achieved_ratio"].max())
             ratios = [ratio for ratio in _PREDICTED_AT if ratio <= end]
             predicted = self.session.predicted_curve(ratios)
-            self.chart.value = self._picture.draw(points, predicted)
-            self.chart.layout.display = None
+        self.chart.value = self._picture.draw(points, predicted)
+        self.chart.layout.display = None
         self.message.value = status(_message(points))
         self.results.value = _table(points)
 
@@ -132,12 +143,12 @@ def _message(points: pd.DataFrame) -> str:
         ]
         before = float(dense["accuracy"].iloc[0])
         return (
-            f"Last point: {removed}, accuracy on {last.dataset} {before:.1%} → "
+            f"Last point, masked: {removed}, accuracy on {last.dataset} {before:.1%} → "
             f"{last.accuracy:.1%} (standard error {last.stderr:.1%})."
         )
     return (
-        f"Last point: {removed}, Δloss on {last.dataset} {last.delta_nll:+.4f} "
-        f"nats/token, perplexity {last.perplexity:,.2f}."
+        f"Last point, masked: {removed}, Δloss on {last.dataset} {last.delta_nll:+.4f} "
+        f"{PER_TOKEN}, perplexity {last.perplexity:,.2f}."
     )
 
 

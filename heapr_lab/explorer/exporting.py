@@ -6,15 +6,20 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from heapr_lab.explorer.jobs import Job, Report, status
+from heapr_lab.explorer.jobs import CancelledError, Job, Report, status
 from heapr_lab.masks import KeepMask
-from heapr_lab.sessions import PruningSession
-from heapr_lab.specs import SpecError
+from heapr_lab.methods import DEFAULT, METHODS
+from heapr_lab.sessions import Choice, PruningSession
+from heapr_lab.specs import HeaprLabError, SpecError
 
 _IMPORTS = {
     "stock": "from transformers import AutoModelForCausalLM",
     "ragged": "import heapr_lab\nfrom transformers import AutoModelForCausalLM",
 }
+_OTHERS = (
+    "Evaluate and Inspect show the masked model, whose weights are not compensated; "
+    "the card gives the perplexities of the weights as they are written."
+)
 
 
 class ExportTab(ipw.VBox):
@@ -23,13 +28,16 @@ class ExportTab(ipw.VBox):
     def __init__(self, session: PruningSession) -> None:
         """Lay the tab out for `session`, whose workbench has the model."""
         self.session = session
+        self._written: tuple[Path, str, bool] | None = None
         self.folder = ipw.Text(
             "pruned", description="folder", continuous_update=False,
             tooltip="a new folder, relative to the notebook's",
         )  # fmt: skip
         wide = {"indent": False, "layout": {"width": "auto"}}
         self.compensated = ipw.Checkbox(
-            value=True, description="compensate W_down (one forward pass)", **wide
+            value=METHODS[DEFAULT].compensated,
+            description="compensate W_down (one forward pass)",
+            **wide,
         )
         self.gguf = ipw.Checkbox(
             value=False, description="GGUF file too (uniform structure)", **wide
@@ -45,61 +53,137 @@ class ExportTab(ipw.VBox):
             layout={"flex_flow": "row wrap"},
         )
         super().__init__([row, self.note, self.job, self.command])
+        self.compensated.observe(self.refresh, names="value")
         self.refresh()
 
-    def refresh(self) -> None:
-        """Say what would be written."""
-        self.note.value = status(f"To be written: {self.session.choice.text}.")
+    def refresh(self, _change: Any = None) -> None:
+        """Say what would be written, and by which method."""
+        try:
+            choice = self.session.choice
+        except SpecError:
+            self.note.value = status("Nothing can be written: infeasible settings.")
+            return
+        compensated = self.compensated.value
+        weights = "compensated weights" if compensated else "weights otherwise as is"
+        lines = [
+            f"To be written: {choice.text}; {weights}. {_OTHERS}",
+            describe_method(choice, compensated=compensated),
+        ]
+        self.note.value = "".join(map(status, lines))
 
     def _export(self, report: Report) -> None:
-        from heapr_lab.checkpoints import check_new, save_pruned
+        from heapr_lab.checkpoints import check_new
 
-        bench: Any = self.session.workbench
-        folder, keep = Path(self.folder.value), self.session.keep
-        uniform = self.session.choice.structure == "uniform"
-        check_new(folder)
-        if self.gguf.value and not uniform:
+        self.command.value = ""
+        choice, compensated = self.session.choice, self.compensated.value
+        folder, keep = Path(self.folder.value), self.session.keep_of(choice)
+        asked = folder, keep.fingerprint, compensated
+        if self.gguf.value and choice.structure != "uniform":
             raise SpecError(
                 f"a GGUF file has one width for all experts, and the structure is "
-                f"{self.session.choice.structure}: choose uniform"
+                f"{choice.structure}: choose uniform"
             )
-        self.command.value = ""
-        pruned = self._pruned(keep, report)
-        saved = self.session.savings()
-        facts = {} if saved is None else {"savings": saved.iloc[0].to_dict()}
-        report(1, 1, f"writing {folder}")
-        save_pruned(pruned, folder, tokenizer=bench.tokenizer, facts=facts)
+        # What a press wrote whose GGUF file failed is not written again.
+        if not (self.gguf.value and self._written == asked and folder.is_dir()):
+            check_new(folder)
+            self._write(folder, keep, report, compensated=compensated)
+            self._written = asked
+        self.command.value = self._told(folder, stock=choice.structure == "uniform")
         if self.gguf.value:
             self._write_gguf(folder, report)
-        self.command.value = _load_command(folder, stock=uniform)
+
+    def _write(
+        self, folder: Path, keep: KeepMask, report: Report, *, compensated: bool
+    ) -> None:
+        from heapr_lab.export import Chosen, facts_of, with_model, write_checkpoint
+
+        bench: Any = self.session.workbench
+        made = Chosen(with_model(keep, self.session.table))
+        if compensated:
+            made = self._compensated(made.keep, report)
+        write_checkpoint(
+            folder,
+            made,
+            bench,
+            facts=facts_of(self.session.table, keep, source=bench.source),
+            corpora=self._corpora(),
+            report=report,
+        )
+
+    def _compensated(self, keep: KeepMask, report: Report) -> Any:
+        from heapr_lab.compensation import fit_compensation
+        from heapr_lab.export import Chosen
+
+        bench: Any = self.session.workbench
+        windows = bench.calibration_set(self._setting())
+        found = fit_compensation(
+            bench.model,
+            keep,
+            windows,
+            progress=lambda done, total: report(done, total, "compensating: window"),
+        )
+        return Chosen(keep, found, windows)
+
+    def _setting(self) -> Any:
+        from heapr_lab.pipeline import Setting
+
+        return self.session.setting or Setting(0.0)
+
+    def _corpora(self) -> list[str]:
+        """What the card's perplexities are measured on: calibrated or evaluated on."""
+        from heapr_lab.pipeline import available_corpora
+
+        points = self.session.points
+        evaluated = points.loc[points["nll"].notna(), "dataset"]
+        names = dict.fromkeys([self._setting().calibration, *map(str, evaluated)])
+        return available_corpora(list(names))[0]
 
     def _write_gguf(self, folder: Path, report: Report) -> None:
         from heapr_lab.gguf_file import write_gguf
 
         file = f"{folder}.gguf"
         name = f"writing {file}: tensor"
-        write_gguf(folder, file, progress=lambda done, total: report(done, total, name))
+        try:
+            write_gguf(
+                folder, file, progress=lambda done, total: report(done, total, name)
+            )
+        except CancelledError:
+            raise
+        except Exception as error:
+            raise HeaprLabError(
+                f"the checkpoint is written to {folder}, but {file} is not: {error}. "
+                "Export makes the GGUF file alone when it is pressed again"
+            ) from error
 
-    def _pruned(self, keep: KeepMask, report: Report) -> Any:
-        """The smaller model, compensated if asked."""
-        from heapr_lab.compensation import compensate
-        from heapr_lab.pipeline import Setting
-        from heapr_lab.surgery import prune
+    def _told(self, folder: Path, *, stock: bool) -> str:
+        from heapr_lab.sources import read_source
 
-        bench: Any = self.session.workbench
-        if not self.compensated.value:
-            return prune(bench.model, keep)
-        return compensate(
-            bench.model,
-            keep,
-            bench.calibration_set(self.session.setting or Setting(0.0)),
-            progress=lambda done, total: report(done, total, "compensating: window"),
-        )
+        files, bench = read_source(folder), self.session.workbench
+        text = f"Written to {folder}: {files.n_bytes:,} bytes, {files.dtype_name}"
+        if bench is not None and bench.source is not None:
+            text += f" (dense: {bench.source.n_bytes:,})"
+        return _load_command(folder, f"{text}. To load it:", stock=stock)
 
 
-def _load_command(folder: Path, *, stock: bool) -> str:
+def describe_method(choice: Choice, *, compensated: bool) -> str:
+    """Which method of the command line the choice is, or how it differs from both."""
+    for name, method in METHODS.items():
+        if (choice.estimator, compensated) == (method.estimator, method.compensated):
+            return f"This is method {name} (--method {name}{_default(name)})."
+    name = next(n for n, m in METHODS.items() if m.compensated == compensated)
+    method = METHODS[name]
+    return (
+        f"Not one of the methods: --method {name}{_default(name)} is "
+        f"{method.estimator} {'with' if compensated else 'without'} compensation; on "
+        f"the command line this is --method {name} --estimator {choice.estimator}."
+    )
+
+
+def _default(name: str) -> str:
+    return ", the command line's default" if name == DEFAULT else ""
+
+
+def _load_command(folder: Path, told: str, *, stock: bool) -> str:
     imports = _IMPORTS["stock" if stock else "ragged"]
     code = f'{imports}\n\nmodel = AutoModelForCausalLM.from_pretrained("{folder}")'
-    return (
-        f"{status(f'Written to {folder}. To load it:')}<pre>{html.escape(code)}</pre>"
-    )
+    return f"{status(told)}<pre>{html.escape(code)}</pre>"

@@ -11,6 +11,10 @@ import ipywidgets as ipw
 
 from heapr_lab.specs import HeaprLabError
 
+_OUT_OF_DATE = (
+    "Out of date: made with other settings or another text than those above now; press "
+    "the button again."
+)
 logger = logging.getLogger(__name__)
 
 
@@ -118,6 +122,54 @@ class Job(ipw.VBox):
         self.text.value = status(message)
         self.button.disabled = running
         self.cancel_button.disabled = not running
+
+
+STALE = "heapr-stale"
+"""Class of what is out of date: text says so, and it is grey."""
+
+
+def stale_style() -> ipw.HTML:
+    """What makes `STALE` grey; to stand once in a panel."""
+    rule = f".{STALE} {{opacity: 0.35; filter: grayscale(1)}}"
+    return ipw.HTML(f"<style>{rule}</style>", layout={"display": "none"})
+
+
+class Shown(ipw.VBox):
+    """A result with what it was made of, greyed once something else is asked for."""
+
+    def __init__(self, now: Callable[[], object]) -> None:
+        """Show nothing.
+
+        Args:
+            now: what a result would be made of now; a `HeaprLabError` is as anything
+                else than before.
+        """
+        self._view, self.note = ipw.HTML(), ipw.HTML()
+        self._now = now
+        self._made_of: object = None
+        super().__init__([self.note, self._view])
+
+    @property
+    def value(self) -> str:
+        """The result as HTML."""
+        return str(self._view.value)
+
+    def show(self, view: str, made_of: object) -> None:
+        """Show a result."""
+        self._view.value, self._made_of = view, made_of
+        self.check()
+
+    def check(self, _change: object = None) -> None:
+        """Say so if what is shown is out of date."""
+        stale = bool(self.value) and self._made_of != self._asked()
+        self.note.value = status(_OUT_OF_DATE) if stale else ""
+        (self._view.add_class if stale else self._view.remove_class)(STALE)
+
+    def _asked(self) -> object:
+        try:
+            return self._now()
+        except HeaprLabError:
+            return HeaprLabError
 
 
 def status(text: str) -> str:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as ipw
 import pandas as pd
 
+from heapr_lab.accounting import at_context
 from heapr_lab.explorer.comparing import CompareTab
 from heapr_lab.explorer.controls import Controls
 from heapr_lab.explorer.evaluating import EvaluateTab
 from heapr_lab.explorer.exporting import ExportTab
-from heapr_lab.explorer.jobs import failure, status
+from heapr_lab.explorer.jobs import STALE, failure, stale_style, status
 from heapr_lab.explorer.pictures import ChoicePicture
 from heapr_lab.explorer.reading import InspectTab
 from heapr_lab.explorer.views import table_html
@@ -27,8 +28,8 @@ TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _CAPTION = (
     "Left: removed share of each layer; dashed, of all layers together. Middle: each "
     "expert in the colour of its traffic, fading to white as its atoms go. Right: all "
-    "scores, those that go in front; dashed, the highest of them. Scores that are not "
-    "above 0 stand in the first bin."
+    "scores, those that go in front; dashed, the highest of them; of whole experts, "
+    "where those go. Scores that are not above 0 stand in the first bin."
 )
 
 
@@ -65,6 +66,7 @@ class Explorer(ipw.VBox):
         self.behind = ipw.Accordion([self.layers], titles=["Numbers of each layer"])
         self.prediction = ipw.HTML()
         self._picture = ChoicePicture(session.table)
+        self._drawn = "none yet"
         self.evaluation = EvaluateTab(
             session, corpora=corpora, tasks=tasks, on_points=self._on_points
         )
@@ -89,14 +91,16 @@ class Explorer(ipw.VBox):
             ],
             titles=TABS,
         )
-        super().__init__([self.controls, self.status, self.error, self.tabs])
+        super().__init__(
+            [stale_style(), self.controls, self.status, self.error, self.tabs]
+        )
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
         self.refresh()
 
     def __repr__(self) -> str:
         # What a notebook shows where no kernel runs: text that is always the same.
-        return f"Explorer({self.session.choice.text}; run the notebook to use it)"
+        return f"Explorer({self._drawn}; run the notebook to use it)"
 
     def refresh(self) -> None:
         """Select, count and draw what the controls say."""
@@ -112,11 +116,18 @@ class Explorer(ipw.VBox):
         if self.controls.to_target:
             self._solve_for_target()
         keep = session.keep
-        picture = self._picture.draw(keep, estimator=session.choice.estimator)
+        picture = self._picture.draw(
+            keep,
+            estimator=session.choice.estimator,
+            granularity=session.choice.granularity,
+        )
         with self.hold_sync():
             self.status.value = status(session.describe())
             self.picture.value = picture
             self.error.value = ""
+            for widget in (self.picture, self.behind):
+                widget.remove_class(STALE)
+        self._drawn = session.choice.text
         self._show_numbers()
         self.export.refresh()
         self._refresh_tab()
@@ -127,7 +138,7 @@ class Explorer(ipw.VBox):
         shown = TABS[self.tabs.selected_index or 0]
         if shown == "Inspect":
             self.inspection.refresh()
-        elif shown == "Evaluate":
+        elif shown == "Evaluate" and not self.error.value:
             self.evaluation.follow()
 
     def _solve_for_target(self) -> None:
@@ -151,13 +162,22 @@ class Explorer(ipw.VBox):
             self.layers.value = table_html(layers_frame(self.session))
 
     def _on_points(self) -> None:
-        self._show_numbers()
+        if not self.error.value:
+            self._show_numbers()
         self.comparison.refresh()
 
     def _fail(self, error: Exception) -> None:
+        self.session.reject(error)
         self.error.value = failure(error)
-        self.status.value = status("This choice cannot be had.")
+        self.status.value = status(
+            "These settings are infeasible. Out of date: the picture and the numbers "
+            f"of each layer are those of the last that were not, {self._drawn}."
+        )
         self.numbers.value = self.prediction.value = ""
+        for widget in (self.picture, self.behind):
+            widget.add_class(STALE)
+        self.export.refresh()
+        self._refresh_tab()
 
 
 def layers_frame(session: PruningSession) -> pd.DataFrame:
@@ -195,8 +215,12 @@ def numbers_html(session: PruningSession) -> str:
         row = saved.iloc[0]
         rows += [
             ("parameters", row.parameters_before, row.parameters_after),
-            ("bytes", row.bytes_before, row.bytes_after),
-            ("FLOPs per token", row.flops_before, row.flops_after),
+            (f"bytes ({session.bytes_are()})", row.bytes_before, row.bytes_after),
+            (
+                f"FLOPs per token, {at_context(row.seq_len)}",
+                row.flops_before,
+                row.flops_after,
+            ),
         ]
     body = "".join(
         _table_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{1 - after / before:.1%}")
@@ -205,10 +229,13 @@ def numbers_html(session: PruningSession) -> str:
     if saved is not None:
         share = f"{saved.iloc[0].routed_flops_reduction:.1%}"
         body += _table_row("FLOPs of the routed experts", "", "", share)
+    for found in session.measured().to_dict("records"):
+        name = f"measured Δloss on {found['dataset']} [nats per token]"
+        body += _table_row(name, "", f"{found['delta_nll']:.3g}", "")
     for found in session.predictions().to_dict("records"):
         loss, spread = found["delta_nll"], found["spread"]
         span = "range unknown" if not spread else _span(loss, spread)
-        name = f"predicted Δloss on {found['dataset']} [nats/token]"
+        name = f"predicted Δloss on {found['dataset']} [nats per token]"
         body += _table_row(name, "", f"{loss:.3g}", span)
     heads = ("", "dense", "pruned", "saved")
     head = "".join(f'<th style="text-align:right">{name}</th>' for name in heads)

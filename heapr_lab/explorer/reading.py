@@ -10,7 +10,7 @@ import ipywidgets as ipw
 import numpy as np
 import pandas as pd
 
-from heapr_lab.explorer.jobs import Job, Report, alert, status
+from heapr_lab.explorer.jobs import Job, Report, Shown, alert, status
 from heapr_lab.explorer.views import (
     contexts_html,
     continuations_html,
@@ -19,7 +19,7 @@ from heapr_lab.explorer.views import (
 )
 from heapr_lab.masks import KeepMask
 from heapr_lab.rows import KEYS
-from heapr_lab.sessions import PruningSession
+from heapr_lab.sessions import Choice, PruningSession
 from heapr_lab.specs import SpecError
 from heapr_lab.table import ImportanceTable
 
@@ -91,6 +91,9 @@ class InspectTab(ipw.VBox):
         self._build_atom()
         super().__init__(self._rows())
         self.text.observe(self._limit_position, names="value")
+        boxes = (self.layer, self.position, self.atom_layer, self.expert, self.atom)
+        for setting in (self.text, self.n_tokens, *boxes):
+            setting.observe(self._check, names="value")
         self.nearest.observe(self._take_atom, names="value")
         self._limit_position()
         self.refresh()
@@ -111,13 +114,13 @@ class InspectTab(ipw.VBox):
             self._work_generate,
             tooltip="continue the text with the dense and with the pruned model",
         )
-        self.generated = ipw.HTML()
+        self.generated = Shown(lambda: (self.session.choice, *self._of_generate()))
         self.compare = Job(
             "Compare losses",
             self._work_compare,
             tooltip="what each token of the text costs the dense and the pruned model",
         )
-        self.compared = ipw.HTML()
+        self.compared = Shown(lambda: (self.session.choice, self.text.value))
 
     def _build_routing(self) -> None:
         layers = self.session.table.shapes()
@@ -129,7 +132,7 @@ class InspectTab(ipw.VBox):
             self._work_route,
             tooltip="which experts and atoms serve the token",
         )
-        self.routed = ipw.HTML()
+        self.routed = Shown(lambda: (self.session.choice, *self._of_route()))
 
     def _build_atom(self) -> None:
         shapes = self.session.table.shapes()
@@ -149,7 +152,7 @@ class InspectTab(ipw.VBox):
             self._work_contexts,
             tooltip="where in the calibration corpus the atom is most active",
         )
-        self.contexts_view = ipw.HTML()
+        self.contexts_view = Shown(lambda: (self.session.choice, *self._of_atom()))
 
     def _rows(self) -> list[ipw.Widget]:
         return [
@@ -179,6 +182,7 @@ class InspectTab(ipw.VBox):
         """Offer the atoms nearest the cut; to be called when the choice changed."""
         if self.session.workbench is None:
             return
+        self._check()
         try:
             found = nearest_the_cut(
                 self.session.table,
@@ -186,7 +190,7 @@ class InspectTab(ipw.VBox):
                 estimator=self.session.choice.estimator,
             )
         except SpecError as error:  # a choice that cannot be had
-            self._offer([("none: this choice cannot be had", ())])
+            self._offer([("none: these settings are infeasible", ())])
             self.note.value = alert(str(error))
             return
         self.note.value = ""
@@ -194,6 +198,20 @@ class InspectTab(ipw.VBox):
         names = [_atom_name(row) for row in found.itertuples()]
         keys = found[list(KEYS)].itertuples(index=False, name=None)
         self._offer([(first, ()), *zip(names, keys, strict=True)])
+
+    def _check(self, _change: Any = None) -> None:
+        """Mark the results that are out of date."""
+        for shown in (self.generated, self.compared, self.routed, self.contexts_view):
+            shown.check()
+
+    def _of_generate(self) -> tuple[Any, ...]:
+        return self.text.value, self.n_tokens.value
+
+    def _of_route(self) -> tuple[Any, ...]:
+        return self.text.value, self.layer.value, self.position.value
+
+    def _of_atom(self) -> tuple[Any, ...]:
+        return self.atom_layer.value, self.expert.value, self.atom.value
 
     def _offer(self, options: list[tuple[str, tuple[int, ...]]]) -> None:
         """Fill the list, its first entry, which is no atom, being shown."""
@@ -219,8 +237,8 @@ class InspectTab(ipw.VBox):
     def _work_generate(self, report: Report) -> None:
         from heapr_lab.traces import continue_text
 
-        bench, n_tokens = self._bench, self.n_tokens.value
-        keep, pruned = self._chosen()
+        bench, n_tokens, asked = self._bench, self.n_tokens.value, self._of_generate()
+        choice, keep, pruned = self._chosen()
         prompt = self._passage(room=n_tokens)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
@@ -237,15 +255,14 @@ class InspectTab(ipw.VBox):
 
         frames = write("dense", None, 0), write("pruned", keep, n_tokens)
         self.continuations = frames
-        self.generated.value = _left_out(prompt, "beginning") + continuations_html(
-            prompt.text, *frames, pruned=pruned
-        )
+        view = continuations_html(prompt.text, *frames, pruned=pruned)
+        self.generated.show(_left_out(prompt, "beginning") + view, (choice, *asked))
 
     def _work_compare(self, report: Report) -> None:
         from heapr_lab.traces import token_losses
 
-        keep, pruned = self._chosen()
-        passage = self._passage()
+        choice, keep, pruned = self._chosen()
+        text, passage = self.text.value, self._passage()
         report(0, 2, "dense")
         self.losses = token_losses(
             self._bench.model,
@@ -254,14 +271,15 @@ class InspectTab(ipw.VBox):
             progress=lambda done, total: report(done, total, "pruned"),
         )
         view = losses_html(self.losses, pruned=pruned)
-        self.compared.value = _left_out(passage, "end") + view
+        self.compared.show(_left_out(passage, "end") + view, (choice, text))
 
     def _work_route(self, report: Report) -> None:
         from heapr_lab.traces import atoms_of_token, routing
 
         model = self._bench.model
-        layer, position = self.layer.value, self.position.value
-        keep, pruned = self._chosen()
+        asked = self._of_route()
+        _, layer, position = asked
+        choice, keep, pruned = self._chosen()
         passage = self._passage()
         report(0, 2, "atoms")
         self.atoms = atoms_of_token(model, passage, layer=layer, position=position)
@@ -276,19 +294,15 @@ class InspectTab(ipw.VBox):
             position=position,
             pruned=pruned,
         )
-        self.routed.value = _left_out(passage, "end") + view
+        self.routed.show(_left_out(passage, "end") + view, (choice, *asked))
 
     def _work_contexts(self, report: Report) -> None:
         from heapr_lab.pipeline import Setting
         from heapr_lab.traces import top_contexts
 
-        bench = self._bench
-        place = {
-            "layer": self.atom_layer.value,
-            "expert": self.expert.value,
-            "atom": self.atom.value,
-        }
-        keep, pruned = self._chosen()
+        bench, asked = self._bench, self._of_atom()
+        place = dict(zip(KEYS, asked, strict=True))
+        choice, keep, pruned = self._chosen()
         report(0, 1, "reading the corpus")
         windows = bench.calibration_set(self.session.setting or Setting(0.0))
         self.contexts = top_contexts(
@@ -304,9 +318,10 @@ class InspectTab(ipw.VBox):
         named = ", ".join(f"{name} {number}" for name, number in place.items())
         told = (
             f"{named.capitalize()}: {'kept' if kept else 'pruned'}. Looked through: "
-            f"{windows.n_sequences} windows of {windows.label}. Pruned model: {pruned}."
+            f"{windows.n_sequences} windows of {windows.label}. Masked model: {pruned}."
         )
-        self.contexts_view.value = contexts_html(self.contexts, told=told)
+        view = contexts_html(self.contexts, told=told)
+        self.contexts_view.show(view, (choice, *asked))
 
     # --- what they work on --------------------------------------------------------
 
@@ -328,12 +343,12 @@ class InspectTab(ipw.VBox):
             most=_LONGEST,
         )
 
-    def _chosen(self) -> tuple[KeepMask, str]:
-        """The mask of the choice as it is now, and both in words."""
+    def _chosen(self) -> tuple[Choice, KeepMask, str]:
+        """The choice as it is now, its mask, and both in words."""
         choice = self.session.choice  # once: it may change while work goes on
         keep = self.session.keep_of(choice)
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        return keep, f"{removed} ({choice.text})"
+        return choice, keep, f"{removed} ({choice.text}), masked, not compensated"
 
 
 def _atom_name(row: Any) -> str:

@@ -122,7 +122,7 @@ def _totals(losses: pd.DataFrame, pruned: str) -> str:
         f"Dense {dense:.3f}, pruned {after:.3f}, Δ {after - dense:+.3f} nats per token "
         f"over {change.count()} predicted tokens (perplexity {perplexities}). By "
         f"{_STEPS[1]:g} nats or more, {(change >= _STEPS[1]).sum()} of them are worse "
-        f"and {(change <= -_STEPS[1]).sum()} better. Pruned model: {pruned}."
+        f"and {(change <= -_STEPS[1]).sum()} better. Masked model: {pruned}."
     )
 
 
@@ -200,7 +200,7 @@ def continuations_html(
         told = f"The same for {first} tokens; the first that differs is framed."
     columns = [
         _continuation(name, prompt, frame, first)
-        for name, frame in (("Dense model", dense), (f"Pruned: {pruned}", pruned_frame))
+        for name, frame in (("Dense model", dense), (f"Masked: {pruned}", pruned_frame))
     ]
     return (
         f"{status(told)}"
@@ -267,7 +267,7 @@ def routing_html(
     told = (
         f"Layer {layer}, position {position}: {len(experts)} experts serve the token. "
         f"Weighted as the router weights them, {lost / experts['p'].sum():.1%} of "
-        f"their atoms are pruned. Pruned model: {pruned}."
+        f"their atoms are pruned. Masked model: {pruned}."
     )
     return (
         f"{status(told)}{_numbered(texts, position)}"

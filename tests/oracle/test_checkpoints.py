@@ -263,7 +263,7 @@ def test_what_comes_with_it(tmp_path: Path) -> None:
     size = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert manifest["files"] == {"model.safetensors": size}
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| perplexity, pydocs | 20.00 → 21.50 |" in card
+    assert "| perplexity of these weights, pydocs | 20.00 → 21.50 |" in card
     assert "128 x 256 of pydocs" in card
     assert "trust_remote_code=True" in card
 

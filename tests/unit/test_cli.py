@@ -151,7 +151,7 @@ def test_the_card_gives_perplexity_where_the_model_was_loaded(
     run("prune", folder / "moe", "--ratio", 0.4, "--out", tmp_path / "a",
         *text_of(folder))  # fmt: skip
     card = (tmp_path / "a" / "README.md").read_text()
-    assert f"| perplexity, {text} |" in card
+    assert f"| perplexity of these weights, {text} |" in card
     manifest = json.loads((tmp_path / "a" / "heapr_manifest.json").read_text())
     dense, pruned = manifest["perplexity"][text]
     assert dense != pruned

@@ -203,7 +203,7 @@ def foretold(bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch) -> E
 def press_evaluate(panel: Explorer, *ratios: float) -> None:
     """Evaluate each ratio, as a user does."""
     for ratio in ratios:
-        panel.controls.ratio.value = ratio
+        panel.controls.ratio.value = str(ratio)
         panel.evaluation.job.button.click()
         panel.evaluation.job.wait(60)
         assert panel.error.value == ""
@@ -215,6 +215,8 @@ def test_prediction_appears_with_the_second_ratio(foretold: Explorer) -> None:
     press_evaluate(foretold, 0.2, 0.2, 0.201)  # 25 of 128 atoms, each time
     assert "Evaluate two ratios" in foretold.prediction.value
     press_evaluate(foretold, 0.6)
+    assert "Predicted" not in foretold.prediction.value  # it was measured
+    foretold.controls.ratio.value = "0.5"
     assert "from 2 evaluated ratios: Δloss" in foretold.prediction.value
     assert 'role="status"' in foretold.prediction.value
 
@@ -230,7 +232,7 @@ def test_prediction_follows_the_slider(
         foretold.controls.slider.value = ratio
         loss = true_loss(foretold.session, ratio)
         found = foretold.prediction.value
-        assert f"Δloss {loss:.3g} nats/token" in found
+        assert f"Δloss {loss:.3g} nats per token" in found
         assert f"perplexity {np.exp(DENSE_NLL + loss):,.1f}." in found
         assert "less certain" not in found
     foretold.controls.slider.value = 0.8
@@ -244,7 +246,7 @@ def test_prediction_says_how_far_off_it_may_be(foretold: Explorer) -> None:
     session = foretold.session
     middle = session.points["ratio"].eq(0.4)
     session.points.loc[middle, "delta_nll"] /= 2
-    foretold.controls.ratio.value = 0.41
+    foretold.controls.ratio.value = "0.41"
     text = foretold.prediction.value
     loss, low, high = map(
         float, re.search(r"Δloss (\S+) \((\S+) to (\S+)\)", text).groups()
@@ -265,9 +267,11 @@ def test_prediction_is_of_each_corpus_and_choice(foretold: Explorer) -> None:
     foretold.evaluation.corpora.value = foretold.evaluation.corpora.options
     press_evaluate(foretold, 0.6)
     first, second = foretold.evaluation.corpora.options
+    foretold.controls.ratio.value = "0.5"
     assert f"Predicted on {first} from 2" in foretold.prediction.value
     assert second not in foretold.prediction.value
     press_evaluate(foretold, 0.4)
+    foretold.controls.ratio.value = "0.5"
     assert f"Predicted on {second} from 2" in foretold.prediction.value
     foretold.controls.scope.value = "layer"
     assert "Evaluate two ratios" in foretold.prediction.value
@@ -279,7 +283,7 @@ def test_prediction_says_why_there_is_none(foretold: Explorer) -> None:
     """Where the loss fell, there is nothing to foretell from; the panel stays whole."""
     press_evaluate(foretold, 0.2, 0.4)
     foretold.session.points["delta_nll"] *= -1
-    foretold.controls.ratio.value = 0.3
+    foretold.controls.ratio.value = "0.3"
     assert "No prediction on" in foretold.prediction.value
     assert "evaluate a larger ratio" in foretold.prediction.value
     assert foretold.error.value == ""
@@ -359,13 +363,13 @@ def test_panel_follows_the_slider() -> None:
     before = (panel.status.value, bytes(panel.picture.value))
     assert "4 of 16" not in before[0]
     panel.controls.slider.value = 0.75
-    assert panel.controls.ratio.value == 0.75
+    assert panel.controls.ratio.value == "0.75"
     assert panel.session.keep.n_kept == 4
     assert "4 of 16 kept" in panel.status.value
     assert 'role="status"' in panel.status.value
     assert bytes(panel.picture.value).startswith(b"\x89PNG")
     assert bytes(panel.picture.value) != before[1]
-    panel.controls.ratio.value = 0.25
+    panel.controls.ratio.value = "0.25"
     assert (panel.status.value, bytes(panel.picture.value)) == before
 
 
@@ -375,7 +379,7 @@ def test_panel_controls_reach_the_session() -> None:
     panel.controls.estimator.value = "random"
     panel.controls.scope.value = "layer"
     panel.controls.granularity.value = "expert"
-    panel.controls.ratio.value = 0.3 + 1e-9
+    panel.controls.slider.value = 0.3 + 1e-9
     assert panel.session.choice == Choice(0.3, "random", "layer", "expert")
 
 
@@ -398,8 +402,8 @@ def test_controls_of_structure_budget_and_floor() -> None:
     assert "cannot read" in panel.error.value
     controls.whole.value = ""
     controls.floor.value = 0
-    controls.ratio.value = 0.5
-    controls.budget.value = "FLOPs"
+    controls.ratio.value = "0.5"
+    controls.budget.value = "routed FLOPs (flops)"
     assert panel.error.value == ""
     saved = panel.session.savings()
     assert saved is not None
@@ -439,10 +443,11 @@ def test_a_target_loss_sets_the_ratio(foretold: Explorer) -> None:
     foretold.controls.budget.value = TARGET
     assert foretold.controls.ratio.disabled
     foretold.controls.rise.value = wanted * 1.001
-    assert foretold.controls.ratio.value == pytest.approx(0.4, abs=0.011)
-    assert true_loss(foretold.session, foretold.controls.ratio.value) <= wanted * 1.01
+    ratio = float(foretold.controls.ratio.value)
+    assert ratio == pytest.approx(0.4, abs=0.011)
+    assert true_loss(foretold.session, ratio) <= wanted * 1.01
     foretold.controls.rise.value = 0.0
-    assert foretold.controls.ratio.value == 0
+    assert foretold.controls.ratio.value == "0"
 
 
 def test_numbers_stand_in_a_table() -> None:
@@ -453,9 +458,9 @@ def test_numbers_stand_in_a_table() -> None:
     before, after, saved = table.loc["parameters"]
     assert before - after == 8 * 24
     assert saved == f"{8 * 24 / before:.1%}"
-    assert {"bytes", "FLOPs per token", "FLOPs of the routed experts"} <= set(
-        table.index
-    )
+    flops = "FLOPs per token, at 2,048 tokens of context"
+    size = "bytes (an estimate, 2 for each parameter)"
+    assert {size, flops, "FLOPs of the routed experts"} <= set(table.index)
 
 
 def test_the_numbers_of_the_picture_are_one_click_away() -> None:
@@ -484,9 +489,9 @@ def test_pins_are_compared_and_exported(
     monkeypatch.chdir(tmp_path)
     tab = panel.comparison
     assert tab.export_button.disabled
-    panel.controls.ratio.value = 0.25
+    panel.controls.ratio.value = "0.25"
     tab.pin_button.click()
-    panel.controls.ratio.value = 0.5
+    panel.controls.ratio.value = "0.5"
     panel.controls.structure.value = "uniform"
     tab.pin_button.click()
     panel.evaluation.job.button.click()
@@ -521,7 +526,7 @@ def test_the_model_is_exported(
     panel: Explorer, tmp_path: Path, compensated: bool
 ) -> None:
     """The folder loads again, with the mask chosen; a folder in use is refused."""
-    panel.controls.ratio.value = 0.4
+    panel.controls.ratio.value = "0.4"
     tab = panel.export
     tab.folder.value = str(tmp_path / "pruned")
     tab.compensated.value = compensated
@@ -551,7 +556,7 @@ def test_the_model_is_exported(
 
 def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
     """Accuracy of both models, in the table and in words."""
-    panel.controls.ratio.value = 0.4
+    panel.controls.ratio.value = "0.4"
     panel.evaluation.corpora.value = ()
     panel.evaluation.tasks.value = panel.evaluation.tasks.options
     panel.evaluation.job.button.click()
@@ -561,7 +566,10 @@ def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
     assert points["dataset"].tolist() == [*panel.evaluation.tasks.options] * 2
     assert points["accuracy"].between(0, 1).all()
     assert "accuracy on continuation:" in panel.evaluation.message.value
-    assert panel.evaluation.chart.layout.display == "none"
+    assert panel.evaluation.chart.layout.display is None
+    (curve, *_) = panel.evaluation._picture.accuracy.containers[0].lines
+    accuracy = points[points["estimator"].eq("heapr")]["accuracy"].astype(float)
+    assert curve.get_ydata() == pytest.approx(100 * accuracy)
 
 
 def test_anything_else_cannot_be_explored(tmp_path: Path) -> None:
@@ -594,7 +602,8 @@ def test_panel_shows_what_cannot_be_had() -> None:
     panel.controls.floor.value = 4
     assert 'role="alert"' in panel.error.value
     assert "the largest possible is 0" in panel.error.value
-    assert "cannot be had" in panel.status.value
+    assert "infeasible" in panel.status.value
+    assert "ut of date" in panel.status.value
     panel.controls.floor.value = 1
     assert panel.error.value == ""
     assert "8 of 16 kept" in panel.status.value
@@ -609,7 +618,7 @@ def test_panel_of_a_table_cannot_evaluate() -> None:
 
 def test_panel_evaluates(panel: Explorer) -> None:
     """The button measures in a thread; chart and table then hold all points."""
-    panel.controls.ratio.value = 0.35
+    panel.controls.ratio.value = "0.35"
     panel.evaluation.job.button.click()
     panel.evaluation.job.wait(60)
     assert panel.error.value == ""
@@ -619,7 +628,7 @@ def test_panel_evaluates(panel: Explorer) -> None:
     assert first.startswith(b"\x89PNG")
     assert panel.evaluation.results.value.count("<tr>") == 2  # dense and pruned
 
-    panel.controls.ratio.value = 0.55
+    panel.controls.ratio.value = "0.55"
     panel.evaluation.job.button.click()
     panel.evaluation.job.wait(60)
     assert bytes(panel.evaluation.chart.value) != first
@@ -643,7 +652,7 @@ def test_the_chart_predicts_what_is_chosen_while_it_is_seen(foretold: Explorer) 
 
     assert len(predicted()) == 1
     drawn = bytes(foretold.evaluation.chart.value)
-    foretold.controls.ratio.value = 0.4
+    foretold.controls.ratio.value = "0.4"
     assert bytes(foretold.evaluation.chart.value) == drawn
     foretold.controls.scope.value = "layer"
     assert predicted() == []
@@ -654,7 +663,7 @@ def test_the_chart_predicts_what_is_chosen_while_it_is_seen(foretold: Explorer) 
 
 def test_panel_cancels(panel: Explorer) -> None:
     """Cancel ends the run between two batches; no point is added, and all is ready."""
-    panel.controls.ratio.value = 0.85
+    panel.controls.ratio.value = "0.85"
     reached, go_on = threading.Event(), threading.Event()
 
     def hold(change: Any) -> None:  # the run stands still until Cancel was pressed
@@ -669,7 +678,7 @@ def test_panel_cancels(panel: Explorer) -> None:
         panel.evaluation.job.button.disabled,
         panel.evaluation.job.cancel_button.disabled,
     ) == (1, 0)
-    panel.controls.ratio.value = 0.8  # the slider stays alive meanwhile
+    panel.controls.ratio.value = "0.8"  # the slider stays alive meanwhile
     assert "79.7%" in panel.status.value  # 51 of 64
     panel.evaluation.job.cancel_button.click()
     go_on.set()

@@ -184,7 +184,7 @@ def test_the_first_difference_is_marked() -> None:
     assert marked(page) == ["c&lt;", "e&lt;"]
     assert "The same for 2 tokens" in page
     assert page.count("a &amp; b") == 2
-    assert "Pruned: half of &lt;it&gt;" in page
+    assert "Masked: half of &lt;it&gt;" in page
 
 
 def test_continuations_that_agree_or_end() -> None:
@@ -472,7 +472,8 @@ def test_two_at_once(tab: InspectTab) -> None:
     alone = tab.generated.value, tab.compared.value
     tab.n_tokens.value = 5
     for _ in range(3):
-        tab.generated.value = tab.compared.value = ""
+        for shown in (tab.generated, tab.compared):
+            shown.show("", None)
         tab.generate.button.click()
         tab.compare.button.click()
         tab.generate.wait(60)
