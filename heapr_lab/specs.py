@@ -7,14 +7,24 @@ import dataclasses
 import hashlib
 import json
 import operator
+import sys
+import traceback
 from typing import Any
 
 
 class HeaprLabError(ValueError):
     """Base of every error this package raises on purpose.
 
-    A message says what was found, what was expected, and what to do about it.
+    A message says what was found, what was expected, and what to do about it. IPython
+    shows it alone, in one line; `%tb` shows the whole traceback.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: at first the message, when asked again everything."""
+        if sys.exc_info()[1] is not self:  # not as it is raised, but by %tb
+            return traceback.format_exception(self)
+        message = " ".join(str(self).split())
+        return [f"{type(self).__name__}: {message} (%tb shows the traceback)"]
 
 
 class SpecError(HeaprLabError):

@@ -1,5 +1,4 @@
 import io
-import itertools
 import re
 import threading
 import time
@@ -12,10 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.image import imread
+from random_tables import random_table
 from tiny_folder import write_model, write_text
 from transformers import AutoModelForCausalLM
 
-from heapr_lab.accounting import Architecture, LayerShape
 from heapr_lab.artefacts import read_frame
 from heapr_lab.damage import summed_scores
 from heapr_lab.evaluation import Perplexity
@@ -31,22 +30,6 @@ from heapr_lab.table import ImportanceTable
 
 N_LAYERS, N_EXPERTS, D_INTER = 2, 2, 4
 DRAW_SECONDS = 0.15
-
-
-def random_table(n_layers: int, n_experts: int, d_inter: int) -> ImportanceTable:
-    """A table of random sums; layer 0 has smaller scores than the others."""
-    rng = np.random.default_rng(0)
-    shape = LayerShape(n_experts=n_experts, d_inter=d_inter, d_expert=8)
-    layers = dict.fromkeys(range(n_layers), shape)
-    atoms = itertools.product(range(n_layers), range(n_experts), range(d_inter))
-    frame = pd.DataFrame(atoms, columns=["layer", "expert", "atom"])
-    size = len(frame)
-    frame["tokens"] = 10 + frame["expert"]
-    frame["sum_h2"] = rng.uniform(1, 2, size) * (1 + frame["layer"])
-    for name in ("sum_g2", "sum_ph2", "max_abs_ph", "w_down_sq"):
-        frame[name] = rng.uniform(1, 2, size)
-    model = Architecture(10**4 + size * 24, 2, 8, layers, 5000, 16)
-    return ImportanceTable.from_frame(frame, architecture=model.to_dict())
 
 
 def small_table() -> ImportanceTable:

@@ -1,0 +1,37 @@
+"""What errors look like in a notebook."""
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+
+EXPLORE = "from heapr_lab import explore\nexplore('no/such-model')"
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> InteractiveShell:
+    """A shell without colours, where no hub is asked."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = InteractiveShell(colors="nocolor")
+    made.history_manager.enabled = False
+    return made
+
+
+def test_an_error_is_one_line_in_a_notebook(shell: InteractiveShell) -> None:
+    """A model that does not exist: what was asked for and a remedy, no traceback."""
+    with capture_output() as shown:
+        result = shell.run_cell(EXPLORE)
+    assert not result.success
+    (line,) = shown.stdout.strip().splitlines()
+    assert line.startswith("SpecError: cannot load the model 'no/such-model'")
+    assert "Expected a hub id that can be reached, a local folder" in line
+    assert "Traceback" not in shown.stdout + shown.stderr
+
+
+def test_the_traceback_is_there_for_who_asks(shell: InteractiveShell) -> None:
+    """%tb shows all of it, down to the file that raised."""
+    with capture_output():
+        shell.run_cell(EXPLORE)
+    with capture_output() as shown:
+        shell.run_cell("%tb")
+    assert "Traceback (most recent call last)" in shown.stdout
+    assert "load_model" in shown.stdout
