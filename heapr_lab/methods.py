@@ -44,12 +44,12 @@ def describe_estimator(estimator: str) -> str:
 
     Example:
         >>> describe_estimator("heapr")
-        'the estimator of --method paper'
+        'heapr: the estimator of --method paper'
     """
     for name, method in METHODS.items():
         default = ", the command line's default" if name == DEFAULT else ""
         if estimator == method.estimator:
-            return f"the estimator of --method {name}{default}"
+            return f"{estimator}: the estimator of --method {name}{default}"
         if estimator == method.of_table:
-            return f"the estimator of --method {name} for a table alone"
-    return f"of neither method: --estimator {estimator}"
+            return f"{estimator}: the estimator of --method {name} for a table alone"
+    return f"{estimator}: of neither method, --estimator {estimator}"

@@ -15,7 +15,7 @@ from heapr_lab.sessions import BUDGETS, Choice
 from heapr_lab.specs import SpecError
 from heapr_lab.table import ImportanceTable
 
-_LARGEST_RATIO: Final = 0.99
+_LAST_STEP: Final = 99
 _STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
 _BUDGETS = {name: of for of, name in BUDGETS.items()}
 _RANGE = re.compile(r"(\d+)(?:\s*[-–]\s*(\d+))?")
@@ -64,9 +64,11 @@ class Controls(ipw.VBox):
             control.observe(self._changed, names="value")
 
     def _build_amount(self, choice: Choice) -> None:
-        self.slider = ipw.FloatSlider(
-            _on_slider(choice.ratio), min=0.0, max=_LARGEST_RATIO, step=0.01,
-            description="ratio", readout=False,
+        # Per cent, for the browser says at once that it was moved where a number of its
+        # own differs from the one it was given in the last digit, as fractions do.
+        self.slider = ipw.IntSlider(
+            _on_slider(choice.ratio), min=0, max=_LAST_STEP, description="ratio",
+            readout=False,
         )  # fmt: skip
         # The slider has no name that a screen reader could say; the box has. The ratio
         # is what stands in the box: the slider shows it to the nearest of its steps.
@@ -160,7 +162,7 @@ class Controls(ipw.VBox):
     def _slid(self, change: Any) -> None:
         """Put where the slider was moved to into the box, which tells the panel."""
         if not self._silent:
-            self.ratio.value = ratio_text(change["new"])
+            self.ratio.value = ratio_text(change["new"] / 100)
 
     def _follow_box(self) -> None:
         """Move the slider to what stands in the box, if that can be read."""
@@ -239,13 +241,13 @@ def _meant(value: Decimal, percent: bool) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """A ratio as the box shows it; a slider's steps add up to 0.30000000000000004."""
-    return f"{round(ratio, 6):g}"
+    """A ratio as the box shows it."""
+    return f"{ratio:.12g}"
 
 
-def _on_slider(ratio: float) -> float:
-    """The step of the slider that is nearest to a ratio."""
-    return min(_LARGEST_RATIO, round(ratio, 2))
+def _on_slider(ratio: float) -> int:
+    """The step of the slider that is nearest to a ratio, in per cent."""
+    return min(_LAST_STEP, round(100 * ratio))
 
 
 def _dropdown(name: str, options: Sequence[str], value: str) -> ipw.Dropdown:

@@ -96,7 +96,7 @@ class Panel:
     @property
     def ratio(self) -> Locator:
         """The box with the ratio."""
-        return self.root.get_by_role("spinbutton", name="ratio")
+        return self.root.get_by_role("textbox", name="ratio")
 
     @property
     def handle(self) -> Locator:
@@ -162,12 +162,18 @@ class Panel:
         """Type a ratio into the box, and wait until the slider follows."""
         self.ratio.fill(text)
         self.ratio.press("Enter")
-        # In its text 0.9 can be 0.9000000000000001.
+        # The slider has steps of one per cent.
         follows = """([node, value]) =>
-            Math.abs(node.getAttribute('aria-valuetext') - value) < 1e-6"""
+            Math.abs(node.getAttribute('aria-valuetext') / 100 - value) < 0.006"""
         wanted = [self.handle.element_handle(), float(text)]
         self.root.page.wait_for_function(follows, arg=wanted)
         expect(self.ratio).to_have_value(text)
+
+    def enter(self, name: str, text: str) -> None:
+        """Type into the box of that name, and press Enter."""
+        box = self.root.get_by_role("textbox", name=name, exact=True)
+        box.fill(text)
+        box.press("Enter")
 
     def drag_to(self, share: float) -> list[float]:
         """Drag the handle to `share` of its track; the ratios that were shown."""
@@ -187,7 +193,7 @@ class Panel:
         page.mouse.up()
         # What was typed before the last move arrived would be overwritten by it.
         value = float(str(self.handle.get_attribute("aria-valuetext")))
-        expect(self.ratio).to_have_value(f"{value:g}")
+        expect(self.ratio).to_have_value(f"{value / 100:g}")
         return shown
 
     def time_presses(self, keys: Sequence[str]) -> list[float]:

@@ -106,7 +106,7 @@ def test_a_key_a_drag_and_typing_move_the_picture(page: "sync_api.Page") -> None
     assert len(set(passed)) > 3, "the panel does not follow while the mouse is down"
     panel.type_ratio("0.25")
     expect(panel.counts).to_contain_text(f"{N_ATOMS * 3 // 4} of {N_ATOMS} kept")
-    expect(panel.handle).to_have_attribute("aria-valuetext", "0.25")
+    expect(panel.handle).to_have_attribute("aria-valuetext", "25")
     page.mouse.move(0, 0)
     assert abs(panel.pixels() - shown).max() == 0
 
@@ -165,7 +165,7 @@ def test_evaluates(page: "sync_api.Page") -> None:
     rows = panel.root.get_by_role("row").filter(has_text="pydocs")
     expect(rows).to_have_count(2, timeout=TIMEOUT)
     expect(rows.first).to_contain_text("dense")
-    expect(panel.root.get_by_text("Last point: 25.0%")).to_be_visible()
+    expect(panel.root.get_by_text("Last point, masked: 25.0%")).to_be_visible()
     expect(panel.button("Evaluate")).to_be_enabled()
     assert panel.pixels().std() > 0.01
 
@@ -263,6 +263,150 @@ def test_is_painted_in_both_themes(
     output = panel.root.locator(".jp-OutputArea-output").first
     assert output.evaluate("node => node.scrollWidth <= node.clientWidth")
     page.screenshot(path=shots / f"lab-{theme.lower()}-{width}.png")
+
+
+# --- what looks valid is valid ------------------------------------------------------
+
+
+@pytest.fixture
+def reset(page: "sync_api.Page") -> Panel:
+    """The quick panel at the settings it began with, but for the ratio: 0.5."""
+    panel, _ = panels(page)
+    start = {"granularity": "atom", "structure": "ragged", "budget": "atoms"}
+    for name, value in {"estimator": "heapr", "scope": "global", **start}.items():
+        panel.choice(name).select_option(value)
+    panel.enter("keep layers", "")
+    panel.type_ratio("0.5")
+    expect(panel.counts).to_contain_text(f"{N_ATOMS // 2} of {N_ATOMS} kept")
+    return panel
+
+
+def opacity(panel: Panel) -> float:
+    """Of the picture that is seen."""
+    found = panel.picture.evaluate("image => getComputedStyle(image).opacity")
+    return float(found)
+
+
+def test_ratios_are_taken_as_they_are_typed(reset: Panel, shots: Path) -> None:
+    """40%, 0,4, 0.333 and 1e-3 are what they say; 40 is refused with a remedy."""
+    for text, kept in (("25%", 48), ("0,4", 39), ("0.333", 43), ("1e-3", 64)):
+        reset.enter("ratio", text)
+        expect(reset.counts).to_contain_text(f"{kept} of {N_ATOMS} kept")
+        expect(reset.ratio).to_have_value(text)
+    reset.enter("ratio", "40")
+    alert = reset.root.get_by_role("alert")
+    expect(alert).to_contain_text("write 0.40 or 40% if you mean that")
+    expect(reset.ratio).to_have_value("40")
+    assert opacity(reset) < 0.5
+    reset.root.screenshot(path=shots / "choose-stale.png")
+    reset.handle.focus()
+    reset.root.page.keyboard.press("ArrowRight")
+    expect(alert).to_have_count(0)
+    expect(reset.ratio).to_have_value("0.01")
+    assert opacity(reset) == 1
+
+
+def test_layers_that_are_none_are_refused(reset: Panel) -> None:
+    """7-5 and 5- are errors, and the old picture is said to be out of date."""
+    for text, why in (("7-5", "runs backwards"), ("5-", "cannot read")):
+        reset.enter("keep layers", text)
+        expect(reset.root.get_by_role("alert")).to_contain_text(why)
+        expect(reset.root.get_by_text("Out of date: the picture")).to_be_visible()
+        assert opacity(reset) < 0.5
+        reset.open("Evaluate")
+        reset.button("Evaluate").click()
+        expect(
+            reset.root.get_by_text("the settings above are infeasible")
+        ).to_be_visible()
+        reset.open("Choose")
+    reset.enter("keep layers", "0")
+    expect(reset.root.get_by_role("alert")).to_have_count(0)
+    assert opacity(reset) == 1
+
+
+def test_whole_experts_are_drawn_by_their_own_scores(reset: Panel, shots: Path) -> None:
+    """The histogram is another one than that of atoms."""
+    before = reset.source()
+    reset.choice("granularity").select_option("expert")
+    reset.changes_from(before)
+    reset.root.screenshot(path=shots / "choose-experts.png")
+
+
+def test_inspections_are_marked_as_out_of_date(reset: Panel, shots: Path) -> None:
+    """With another ratio or text; not once both are as they were."""
+    reset.open("Inspect")
+    text = reset.root.get_by_role("textbox", name="text")
+    text.fill("aaab bbba abab")
+    text.blur()
+    reset.button("Compare losses").click()
+    hurt = reset.root.get_by_text("tokens hurt most")
+    expect(hurt).to_be_visible(timeout=TIMEOUT)
+    told = reset.root.get_by_text("Out of date: made with other settings")
+    expect(told).to_have_count(0)
+    reset.type_ratio("0.8")
+    expect(told).to_have_count(1)
+    faded = "node => getComputedStyle(node.closest('.heapr-stale')).opacity"
+    assert float(hurt.evaluate(faded)) < 0.5
+    reset.root.screenshot(path=shots / "inspect-stale.png")
+    reset.type_ratio("0.5")
+    expect(told).to_have_count(0)
+    text.fill("")
+    text.blur()
+    expect(told).to_have_count(1)
+
+
+def test_choices_and_tasks_are_told_apart(reset: Panel, shots: Path) -> None:
+    """Two structures and a task: measured, said so, and drawn one below the other."""
+    reset.open("Evaluate")
+    tasks = reset.root.get_by_role("listbox", name="tasks")
+    tasks.select_option("continuation")
+    for structure in ("uniform", "ragged"):
+        reset.choice("structure").select_option(structure)
+        reset.button("Evaluate").click()
+        expect(reset.button("Evaluate")).to_be_enabled(timeout=TIMEOUT)
+        row = reset.root.get_by_role("row").filter(has_text=structure)
+        expect(row.filter(has_text="continuation").first).to_be_visible()
+    expect(reset.root.get_by_text("Last point, masked: 50.0%")).to_be_visible()
+    height = reset.picture.evaluate("image => image.naturalHeight")
+    assert height == 680
+    reset.root.screenshot(path=shots / "evaluate-two.png")
+    tasks.select_option([])
+    reset.open("Choose")
+    expect(reset.root.get_by_text("Measured on pydocs: Δloss")).to_be_visible()
+    reset.open("Compare")
+    reset.button("Pin").click()
+    reset.type_ratio("0.25")
+    reset.button("Pin").click()
+    expect(reset.root.get_by_text("2 pinned.")).to_be_visible()
+    reset.root.screenshot(path=shots / "compare-two.png")
+    reset.button("Clear").click()
+
+
+def test_a_gguf_file_that_failed_is_made_alone(
+    reset: Panel, work: Path, shots: Path
+) -> None:
+    """The checkpoint is said to be there; the next press makes what is missing."""
+    (work / "narrow.gguf").write_text("in the way")
+    reset.choice("structure").select_option("uniform")
+    reset.open("Export")
+    folder = reset.root.get_by_role("textbox", name="folder")
+    folder.fill("narrow")
+    folder.blur()
+    reset.root.get_by_role("checkbox", name="GGUF").check()
+    reset.button("Export").click()
+    alert = reset.root.get_by_role("alert")
+    expect(alert).to_contain_text("is written to narrow", timeout=TIMEOUT)
+    expect(reset.root.get_by_text("Written to narrow")).to_be_visible()
+    reset.root.screenshot(path=shots / "export-gguf.png")
+    (work / "narrow.gguf").unlink()
+    reset.button("Export").click()
+    expect(alert).to_have_count(0)
+    expect(reset.button("Export")).to_be_enabled(timeout=TIMEOUT)
+    assert (work / "narrow.gguf").stat().st_size > 10_000
+    reset.root.get_by_role("checkbox", name="GGUF").uncheck()
+    reset.button("Export").click()
+    expect(alert).to_contain_text("not empty")
+    expect(reset.root.get_by_text("Written to narrow")).to_have_count(0)
 
 
 def use_theme(page: "sync_api.Page", name: str) -> None:

@@ -56,7 +56,7 @@ def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
     for ratio in (0.2, 0.6, 0.4):
         panel.type_ratio(str(ratio))
         panel.button("Evaluate").click()
-        told = panel.root.get_by_text(f"Last point: {ratio:.1%}")
+        told = panel.root.get_by_text(f"Last point, masked: {ratio:.1%}")
         expect(told).to_be_visible(timeout=TIMEOUT)
         expect(panel.button("Evaluate")).to_be_enabled()
     panel.is_ready()

@@ -212,13 +212,13 @@ def test_prediction_follows_the_slider(
     monkeypatch.delattr(foretold.session.workbench, "perplexity")
     monkeypatch.setattr(Workbench, "perplexity", None)
     for ratio in (0.4, 0.3):
-        foretold.controls.slider.value = ratio
+        foretold.controls.slider.value = round(100 * ratio)
         loss = true_loss(foretold.session, ratio)
         found = foretold.prediction.value
         assert f"Δloss {loss:.3g} nats per token" in found
         assert f"perplexity {np.exp(DENSE_NLL + loss):,.1f}." in found
         assert "less certain" not in found
-    foretold.controls.slider.value = 0.8
+    foretold.controls.slider.value = 80
     assert "beyond them and so less certain" in foretold.prediction.value
     assert len(foretold.session.points) == 3
 
@@ -345,7 +345,7 @@ def test_panel_follows_the_slider() -> None:
     panel = explore(small_table())
     before = (panel.status.value, bytes(panel.picture.value))
     assert "4 of 16" not in before[0]
-    panel.controls.slider.value = 0.75
+    panel.controls.slider.value = 75
     assert panel.controls.ratio.value == "0.75"
     assert panel.session.keep.n_kept == 4
     assert "4 of 16 kept" in panel.status.value
@@ -362,7 +362,7 @@ def test_panel_controls_reach_the_session() -> None:
     panel.controls.estimator.value = "random"
     panel.controls.scope.value = "layer"
     panel.controls.granularity.value = "expert"
-    panel.controls.slider.value = 0.3 + 1e-9
+    panel.controls.slider.value = 30
     assert panel.session.choice == Choice(0.3, "random", "layer", "expert")
 
 
@@ -458,7 +458,7 @@ def test_the_numbers_of_the_picture_are_one_click_away() -> None:
     assert frame["busiest [× even share]"].tolist() == ["1.13", "1.13"]  # 13 / 11.5
     before = panel.layers.value
     assert all(share in before for share in frame["removed"])
-    panel.controls.slider.value = 0.25
+    panel.controls.slider.value = 25
     assert panel.layers.value != before
 
 
