@@ -8,6 +8,7 @@ name is either absent or whole. A truncated, damaged, foreign or newer file is a
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,21 +27,35 @@ from heapr_lab.specs import CacheError, canonical_json
 SCHEMA_VERSION = 1
 """Raised whenever files of an older version can no longer be read as they are."""
 
-REMEDY = "move it away or delete it, and it will be made again"
-"""What to do about a stored file that cannot be used."""
-
 _KEY = "heapr_lab"
+
+
+def cache_dir() -> Path:
+    """`$HEAPR_CACHE_DIR`, else `heapr_lab` in the user's cache folder."""
+    asked = os.environ.get("HEAPR_CACHE_DIR")
+    if asked:
+        return Path(asked).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "heapr_lab"
+
+
+def remedy(path: Path) -> str:
+    """What to do about a file that cannot be used; only the cache's are made again."""
+    if path.absolute().is_relative_to(cache_dir().absolute()):
+        return "move it away or delete it, and it will be made again"
+    return "give another file, or make it again with the command that wrote it"
 
 
 @contextlib.contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
     """A temporary name beside `path` that becomes `path` if the block succeeds.
 
+    Where `path` is a symbolic link, what it points to is replaced, and the link stays.
     The temporary name begins with `.partial-` and ends like `path`, so that writers
     which look at the extension see the right one. If the block raises, the temporary
     file is removed and `path` is as it was.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
     try:
@@ -144,7 +159,13 @@ def read_frame(
             columns=None if columns is None else list(columns),
             use_pandas_metadata=True,
         )
-    return _to_pandas(table), metadata
+    try:
+        return _to_pandas(table), metadata
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CacheError(
+            f"{path} is damaged: what it says of its columns cannot be read ({error}); "
+            f"{remedy(path)}"
+        ) from error
 
 
 def _to_pandas(table: pa.Table) -> pd.DataFrame:
@@ -178,7 +199,7 @@ def _readable(path: Path) -> Iterator[None]:
     except (pa.ArrowException, OSError, SafetensorError, UnicodeDecodeError) as error:
         raise CacheError(
             f"{path} cannot be read: it is truncated, damaged or of another kind "
-            f"({str(error).strip()}); {REMEDY}"
+            f"({str(error).strip()}); {remedy(path)}"
         ) from error
 
 
@@ -191,15 +212,30 @@ def _metadata(header: bytes | str | None, path: Path) -> dict[str, Any]:
     if header is None:
         raise CacheError(
             f"{path} was not written by heapr_lab: it has no {_KEY!r} metadata; "
-            f"give the path of a file that was, or {REMEDY}"
+            f"{remedy(path)}"
         )
-    content = json.loads(header)
-    if content["schema"] > SCHEMA_VERSION:
+    schema, metadata = _content(header)
+    if not isinstance(schema, int) or not isinstance(metadata, dict):
         raise CacheError(
-            f"{path} has schema version {content['schema']}, this heapr_lab reads up "
-            f"to {SCHEMA_VERSION}: it was written by a newer one; upgrade heapr_lab"
+            f"{path} is damaged: its {_KEY!r} metadata is no JSON object with schema "
+            f"and metadata; {remedy(path)}"
         )
-    return dict(content["metadata"])
+    if schema > SCHEMA_VERSION:
+        raise CacheError(
+            f"{path} has schema version {schema}, this heapr_lab reads up to "
+            f"{SCHEMA_VERSION}: it was written by a newer one; upgrade heapr_lab"
+        )
+    return metadata
+
+
+def _content(header: bytes | str) -> tuple[Any, Any]:
+    """Schema version and metadata in a header; None where it has none."""
+    try:
+        content = json.loads(header)
+    except (ValueError, RecursionError):
+        return None, None
+    found = content if isinstance(content, dict) else {}
+    return found.get("schema"), found.get("metadata")
 
 
 # --- JSON -----------------------------------------------------------------------
@@ -223,9 +259,9 @@ def read_json(path: Path | str) -> Any:
         text = path.read_text(encoding="utf-8")
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise CacheError(
-            f"{path} is truncated or is not JSON ({error}); {REMEDY}"
+            f"{path} is truncated or is not JSON ({error}); {remedy(path)}"
         ) from error
 
 

@@ -19,6 +19,8 @@ from heapr_lab.specs import CacheError, SpecError
 from heapr_lab.summaries import bars_html, card_html
 
 _KIND = "KeepMask"
+_COLUMNS = {"layer": "i", "expert": "i", "atom": "i", "keep": "b"}
+"""Of a file, with the kind of each: signed integers and truth values."""
 
 
 class Shaped(Protocol):
@@ -102,16 +104,19 @@ class KeepMask:
                 "give the path of a file that KeepMask.write or `heapr-lab prune` made"
             )
         frame, metadata = store.read_frame(path)
-        arrays = {
-            layer: rows["keep"].to_numpy().reshape(rows["expert"].nunique(), -1)
-            for layer, rows in frame.groupby("layer")
-        }
-        mask = cls(arrays, metadata["settings"])
-        if mask.fingerprint != metadata["fingerprint"]:
+        settings, expected = metadata.get("settings"), metadata.get("fingerprint")
+        arrays = _arrays_of(frame)
+        if not isinstance(settings, dict) or not arrays:
+            raise CacheError(
+                f"{path} is damaged: it lacks columns, atoms or settings of a mask; "
+                "select the mask again"
+            )
+        mask = cls(arrays, settings)
+        if mask.fingerprint != expected:
             raise CacheError(
                 f"{path} was changed after it was written: its atoms have the "
                 f"fingerprint {mask.fingerprint[:12]}, expected "
-                f"{metadata['fingerprint'][:12]}; select the mask again"
+                f"{str(expected)[:12]}; select the mask again"
             )
         return mask
 
@@ -213,6 +218,23 @@ class KeepMask:
             facts["selected by"] = ", ".join(str(self.settings[n]) for n in shown)
         kept = {f"layer {k}": 1 - ratio for k, ratio in self.layer_ratios().items()}
         return card_html("Keep mask", facts, below=bars_html("kept per layer", kept))
+
+
+def _arrays_of(frame: pd.DataFrame) -> dict[int, np.ndarray]:
+    """The arrays of a frame of `write`; none where a row or column is missing."""
+    kinds = {name: frame[name].dtype.kind for name in _COLUMNS if name in frame}
+    if kinds != _COLUMNS:
+        return {}
+    arrays = {}
+    for layer, rows in frame.groupby("layer"):
+        n_experts = rows["expert"].nunique()
+        d_inter, rest = divmod(len(rows), n_experts)
+        expert, atom = np.divmod(np.arange(len(rows)), d_inter)
+        in_place = rows["expert"].to_numpy() == expert
+        if rest or not (in_place & (rows["atom"].to_numpy() == atom)).all():
+            return {}
+        arrays[layer] = rows["keep"].to_numpy().reshape(n_experts, d_inter)
+    return arrays
 
 
 def _checked(kept: Any, *, layer: int) -> np.ndarray:

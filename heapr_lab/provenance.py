@@ -6,9 +6,10 @@ comments, so that a CSV file is known by the files beside it that were made of i
 Parquet files and checkpoints of this package say themselves where they came from.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,13 +159,12 @@ def read_provenance(path: Path | str) -> Origin:
         CacheError: the file is damaged, or heapr_lab did not write it.
     """
     path = Path(path)
-    if path.is_dir():
-        return _of_checkpoint(path)
+    if path.is_dir() or path.suffix.lower() == ".parquet":
+        with _whole(path):
+            return _of_checkpoint(path) if path.is_dir() else _of_parquet(path)
     if not path.is_file():
         raise SpecError(f"there is no file {path}; give the path of one")
     suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        return _of_parquet(path)
     if suffix == ".csv":
         return _of_rows(path)
     if suffix not in _TEXTS:
@@ -219,12 +219,31 @@ _TEXTS: dict[str, Callable[[Path], str]] = {
 }
 
 
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """What a file or manifest has to say, which may lack a part of it.
+
+    Raises:
+        CacheError: it does.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CacheError(
+            f"{path} is damaged: what it says of its origin lacks a part, or has one "
+            f"of another kind ({error}); {store.remedy(path)}"
+        ) from error
+
+
 def _of_parquet(path: Path) -> Origin:
     """Of an importance table, a keep mask or a comparison of the panel.
 
     Raises:
+        SpecError: there is no such file.
         CacheError: it is none of them.
     """
+    if not path.is_file():
+        raise SpecError(f"there is no file {path}; give the path of one")
     metadata = store.read_metadata(path)
     match metadata.get("kind"):
         case "ImportanceTable":
@@ -246,7 +265,7 @@ def _of_parquet(path: Path) -> Origin:
 def _measurement(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What an importance table says of how it was measured."""
     found = {name: metadata.get(name) for name in ("N", "spec", "spec_hash")}
-    return found | dict(metadata.get("provenance") or {})
+    return {**found, **(metadata.get("provenance") or {})}
 
 
 def _of_checkpoint(folder: Path) -> Origin:

@@ -60,7 +60,7 @@ def typed_rows(frame: pd.DataFrame) -> pd.DataFrame:
     for name, kind in whole.items():
         if name in frame and frame[name].dtype != kind:
             with np.errstate(invalid="ignore"):
-                typed[name] = frame[name].to_numpy().astype(kind)
+                typed[name] = _as_type(frame[name], kind)
             if not np.array_equal(typed[name], frame[name]):
                 raise SpecError(
                     f"column {name} must hold whole numbers that fit "
@@ -70,7 +70,7 @@ def typed_rows(frame: pd.DataFrame) -> pd.DataFrame:
     for name in (*SUMS, *MAXIMA, *NORMS):
         measured = name in typed and name not in whole
         if measured and typed[name].dtype not in (np.float32, np.float64):
-            typed[name] = typed[name].to_numpy(dtype=np.float64)
+            typed[name] = _as_type(typed[name], np.float64)
     return typed
 
 
@@ -111,6 +111,21 @@ def check_spec(metadata: Mapping[str, Any]) -> None:
             f"{digest(metadata.get('spec'))[:12]}: one of them was edited; measure "
             "again, or leave both out"
         )
+
+
+def _as_type(column: pd.Series, kind: Any) -> np.ndarray:
+    """The values of a column as `kind`.
+
+    Raises:
+        SpecError: one of them is no number.
+    """
+    try:
+        return np.asarray(column.to_numpy().astype(kind))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SpecError(
+            f"column {column.name} must hold numbers, got {column.dtype} values "
+            f"({error})"
+        ) from error
 
 
 def sorted_rows(frame: pd.DataFrame) -> pd.DataFrame:

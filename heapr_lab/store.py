@@ -7,7 +7,6 @@ and that a result once computed is read back instead.
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +14,13 @@ from typing import Any, TypeVar
 import filelock
 
 from heapr_lab.artefacts import (
-    REMEDY,
+    cache_dir,
     checksum,
     load_state,
     read_frame,
     read_json,
     read_metadata,
+    remedy,
     replacing,
     save_state,
     share_mode,
@@ -45,6 +45,7 @@ __all__ = [
     "read_frame",
     "read_json",
     "read_metadata",
+    "remedy",
     "replacing",
     "save_state",
     "share_mode",
@@ -80,15 +81,6 @@ def paper_dir() -> Path:
 def figures_dir() -> Path:
     """The folder of the committed figures."""
     return project_dir() / "figures"
-
-
-def cache_dir() -> Path:
-    """`$HEAPR_CACHE_DIR`, else `heapr_lab` in the user's cache folder."""
-    asked = os.environ.get("HEAPR_CACHE_DIR")
-    if asked:
-        return Path(asked).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "heapr_lab"
 
 
 def cache_path(kind: str, key: Mapping[str, Any], *, extension: str) -> Path:
@@ -217,11 +209,11 @@ def _check_key(path: Path, key: Mapping[str, Any]) -> None:
     if not key_path.exists():
         raise CacheError(
             f"{path} is foreign: {key_path.name}, which would say what it was made "
-            f"for, is not beside it; {REMEDY}"
+            f"for, is not beside it; {remedy(path)}"
         )
     stored = read_json(key_path)
     if canonical_json(stored) != canonical_json(dict(key)):
         raise CacheError(
             f"{path} was made for another key, found {canonical_json(stored)}, "
-            f"expected {canonical_json(dict(key))}; {REMEDY}"
+            f"expected {canonical_json(dict(key))}; {remedy(path)}"
         )

@@ -239,9 +239,12 @@ class ImportanceTable:
         frame, metadata = store.read_frame(path, wanted)
         del metadata["kind"]
         try:
+            _check_metadata(metadata)
             return cls(frame, metadata)
         except SpecError as error:
-            raise CacheError(f"{path} is damaged: {error}") from error
+            raise CacheError(
+                f"{path} is damaged: {error}; {store.remedy(Path(path))}"
+            ) from error
 
     # --- display ----------------------------------------------------------------
 
@@ -276,3 +279,26 @@ class ImportanceTable:
         except SpecError as error:  # what is wrong is shown; a display never fails
             return str(error)
         return "  ".join(f"{value:.3g}" for value in quantiles)
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Make sure that what a file says of its table is of the kinds that are written.
+
+    Raises:
+        SpecError: it is not.
+    """
+    kinds: dict[str, type] = {
+        "N": int,
+        "spec": dict,
+        "spec_hash": str,
+        "architecture": dict,
+        "provenance": dict,
+    }
+    for name, kind in kinds.items():
+        value = metadata.get(name)
+        negative = isinstance(value, int) and value <= 0
+        if name in metadata and (negative or not isinstance(value, kind)):
+            raise SpecError(
+                f"its metadata has {name}={str(value)[:40]}, expected "
+                f"{'a positive number' if kind is int else f'a {kind.__name__}'}"
+            )
