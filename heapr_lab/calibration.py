@@ -155,12 +155,14 @@ def load_calibration(
         split: `train`, `validation` or `test`.
 
     Raises:
-        SpecError: a number is not positive, or the mixture cannot be read.
+        SpecError: a number is not positive, the seed too large, or the mixture cannot
+            be read.
         CorpusError: a corpus cannot be had, or has fewer windows than asked for; the
             message gives the number available.
     """
     whole_number(n_sequences, name="n_sequences")
     whole_number(seq_len, name="seq_len", least=2)
+    check_seed(seed)
     parts, sources = [], []
     for name, count in _shares(corpus, n_sequences).items():
         text = load_corpus(name, split=split)
@@ -212,6 +214,29 @@ def load_windows(
         )
     provenance = {"corpus": corpus, "split": split, "sources": [text.provenance]}
     return CalibrationSet(windows[:wanted], provenance)
+
+
+def check_seed(seed: int) -> None:
+    """Make sure that windows can be drawn with `seed`.
+
+    Raises:
+        SpecError: it has more than 64 bits.
+    """
+    if not -(2**63) <= seed < 2**63:
+        raise SpecError(f"seed is {seed}, expected a whole number from -2⁶³ to 2⁶³ - 1")
+
+
+def corpora_of(corpus: str) -> tuple[str, ...]:
+    """The corpora of a mixture, or the one that is no mixture.
+
+    Raises:
+        SpecError: the mixture cannot be read.
+
+    Example:
+        >>> corpora_of("0.7*pydocs + 0.3*ptb")
+        ('pydocs', 'ptb')
+    """
+    return tuple(_shares(corpus, 1))
 
 
 def _shares(corpus: str, n_sequences: int) -> dict[str, int]:

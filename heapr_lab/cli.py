@@ -6,31 +6,51 @@ progress and errors go to standard error.
 """
 
 import dataclasses
+import errno
 import functools
 import json
 import math
 import threading
 import webbrowser
+from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from heapr_lab import options
-from heapr_lab.specs import HeaprLabError, SpecError
+from heapr_lab import options, preflight
+from heapr_lab.failures import line_of, line_of_interrupt
+from heapr_lab.specs import SpecError
+
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+"""Files of which a tokenizer needs one."""
 
 
 class _Commands(TyperGroup):
-    """The commands; an error that was foreseen is one line and exit status 2."""
+    """The commands; what a user can do something about is one line.
+
+    The exit status is 2 then, and 130 after Control-C.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except HeaprLabError as error:
-            message = " ".join(str(error).split())
-            typer.echo(f"heapr-lab: {message}", err=True)
+        except KeyboardInterrupt as error:
+            _say(line_of_interrupt(ctx.invoked_subcommand))
+            raise typer.Exit(130) from error
+        except Exception as error:
+            line = line_of(error)
+            if line is None or getattr(error, "errno", None) == errno.EPIPE:
+                raise  # click ends quietly where nobody reads on
+            _say(line)
             raise typer.Exit(2) from error
+
+
+def _say(message: str) -> None:
+    """One line on standard error."""
+    typer.echo(f"heapr-lab: {' '.join(message.split())}", err=True)
 
 
 app = typer.Typer(
@@ -42,6 +62,24 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"heapr-lab {version('heapr-lab')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    _shown: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command(epilog=options.SCORE_EXAMPLES)
@@ -70,9 +108,14 @@ def score(
 
     The table stays in the cache, from which the other commands take it.
     """
+    if out is not None:
+        preflight.check_file(out, suffix=".parquet")
     from heapr_lab import headless
+    from heapr_lab.calibration import check_seed
     from heapr_lab.pipeline import Setting
 
+    check_seed(seed)
+    preflight.check_corpora([corpus], split="train")
     bench = headless.open_bench(
         model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
     )
@@ -147,8 +190,8 @@ def prune(
     of: Annotated[
         str,
         typer.Option(
-            help="The ratio counts: routed atoms, parameters of the whole model, its "
-            "bytes, or routed flops."
+            help="What the ratio counts: routed atoms (atoms), parameters of the whole "
+            "model (model), its bytes (bytes), or FLOPs of the routed experts (flops)."
         ),
     ] = "atoms",
     price: Annotated[
@@ -192,11 +235,9 @@ def prune(
     The importance comes from a file of `score`, and then the model is never loaded: its
     files are sliced one tensor at a time. Without such a file it comes from the cache,
     measured if it is not there, and what stays in a checkpoint makes up for what goes.
-
-    Raises:
-        SpecError: the options contradict each other.
     """
     from heapr_lab import headless
+    from heapr_lab.calibration import check_seed
     from heapr_lab.checkpoints import check_new
     from heapr_lab.export import Chosen, facts_of, savings, with_model
     from heapr_lab.methods import find_method
@@ -209,19 +250,9 @@ def prune(
     # Rounds score anew what a round of elimination has counted already.
     alone = importance is not None or rounds > 1
     estimator = estimator or (method_of.of_table if alone else method_of.estimator)
-    searched = max_rise is not None or max_latency is not None
-    if importance is not None and (rounds > 1 or searched):
-        raise SpecError(
-            "--rounds, --max-rise and --max-latency run the model: leave --importance "
-            "out"
-        )
-    if sum(given is not None for given in (ratio, max_rise, max_latency)) != 1:
-        raise SpecError(
-            "how much goes has to be said once: give --ratio, --max-rise or "
-            "--max-latency"
-        )
-
-    source = model_folder(model)
+    _check_amount(
+        ratio, max_rise, max_latency, alone=importance is not None, rounds=rounds
+    )
     to_folder = out is not None and out.suffix != ".parquet"
     open_bench = functools.cache(
         functools.partial(
@@ -238,23 +269,31 @@ def prune(
         "multiple": multiple,
         "of": of,
         "price": price,
-        "exclude_layers": [int(layer) for layer in _names(exclude_layers)],
+        "exclude_layers": preflight.layer_numbers(exclude_layers),
         "min_atoms": min_atoms,
         "protect_outliers": protect_outliers,
         "protect_unrouted": protect_unrouted,
     }
     headless.check_choice(choice)
     if out is not None and to_folder:
+        preflight.check_folder(out)
         check_new(out)
+    elif out is not None:
+        preflight.check_file(out)
+    source = model_folder(model)
+    preflight.check_layers(source, choice["exclude_layers"])
+    if importance is None:
+        check_seed(seed)
+        preflight.check_corpora([corpus], split="train")
+    measured = corpus if perplexity is None and importance is None else perplexity
+    preflight.check_corpora(_names(measured or ""), split="test")
     setting = Setting(
         0.0, estimator, calibration=corpus, n_sequences=n_sequences, seed=seed
     )
     if importance is None:
         table = open_bench().importance(setting)
-        measured = corpus if perplexity is None else perplexity
     else:
         table = headless.own_table(importance, source, name=model)
-        measured = perplexity or ""
     if structure in {"aligned", "uniform"} and multiple is None:
         choice["multiple"] = default_multiple(table)
     if max_rise is not None:
@@ -281,10 +320,11 @@ def prune(
         keep.write(out)
     elif out is not None:
         headless.write_pruned(
-            out, made, source=source, name=model, corpora=_names(measured),
+            out, made, source=source, name=model, corpora=_names(measured or ""),
             facts=facts_of(table, keep, source=files, seq_len=seq_len),
             bench=open_bench,
         )  # fmt: skip
+        _say_if_without_tokenizer(source, out)
     saved = savings(
         keep, table, seq_len=seq_len, source=files, written=out if to_folder else None
     )
@@ -302,6 +342,7 @@ def export_gguf(
     as_json: options.AsJson = False,
 ) -> None:
     """Write a uniform checkpoint as a GGUF file, for llama.cpp."""
+    preflight.check_file(out)
     from heapr_lab.gguf_file import write_gguf
     from heapr_lab.progress import progress_bar
 
@@ -334,8 +375,11 @@ def evaluate(
 
     Of the dense model, or under a mask of `prune`.
     """
+    _check_asked(_names(corpora), _names(tasks), kl=kl, masked=mask is not None)
     from heapr_lab import headless
 
+    preflight.check_corpora(_names(corpora), split="test")
+    preflight.check_tasks(_names(tasks))
     bench = headless.open_bench(
         model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
     )
@@ -417,24 +461,28 @@ def train_lab_model(
     start_from: Annotated[
         Path | None, typer.Option(help="Earlier lab model to go on from, with --steps.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=-(2**32), max=2**32, help="Of weights and batches."),
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: options.AsJson = False,
 ) -> None:
     """Train the lab model, or go on training it.
 
     The same seed and steps give the same model.
-
-    Raises:
-        SpecError: there is no such recipe.
     """
+    for folder in (out, work):
+        if folder is not None:
+            preflight.check_folder(folder)
     from heapr_lab import lab_card, lab_model, store
     from heapr_lab.lab_run import RECIPES
+    from heapr_lab.models import check_device
     from heapr_lab.progress import progress_bar
 
     _check_start(start_from, steps)
-    if recipe not in RECIPES:
-        raise SpecError(f"recipe {recipe!r}: expected one of {', '.join(RECIPES)}")
+    _check_recipe(recipe, RECIPES)
+    check_device(device)
     out = out or store.lab_model_dir(recipe)
     work = work or store.cache_dir() / f"lab_training-{recipe}"
     runs = [dataclasses.replace(r, seed=r.seed + seed) for r in RECIPES[recipe]]
@@ -508,7 +556,9 @@ def panel(
     Needs Voilà: pip install 'heapr-lab[app]'. With &theme=dark the page is dark.
     """
     from heapr_lab.app import panel_source, serve
+    from heapr_lab.models import check_device
 
+    check_device(device)
     code = panel_source(
         source, profile=profile, device=device, dtype=dtype, folder=Path.cwd()
     )
@@ -526,9 +576,77 @@ def panel(
 # --- what the commands share ------------------------------------------------------
 
 
+def _check_amount(
+    ratio: float | None,
+    max_rise: float | None,
+    max_latency: float | None,
+    *,
+    alone: bool,
+    rounds: int,
+) -> None:
+    """Make sure that how much goes is said once, and can be found.
+
+    Args:
+        ratio: as `prune`.
+        max_rise: as `prune`.
+        max_latency: as `prune`.
+        alone: whether there is a file of importance, and no model.
+        rounds: as `prune`.
+
+    Raises:
+        SpecError: it is said otherwise.
+    """
+    searched = max_rise is not None or max_latency is not None
+    if alone and (rounds > 1 or searched):
+        raise SpecError(
+            "--rounds, --max-rise and --max-latency run the model: leave --importance "
+            "out"
+        )
+    if sum(given is not None for given in (ratio, max_rise, max_latency)) != 1:
+        raise SpecError(
+            "how much goes has to be said once: give --ratio, --max-rise or "
+            "--max-latency"
+        )
+
+
+def _check_asked(
+    corpora: list[str], tasks: list[str], *, kl: bool, masked: bool
+) -> None:
+    """Make sure that there is something to measure.
+
+    Raises:
+        SpecError: there is nothing, or nothing to compare with.
+    """
+    if not corpora and not tasks:
+        raise SpecError("nothing to measure: give --corpora, --tasks or both")
+    if kl and not masked:
+        raise SpecError(
+            "KL is that of a pruned model from the dense one, and there is no mask; "
+            "give one (--mask), or leave --kl out"
+        )
+
+
+def _say_if_without_tokenizer(source: Path, checkpoint: Path) -> None:
+    if not any(any(source.glob(name)) for name in _VOCABULARIES):
+        _say(
+            f"there is no tokenizer in {source}, and so none in {checkpoint}: copy "
+            "that of the base model there before it is evaluated"
+        )
+
+
 def _check_start(start_from: Path | None, steps: int | None) -> None:
     if start_from is not None and steps is None:
         raise typer.BadParameter("--start-from needs --steps: how long to go on")
+
+
+def _check_recipe(recipe: str, known: Iterable[str]) -> None:
+    """Make sure that there is a recipe of that name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if recipe not in known:
+        raise SpecError(f"recipe {recipe!r}: expected one of {', '.join(known)}")
 
 
 def _names(text: str) -> list[str]:
@@ -547,6 +665,8 @@ def _reproduce(
     n_workers: int | None,
     as_json: bool,
 ) -> None:
+    if out is not None:
+        preflight.check_folder(out)
     from heapr_lab.reproduce import reproduce as make
 
     summary = make(

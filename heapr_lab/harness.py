@@ -116,6 +116,17 @@ def run_tasks(
     return _tidy(output, loaded["tasks"])
 
 
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Make sure that the harness has these tasks, and their items can be had.
+
+    Raises:
+        CorpusError: the items of a task cannot be had here.
+        SpecError: there is no task of that name.
+    """
+    with _quiet():
+        _load(list(tasks))
+
+
 def continuation_task(
     corpus: Corpus, *, n_items: int = 400, seed: int = 0
 ) -> "ConfigurableTask":

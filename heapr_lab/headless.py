@@ -82,6 +82,7 @@ def _check_norms(
     Raises:
         SpecError: they are not.
     """
+    table.column("w_down_sq")  # refused where it is missing
     frame = table.frame
     first = frame[frame["expert"].eq(0)]
     for layer, expected in norms.items():

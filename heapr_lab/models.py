@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ LAB = "lab"
 
 WEIGHTS_VERSION = "v2:"
 """How a hash of weights begins; those that have no version sampled the values."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Those that everything here can be computed in."""
 
 
 def load_model(
@@ -40,9 +43,10 @@ def load_model(
             `float32`, `bfloat16`, ... or a torch dtype.
 
     Raises:
-        SpecError: there is no such model, its files are damaged, or the dtype has no
-            such name.
+        SpecError: there is no such device here, no such model, its files are damaged,
+            or the dtype has no such name.
     """
+    check_device(device)
     path = _resolve(name_or_path)
     on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     chosen = _dtype(dtype, on_gpu=on_gpu)
@@ -54,7 +58,37 @@ def load_model(
     model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
         model.to("cpu" if device == "auto" else device)
+    if model.dtype == torch.float64:  # the grouped kernels, the default, know no such
+        model.set_experts_implementation("eager")
     return model.eval(), tokenizer
+
+
+def check_device(device: str) -> None:
+    """Make sure that tensors can be put on `device`, which may be `auto`.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    if device == "auto":
+        return
+    try:
+        there = torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = textwrap.shorten(str(error), width=80, placeholder=" …")
+        raise SpecError(
+            f"device is {device!r}, which cannot be used here ({why}): give one of "
+            f"{_devices_here()}"
+        ) from error
+    if there.is_meta:
+        raise SpecError(
+            f"device is {device!r}, which holds no values: give one of "
+            f"{_devices_here()}"
+        )
+
+
+def _devices_here() -> str:
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return ", ".join(["auto", "cpu", *gpus])
 
 
 def model_folder(name_or_path: str | Path) -> Path:
@@ -89,12 +123,10 @@ def _resolve(name_or_path: str | Path) -> str:
 
 
 def _dtype(dtype: str | torch.dtype, *, on_gpu: bool) -> str | torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
     if dtype == "auto":
         return "auto" if on_gpu else torch.float32
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
+    if found not in _DTYPES:
         raise SpecError(
             f"dtype is {dtype!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or "
             "'float64'"

@@ -21,6 +21,8 @@ CHOICES = {
     "of": ("atoms", "model", "bytes", "flops"),
 }
 """The settings that are one of a few words."""
+_TOO_MANY = 2**31
+"""Atoms that no expert has."""
 
 
 def exact_ratio(value: Any, *, name: str = "pruning ratio") -> Fraction:
@@ -123,6 +125,10 @@ class Rules:
             value = getattr(self, name)
             if value is not None:
                 number = whole_number(value, name=name, least=least)
+                if number >= _TOO_MANY:
+                    raise SpecError(
+                        f"{name} is {number:,}: no expert has so many atoms"
+                    )
                 object.__setattr__(self, name, number)
         for name in ("protect_outliers", "price"):
             value = getattr(self, name)

@@ -34,6 +34,7 @@ LAYERS = (
         "pydocs",
         "provenance",
         "folders",
+        "failures",
     },
     {"dispatch", "rankings", "corpora", "models"},
     {"active", "calibration", "lab_run"},
@@ -52,7 +53,7 @@ LAYERS = (
     {"experiments", "figures", "damage", "workers"},
     {"budgets"},
     {"export", "sessions", "notebooks", "options", "reports", "lab_card"},
-    {"explorer", "reproduce", "headless", "app"},
+    {"explorer", "reproduce", "headless", "app", "preflight"},
     {"cli", "extension"},
     {"__main__"},
 )

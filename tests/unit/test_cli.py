@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import TINY, refused, run, text_of
 from tiny_folder import write_model, write_text
-from typer.testing import CliRunner
 
 from heapr_lab import budgets, headless
-from heapr_lab.cli import app
 from heapr_lab.estimators import ESTIMATORS
 from heapr_lab.masks import KeepMask
 from heapr_lab.specs import CacheError
@@ -19,9 +18,6 @@ COMMANDS = (
     "score", "prune", "export-gguf", "evaluate", "figures", "reproduce",
     "train-lab-model",
 )  # fmt: skip
-TINY = ("--profile", "small", "--seq-len", "32")
-BAR = "Loading weights"
-"""How the bar of transformers begins."""
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
 
@@ -35,33 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_text(root / "text.txt")
     run("score", root / "moe", "--out", root / "table.parquet", *text_of(root))
     return root
-
-
-def text_of(root: Path) -> tuple[str, ...]:
-    """The options that calibrate on little of the text."""
-    return ("--corpus", str(root / "text.txt"), *TINY)
-
-
-def invoke(*arguments: object) -> Any:
-    """The result of the command line."""
-    return CliRunner().invoke(app, [str(part) for part in arguments])
-
-
-def run(*arguments: object) -> str:
-    """The output of a command that has to succeed."""
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    return str(result.stdout)
-
-
-def refused(*arguments: object) -> str:
-    """The message of a command that has to be refused without a traceback."""
-    result = invoke(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    lines = result.stderr.splitlines()
-    return "\n".join(line for line in lines if line and not line.startswith(BAR))
 
 
 def prune(root: Path, *arguments: object) -> dict[str, Any]:

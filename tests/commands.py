@@ -1,0 +1,47 @@
+"""The command line, called in this process on tiny models."""
+
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from heapr_lab.cli import app
+
+TINY = ("--profile", "small", "--seq-len", "32")
+BAR = "Loading weights"
+"""How the bar of transformers begins."""
+
+
+def text_of(root: Path) -> tuple[str, ...]:
+    """The options that calibrate on little of the text."""
+    return ("--corpus", str(root / "text.txt"), *TINY)
+
+
+def invoke(*arguments: object) -> Any:
+    """The result of the command line."""
+    return CliRunner().invoke(app, [str(part) for part in arguments])
+
+
+def run(*arguments: object) -> str:
+    """The output of a command that has to succeed."""
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def refused(*arguments: object) -> str:
+    """The message of a command that has to be refused without a traceback."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    return "\n".join(line for line in lines if line and not line.startswith(BAR))
+
+
+def one_line(*arguments: object) -> str:
+    """The one line of a command that has to be refused."""
+    message = refused(*arguments)
+    assert message.startswith("heapr-lab: ")
+    assert "\n" not in message
+    return message
