@@ -270,7 +270,24 @@ def _file_corpus(path: Path, split: str) -> Corpus:
         texts = _read_parquet_column(path, None)
     if not texts:
         raise CorpusError(f"corpus file {str(path)!r} holds no text")
+    _check_unicode(texts, path)
     return Corpus(str(path), split, texts, f"file {path.name}, used whole")
+
+
+def _check_unicode(texts: tuple[str, ...], path: Path) -> None:
+    """Make sure that every text can be written as UTF-8 again.
+
+    Raises:
+        CorpusError: one of them has half of a surrogate pair, as JSON may.
+    """
+    for number, text in enumerate(texts, start=1):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CorpusError(
+                f"corpus file {str(path)!r}, text {number}: {error.reason} (character "
+                f"{error.start}): half of a pair that is one character; mend the text"
+            ) from error
 
 
 def _read_jsonl(path: Path) -> tuple[str, ...]:
@@ -282,9 +299,10 @@ def _read_jsonl(path: Path) -> tuple[str, ...]:
             text = json.loads(line)["text"]
             if not isinstance(text, str):
                 raise TypeError
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorpusError(
-                f"{path}, line {number}: expected a JSON object with a 'text' field"
+                f"{path}, line {number}: expected a JSON object with a 'text' field "
+                f"({str(error)[:80] or type(error).__name__})"
             ) from error
         texts.append(text)
     return tuple(texts)
@@ -296,6 +314,10 @@ def _read_utf8(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise CorpusError(
             f"corpus file {str(path)!r} is not UTF-8 ({error}): convert it"
+        ) from error
+    except OSError as error:
+        raise CorpusError(
+            f"corpus file {str(path)!r} cannot be read ({error.strerror})"
         ) from error
 
 
@@ -311,7 +333,7 @@ def _read_parquet_column(path: Path, column: str | None) -> tuple[str, ...]:
                 f"{path} has the columns {names}, expected one called 'text'"
             )
         cells = pq.read_table(path, columns=[column])[column]
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException) as error:
         raise CorpusError(f"cannot read the corpus file {path}: {error}") from error
     if cells.null_count or not (
         pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
@@ -320,4 +342,9 @@ def _read_parquet_column(path: Path, column: str | None) -> tuple[str, ...]:
             f"{path}: column {column!r} is of type {cells.type} and lacks "
             f"{cells.null_count} of {len(cells)} values, expected a text in each row"
         )
-    return tuple(cells.to_pylist())
+    try:
+        return tuple(cells.to_pylist())
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"{path}: column {column!r} is not UTF-8 ({error}): convert it"
+        ) from error
