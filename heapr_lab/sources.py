@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig
+
+from heapr_lab.folders import read_config
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,12 @@ class Source:
 
 
 def read_source(folder: Path) -> Source:
-    """What is known of the checkpoint in `folder`."""
-    config = AutoConfig.from_pretrained(folder)
-    return Source(folder, weights_bytes(folder), config.dtype)
+    """What is known of the checkpoint in `folder`.
+
+    Raises:
+        SpecError: its configuration is damaged.
+    """
+    return Source(folder, weights_bytes(folder), read_config(folder).dtype)
 
 
 def source_of(model: Any) -> Source | None:
