@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from heapr_lab import store
+from heapr_lab import hub, store
 from heapr_lab.folders import read_config, read_tokenizer, read_weights
 from heapr_lab.progress import silent
 from heapr_lab.specs import LayoutError, SpecError
@@ -112,6 +112,8 @@ def model_folder(name_or_path: str | Path) -> Path:
 
 def _resolve(name_or_path: str | Path) -> str:
     if str(name_or_path) != LAB:
+        if not Path(name_or_path).is_dir():
+            hub.answers()  # where it does not, only what is on disk is looked for
         return str(name_or_path)
     folder = store.lab_model_dir()
     if not (folder / "config.json").is_file():

@@ -11,7 +11,8 @@ import pytest
 from huggingface_hub import constants
 
 from heapr_lab import corpora, hub
-from heapr_lab.specs import CorpusError
+from heapr_lab.models import load_model
+from heapr_lab.specs import CorpusError, SpecError
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -118,5 +119,15 @@ def test_data_sets_of_a_hub_that_is_away_are_missed_at_once(
     for name in ("wikitext2", "ptb", "c4"):
         with pytest.raises(CorpusError, match="Set the variable, or connect"):
             corpora.load_corpus(name, split="test")
+    assert time.perf_counter() - started < 5
+    assert len(server.asked) == 1
+
+
+def test_a_model_of_a_hub_that_is_away_is_missed_at_once(server: Server) -> None:
+    """One try, then an error that names the model."""
+    server.status = 503
+    started = time.perf_counter()
+    with pytest.raises(SpecError, match=r"no/such-model"):
+        load_model("no/such-model")
     assert time.perf_counter() - started < 5
     assert len(server.asked) == 1
