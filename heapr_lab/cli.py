@@ -24,9 +24,6 @@ from heapr_lab import options, preflight
 from heapr_lab.failures import line_of, line_of_interrupt
 from heapr_lab.specs import SpecError
 
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
-"""Files of which a tokenizer needs one."""
-
 
 class _Commands(TyperGroup):
     """The commands; what a user can do something about is one line.
@@ -627,7 +624,9 @@ def _check_asked(
 
 
 def _say_if_without_tokenizer(source: Path, checkpoint: Path) -> None:
-    if not any(any(source.glob(name)) for name in _VOCABULARIES):
+    from heapr_lab.folders import has_tokenizer
+
+    if not has_tokenizer(source):
         _say(
             f"there is no tokenizer in {source}, and so none in {checkpoint}: copy "
             "that of the base model there before it is evaluated"

@@ -185,12 +185,11 @@ def check_layers(source: Path, layers: list[int]) -> None:
     """
     if not layers:
         return
-    from transformers import AutoConfig
-
     from heapr_lab.experts import find_experts
+    from heapr_lab.folders import read_config
     from heapr_lab.rules import Rules
     from heapr_lab.uniform import skeleton_of
 
-    skeleton = skeleton_of(AutoConfig.from_pretrained(source))
+    skeleton = skeleton_of(read_config(source))
     found = tuple(layer.layer for layer in find_experts(skeleton))
     Rules(exclude_layers=tuple(layers)).groups(found)
