@@ -18,12 +18,12 @@ from heapr_lab.folders import read_config
 from heapr_lab.harness import run_tasks
 from heapr_lab.iterated import prune_in_rounds
 from heapr_lab.masks import KeepMask
-from heapr_lab.models import LAB, architecture_identity
+from heapr_lab.models import LAB, WEIGHTS_VERSION, architecture_identity
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
 from heapr_lab.progress import progress_bar
 from heapr_lab.rules import Rules, as_fraction, exact_ratio
 from heapr_lab.selection import select
-from heapr_lab.shards import down_norms
+from heapr_lab.shards import squared_norms
 from heapr_lab.specs import SpecError
 from heapr_lab.surgery import masking
 from heapr_lab.table import ImportanceTable
@@ -54,7 +54,7 @@ def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
     """The importance table in a file, if it was measured on the model in `source`.
 
     The model is not loaded: its configuration is compared, and the squared norms that
-    the table has of its weights with those of some of the weights.
+    the table has of every atom's weights with those of the files, which are read once.
 
     Raises:
         SpecError: it was measured on another model, or does not say.
@@ -70,29 +70,46 @@ def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
             f"{path} was measured while a mask was active, not on {name} as it is; "
             "make it with `heapr-lab score`"
         )
-    _check_norms(down_norms(source, skeleton), table, path=path, name=name)
+    _check_norms(squared_norms(source, skeleton), table, path=path, name=name)
     return table
 
 
+_NORMS_DIFFER = {"bfloat16": 1e-2, "float16": 1e-2}
+"""How far rounding to a type moves a squared norm; in wider ones sums differ only."""
+
+
 def _check_norms(
-    norms: dict[int, np.ndarray], table: ImportanceTable, *, path: Path, name: str
+    norms: dict[int, dict[str, np.ndarray]],
+    table: ImportanceTable,
+    *,
+    path: Path,
+    name: str,
 ) -> None:
     """Make sure that a table's squared norms are those of the model's weights.
 
     Raises:
         SpecError: they are not.
     """
-    table.column("w_down_sq")  # refused where it is missing
-    frame = table.frame
-    first = frame[frame["expert"].eq(0)]
-    for layer, expected in norms.items():
-        found = first.loc[first["layer"].eq(layer), "w_down_sq"].to_numpy()
-        # Rounding to another dtype moves a norm by less than a hundredth.
-        if len(found) != len(expected) or not np.allclose(found, expected, rtol=1e-2):
-            raise SpecError(
-                f"{path} was made for another model than {name}: its weights in layer "
-                f"{layer} have other norms; make it from this model"
-            )
+    frame, spec = table.frame, table.metadata["spec"]
+    tolerance = _NORMS_DIFFER.get(spec["model"].get("dtype"), 1e-4)
+    for layer, own in norms.items():
+        rows = frame[frame["layer"].eq(layer)]
+        for column, expected in own.items():
+            table.column(column)  # refused where it is missing
+            found = rows[column].to_numpy()
+            if len(found) != expected.size:
+                raise SpecError(
+                    f"{path} was made for another model than {name}: it has "
+                    f"{len(found)} atoms in layer {layer}, the model {expected.size}; "
+                    "make it from this model"
+                )
+            same = np.isclose(found, expected.ravel(), rtol=tolerance, atol=0)
+            if not same.all():
+                raise SpecError(
+                    f"{path} was made for another model than {name}: the weights of "
+                    f"expert {int(np.argmin(same)) // expected.shape[1]} in layer "
+                    f"{layer} have other norms ({column}); make it from this model"
+                )
 
 
 def own_mask(path: Path, bench: Workbench, *, name: str) -> KeepMask:
@@ -119,6 +136,13 @@ def _check_identity(
         raise SpecError(
             f"{path} does not say which model it was made for; make it with "
             "`heapr-lab score` or `heapr-lab prune`"
+        )
+    if not str(found.get("weights")).startswith(WEIGHTS_VERSION):
+        raise SpecError(
+            f"{path} was made by an earlier version of heapr_lab, which looked at some "
+            f"of the weights only, so that it cannot be told whether it is of {name}: "
+            "make it again, a table with `heapr-lab score`, a mask with `heapr-lab "
+            "prune`"
         )
     # Not the dtype: a table measured in bfloat16 serves the same weights in float32.
     differ = [

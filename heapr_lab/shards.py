@@ -8,15 +8,15 @@ of the same name, laid out as safetensors' own writer lays it out.
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import nn
 
-from heapr_lab.experts import find_experts
+from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.masks import KeepMask
-from heapr_lab.slice_plan import Planner, SlicedFile
+from heapr_lab.slice_plan import Piece, Planner, SlicedFile
 from heapr_lab.specs import CacheError, SpecError
 from heapr_lab.store import checksum, read_json, write_json
 from heapr_lab.tensor_files import INDEX, TORCH, Stored, read_source
@@ -82,27 +82,50 @@ def slice_files(
     return written
 
 
-def down_norms(source: Path, skeleton: nn.Module) -> dict[int, np.ndarray]:
-    """Squared norm of each column of W_down of every MoE layer's first expert, (I,).
+def squared_norms(
+    source: Path, skeleton: nn.Module
+) -> dict[int, dict[str, np.ndarray]]:
+    """`w_down_sq`, `w_up_sq` and, with a gate, `w_gate_sq` of every MoE layer: (E, I).
 
     Arguments and errors are those of `slice_files`. By these numbers a table of the
-    same model is known without loading it.
+    same model is known without loading it; all weights of experts are read once.
     """
-    layers = {f"{layer.name}.down_proj": layer for layer in find_experts(skeleton)}
-    full = KeepMask(
-        {k.layer: np.ones((k.n_experts, k.d_inter), bool) for k in layers.values()}
-    )
+    layers = find_experts(skeleton)
+    full = KeepMask({k.layer: np.ones((k.n_experts, k.d_inter), bool) for k in layers})
+    columns = {name: (k, own) for k in layers for name, own in _columns_of(k).items()}
+    found: dict[int, dict[str, np.ndarray]] = {k.layer: {} for k in layers}
     stored, _ = read_source(source)
-    found = {}
     for file in Planner(skeleton, full, stacked=False).files(stored):
         with file.source.open("rb") as stream:
             for piece in file.pieces:
-                name = piece.weight.name if piece.weight else ""
-                if name in layers and piece.experts[0] == 0:
-                    raw = torch.from_numpy(next(piece.data(stream)))
-                    columns = raw.view(TORCH[piece.tensor.dtype]).double()
-                    found[layers[name].layer] = columns.square().sum(0).numpy()
+                if piece.weight is not None and piece.weight.name in columns:
+                    layer, names = columns[piece.weight.name]
+                    norms = found[layer.layer].setdefault(
+                        names[piece.part], np.zeros((layer.n_experts, layer.d_inter))
+                    )
+                    norms[piece.experts[0]] = _atom_norms(piece, stream)
     return found
+
+
+def _columns_of(layer: ExpertsLayer) -> dict[str, tuple[str, ...]]:
+    """Each weight matrix of a layer's experts, with a table's columns for its parts."""
+    up = (
+        {"gate_up_proj": ("w_gate_sq", "w_up_sq")}
+        if layer.gated
+        else {"up_proj": ("w_up_sq",)}
+    )
+    every = {**up, "down_proj": ("w_down_sq",)}
+    return {f"{layer.name}.{name}": columns for name, columns in every.items()}
+
+
+def _atom_norms(piece: Piece, stream: BinaryIO) -> np.ndarray:
+    """Squared norm of what each atom has in a part of an expert, (I,)."""
+    raw = torch.from_numpy(next(piece.data(stream)))
+    weight = raw.view(TORCH[piece.tensor.dtype])  # (D, I) of W_down, else (I, D)
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32)).numpy()
+    down = piece.weight is not None and piece.weight.name.endswith("down_proj")
+    norms: np.ndarray = np.einsum("da,da->a" if down else "ad,ad->a", wide, wide)
+    return norms
 
 
 # --- the folder -------------------------------------------------------------------

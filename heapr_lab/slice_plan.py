@@ -144,6 +144,8 @@ class Piece:
     """Which of the parts that lie there stay."""
     stacked: bool = False
     transposed: bool = False
+    part: int = 0
+    """The part that it is, where it is one."""
 
     @property
     def dtype(self) -> Any:
@@ -334,6 +336,7 @@ class Planner:
                 experts=range(expert, expert + 1),
                 start=start,
                 transposed=turned,
+                part=found.part,
             )
             return
         each = [(e, p) for e in range(n_experts) for p in range(weight.n_parts)]
@@ -359,6 +362,7 @@ class Planner:
                 start=start + expert * found.tensor.n_bytes // n_experts,
                 parts=tuple(part == p for p in range(weight.n_parts)),
                 transposed=turned,
+                part=part,
             )
 
     def _name(self, weight: ExpertWeight, *, expert: int, part: int) -> str:
