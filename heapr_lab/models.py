@@ -99,6 +99,7 @@ def model_folder(name_or_path: str | Path) -> Path:
     """
     path = Path(_resolve(name_or_path))
     if path.is_dir():
+        read_config(path)
         return path
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
     try:
