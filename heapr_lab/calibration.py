@@ -9,6 +9,7 @@ set.
 import hashlib
 import json
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from heapr_lab import store
-from heapr_lab.corpora import Corpus, load_corpus
+from heapr_lab.corpora import Corpus, load_corpus, source_key
 from heapr_lab.specs import CorpusError, SpecError, canonical_json, whole_number
 from heapr_lab.summaries import card_html
 from heapr_lab.tokens import tokenise
@@ -237,6 +238,15 @@ def corpora_of(corpus: str) -> tuple[str, ...]:
         ('pydocs', 'ptb')
     """
     return tuple(_shares(corpus, 1))
+
+
+def windows_key(corpus: str, *, split: str) -> tuple[Hashable, ...]:
+    """What tells a corpus or mixture, with its texts as they are now, from any other.
+
+    Raises:
+        SpecError: the mixture cannot be read.
+    """
+    return corpus, *(source_key(name, split=split) for name in corpora_of(corpus))
 
 
 def _shares(corpus: str, n_sequences: int) -> dict[str, int]:

@@ -23,7 +23,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from heapr_lab.specs import CorpusError
 from heapr_lab.summaries import card_html
 
 SPLITS = ("train", "validation", "test")
+_FILE_TYPES = (".txt", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -163,18 +164,60 @@ def load_corpus(name: str, *, split: str = "train") -> Corpus:
     """
     if split not in SPLITS:
         raise CorpusError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
-    if Path(name).suffix in {".txt", ".jsonl", ".parquet"}:
+    if Path(name).suffix in _FILE_TYPES:
         return _file_corpus(Path(name), split)
-    return _named_corpus(name, split, os.environ.get("HEAPR_DATA_DIR"))
+    return _named_corpus(name, split, _source_file(name, split))
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file or folder as it is now: another one once it is written to or replaced."""
+
+    path: Path
+    state: tuple[int, ...]
+    """Device, inode, size, and when it changed; nothing where it is not there."""
+
+    @classmethod
+    def at(cls, path: Path) -> "_File":
+        """The file that `path` names from this folder."""
+        path = path.absolute()
+        try:
+            now = path.stat()
+        except (OSError, ValueError):  # whoever reads it says what is wrong
+            return cls(path, ())
+        times = now.st_mtime_ns, now.st_ctime_ns
+        return cls(path, (now.st_dev, now.st_ino, now.st_size, *times))
+
+
+def source_key(name: str, *, split: str) -> Hashable:
+    """What tells the texts of a corpus from those it had when it was last asked for.
+
+    Without reading them: the file that they are in, as it is now.
+    """
+    return name, split, _source_file(name, split)
+
+
+def _source_file(name: str, split: str) -> _File | None:
+    """The local file that a corpus is read from, or where `datasets` looks first."""
+    if Path(name).suffix in _FILE_TYPES:
+        return _File.at(Path(name))
+    if name not in _DATASETS:
+        return None
+    dataset = _DATASETS[name]
+    folder = _local_folder(dataset, os.environ.get("HEAPR_DATA_DIR"))
+    if folder is None:
+        return _File.at(Path(dataset.hub_path))
+    stem = dataset.local["train" if _single(dataset) else split]
+    return _File.at(folder / f"{stem}.parquet")
 
 
 @functools.lru_cache(maxsize=32)
-def _named_corpus(name: str, split: str, data_dir: str | None) -> Corpus:
+def _named_corpus(name: str, split: str, file: _File | None) -> Corpus:
     if name == "pydocs" or name.startswith("pydocs:"):
         texts, source = harvested(name.partition(":")[2])
         return _hash_split(name, split, texts, source)
-    if name in _DATASETS:
-        return _dataset_corpus(name, split, data_dir)
+    if file is not None:
+        return _dataset_corpus(name, split, file)
     raise CorpusError(
         f"corpus {name!r} is unknown: expected one of {', '.join(corpus_names())}, "
         "or the path of a .txt, .jsonl or .parquet file"
@@ -195,11 +238,10 @@ def _split_of(text: str) -> str:
 # --- data sets and files --------------------------------------------------------
 
 
-def _dataset_corpus(name: str, split: str, data_dir: str | None) -> Corpus:
+def _dataset_corpus(name: str, split: str, file: _File) -> Corpus:
     dataset = _DATASETS[name]
-    folder = _local_folder(dataset, data_dir)
-    if folder is not None:
-        return _local_corpus(name, split, dataset, folder)
+    if file.path.suffix:
+        return _local_corpus(name, split, dataset, file.path)
     return _hub_corpus(name, split, dataset)
 
 
@@ -210,13 +252,15 @@ def _local_folder(dataset: _Dataset, data_dir: str | None) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _local_corpus(name: str, split: str, dataset: _Dataset, folder: Path) -> Corpus:
-    single = set(dataset.local) == {"train"}
-    stem = dataset.local["train" if single else split]
-    path = folder / f"{stem}.parquet"
+def _single(dataset: _Dataset) -> bool:
+    """Whether it has one local split, which is dealt into three."""
+    return set(dataset.local) == {"train"}
+
+
+def _local_corpus(name: str, split: str, dataset: _Dataset, path: Path) -> Corpus:
     texts = _read_parquet_column(path, dataset.column)
-    source = f"{folder.name}/{path.name}"
-    if single:
+    source = f"{dataset.folder}/{path.name}"
+    if _single(dataset):
         return _hash_split(name, split, texts, source)
     return Corpus(name, split, texts, source)
 

@@ -12,12 +12,15 @@ The harness is imported when it is first needed, for that takes a while.
 
 import contextlib
 import functools
+import hashlib
+import itertools
 import json
 import logging
 import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +30,7 @@ from torch import nn
 from heapr_lab.continuation import continuation_items
 from heapr_lab.corpora import Corpus
 from heapr_lab.modes import evaluating
-from heapr_lab.specs import CorpusError, SpecError, whole_number
+from heapr_lab.specs import CorpusError, SpecError, digest, whole_number
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -164,6 +167,42 @@ def continuation_task(
     }
     with _quiet():
         return ConfigurableTask(config=config)
+
+
+def items_fingerprint(task: str, *, limit: int | None = None) -> dict[str, str]:
+    """What tells the items that `task` asks, and how, from any others.
+
+    Of items in `$HEAPR_TASKS_DIR`: the file's bytes and the harness's version, whose
+    stock definition it is; the harness is not imported. Of others: the documents and
+    the configuration, as the harness loads them.
+
+    Args:
+        task: a name, as `run_tasks` takes it.
+        limit: items of the task that are asked, the first ones; all by default.
+
+    Raises:
+        CorpusError: the items cannot be had here.
+        SpecError: there is no such task.
+    """
+    split, _ = _OFFICIAL_ITEMS.get(task, ("", 0))
+    path = _local_items(task, split) if split else None
+    if path is None:
+        with _quiet():
+            loaded = _load([task])["tasks"]
+        asked = {name: _asked(own, limit) for name, own in loaded.items()}
+        items = digest(asked)
+    else:
+        items = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"items": items, "harness": version("lm_eval")}
+
+
+def _asked(task: "ConfigurableTask", limit: int | None) -> list[str]:
+    """The configuration of a task and the documents it asks, as text."""
+    config = task.dump_config()
+    # Where its file lay is no part of it.
+    config["metadata"] = (config.get("metadata") or {}).get("version")
+    documents = itertools.islice(task.eval_docs, limit)
+    return [repr(config), *map(repr, documents)]
 
 
 def _as_dataset(items: pd.DataFrame, **_metadata: Any) -> dict[str, Any]:

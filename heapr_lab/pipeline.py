@@ -22,6 +22,7 @@ from heapr_lab.calibration import (
     load_calibration,
     load_windows,
     tokenizer_fingerprint,
+    windows_key,
 )
 from heapr_lab.corpora import load_corpus
 from heapr_lab.elimination import COLUMN as ELIMINATION
@@ -33,7 +34,7 @@ from heapr_lab.evaluation import (
     evaluate_perplexity,
     exp_nll,
 )
-from heapr_lab.harness import continuation_task, run_tasks
+from heapr_lab.harness import continuation_task, items_fingerprint, run_tasks
 from heapr_lab.importance import Progress, collect_statistics, statistics_spec
 from heapr_lab.masks import KeepMask
 from heapr_lab.models import LAB, load_model, model_identity
@@ -45,7 +46,7 @@ from heapr_lab.summaries import card_html
 from heapr_lab.surgery import masking
 from heapr_lab.table import ImportanceTable
 
-EVALUATION_SCHEMA = 1
+EVALUATION_SCHEMA = 2
 """Raised whenever the same input would give other numbers."""
 
 
@@ -180,7 +181,7 @@ class Workbench:
         corpus, seed, seq_len = setting.calibration, setting.seed, self.profile.seq_len
         n_sequences = self._n_sequences(setting)
         return self._remembered(
-            ("calibration", corpus, n_sequences, seq_len, seed),
+            (windows_key(corpus, split="train"), n_sequences, seq_len, seed),
             lambda: load_calibration(
                 corpus,
                 self.tokenizer,
@@ -264,7 +265,7 @@ class Workbench:
         """The held-out windows that perplexity on `corpus` is measured on."""
         seq_len, n_test = self.profile.seq_len, self.profile.n_test
         return self._remembered(
-            ("test", corpus, n_test, seq_len),
+            (windows_key(corpus, split="test"), n_test, seq_len),
             lambda: load_windows(
                 corpus, self.tokenizer, seq_len=seq_len, n_sequences=n_test
             ),
@@ -343,8 +344,8 @@ class Workbench:
         """Accuracy on a task of the harness: value, stderr, n.
 
         `continuation`, of a corpus after a colon or of pydocs, is one. The profile's
-        number of items is asked. `progress` is called with (requests done, in all),
-        where it is computed.
+        number of items is asked; a result is kept for these very items. `progress` is
+        called with (requests done, in all), where it is computed.
         """
         name, _, corpus = task.partition(":")
         if name == "continuation":
@@ -352,7 +353,12 @@ class Workbench:
                 keep, corpus or "pydocs", progress=progress
             )
         n_items = self.profile.n_items
-        key = {"task": task, "n_items": n_items, "tokenizer": self.tokenizer_id}
+        key = {
+            "task": task,
+            "n_items": n_items,
+            "tokenizer": self.tokenizer_id,
+            **items_fingerprint(task, limit=n_items),
+        }
         return self._accuracy(keep, lambda: task, key, limit=n_items, progress=progress)
 
     def _accuracy(
