@@ -265,11 +265,11 @@ def measure(
     choice: dict[str, Any] = {}
     share = ratio
     if equal == "flops":
-        paper = accounting.summary(select(table, ratio=ratio), table, seq_len=256)
+        paper = accounting.summary(select(table, ratio=ratio), table)
         share = round(float(paper["routed_flops_reduction"].iloc[0]), 9)
         choice = {"of": "flops"}
     keep, downs, cost = measured.pruned(variant, share, **choice)
-    saved = accounting.summary(keep, table, seq_len=256).iloc[0]
+    saved = accounting.summary(keep, table).iloc[0]
     rows = []
     for corpus in CORPORA:
         windows = bench.test_windows(corpus)

@@ -75,7 +75,7 @@ class Choice:
     def _constraints(self) -> list[str]:
         """What constrains the widths, where anything does."""
         parts = []
-        if self.multiple is not None and self.structure != "ragged":
+        if (self.multiple or 1) > 1 and self.structure != "ragged":
             parts.append(f"multiples of {self.multiple}")
         if self.min_atoms:
             parts.append(f"at least {self.min_atoms} atoms each")

@@ -169,18 +169,18 @@ def describe_method(choice: Choice, *, compensated: bool) -> str:
     """Which method of the command line the choice is, or how it differs from both."""
     for name, method in METHODS.items():
         if (choice.estimator, compensated) == (method.estimator, method.compensated):
-            return f"This is method {name} (--method {name}{_default(name)})."
+            return f"This is --method {name}{_default(name)}."
     name = next(n for n, m in METHODS.items() if m.compensated == compensated)
     method = METHODS[name]
     return (
-        f"Not one of the methods: --method {name}{_default(name)} is "
-        f"{method.estimator} {'with' if compensated else 'without'} compensation; on "
-        f"the command line this is --method {name} --estimator {choice.estimator}."
+        f"On the command line this is --method {name} --estimator {choice.estimator}: "
+        f"--method {name}{_default(name)} alone is {method.estimator} "
+        f"{'with' if compensated else 'without'} compensation."
     )
 
 
 def _default(name: str) -> str:
-    return ", the command line's default" if name == DEFAULT else ""
+    return " (the command line's default)" if name == DEFAULT else ""
 
 
 def _load_command(folder: Path, told: str, *, stock: bool) -> str:

@@ -171,7 +171,7 @@ class Explorer(ipw.VBox):
         self.error.value = failure(error)
         self.status.value = status(
             "These settings are infeasible. Out of date: the picture and the numbers "
-            f"of each layer are those of the last that were not, {self._drawn}."
+            f"of each layer below are still those of {self._drawn}."
         )
         self.numbers.value = self.prediction.value = ""
         for widget in (self.picture, self.behind):

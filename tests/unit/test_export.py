@@ -281,10 +281,11 @@ def test_the_panel_names_methods_as_the_command_line(root: Path) -> None:
     """Which --method a choice is, and how it differs from the default, said plainly."""
     panel = panel_of(root, bench_of(root))
     assert "--method paper" in panel.controls.method.value
-    assert "Not one of the methods: --method best" in panel.export.note.value
-    assert "elimination with compensation" in panel.export.note.value
+    assert "this is --method best --estimator heapr:" in panel.export.note.value
+    default = "default) alone is elimination with compensation"
+    assert default in panel.export.note.value
     panel.export.compensated.value = False
-    assert "This is method paper (--method paper)" in panel.export.note.value
+    assert "This is --method paper." in panel.export.note.value
     panel.controls.estimator.value = "shrunk"
     assert "--method best for a table alone" in panel.controls.method.value
     assert "--method paper --estimator shrunk" in panel.export.note.value
