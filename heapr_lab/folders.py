@@ -119,13 +119,16 @@ def read_weights(source: str | Path, **options: Any) -> Any:
             trust_remote_code=False,
             **options,
         )
-        model, found = loaded
+    model, found = loaded
+    try:
         refuse_holes(
             model,
             missing=found["missing_keys"],
             mismatched={name for name, *_ in found["mismatched_keys"]},
             unexpected=found["unexpected_keys"],
         )
+    except ValueError as error:
+        raise SpecError(f"{source}: {error}") from error
     return model
 
 

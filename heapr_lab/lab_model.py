@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, PreTrainedModel
 
-from heapr_lab import lab_run
+from heapr_lab import lab_run, store
 from heapr_lab.corpora import load_corpus
 from heapr_lab.folders import build
 from heapr_lab.lab_run import BUNDLED_RUNS, DECAY_MIXTURE, MIXTURE, TrainSpec
@@ -61,34 +61,39 @@ def train_lab_model(
         CorpusError: one of the training corpora cannot be had.
         CacheError: `work` holds the state of another specification, or the model in
             `start_from` has other shapes.
+        SpecError: another run writes to `out` or `work`.
     """
     spec = spec or TrainSpec()
     shares = dict(MIXTURE if mixture is None else mixture)
     late = dict(decay_mixture or mixture or DECAY_MIXTURE)
     torch.set_num_threads(spec.n_threads)
-    corpora = {name: load_corpus(name) for name in shares}
-    lab_run.check_work(work, spec, corpora, shares, late)
-    model: Any = build_lab_model(spec)
-    if start_from is not None:
-        lab_run.begin_from(work, start_from, model)
-    tokenizer = lab_run.fitted_tokenizer(work, spec, corpora)
-    streams = {
-        name: lab_run.token_stream(work, tokenizer, c) for name, c in corpora.items()
-    }
-    model.to(device)
-    optimizer = _optimizer(model, spec)
-    start = lab_run.restore(work, model, optimizer)
-    saved_at = time.monotonic()
-    for step in range(start, spec.n_steps):
-        now = late if step >= decay_start(spec) else shares
-        ids = _batch(streams, now, spec, step).to(device)
-        loss = _train_step(model, optimizer, ids, spec, step)
-        if on_step is not None:
-            on_step(step + 1, spec.n_steps, loss)
-        if time.monotonic() - saved_at > _SAVE_SECONDS or step + 1 == spec.n_steps:
-            lab_run.save_state(work, model, optimizer, step + 1)
-            saved_at = time.monotonic()
-    lab_run.write_model(out, model, tokenizer, spec, corpora, shares, late, start_from)
+    with store.writing(out), store.writing(work):
+        corpora = {name: load_corpus(name) for name in shares}
+        lab_run.check_work(work, spec, corpora, shares, late)
+        model: Any = build_lab_model(spec)
+        if start_from is not None:
+            lab_run.begin_from(work, start_from, model)
+        tokenizer = lab_run.fitted_tokenizer(work, spec, corpora)
+        streams = {
+            name: lab_run.token_stream(work, tokenizer, c)
+            for name, c in corpora.items()
+        }
+        model.to(device)
+        optimizer = _optimizer(model, spec)
+        start = lab_run.restore(work, model, optimizer)
+        saved_at = time.monotonic()
+        for step in range(start, spec.n_steps):
+            now = late if step >= decay_start(spec) else shares
+            ids = _batch(streams, now, spec, step).to(device)
+            loss = _train_step(model, optimizer, ids, spec, step)
+            if on_step is not None:
+                on_step(step + 1, spec.n_steps, loss)
+            if time.monotonic() - saved_at > _SAVE_SECONDS or step + 1 == spec.n_steps:
+                lab_run.save_state(work, model, optimizer, step + 1)
+                saved_at = time.monotonic()
+        lab_run.write_model(
+            out, model, tokenizer, spec, corpora, shares, late, start_from
+        )
     return out
 
 

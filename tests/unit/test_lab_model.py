@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,26 @@ def stop_at(step: int) -> Callable[[int, int, float], None]:
 
 
 # --- training ---------------------------------------------------------------------
+
+
+def test_two_runs_do_not_share_a_folder(
+    tmp_path: Path, mixture: dict[str, float]
+) -> None:
+    """Neither the model's nor the state's: the second is refused, the first goes on."""
+    out, work = tmp_path / "out", tmp_path / "work"
+    refused = []
+
+    def again(step: int, _n_steps: int, _loss: float) -> None:
+        for names in ((out, tmp_path / "other"), (tmp_path / "other", work)):
+            with pytest.raises(SpecError, match="is being written by another") as error:
+                train_lab_model(names[0], spec=SPEC, work=names[1], mixture=mixture)
+            refused.append(error)
+
+    train_lab_model(out, spec=SPEC, work=work, mixture=mixture, on_step=again)
+    assert len(refused) == 2 * SPEC.n_steps
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "work"}
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()}
+    assert modes == {stat.S_IMODE((out / "training.json").stat().st_mode)}
 
 
 def test_a_resumed_run_is_the_uninterrupted_run(
