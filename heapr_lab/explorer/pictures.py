@@ -252,7 +252,8 @@ class LossPicture:
 
 def _chart(quantity: str) -> Axes:
     """An empty chart over the ratio, in a figure of its own."""
-    figure = Figure(figsize=(8.6, 3.4), dpi=_DPI, layout="none")
+    figure = Figure(figsize=(8.6, 3.4), dpi=_DPI)
+    figure.set_layout_engine("none")
     FigureCanvasAgg(figure)
     ax = figure.add_axes((0.09, 0.15, 0.52, 0.81))  # so that charts stand in line
     ax.set_xlabel("atomic experts removed [%]")
