@@ -26,14 +26,14 @@ from heapr_lab.folders import has_tokenizer, read_config, read_tokenizer
 from heapr_lab.masks import KeepMask
 from heapr_lab.provenance import MANIFEST_FILE
 from heapr_lab.ragged import HeaprConfig, HeaprQuantizer, RaggedExperts, finish
-from heapr_lab.shards import begun, slice_files
+from heapr_lab.shards import begun, slice_files, stamps_of
 from heapr_lab.specs import CacheError, SpecError
 from heapr_lab.uniform import skeleton_of, stock_config, stock_model, uniform_width
 
 KEEP_FILE = "heapr_keep.parquet"
 MANIFEST_VERSION = 1
 _PLAN_NAME = ".partial-plan.json"
-"""In an unfinished folder: what is made there."""
+"""In an unfinished folder: what is made there; deleted when it gets its name."""
 _OWN = re.compile(r"\.partial-[0-9a-f]{8}-")
 """How the name begins of a folder that is made in one go."""
 STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
@@ -183,7 +183,11 @@ def prune_folder(
     skeleton: Any = skeleton_of(config)
     tokenizer = read_tokenizer(source) if has_tokenizer(source) else None
     with new_folder(folder, resume=True) as partial:
-        plan = {"mask": keep.fingerprint, "structure": structure_of(keep)}
+        plan = {
+            "mask": keep.fingerprint,
+            "structure": structure_of(keep),
+            "source": stamps_of(source.glob("*.safetensors")),
+        }
         if not begun(partial / _PLAN_NAME, plan):  # before anything is written there
             store.write_json(partial / _PLAN_NAME, plan)
         if not uniform:
@@ -207,7 +211,6 @@ def prune_folder(
             checksums=checksums,
             source=source,
         )
-        (partial / _PLAN_NAME).unlink()
     return folder
 
 

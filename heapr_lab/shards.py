@@ -6,7 +6,7 @@ of the same name, laid out as safetensors' own writer lays it out.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -140,13 +140,12 @@ def _claim(out: Path, files: list[SlicedFile], facts: dict[str, Any]) -> dict[st
     """
     if out.resolve() == files[0].source.parent.resolve():
         raise SpecError(f"{out} is the source itself: give another folder")
-    stats = {file.source.name: file.source.stat() for file in files}
-    stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    stamps = stamps_of(file.source for file in files)
     expected = {**facts, "source": stamps}
     path = out / PROGRESS_NAME
     if begun(path, expected):
         return {"written": {}, **read_json(path)}
-    others = {p.name for p in out.glob("*.safetensors*")} - {*stats, INDEX}
+    others = {p.name for p in out.glob("*.safetensors*")} - {*stamps, INDEX}
     if others:
         raise CacheError(
             f"{out} holds other weights ({sorted(others)[0]}), expected a new folder: "
@@ -155,6 +154,12 @@ def _claim(out: Path, files: list[SlicedFile], facts: dict[str, Any]) -> dict[st
     note = {**expected, "written": {}}
     write_json(path, note)
     return note
+
+
+def stamps_of(paths: Iterable[Path]) -> dict[str, list[int]]:
+    """Size and time of each file, by its name: what tells that it is the same."""
+    stats = {path.name: path.stat() for path in paths}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def _is_file(path: Path, sha256: str | None) -> bool:

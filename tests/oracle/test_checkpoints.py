@@ -396,5 +396,10 @@ def test_an_unfinished_folder_is_not_touched_for_another_pruning(
     with pytest.raises(CacheError, match="another mask and structure"):
         prune_folder(source, keep_of(model, "uniform"), out)
     assert {path.name: path.read_bytes() for path in partial.iterdir()} == before
+    other = tmp_path / "other"
+    tiny_model("qwen3_moe", dtype=torch.float32, seed=1).save_pretrained(other)
+    with pytest.raises(CacheError, match="another source"):
+        prune_folder(other, keep_of(model, "ragged"), out)
+    assert {path.name: path.read_bytes() for path in partial.iterdir()} == before
     prune_folder(source, keep_of(model, "ragged"), out)
     assert not list(out.glob(".partial-*"))
