@@ -6,7 +6,6 @@ keeps a result under the identity of a model has to know them, or to refuse.
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from heapr_lab.dispatch import Edit, edits_of
 from heapr_lab.models import architecture_identity, model_identity
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import HeaprLabError, SpecError
 
 _KNOWN = ("accelerate", "heapr_lab", "torch", "transformers")
 """Packages whose hooks watch, or belong to how the model runs."""
@@ -73,12 +72,25 @@ def weights_state(model: nn.Module) -> str:
     nothing in another process.
     """
     sha = hashlib.sha256(repr(architecture_identity(model)).encode())
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
+    for tensor in model.state_dict(keep_vars=True).values():
         version = None if tensor.is_inference() else tensor._version
         sha.update(repr((tensor.data_ptr(), version, tensor.dtype)).encode())
         if not tensor.is_meta:
             sha.update(_first_values(tensor.detach()))
     return sha.hexdigest()
+
+
+def check_unchanged(model: nn.Module, state: str) -> None:
+    """Make sure that `weights_state` of the model still is `state`.
+
+    Raises:
+        HeaprLabError: it is not, so that what was found is of no one model.
+    """
+    if weights_state(model) != state:
+        raise HeaprLabError(
+            "the weights of the model changed while it was running, as when another "
+            "thread trains or loads it, so the result is of no one model; ask again"
+        )
 
 
 def _first_values(tensor: torch.Tensor) -> bytes:

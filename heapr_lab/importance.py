@@ -22,7 +22,7 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 from heapr_lab import store
-from heapr_lab.active import identity_in_force
+from heapr_lab.active import check_unchanged, identity_in_force, weights_state
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.dispatch import Probe, probed
 from heapr_lab.experts import ExpertsLayer, describe, find_experts, refuse_broken
@@ -101,7 +101,8 @@ def collect_statistics(
             or autocast or foreign hooks are active.
         LayoutError: an experts layer cannot be measured exactly (named).
         CoverageError: a layer did not take part in a pass.
-        HeaprLabError: a gradient is not finite (layer and batch named).
+        HeaprLabError: a gradient is not finite (layer and batch named), or the weights
+            changed meanwhile.
         CacheError: `state` belongs to another pass, or is damaged.
     """
     if labels not in LABELS:
@@ -116,19 +117,9 @@ def collect_statistics(
     architecture = describe(model).to_dict()
     spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
     windows = calibration.window_fingerprints()
-    if len(set(windows)) < len(windows):
-        logger.warning(
-            "%d of %d calibration windows repeat another, and count as often",
-            len(windows) - len(set(windows)), len(windows),
-        )  # fmt: skip
+    _tell_repeats(windows)
     run = _Pass(model, calibration, layers, labels, progress, state, digest(spec))
-    if batch_size is None:
-        device_type = layers[0].device.type
-        tokens = _TOKENS_PER_BATCH.get(device_type, 4096)
-        batch_size = max(1, min(calibration.n_sequences, tokens // calibration.seq_len))
-        probes = find_executable_batch_size(run.run, starting_batch_size=batch_size)()
-    else:
-        probes = run.run(batch_size)
+    probes = _run_all(run) if batch_size is None else run.run(batch_size)
     frame = _frame(layers, probes, model)
     provenance = _provenance(model, calibration, run, time.perf_counter() - started)
     table = ImportanceTable.from_frame(
@@ -144,6 +135,25 @@ def collect_statistics(
     if state is not None:
         state.unlink(missing_ok=True)
     return table
+
+
+def _tell_repeats(windows: list[str]) -> None:
+    n_repeats = len(windows) - len(set(windows))
+    if n_repeats:
+        logger.warning(
+            "%d of %d calibration windows repeat another, and count as often",
+            n_repeats, len(windows),
+        )  # fmt: skip
+
+
+def _run_all(run: "_Pass") -> dict[int, Probe]:
+    """The probes of a pass whose batches are as large as memory allows."""
+    tokens = _TOKENS_PER_BATCH.get(run.layers[0].device.type, 4096)
+    n_windows = tokens // run.calibration.seq_len
+    size = max(1, min(run.calibration.n_sequences, n_windows))
+    probes: dict[int, Probe]
+    probes = find_executable_batch_size(run.run, starting_batch_size=size)()
+    return probes
 
 
 class _Pass:
@@ -166,6 +176,7 @@ class _Pass:
         self.progress = progress
         self.state = state
         self.key = key
+        self.weights = weights_state(model)
         self.batch_size = 0
         self.resumed_at = 0
 
@@ -193,6 +204,7 @@ class _Pass:
                     self._save(probes, done)
                     saved_at = time.perf_counter()
                     save_cost = saved_at - begun
+        check_unchanged(self.model, self.weights)
         return probes
 
     def _step(self, ids: torch.Tensor, probes: dict[int, Probe], done: int) -> None:
@@ -220,6 +232,7 @@ class _Pass:
                 )
 
     def _save(self, probes: dict[int, Probe], done: int) -> None:
+        check_unchanged(self.model, self.weights)
         arrays = {
             f"{number}.{name}": tensor.numpy()
             for number, probe in probes.items()

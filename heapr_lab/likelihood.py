@@ -189,8 +189,11 @@ def sampled_targets(
     Shapes: ids (B, L); seeds (B,); result (B, L - 1).
     """
     states = final_states(model, ids)[:, :-1]
-    rows = [
-        torch.rand(states.shape[1], generator=torch.Generator().manual_seed(seed))
+    size = states.shape[1]
+    rows = [  # in float32 whatever the default type is, on which the numbers depend
+        torch.rand(
+            size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+        )
         for seed in seeds
     ]
     uniform = torch.cat(rows).to(states.device)

@@ -6,7 +6,6 @@ computed once and read from the cache afterwards, in whatever notebook.
 """
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab import accounting, store
-from heapr_lab.active import refuse_disturbed, weights_state
+from heapr_lab.active import check_unchanged, refuse_disturbed, weights_state
 from heapr_lab.calibration import (
     CalibrationSet,
     load_calibration,
@@ -129,6 +128,7 @@ class Workbench:
         self.profile = profile
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
         self._table: tuple[tuple[str, ...], ImportanceTable] | None = None
+        self._tokenizer: tuple[tuple[Any, int], str] | None = None
         self._identity: tuple[str, dict[str, str]] | None = None
 
     def __repr__(self) -> str:
@@ -144,10 +144,18 @@ class Workbench:
         }
         return card_html("Workbench", facts)
 
-    @functools.cached_property
+    @property
     def tokenizer_id(self) -> str:
         """What the cache knows the tokenizer by."""
-        return tokenizer_fingerprint(self.tokenizer)
+        state = self._tokenizer_state
+        if self._tokenizer is None or self._tokenizer[0] != state:
+            self._tokenizer = state, tokenizer_fingerprint(self.tokenizer)
+        return self._tokenizer[1]
+
+    @property
+    def _tokenizer_state(self) -> tuple[Any, int]:
+        """What changes when another tokenizer is given, or tokens are added to it."""
+        return self.tokenizer, len(self.tokenizer)
 
     @property
     def identity(self) -> dict[str, str]:
@@ -451,7 +459,8 @@ class Workbench:
     def _remembered(
         self, key: tuple[Any, ...], compute: Callable[[], CalibrationSet]
     ) -> CalibrationSet:
-        """Windows that were loaded before, or `compute()`."""
+        """Windows that were loaded before with this tokenizer, or `compute()`."""
+        key = *key, *self._tokenizer_state
         if key not in self._windows:
             self._windows[key] = compute()
         return self._windows[key]
@@ -472,7 +481,14 @@ class Workbench:
             "keep": None if keep is None else keep.fingerprint,
             "data": data,
         }
-        return dict(store.cached_json(kind, key, compute))
+        state = weights_state(self.model)
+
+        def of_one_model() -> dict[str, Any]:
+            found = compute()
+            check_unchanged(self.model, state)
+            return found
+
+        return dict(store.cached_json(kind, key, of_one_model))
 
 
 def _row(

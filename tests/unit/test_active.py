@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from families import tiny_ids, tiny_model
@@ -11,7 +12,7 @@ from keeps import full_keep, random_keep
 from tiny_folder import write_model, write_text
 from torch import nn
 
-from heapr_lab.active import weights_state
+from heapr_lab.active import identity_in_force, weights_state
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.compensation import fit_compensation
 from heapr_lab.elimination import eliminate
@@ -23,7 +24,7 @@ from heapr_lab.iterated import prune_in_rounds
 from heapr_lab.learned import learn_mask
 from heapr_lab.models import model_identity
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
-from heapr_lab.specs import CacheError, SpecError
+from heapr_lab.specs import CacheError, HeaprLabError, SpecError
 from heapr_lab.surgery import masking
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=6))
@@ -53,34 +54,33 @@ def spec_of(model: nn.Module) -> dict[str, Any]:
 
 def test_a_table_of_a_masked_model_says_so(model: nn.Module) -> None:
     """Dense, one mask, another, and replaced weights: four models; all kept: dense."""
-    dense = collect_statistics(model, WINDOWS)
-    keep = random_keep(model)
+    dense, keep = spec_of(model), random_keep(model)
     found = fit_compensation(model, keep, WINDOWS)
-    specs = [dense.metadata["spec"]]
+    identities = [dense["model"]]
     for mask, downs in [
         (keep, None),
         (random_keep(model, seed=1), None),
         (keep, found.downs),
     ]:
         with masking(model, mask, downs):
-            specs.append(spec_of(model))
-            assert spec_of(model) == specs[-1]
-    assert len({str(spec["model"]) for spec in specs}) == 4
-    assert len({str(spec["calibration"]) for spec in specs}) == 1
+            identities.append(identity_in_force(model))
+    assert len({str(identity) for identity in identities}) == 4
+    with masking(model, keep):
+        assert spec_of(model) == dense | {"model": identities[1]}
     with masking(model, full_keep(model)):
-        assert spec_of(model) == dense.metadata["spec"]
-    assert spec_of(model) == dense.metadata["spec"]
+        assert spec_of(model) == dense
+    assert identity_in_force(model) == dense["model"]
 
 
 def test_nested_masks_are_known_by_what_they_keep(model: nn.Module) -> None:
     """A mask within itself is itself; within another it is both."""
     keep, other = random_keep(model), random_keep(model, seed=1)
     with masking(model, keep):
-        once = spec_of(model)
+        once = identity_in_force(model)
         with masking(model, keep):
-            assert spec_of(model) == once
+            assert identity_in_force(model) == once
         with masking(model, other):
-            assert spec_of(model) != once
+            assert identity_in_force(model) != once
 
 
 def test_a_mask_of_another_model_changes_nothing(model: nn.Module) -> None:
@@ -302,3 +302,45 @@ def test_a_dense_teacher_is_not_masked(model: nn.Module) -> None:
         pytest.raises(SpecError, match="a mask is active here"),
     ):
         prune_in_rounds(model, WINDOWS, ratio=0.5)
+
+
+# --- while it runs ----------------------------------------------------------------
+
+
+def test_weights_that_change_during_a_pass(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is of no one model: an error, and nothing is kept."""
+    model, first = bench.model, bench.perplexity(None, WINDOWS)
+    monkeypatch.setattr("heapr_lab.importance._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("heapr_lab.importance._SAVE_SHARE", float("inf"))
+    state = tmp_path / "pass.state"
+
+    def train(done: int, _total: int) -> None:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+
+    for call in (
+        lambda: bench.perplexity(random_keep(model), WINDOWS, progress=train),
+        lambda: collect_statistics(
+            model, WINDOWS, batch_size=2, progress=train, state=state
+        ),
+    ):
+        with pytest.raises(HeaprLabError, match="weights of the model changed"):
+            call()
+    assert not state.exists()
+    again = bench.perplexity(None, WINDOWS)
+    assert again == evaluate_perplexity(model, WINDOWS.ids) != first
+
+
+def test_the_default_type_changes_no_number(model: nn.Module) -> None:
+    """Labels that the model draws are the same under torch.set_default_dtype."""
+    expected = collect_statistics(model, WINDOWS, labels="model")
+    before = torch.get_default_dtype()
+    try:
+        for kind in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(kind)
+            got = collect_statistics(model, WINDOWS, labels="model")
+            pd.testing.assert_frame_equal(got.frame, expected.frame)
+    finally:
+        torch.set_default_dtype(before)

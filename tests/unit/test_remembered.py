@@ -101,6 +101,16 @@ def test_a_data_folder_that_changed_is_read_again(
     corpora._named_corpus.cache_clear()
 
 
+def test_a_tokenizer_with_more_tokens_gives_other_windows(bench: Workbench) -> None:
+    """Windows and the tokenizer's own fingerprint are of the tokenizer as it is."""
+    write_text(Path("own.txt"))
+    before = fingerprints(bench, "own.txt"), bench.tokenizer_id
+    assert bench.tokenizer.add_tokens(["w0x"]) == 1
+    after = fingerprints(bench, "own.txt"), bench.tokenizer_id
+    assert after[0] != before[0]
+    assert after[1] != before[1]
+
+
 # --- items ------------------------------------------------------------------------
 
 
