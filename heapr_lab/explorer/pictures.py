@@ -253,7 +253,7 @@ class LossPicture:
 def _chart(quantity: str) -> Axes:
     """An empty chart over the ratio, in a figure of its own."""
     figure = Figure(figsize=(8.6, 3.4), dpi=_DPI)
-    figure.set_layout_engine("none")
+    figure.set_layout_engine("none")  # the house style has one
     FigureCanvasAgg(figure)
     ax = figure.add_axes((0.09, 0.15, 0.52, 0.81))  # so that charts stand in line
     ax.set_xlabel("atomic experts removed [%]")
