@@ -11,7 +11,7 @@ from typing import Any
 
 from heapr_lab import accounting
 from heapr_lab.calibration import CalibrationSet
-from heapr_lab.checkpoints import prune_folder, save_pruned
+from heapr_lab.checkpoints import prune_folder, save_pruned, structure_of
 from heapr_lab.compensation import Compensation, describe_weights
 from heapr_lab.evaluation import evaluate_perplexity
 from heapr_lab.masks import KeepMask
@@ -20,6 +20,7 @@ from heapr_lab.ragged import RaggedExperts
 from heapr_lab.sources import Source, dtype_name, weights_bytes
 from heapr_lab.surgery import prune
 from heapr_lab.table import ImportanceTable
+from heapr_lab.uniform import uniform_width
 
 Report = Callable[[int, int, str], None]
 """Called with (done, total, what is done); what it raises ends the work."""
@@ -108,6 +109,22 @@ def describe_calibration(table: ImportanceTable) -> str:
     return text + split + (f", seed {made['seed']}" if "seed" in made else "")
 
 
+def stored_dtype(bench: Workbench) -> Any:
+    """The type that weights are written in: that of the files, if they are here."""
+    model: Any = bench.model
+    return (bench.source and bench.source.dtype) or model.dtype
+
+
+def check_width(keep: KeepMask, bench: Workbench) -> None:
+    """Refuse a uniform width before anything is run that writing would refuse at last.
+
+    Raises:
+        SpecError: the type of the files needs another multiple.
+    """
+    if structure_of(keep) == "uniform":
+        uniform_width(keep, stored_dtype(bench))
+
+
 # --- writing -------------------------------------------------------------------------
 
 
@@ -161,8 +178,7 @@ def write_checkpoint(
         pruned.__dict__["heapr_weights"] = describe_weights(compensation, made.windows)
         errors = compensation.report.to_dict("records")
         facts = facts | {"compensation": compensation.settings, "errors": errors}
-    source = bench.source
-    stored = (source and source.dtype) or pruned.dtype
+    source, stored = bench.source, stored_dtype(bench)
     _round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, report) for name in corpora}
     if stored != pruned.dtype:

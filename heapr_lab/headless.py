@@ -11,7 +11,6 @@ import numpy as np
 
 from heapr_lab import accounting, export
 from heapr_lab.budgets import ratio_for_latency, ratio_for_loss
-from heapr_lab.checkpoints import structure_of
 from heapr_lab.compensation import fit_compensation
 from heapr_lab.export import Chosen
 from heapr_lab.folders import read_config
@@ -27,7 +26,7 @@ from heapr_lab.shards import squared_norms
 from heapr_lab.specs import SpecError
 from heapr_lab.surgery import masking
 from heapr_lab.table import ImportanceTable
-from heapr_lab.uniform import skeleton_of, uniform_width
+from heapr_lab.uniform import skeleton_of
 
 _CONTINUATION = "continuation"
 
@@ -261,9 +260,7 @@ def choose(
             )
             return Chosen(found.keep, found.compensation, windows)
         keep = select(table, **choice)
-        if structure_of(keep) == "uniform":
-            model: Any = bench.model
-            uniform_width(keep, model.dtype)  # refused now rather than at the end
+        export.check_width(keep, bench)  # refused now rather than at the end
         fitted = fit_compensation(bench.model, keep, windows, progress=bar)
         return Chosen(keep, fitted, windows)
 

@@ -95,9 +95,16 @@ class ExportTab(ipw.VBox):
     def _write(
         self, folder: Path, keep: KeepMask, report: Report, *, compensated: bool
     ) -> None:
-        from heapr_lab.export import Chosen, facts_of, with_model, write_checkpoint
+        from heapr_lab.export import (
+            Chosen,
+            check_width,
+            facts_of,
+            with_model,
+            write_checkpoint,
+        )
 
         bench: Any = self.session.workbench
+        check_width(keep, bench)
         made = Chosen(with_model(keep, self.session.table))
         if compensated:
             made = self._compensated(made.keep, report)

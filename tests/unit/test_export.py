@@ -208,6 +208,22 @@ def test_a_model_made_in_memory_has_no_source() -> None:
     assert source_of(tiny_model("qwen2_moe")) is None
 
 
+def test_a_width_that_the_files_cannot_have_is_refused_first(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 atoms would do in float32, as loaded; not in bfloat16, as written."""
+    panel = panel_of(root, bench_of(root))
+    panel.controls.ratio.value = "0.5"
+    panel.controls.structure.value = "uniform"
+    panel.controls.multiple.value = 4
+    panel.export.folder.value = str(tmp_path / "pruned")
+    monkeypatch.delattr(type(panel.session.workbench), "calibration_set")
+    panel.export.job.button.click()
+    panel.export.job.wait(60)
+    assert "a multiple of 8" in panel.export.job.error.value
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- cards -----------------------------------------------------------------------
 
 
