@@ -8,6 +8,7 @@ set.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -265,9 +266,12 @@ def _shares(corpus: str, n_sequences: int) -> dict[str, int]:
             "'0.7*pydocs + 0.3*ptb'"
         )
     weights = {match[2]: float(match[1]) for match in matches if match}
-    if len(weights) != len(terms) or min(weights.values()) <= 0:
-        raise SpecError(f"mixture {corpus!r} repeats a corpus or has a weight of 0")
     total = sum(weights.values())
+    if len(weights) != len(terms) or not 0 < min(weights.values()) <= total < math.inf:
+        raise SpecError(
+            f"mixture {corpus[:80]!r} repeats a corpus or has a weight of 0, or one "
+            "that is too large"
+        )
     exact = {name: n_sequences * weight / total for name, weight in weights.items()}
     counts = {name: int(share) for name, share in exact.items()}
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])

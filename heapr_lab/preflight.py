@@ -71,6 +71,8 @@ def check_folder(path: Path) -> None:
             f"{_shown(path)} would be a folder, but is named like a file: give a name "
             "without an ending, or one that ends with .parquet for the mask of `prune`"
         )
+    if path == Path():
+        raise SpecError(f"{_shown(path)} has no name: give that of a folder")
     if os.path.lexists(path) and not path.is_dir():
         raise SpecError(f"{_shown(path)} is not a folder: give the name of one")
     check_place(Path(os.path.realpath(path)) / "file")

@@ -226,7 +226,7 @@ def test_what_is_wrong_is_refused_before_the_model_is_loaded(
 
 def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) -> None:
     """`export-gguf` writes what `prune --structure uniform` left; once."""
-    out, file = tmp_path / "pruned", tmp_path / "pruned.gguf"
+    out, file = tmp_path / "pruned", tmp_path / "new" / "pruned.gguf"
     chosen = ("--ratio", 0.5, "--structure", "uniform", "--multiple", 4)
     prune(folder, *chosen, "--out", out)
     facts = json.loads(run("export-gguf", out, "--out", file, "--json"))

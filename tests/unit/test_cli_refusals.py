@@ -97,6 +97,7 @@ def test_figures_that_cannot_be_written(places: Path, command: str) -> None:
     """Neither into a file, nor into a folder that is named like one."""
     for out in ("file", "figures.png", "file/figures"):
         assert "give" in one_line(command, "--out", places / out)
+    assert "has no name: give that" in one_line(command, "--out", "")
 
 
 def test_training_that_cannot_be_written(places: Path) -> None:
@@ -208,6 +209,7 @@ def test_a_multiple_beyond_any_expert(folder: Path, structure: str) -> None:
         ("", "corpus '' is unknown"),
         ("0.5*pydocs + 0.5*typo", "corpus 'typo' is unknown"),
         ("0.5*pydocs + typo", "cannot read the mixture"),
+        ("9" * 400 + "*pydocs", "one that is too large"),
         ("absent.txt", "does not exist"),
         ("pydocs:no_such_package", "not installed"),
     ],

@@ -211,3 +211,12 @@ def test_the_manifest_of_a_checkpoint_that_lacks_a_part(
     (tmp_path / "heapr_manifest.json").write_text(text)
     with pytest.raises(CacheError, match="is damaged: what it says of its origin"):
         read_provenance(tmp_path)
+
+
+def test_a_mark_that_is_nested_deeply(tmp_path: Path) -> None:
+    """Its hash cannot be that of what it says."""
+    path = tmp_path / "table.md"
+    said = '{"a": ' + "[" * 100_000 + "}"
+    path.write_text(f"<!-- heapr-lab provenance sha256:{'0' * 64} {said} -->")
+    with pytest.raises(CacheError, match="was changed after it was written"):
+        read_provenance(path)
