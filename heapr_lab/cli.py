@@ -553,9 +553,10 @@ def panel(
     Needs Voilà: pip install 'heapr-lab[app]'. With &theme=dark the page is dark.
     """
     from heapr_lab.app import panel_source, serve
-    from heapr_lab.models import check_device
+    from heapr_lab.models import check_device, check_dtype
 
     check_device(device)
+    check_dtype(dtype)
     code = panel_source(
         source, profile=profile, device=device, dtype=dtype, folder=Path.cwd()
     )

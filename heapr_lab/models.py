@@ -125,6 +125,15 @@ def _resolve(name_or_path: str | Path) -> str:
     return str(folder)
 
 
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Make sure that models can be computed in `dtype`, which may be `auto`.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    _dtype(dtype, on_gpu=False)
+
+
 def _dtype(dtype: str | torch.dtype, *, on_gpu: bool) -> str | torch.dtype:
     if dtype == "auto":
         return "auto" if on_gpu else torch.float32

@@ -165,6 +165,8 @@ def test_a_type_without_kernels(folder: Path, dtype: str) -> None:
     """The message has the types there are."""
     asked = ("score", folder / "moe", "--dtype", dtype, *text_of(folder))
     assert f"dtype is {dtype!r}, expected 'auto', 'float32'" in one_line(*asked)
+    page = ("app", folder / "moe", "--no-browser", "--dtype", dtype)
+    assert f"dtype is {dtype!r}, expected 'auto', 'float32'" in one_line(*page)
 
 
 def test_float64_scores_prunes_and_evaluates(folder: Path, tmp_path: Path) -> None:
