@@ -6,6 +6,7 @@ computed once and read from the cache afterwards, in whatever notebook.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -285,11 +285,18 @@ def test_memory_holds_a_few_tensors(tmp_path: Path) -> None:
         hidden_size=d_model,
         moe_intermediate_size=d_inter,
         num_attention_heads=4,
+        vocab_size=64,
     )
     config.save_pretrained(tmp_path / "source")
+    skeleton = skeleton_of(config)
+    tensors |= {
+        name: torch.zeros(weight.shape, dtype=torch.bfloat16)
+        for name, weight in skeleton.state_dict().items()
+        if ".experts." not in name
+    }
     save_file(tensors, tmp_path / "source" / SINGLE)
     assert (tmp_path / "source" / SINGLE).stat().st_size > 100e6
-    random_keep(skeleton_of(config)).write(tmp_path / "keep.parquet")
+    random_keep(skeleton).write(tmp_path / "keep.parquet")
     code = """
 import resource, sys
 from pathlib import Path
