@@ -100,12 +100,14 @@ class CompareTab(ipw.VBox):
             self.message.value = alert(str(error))
             return
         self.pins = [old for old in self.pins if old.label != label] + [pin]
+        self.exported.value = status("")  # what was written had other pins
         self.label.value = _next_label(self.pins)
         self.refresh()
 
     def clear(self, _button: ipw.Button | None = None) -> None:
         """Forget all pins."""
         self.pins = []
+        self.exported.value = status("")
         self.label.value = _next_label(self.pins)
         self.refresh()
 

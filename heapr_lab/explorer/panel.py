@@ -138,7 +138,7 @@ class Explorer(ipw.VBox):
         shown = TABS[self.tabs.selected_index or 0]
         if shown == "Inspect":
             self.inspection.refresh()
-        elif shown == "Evaluate" and not self.error.value:
+        elif shown == "Evaluate":
             self.evaluation.follow()
 
     def _solve_for_target(self) -> None:

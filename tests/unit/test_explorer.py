@@ -488,6 +488,9 @@ def test_pins_are_compared_and_exported(
     assert bytes(tab.chart.value).startswith(b"\x89PNG")
     tab.export_button.click()
     assert "Written to comparison" in tab.exported.value
+    tab.label.value = "B"
+    tab.pin_button.click()  # the same again: what was written may be another
+    assert "Written to" not in tab.exported.value
     written = {path.suffix for path in (tmp_path / "comparison").iterdir()}
     assert written == {".png", ".pdf", ".csv", ".md", ".tex", ".parquet"}
     assert r"\toprule" in (tmp_path / "comparison" / "comparison.tex").read_text()
@@ -642,6 +645,8 @@ def test_the_chart_predicts_what_is_chosen_while_it_is_seen(foretold: Explorer) 
     assert bytes(foretold.evaluation.chart.value) != drawn
     foretold.controls.scope.value = "global"
     assert len(predicted()) == 1
+    foretold.controls.ratio.value = "40"  # nothing is chosen
+    assert predicted() == []
 
 
 def test_panel_cancels(panel: Explorer) -> None:
