@@ -59,7 +59,10 @@ def replacing(path: Path | str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
     try:
+        mode = _mode_of_new(temporary)
         yield temporary
+        if temporary.is_file():  # safetensors makes files that nobody else may read
+            temporary.chmod(mode)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -80,6 +83,14 @@ def share_mode(folder: Path, like: Path) -> None:
     for path in folder.iterdir():
         if path.is_file():
             path.chmod(mode)
+
+
+def _mode_of_new(path: Path) -> int:
+    """The permissions of a file that is made at `path`, which is left as it was."""
+    path.touch(exist_ok=False)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    path.unlink()
+    return mode
 
 
 # --- parquet --------------------------------------------------------------------

@@ -374,7 +374,10 @@ def evaluate(
     """
     _check_asked(_names(corpora), _names(tasks), kl=kl, masked=mask is not None)
     from heapr_lab import headless
+    from heapr_lab.masks import KeepMask
 
+    if mask is not None:
+        KeepMask.read(mask)  # damaged or not, it is looked at again with the model
     preflight.check_corpora(_names(corpora), split="test")
     preflight.check_tasks(_names(tasks))
     bench = headless.open_bench(

@@ -8,7 +8,7 @@ import pytest
 from commands import TINY, invoke, one_line, run, text_of
 from tiny_folder import write_model, write_text
 
-from heapr_lab import headless
+from heapr_lab import headless, store
 from heapr_lab.cli import app
 from heapr_lab.masks import KeepMask
 
@@ -125,13 +125,15 @@ def test_a_link_stays_and_its_target_is_written(folder: Path, tmp_path: Path) ->
 
 
 def test_files_are_readable_as_the_umask_says(folder: Path, tmp_path: Path) -> None:
-    """Masks, and the table that `score` wrote."""
+    """Masks, the table that `score` wrote, and the tokens that it kept."""
     out = tmp_path / "mask.parquet"
     chosen = ("--importance", folder / "table.parquet", "--ratio", 0.3)
     run("prune", folder / "moe", *chosen, "--out", out)
     umask = os.umask(0o022)
     os.umask(umask)
-    for path in (out, folder / "table.parquet"):
+    kept = list((store.cache_dir() / "tokens").glob("*.safetensors"))
+    assert kept
+    for path in (out, folder / "table.parquet", *kept):
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
@@ -228,6 +230,15 @@ def test_a_corpus_that_is_not_there(folder: Path, corpus: str, said: str) -> Non
         assert said in one_line("evaluate", model, *task, *profile)
         table = ("--importance", folder / "table.parquet", "--ratio", 0.3)
         assert said in one_line("prune", model, *table, "--perplexity", corpus)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_mask_that_is_damaged(folder: Path, tmp_path: Path) -> None:
+    """Nor is any text read for it."""
+    mask = tmp_path / "mask.parquet"
+    mask.write_bytes(b"no parquet")
+    asked = ("evaluate", folder / "moe", "--mask", mask)
+    assert "mask.parquet cannot be read" in one_line(*asked)
 
 
 @pytest.mark.usefixtures("unloaded")
