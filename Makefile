@@ -6,6 +6,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	2>/dev/null && echo $$python && break; done)
 # Anything pip should know when it fetches torch, such as an index of CPU builds.
 TORCH_ARGS ?=
+# Processes of the tests; those of one file stay together.
+JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs_installed
@@ -45,7 +47,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP)
-	$(BIN)/python -m pytest -m "not (gpu or slow or network or engine)"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (gpu or slow or network or engine)"
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")

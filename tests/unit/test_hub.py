@@ -101,10 +101,10 @@ def test_a_hub_that_hangs_is_given_up(
     """After the time that is set, which is at most ten seconds."""
     assert hub._SECONDS <= 10
     monkeypatch.setattr(hub, "_SECONDS", 0.3)
-    server.seconds = 1.0
+    server.seconds = 8.0
     started = time.perf_counter()
     assert not hub.answers()
-    assert time.perf_counter() - started < 0.9
+    assert time.perf_counter() - started < 6
 
 
 def test_data_sets_of_a_hub_that_is_away_are_missed_at_once(
