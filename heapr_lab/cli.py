@@ -235,7 +235,6 @@ def prune(
     """
     from heapr_lab import headless
     from heapr_lab.calibration import check_seed
-    from heapr_lab.checkpoints import check_new
     from heapr_lab.export import Chosen, facts_of, savings, with_model
     from heapr_lab.methods import find_method
     from heapr_lab.models import model_folder
@@ -272,11 +271,7 @@ def prune(
         "protect_unrouted": protect_unrouted,
     }
     headless.check_choice(choice)
-    if out is not None and to_folder:
-        preflight.check_folder(out)
-        check_new(out)
-    elif out is not None:
-        preflight.check_file(out)
+    _check_out(out, to_folder=to_folder)
     source = model_folder(model)
     preflight.check_layers(source, choice["exclude_layers"])
     if importance is None:
@@ -625,6 +620,17 @@ def _check_asked(
             "KL is that of a pruned model from the dense one, and there is no mask; "
             "give one (--mask), or leave --kl out"
         )
+
+
+def _check_out(out: Path | None, *, to_folder: bool) -> None:
+    """Make sure that a mask, or a checkpoint, can be written at `out`, if anywhere."""
+    from heapr_lab.checkpoints import check_new
+
+    if out is not None and to_folder:
+        preflight.check_folder(out)
+        check_new(out)
+    elif out is not None:
+        preflight.check_file(out)
 
 
 def _say_if_without_tokenizer(source: Path, checkpoint: Path) -> None:
