@@ -235,10 +235,24 @@ def partial_of(folder: Path) -> Path:
 
 
 def check_new(folder: Path) -> None:
-    """Make sure that a checkpoint can be made at `folder`.
+    """Make sure, before anything is measured, that a checkpoint can be made there.
 
     Raises:
-        SpecError: it is there and not empty.
+        SpecError: `folder` is there and not empty, is being written by another, or
+            cannot be written.
+    """
+    _check_empty(folder)
+    place = folder.resolve()
+    if place.parent.is_dir():
+        with store.writing(place):
+            pass
+
+
+def _check_empty(folder: Path) -> None:
+    """Make sure that nothing is in `folder`.
+
+    Raises:
+        SpecError: something is.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SpecError(
@@ -260,7 +274,7 @@ def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
     """
     folder = folder.resolve()
     with store.writing(folder):
-        check_new(folder)
+        _check_empty(folder)
         partial = partial_of(folder) if resume else _own_partial(folder)
         try:
             partial.mkdir(exist_ok=resume)

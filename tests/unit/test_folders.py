@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import tiny_model
 from keeps import random_keep, widths_keep
 from tiny_folder import write_model
 from transformers import AutoConfig
@@ -257,3 +258,32 @@ def test_a_model_that_cannot_be_built_is_one_line() -> None:
     config = AutoConfig.for_model("vit")
     with pytest.raises(SpecError, match="ViTConfig"):
         skeleton_of(config)
+
+
+# --- tokenizer --------------------------------------------------------------------
+
+
+def test_the_manifest_says_why_there_is_no_tokenizer(
+    dense: Path, tmp_path: Path
+) -> None:
+    """None at hand, none in the base model; or that there is one."""
+    pruned, _ = load_model(dense, device="cpu")
+    keep = random_keep(pruned)
+    model = tiny_model("qwen2_moe", dtype=torch.float32)
+    save_pruned(prune(model, random_keep(model)), tmp_path / "nameless")
+    model.save_pretrained(tmp_path / "base")
+    prune_folder(tmp_path / "base", random_keep(model), tmp_path / "without")
+    prune_folder(dense, keep, tmp_path / "sliced")
+    save_pruned(prune(pruned, keep), tmp_path / "saved")
+    said, cards = {}, {}
+    for name in ("nameless", "without", "sliced", "saved"):
+        said[name] = json.loads((tmp_path / name / "heapr_manifest.json").read_text())
+        cards[name] = (tmp_path / name / "README.md").read_text()
+    assert "base model has no name" in said["nameless"]["tokenizer"]
+    assert "there is no tokenizer in base" in said["without"]["tokenizer"]
+    assert str(tmp_path) not in json.dumps(said)
+    assert "| tokenizer | none: there is no tokenizer in base" in cards["without"]
+    for name in ("sliced", "saved"):
+        assert said[name]["tokenizer"] == "saved with the weights"
+        assert (tmp_path / name / "tokenizer.json").is_file()
+        assert "| tokenizer | saved with the weights |" in cards[name]

@@ -14,14 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
 from keeps import random_keep, widths_keep
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_folder import write_model
 
 from heapr_lab import checkpoints, slice_plan, store
-from heapr_lab.checkpoints import MANIFEST_FILE, partial_of, prune_folder, save_pruned
+from heapr_lab.checkpoints import (
+    MANIFEST_FILE,
+    check_new,
+    partial_of,
+    prune_folder,
+    save_pruned,
+)
 from heapr_lab.folders import read_weights
 from heapr_lab.gguf_file import write_gguf
 from heapr_lab.masks import KeepMask
@@ -92,6 +97,8 @@ def test_a_second_slicing_is_refused_at_once(
     for mask in (keep, other):
         with pytest.raises(SpecError, match=BUSY):
             prune_folder(source, mask, out)
+    with pytest.raises(SpecError, match=BUSY):
+        check_new(out)
     go_on.set()
     thread.join()
     assert results == [out]
@@ -139,21 +146,6 @@ def test_a_second_gguf_is_refused(source: Path, tmp_path: Path) -> None:
         write_gguf(tmp_path / "uniform", path)
     assert path.read_bytes() == whole
     assert {path.name for path in tmp_path.iterdir()} == {"uniform", "x.gguf"}
-
-
-def test_the_right_to_write_passes_on(tmp_path: Path) -> None:
-    """After the block, also after one that failed; other outputs are free."""
-
-    def use() -> None:
-        with store.writing(tmp_path / "x"), store.writing(tmp_path / "y"):
-            with pytest.raises(SpecError, match=BUSY), store.writing(tmp_path / "x"):
-                pass
-            raise KeyboardInterrupt
-
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            use()
-    assert list(tmp_path.iterdir()) == []
 
 
 def killed(work: Callable[..., Any], *args: Any, after: int) -> None:
@@ -367,6 +359,7 @@ def test_odd_targets(
     monkeypatch.chdir(tmp_path / "disk")
     save_pruned(pruned, Path("relative"))
     assert {p.name for p in Path.cwd().iterdir()} == {"there", "not_yet", "relative"}
+    check_new(tmp_path / "disk" / "new")
     (tmp_path / "file").write_text("mine")
     for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(SpecError, match=r"not empty|nothing can be written"):
@@ -386,30 +379,3 @@ def test_saving_into_the_folder_it_was_loaded_from(pruned: Any, tmp_path: Path) 
     after = load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-# --- tokenizer --------------------------------------------------------------------
-
-
-def test_the_manifest_says_why_there_is_no_tokenizer(
-    source: Path, keep: KeepMask, pruned: Any, tmp_path: Path
-) -> None:
-    """None at hand, none in the base model; or that there is one."""
-    model = tiny_model("qwen2_moe", dtype=torch.float32)
-    save_pruned(prune(model, random_keep(model)), tmp_path / "nameless")
-    model.save_pretrained(tmp_path / "base")
-    prune_folder(tmp_path / "base", random_keep(model), tmp_path / "without")
-    prune_folder(source, keep, tmp_path / "sliced")
-    save_pruned(pruned, tmp_path / "saved")
-    said, cards = {}, {}
-    for name in ("nameless", "without", "sliced", "saved"):
-        said[name] = json.loads((tmp_path / name / MANIFEST_FILE).read_text())
-        cards[name] = (tmp_path / name / "README.md").read_text()
-    assert "base model has no name" in said["nameless"]["tokenizer"]
-    assert "there is no tokenizer in base" in said["without"]["tokenizer"]
-    assert str(tmp_path) not in json.dumps(said)
-    assert "| tokenizer | none: there is no tokenizer in base" in cards["without"]
-    for name in ("sliced", "saved"):
-        assert said[name]["tokenizer"] == "saved with the weights"
-        assert (tmp_path / name / "tokenizer.json").is_file()
-        assert "| tokenizer | saved with the weights |" in cards[name]

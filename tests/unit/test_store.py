@@ -198,6 +198,24 @@ def test_a_kill_while_writing_leaves_nothing_that_looks_finished(
     assert [rest.name.startswith(".partial-") for rest in tmp_path.iterdir()] == [True]
 
 
+def test_the_right_to_write_passes_on(tmp_path: Path) -> None:
+    """After the block, also after one that failed; other outputs are free."""
+
+    def use() -> None:
+        with store.writing(tmp_path / "x"), store.writing(tmp_path / "y"):
+            with (
+                pytest.raises(SpecError, match="is being written by another"),
+                store.writing(tmp_path / "x"),
+            ):
+                pass
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            use()
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- JSON and states ------------------------------------------------------------
 
 

@@ -63,6 +63,16 @@ def test_devices_add_up_the_same() -> None:
         assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_hash() -> None:
+    """Of a model that lies there, and of one tensor larger than what is widened."""
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    here = model_identity(model)
+    assert model_identity(model.cuda()) == here
+    values = torch.randn(70 * BLOCK + 5)
+    assert block_sums(values.cuda()) == block_sums(values)
+
+
 def test_no_two_places_can_be_swapped_unseen() -> None:
     """Two words differ by less than 2^33, so that the numbers of places may not agree.
 
