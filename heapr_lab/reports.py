@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from heapr_lab.accounting import at_context
 from heapr_lab.figures import bins_data
 from heapr_lab.figures.files import table_markdown
 from heapr_lab.specs import SpecError
@@ -37,9 +38,10 @@ def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
     shares = ["parameter_reduction", "flops_reduction", "routed_flops_reduction"]
     joined = values.join(saved[shares])
     joined[shares] = joined[shares].fillna(0.0)
+    (context,) = set(saved["seq_len"].map(at_context))
     names = {
         "parameter_reduction": "parameters saved",
-        "flops_reduction": "FLOPs saved",
+        "flops_reduction": f"FLOPs saved {context}",
         "routed_flops_reduction": "routed FLOPs saved",
     }
     return joined.rename(columns=names).reset_index()

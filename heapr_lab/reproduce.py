@@ -19,6 +19,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from heapr_lab import experiments, figures, hub, pydocs, reports, store
+from heapr_lab.accounting import at_context
 from heapr_lab.elimination import COLUMN as ELIMINATION
 from heapr_lab.models import LAB
 from heapr_lab.pipeline import Setting, Workbench, open_workbench
@@ -82,6 +83,7 @@ class Summary:
             f"perplexity, dense → 25 % of the atomic experts pruned: {changes}",
             f"saved at 25 %: {saved['parameter_reduction']:.1%} of the parameters, "
             f"{saved['flops_reduction']:.1%} of the FLOPs "
+            f"{at_context(saved['seq_len'])} "
             f"({saved['routed_flops_reduction']:.1%} of the routed experts')",
             f"{self.claims['holds'].sum()} of {len(self.claims)} claims of the paper "
             "hold here (0_claims_table.md)",

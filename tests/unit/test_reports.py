@@ -85,10 +85,11 @@ def test_the_summary_has_a_row_per_ratio() -> None:
                 "parameter_reduction": 0.15,
                 "flops_reduction": 0.08,
                 "routed_flops_reduction": 0.19,
+                "seq_len": 256,
             }
         ]
     )
     table = summary_table(results(pruned=1.005, layer=1.1, expert=1.2), savings)
     assert table["ratio"].tolist() == [0.0, 0.2]
     assert table["perplexity text"].tolist() == pytest.approx([100.0, 100.5])
-    assert table["FLOPs saved"].tolist() == [0.0, 0.08]
+    assert table["FLOPs saved at 256 tokens of context"].tolist() == [0.0, 0.08]
