@@ -72,11 +72,14 @@ def weights_state(model: nn.Module) -> str:
     nothing in another process.
     """
     sha = hashlib.sha256(repr(architecture_identity(model)).encode())
+    parts: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in model.state_dict(keep_vars=True).values():
         version = None if tensor.is_inference() else tensor._version
         sha.update(repr((tensor.data_ptr(), version, tensor.dtype)).encode())
         if not tensor.is_meta:
-            sha.update(_first_values(tensor.detach()))
+            parts.setdefault(tensor.device, []).append(_first_values(tensor.detach()))
+    for values in parts.values():  # together, for each transfer from a device waits
+        sha.update(torch.cat(values).cpu().numpy().tobytes())
     return sha.hexdigest()
 
 
@@ -93,14 +96,13 @@ def check_unchanged(model: nn.Module, state: str) -> None:
         )
 
 
-def _first_values(tensor: torch.Tensor) -> bytes:
-    """Those of each row and each column of the matrices in `tensor`."""
+def _first_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Those of each row and each column of the matrices in `tensor`, as bytes."""
     if tensor.dim() < 2:
         parts = [tensor.reshape(-1)]
     else:
         parts = [tensor[..., 0].reshape(-1), tensor[..., 0, :].reshape(-1)]
-    words = torch.cat(parts).cpu().contiguous().view(torch.uint8)
-    return words.numpy().tobytes()
+    return torch.cat(parts).contiguous().view(torch.uint8)
 
 
 def refuse_autocast(model: nn.Module) -> None:

@@ -168,6 +168,10 @@ class Workbench:
             SpecError: a mask, autocast or hooks around the call change what the model
                 computes: the cache could not tell such results from its own.
         """
+        return dict(self._state_and_identity()[1])
+
+    def _state_and_identity(self) -> tuple[str, dict[str, str]]:
+        """The state of the weights that the identity was found in, and the identity."""
         refuse_disturbed(
             self.model,
             remedy="give the mask as an argument: perplexity(keep, windows) and the "
@@ -176,7 +180,7 @@ class Workbench:
         state = weights_state(self.model)
         if self._identity is None or self._identity[0] != state:
             self._identity = state, model_identity(self.model)
-        return dict(self._identity[1])
+        return self._identity
 
     @functools.cached_property
     def source(self) -> Source | None:
@@ -476,13 +480,13 @@ class Workbench:
         data: str,
         compute: Callable[[], dict[str, Any]],
     ) -> dict[str, Any]:
+        state, identity = self._state_and_identity()
         key = {
             "schema": EVALUATION_SCHEMA,
-            "model": self.identity,
+            "model": identity,
             "keep": None if keep is None else keep.fingerprint,
             "data": data,
         }
-        state = weights_state(self.model)
 
         def of_one_model() -> dict[str, Any]:
             found = compute()
