@@ -342,7 +342,8 @@ def test_inspections_are_marked_as_out_of_date(reset: Panel, shots: Path) -> Non
     reset.button("Compare losses").click()
     hurt = reset.root.get_by_text("tokens hurt most")
     # The innermost box around the result, with what is said of it.
-    shown = reset.root.locator(".widget-vbox").filter(has=hurt).last
+    inner = reset.root.page.get_by_text("tokens hurt most")
+    shown = reset.root.locator(".widget-vbox").filter(has=inner).last
     own = "heapr, 0.5 of the atoms, global scope, by atom, ragged), masked"
     expect(shown).to_contain_text(own, timeout=TIMEOUT)
     told = shown.get_by_text("Out of date: made with other settings")
