@@ -234,7 +234,7 @@ def prune(
     measured if it is not there, and what stays in a checkpoint makes up for what goes.
     """
     from heapr_lab import headless
-    from heapr_lab.calibration import check_seed
+    from heapr_lab.calibration import check_seed, corpora_of
     from heapr_lab.export import Chosen, facts_of, savings, with_model
     from heapr_lab.methods import find_method
     from heapr_lab.models import model_folder
@@ -274,10 +274,18 @@ def prune(
     _check_out(out, to_folder=to_folder)
     source = model_folder(model)
     preflight.check_layers(source, choice["exclude_layers"])
+    parts = corpora_of(corpus)
+    if max_rise is not None and len(parts) > 1:
+        raise SpecError(
+            f"--max-rise measures on the calibration corpus, and {corpus!r} is a "
+            "mixture: give --ratio, or one corpus"
+        )
     if importance is None:
         check_seed(seed)
         preflight.check_corpora([corpus], split="train")
-    measured = corpus if perplexity is None and importance is None else perplexity
+    measured = perplexity
+    if perplexity is None and importance is None:
+        measured = ",".join(parts)  # a mixture has no test split
     preflight.check_corpora(_names(measured or ""), split="test")
     setting = Setting(
         0.0, estimator, calibration=corpus, n_sequences=n_sequences, seed=seed

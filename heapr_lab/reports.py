@@ -137,9 +137,13 @@ def _lower_loss(
     first = _values(_method(results, "heapr", **{column: better}), "nll")
     second = _values(_method(results, "heapr", **{column: worse}), "nll")
     gaps = (second - first).dropna().groupby("ratio").mean()
-    found = ", ".join(f"{gap:+.4f} nats at {ratio:.0%}" for ratio, gap in gaps.items())
+    found = ", ".join(f"{gap:+.4f} at {ratio:.0%}" for ratio, gap in gaps.items())
     claim = f"{where}, {column}: {better} loses less than {worse}"
-    return claim, f"{worse} − {better}: {found}", bool((gaps > 0).all())
+    return (
+        claim,
+        f"{worse} − {better} [nats per token]: {found}",
+        bool((gaps > 0).all()),
+    )
 
 
 def _predicts_loss(bins: pd.DataFrame) -> list[tuple[str, str, bool]]:

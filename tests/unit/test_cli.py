@@ -156,6 +156,23 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     assert found == pytest.approx(change[1], rel=1e-4)
 
 
+def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) -> None:
+    """The card of what was calibrated on a mixture has a perplexity of each part."""
+    write_text(tmp_path / "more.txt", n_texts=16)
+    parts = [str(folder / "text.txt"), str(tmp_path / "more.txt")]
+    mixture = f"0.5*{parts[0]} + 0.5*{parts[1]}"
+    run(
+        "prune", folder / "moe", "--ratio", 0.4, "--out", tmp_path / "out",
+        "--corpus", mixture, *TINY,
+    )  # fmt: skip
+    manifest = json.loads((tmp_path / "out" / "heapr_manifest.json").read_text())
+    assert list(manifest["perplexity"]) == parts
+    message = refused(
+        "prune", folder / "moe", "--max-rise", 0.1, "--corpus", mixture, *TINY
+    )
+    assert "is a mixture" in message
+
+
 def test_prune_in_rounds_and_by_flops(folder: Path, tmp_path: Path) -> None:
     """Rounds need the model; a share of FLOPs, with a price, does not."""
     mask = tmp_path / "mask.parquet"

@@ -63,7 +63,7 @@ def test_claims_that_hold() -> None:
     assert found["holds"].all()
     assert found["claim"].str.startswith("on the calibrated corpus").sum() == 3
     assert "+0.50%" in found["found"].iloc[3]
-    assert "+0.0950 nats at 20%" in found["found"].iloc[4]
+    assert "[nats per token]: +0.0950 at 20%" in found["found"].iloc[4]
 
 
 def test_claims_that_do_not_hold() -> None:
