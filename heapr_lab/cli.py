@@ -12,7 +12,7 @@ import json
 import math
 import threading
 import webbrowser
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -275,11 +275,8 @@ def prune(
     source = model_folder(model)
     preflight.check_layers(source, choice["exclude_layers"])
     parts = corpora_of(corpus)
-    if max_rise is not None and len(parts) > 1:
-        raise SpecError(
-            f"--max-rise measures on the calibration corpus, and {corpus!r} is a "
-            "mixture: give --ratio, or one corpus"
-        )
+    if max_rise is not None:
+        _check_single(corpus, parts)
     if importance is None:
         check_seed(seed)
         preflight.check_corpora([corpus], split="train")
@@ -578,6 +575,19 @@ def panel(
 
 
 # --- what the commands share ------------------------------------------------------
+
+
+def _check_single(corpus: str, parts: Sequence[str]) -> None:
+    """Make sure that --max-rise has one corpus to measure on.
+
+    Raises:
+        SpecError: it is a mixture.
+    """
+    if len(parts) > 1:
+        raise SpecError(
+            f"--max-rise measures on the calibration corpus, and {corpus!r} is a "
+            "mixture: give --ratio, or one corpus"
+        )
 
 
 def _check_amount(
