@@ -6,6 +6,7 @@ with gradients take turns on a model, for each counts the backward passes it see
 """
 
 import contextlib
+import copy
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -71,6 +72,37 @@ def differentiating(
         torch.enable_grad(),
     ):
         yield
+
+
+def copied(model: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """A deep copy of `model` in its own modes, whatever other threads run it in.
+
+    It waits for a pass with gradients, whose flags and hooks would be copied.
+
+    Args:
+        model: what is copied.
+        memo: what is copied already, as `copy.deepcopy` has it.
+
+    Raises:
+        SpecError: this thread is in a pass with gradients on the model.
+    """
+    with _taking_turns(model):
+        modes = _own_modes(model)
+        twin = copy.deepcopy(model, memo)
+    for name, module in twin.named_modules():
+        module.training = modes.get(name, module.training)
+    return twin
+
+
+def _own_modes(model: nn.Module) -> dict[str, bool]:
+    """Which modules are in training mode when nobody evaluates the model, by name."""
+    state = _state_of(model)
+    with _lock:
+        saved = {id(module): training for module, training in state.modes}
+        return {
+            name: saved.get(id(module), module.training)
+            for name, module in model.named_modules()
+        }
 
 
 def _state_of(model: nn.Module) -> _State:

@@ -1,7 +1,6 @@
 """Masking atoms while a context lasts, and slicing them out for good."""
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from heapr_lab.dispatch import masked
 from heapr_lab.experts import ExpertsLayer, find_experts
 from heapr_lab.models import model_identity
+from heapr_lab.modes import copied
 from heapr_lab.ragged import RaggedExperts
 from heapr_lab.selection import KeepMask
 from heapr_lab.specs import SpecError
@@ -59,10 +59,11 @@ def prune(
     """The model with the atoms outside `keep` sliced out, so that it is smaller.
 
     Gives the logits of `masking(model, keep, downs)`. Without `inplace` the expert
-    weights are copied once, in their sliced size, and `model` stays as it is.
+    weights are copied once, in their sliced size, and `model` stays as it is; a pass
+    with gradients in another thread is waited for.
 
     Raises:
-        SpecError: `keep` was made for another model.
+        SpecError: `keep` was made for another model, or this thread is in such a pass.
         LayoutError: the model's experts cannot be sliced exactly.
     """
     layers = find_experts(model)
@@ -79,7 +80,7 @@ def prune(
     memo: dict[int, object] = {
         id(layer.module): sliced(layer, kept, down) for layer, kept, down in parts
     }
-    pruned = copy.deepcopy(model, memo)
+    pruned = copied(model, memo)
     for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
         pruned.__dict__.pop(name, None)
     return _marked(pruned, keep, changed=downs is not None)

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from families import tiny_ids, tiny_model
+from keeps import random_keep
 from torch import nn
 
 from heapr_lab.calibration import CalibrationSet
@@ -17,6 +18,7 @@ from heapr_lab.evaluation import evaluate_perplexity
 from heapr_lab.importance import collect_statistics
 from heapr_lab.modes import differentiating, evaluating
 from heapr_lab.specs import LayoutError, SpecError
+from heapr_lab.surgery import prune
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
 PATIENCE = 30
@@ -155,6 +157,27 @@ def test_a_pass_within_a_pass_is_refused(model: nn.Module) -> None:
     with pytest.raises(SpecError, match="in this thread already"):
         collect_statistics(model, WINDOWS, progress=again)
     collect_statistics(model, WINDOWS)  # and the model is free again
+
+
+def test_a_copy_made_beside_a_pass(model: nn.Module) -> None:
+    """It waits, and has the modes and flags of the model, and no hook of the pass."""
+    model.train()
+    model.lm_head.weight.requires_grad_(False)
+    made, jobs = [], []
+
+    def prune_there(done: int, _total: int) -> None:
+        if done == 2:
+            jobs.append(pool.submit(prune, model, random_keep(model)))
+
+    with ThreadPoolExecutor(1) as pool:
+        collect_statistics(model, WINDOWS, batch_size=1, progress=prune_there)
+        with evaluating(model):
+            made = [jobs[0].result(PATIENCE), prune(model, random_keep(model))]
+    for pruned in made:
+        assert all(module.training for module in pruned.modules())
+        frozen = {n for n, p in pruned.named_parameters() if not p.requires_grad}
+        assert frozen == {"lm_head.weight"}
+        assert not pruned.get_input_embeddings()._forward_hooks
 
 
 # --- inference mode ---------------------------------------------------------------
