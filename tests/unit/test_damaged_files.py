@@ -14,7 +14,7 @@ import pytest
 from heapr_lab import store
 from heapr_lab.masks import KeepMask
 from heapr_lab.provenance import read_provenance
-from heapr_lab.specs import CacheError
+from heapr_lab.specs import CacheError, digest
 from heapr_lab.table import ImportanceTable
 
 KEY = b"heapr_lab"
@@ -41,7 +41,8 @@ def mask(tmp_path: Path) -> Path:
 def table(tmp_path: Path) -> Path:
     """A table of eight atoms."""
     path = tmp_path / "table.parquet"
-    facts = {"spec": {"schema": 1}, "spec_hash": "0" * 64, "architecture": {}}
+    spec = {"schema": 1}
+    facts = {"spec": spec, "spec_hash": digest(spec), "architecture": {}}
     ImportanceTable.from_frame(FRAME, N=5, provenance={}, **facts).write(path)
     return path
 
