@@ -284,7 +284,8 @@ def _windows(corpus: Corpus, tokenizer: Any, seq_len: int) -> torch.Tensor:
     """Consecutive windows (n, seq_len); the last, incomplete one is dropped."""
     ids = torch.from_numpy(_token_ids(corpus, tokenizer))
     n_windows = len(ids) // seq_len
-    return ids[: n_windows * seq_len].view(n_windows, seq_len).long()
+    width = min(seq_len, len(ids) + 1)  # where it is less, there is no window at all
+    return ids[: n_windows * width].view(n_windows, width).long()
 
 
 def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:

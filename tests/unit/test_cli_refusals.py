@@ -194,6 +194,12 @@ def test_a_seed_of_more_than_64_bits(folder: Path, seed: int) -> None:
     assert f"seed is {seed}" in one_line("prune", folder / "moe", *more)
 
 
+def test_a_window_longer_than_any_text(folder: Path) -> None:
+    """By more than any integer of torch's holds."""
+    text = ("--corpus", folder / "text.txt", "--profile", "small", "--seq-len", 2**70)
+    assert "has 0 windows" in one_line("score", folder / "moe", *text)
+
+
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("structure", ["aligned", "per_layer", "uniform"])
 def test_a_multiple_beyond_any_expert(folder: Path, structure: str) -> None:
