@@ -9,6 +9,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -108,10 +109,20 @@ def run_steps(
 
 def _begin(open_bench: Callable[[], Workbench], threads: int) -> None:
     """What a new process does first."""
+    signal.signal(signal.SIGINT, _leave)
     _of_this_process.append(functools.cache(open_bench))
     os.environ["HEAPR_LAB_PROGRESS"] = "0"  # one bar is enough
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of kernels that it starts
     torch.set_num_threads(threads)
+
+
+def _leave(*_args: object) -> None:
+    """End without a traceback: the process that was started first says it all.
+
+    Raises:
+        SystemExit: always.
+    """
+    raise SystemExit(130)
 
 
 def _work(step: Step) -> None:
