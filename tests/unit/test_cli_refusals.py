@@ -6,23 +6,13 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, invoke, one_line, run, text_of
-from tiny_folder import write_model, write_text
+from tiny_folder import write_model
 
 from heapr_lab import headless, store
 from heapr_lab.cli import app
 from heapr_lab.masks import KeepMask
 
 COMMANDS = [command.callback.__name__ for command in app.registered_commands]  # type: ignore[union-attr]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model `moe`, a text `text.txt`, and a table of the model."""
-    root = tmp_path_factory.mktemp("refusals")
-    write_model(root / "moe")
-    write_text(root / "text.txt")
-    run("score", root / "moe", "--out", root / "table.parquet", *text_of(root))
-    return root
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 from random_tables import random_table
-from tiny_folder import write_model, write_text
+from tiny_folder import write_text
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.artefacts import read_frame
@@ -22,7 +22,7 @@ from heapr_lab.explorer.controls import TARGET, layer_numbers
 from heapr_lab.explorer.panel import Explorer, explore, layers_frame
 from heapr_lab.explorer.pictures import ChoicePicture
 from heapr_lab.masks import KeepMask
-from heapr_lab.pipeline import Setting, Workbench, open_workbench
+from heapr_lab.pipeline import Workbench
 from heapr_lab.provenance import read_provenance
 from heapr_lab.sessions import Choice, PruningSession, Step
 from heapr_lab.specs import SpecError
@@ -35,31 +35,6 @@ DRAW_SECONDS = 0.15
 def small_table() -> ImportanceTable:
     """A table of 16 atoms."""
     return random_table(N_LAYERS, N_EXPERTS, D_INTER)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in `moe`, and a text."""
-    folder = tmp_path_factory.mktemp("widgets")
-    write_model(folder / "moe")
-    write_text(folder / "text.txt")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def bench(root: Path) -> Workbench:
-    """The tiny model on a bench."""
-    return open_workbench(str(root / "moe"), profile="small")
-
-
-@pytest.fixture
-def panel(bench: Workbench, root: Path) -> Explorer:
-    """A panel that can evaluate on the text."""
-    text = str(root / "text.txt")
-    table = bench.measure(bench.test_windows(text))
-    setting = Setting(0.0, calibration=text)
-    session = PruningSession(table, workbench=bench, setting=setting)
-    return Explorer(session, corpora=(text,), tasks=(f"continuation:{text}",))
 
 
 # --- the session --------------------------------------------------------------------

@@ -10,21 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from commands import invoke, one_line, run, text_of
+from commands import invoke, one_line, text_of
 from safetensors import SafetensorError
-from tiny_folder import write_model, write_text
 
 from heapr_lab import artefacts, headless
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model `moe`, a text `text.txt`, and a table of the model."""
-    root = tmp_path_factory.mktemp("refusals")
-    write_model(root / "moe")
-    write_text(root / "text.txt")
-    run("score", root / "moe", "--out", root / "table.parquet", *text_of(root))
-    return root
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tokens, windows and counts that a model cannot be asked with are one line each."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,14 @@ import pandas as pd
 import pytest
 from families import D_VOCAB, tiny_ids, tiny_model
 from keeps import full_keep, random_keep
+from tiny_folder import write_tokenizer
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.compensation import fit_compensation
 from heapr_lab.evaluation import evaluate_divergence, evaluate_perplexity
+from heapr_lab.folders import read_tokenizer
 from heapr_lab.grams import collect_grams
 from heapr_lab.harness import run_tasks
 from heapr_lab.importance import collect_statistics
@@ -112,9 +115,13 @@ def test_limits_of_tasks_are_whole_numbers(model: nn.Module, limit: Any) -> None
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_a_setting_without_windows_is_refused(model: nn.Module, number: int) -> None:
+def test_a_setting_without_windows_is_refused(
+    model: nn.Module, number: int, tmp_path: Path
+) -> None:
     """Zero is not the profile's number."""
-    bench = Workbench(model, None, name="toy", profile=PROFILES["small"])
+    write_tokenizer(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
+    bench = Workbench(model, tokenizer, name="toy", profile=PROFILES["small"])
     setting = Setting(0.25, calibration="pydocs", n_sequences=number)
     with pytest.raises(SpecError, match=f"n_sequences must be .* got {number}"):
         bench.calibration_set(setting)

@@ -8,41 +8,14 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 from random_tables import random_table
-from tiny_folder import write_model, write_text
 
 from heapr_lab.explorer.comparing import CompareTab
 from heapr_lab.explorer.controls import layer_numbers, read_ratio
 from heapr_lab.explorer.jobs import STALE
 from heapr_lab.explorer.panel import Explorer, explore
 from heapr_lab.explorer.pictures import ChoicePicture, LossPicture
-from heapr_lab.pipeline import Setting, Workbench, open_workbench
 from heapr_lab.sessions import POINT_COLUMNS, Choice, PruningSession
 from heapr_lab.specs import SpecError
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in `moe`, and a text."""
-    folder = tmp_path_factory.mktemp("validity")
-    write_model(folder / "moe")
-    write_text(folder / "text.txt")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def bench(root: Path) -> Workbench:
-    """The tiny model on a bench."""
-    return open_workbench(str(root / "moe"), profile="small")
-
-
-@pytest.fixture
-def panel(bench: Workbench, root: Path) -> Explorer:
-    """A panel that can evaluate on the text."""
-    text = str(root / "text.txt")
-    table = bench.measure(bench.test_windows(text))
-    setting = Setting(0.0, calibration=text)
-    session = PruningSession(table, workbench=bench, setting=setting)
-    return Explorer(session, corpora=(text,), tasks=(f"continuation:{text}",))
 
 
 def press(job: Any) -> str:

@@ -1,0 +1,43 @@
+"""What several files of unit tests start from: a tiny model, a panel, a table."""
+
+from pathlib import Path
+
+import pytest
+from commands import run, text_of
+from tiny_folder import write_model, write_text
+
+from heapr_lab.explorer.panel import Explorer
+from heapr_lab.pipeline import Setting, Workbench, open_workbench
+from heapr_lab.sessions import PruningSession
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in `moe`, and a text."""
+    folder = tmp_path_factory.mktemp("unit")
+    write_model(folder / "moe")
+    write_text(folder / "text.txt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bench(root: Path) -> Workbench:
+    """The tiny model on a bench."""
+    return open_workbench(str(root / "moe"), profile="small")
+
+
+@pytest.fixture
+def panel(bench: Workbench, root: Path) -> Explorer:
+    """A panel that can evaluate on the text."""
+    text = str(root / "text.txt")
+    table = bench.measure(bench.test_windows(text))
+    setting = Setting(0.0, calibration=text)
+    session = PruningSession(table, workbench=bench, setting=setting)
+    return Explorer(session, corpora=(text,), tasks=(f"continuation:{text}",))
+
+
+@pytest.fixture(scope="module")
+def folder(root: Path) -> Path:
+    """The model `moe`, the text `text.txt`, and a table of the model."""
+    run("score", root / "moe", "--out", root / "table.parquet", *text_of(root))
+    return root
