@@ -15,6 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from heapr_lab import store
 from heapr_lab.specs import CorpusError
@@ -57,14 +58,27 @@ def harvested(package: str = "") -> tuple[tuple[str, ...], str]:
             f"pydocs:{package} needs the package {package!r}, which is not installed "
             f"here (or is a single module); install it (pip install {package})"
         )
-    versions = {name: _version(name) for name in found}
-    texts = store.cached_json(
-        "pydocs",
-        {"rules": _HARVEST_RULES, "versions": versions},
-        lambda: harvest(found),
-    )
-    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    key = _key(found)
+    texts = store.cached_json("pydocs", key, lambda: harvest(found))
+    named = ", ".join(f"{name} {version}" for name, version in key["versions"].items())
     return tuple(texts), f"docstrings of {named}"
+
+
+def _key(packages: list[str]) -> dict[str, Any]:
+    """What the cache knows the docstrings of `packages` by."""
+    return {
+        "rules": _HARVEST_RULES,
+        "versions": {name: _version(name) for name in packages},
+    }
+
+
+def not_harvested() -> list[str]:
+    """The installed packages whose docstrings are not in the cache yet."""
+    return [
+        name
+        for name in installed()
+        if not store.cache_path("pydocs", _key([name]), extension="json").exists()
+    ]
 
 
 def installed(packages: Iterable[str] = PYDOCS_PACKAGES) -> list[str]:

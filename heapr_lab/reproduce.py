@@ -6,6 +6,7 @@ only draws. What is committed is rewritten only by `publish`.
 """
 
 import functools
+import importlib
 import operator
 import time
 from collections.abc import Callable
@@ -133,11 +134,14 @@ def reproduce(
     with workers(n_workers or default_workers(bench), open_bench) as executor:
         _harvest(bench, executor)
         corpora, skipped = experiments.test_corpora()
-        run_experiments(bench, corpora, executor)
-        found = find(bench, corpora)
-        files = draw_all(bench, found, folder)
+        found = find(bench, run_experiments(bench, corpora, executor))
+        drawing = draw_all(bench, found, folder, executor)
         if publish:
             _fill_readme(found)
+        if notebooks:
+            # It takes seconds, in which the figures are drawn.
+            importlib.import_module("heapr_lab.notebooks")
+        files = drawing()
         executed: list[Path] = []
         if notebooks:
             output = None if publish else folder / "notebooks"
@@ -172,7 +176,7 @@ def _check_publish(
 
 def _harvest(bench: Workbench, executor: Executor | None) -> None:
     """Read the docstrings of every package, which each corpus of them needs first."""
-    steps = [functools.partial(_harvest_one, name) for name in pydocs.installed()]
+    steps = [functools.partial(_harvest_one, name) for name in pydocs.not_harvested()]
     with progress_bar("reading docstrings", "package") as show:
         run_steps(steps, bench, executor, progress=show)
 
@@ -181,43 +185,64 @@ def _harvest_one(package: str, _bench: Workbench) -> None:
     pydocs.harvested(package)
 
 
+@dataclass(frozen=True)
+class Measurements:
+    """Rows of all experiments."""
+
+    results: pd.DataFrame
+    """Of the dense model and every setting, on every corpus."""
+    sizes: pd.DataFrame
+    """Of every calibration draw, at every size."""
+    tenths: pd.DataFrame
+    """Δloss of each tenth of the atoms."""
+
+
 def run_experiments(
     bench: Workbench, corpora: list[str], executor: Executor | None = None
-) -> None:
-    """Fill the cache with all that the figures need, under one bar with an ETA.
+) -> Measurements:
+    """All that the figures need, measured or from the cache, under one bar with an ETA.
 
     Args:
         bench: the model.
         corpora: where perplexity is measured.
         executor: as `workers.workers` gives it; by default this process.
     """
-    steps: list[Step] = [
-        operator.methodcaller("importance"),
-        operator.methodcaller("evaluate", None, corpora),
-        operator.methodcaller("importance", Setting(0.0, estimator=ELIMINATION)),
-    ]
-    steps += [
+    draws: list[Step] = [
         functools.partial(experiments.calibration_results, draws=[draw])
         for draw in experiments.calibration_draws(bench)
     ]
-    steps += [
+    evaluations: list[Step] = [
         operator.methodcaller("evaluate", setting, corpora)
-        for setting in experiments.all_settings()
+        for setting in (None, *experiments.all_settings())
     ]
-    steps.append(experiments.bin_results)
+    # The long ones first, so that no process waits for them at the end.
+    steps = [_measure, _eliminate, *draws, experiments.bin_results, *evaluations]
     with progress_bar("experiments", "step") as show:
-        run_steps(steps, bench, executor, progress=show)
+        given = run_steps(steps, bench, executor, progress=show)
+    sizes, (tenths, *results) = given[2 : 2 + len(draws)], given[2 + len(draws) :]
+    return Measurements(
+        results=pd.concat(results, ignore_index=True),
+        # Each draw has the rows of the dense model.
+        sizes=pd.concat(sizes).drop_duplicates(ignore_index=True),
+        tenths=tenths,
+    )
+
+
+def _measure(bench: Workbench) -> None:
+    bench.importance()
+
+
+def _eliminate(bench: Workbench) -> None:
+    """For a notebook, which would wait for it."""
+    bench.importance(Setting(0.0, estimator=ELIMINATION))
 
 
 @dataclass(frozen=True)
 class Findings:
     """What several figures, tables and the README have in common."""
 
-    results: pd.DataFrame
-    """Of every setting on every corpus."""
+    measured: Measurements
     savings: pd.DataFrame
-    tenths: pd.DataFrame
-    """Δloss of each tenth of the atoms."""
     claims: pd.DataFrame
     summary: pd.DataFrame
     cost: pd.DataFrame | None
@@ -236,12 +261,9 @@ class Findings:
     outliers: pd.DataFrame | None
 
 
-def find(bench: Workbench, corpora: list[str]) -> Findings:
-    """Read what `run_experiments` has measured."""
-    settings = experiments.all_settings()
-    results = experiments.results(bench, settings, corpora)
-    savings = experiments.savings(bench, settings)
-    tenths = experiments.bin_results(bench)
+def find(bench: Workbench, measured: Measurements) -> Findings:
+    """What follows from what was measured, here and by the benchmarks."""
+    savings = experiments.savings(bench, experiments.all_settings())
     costs = _measured(COST_RESULTS)
     structures = _measured(STRUCTURE_RESULTS, bench.name)
     quality = _measured(QUALITY_RESULTS, bench.name)
@@ -251,11 +273,10 @@ def find(bench: Workbench, corpora: list[str]) -> Findings:
     wide_quality = _measured(WIDE_QUALITY_RESULTS)
     learned = _measured(LEARNED_RESULTS, bench.name)
     return Findings(
-        results=results,
+        measured=measured,
         savings=savings,
-        tenths=tenths,
-        claims=reports.claims(results, tenths),
-        summary=reports.summary_table(results, savings),
+        claims=reports.claims(measured.results, measured.tenths),
+        summary=reports.summary_table(measured.results, savings),
         cost=None if costs is None else figures.cost_data(costs, baseline="plain"),
         speed=_measured(SPEED_RESULTS),
         structures=None if structures is None else figures.structures_data(structures),
@@ -283,21 +304,24 @@ def _measured(name: str, model: str | None = None) -> pd.DataFrame | None:
     return None if other else frame
 
 
-def draw_all(bench: Workbench, found: Findings, folder: Path) -> list[Path]:
-    """Write every figure (png, pdf), table (csv, md, tex) and its data (csv)."""
-    pen = _Pen(bench, folder)
-    results, savings = found.results, found.savings
-    common = results[results["ratio"].le(max(experiments.METHOD_RATIOS))]
-    draws = experiments.calibration_draws(bench)
+def draw_all(
+    bench: Workbench, found: Findings, folder: Path, executor: Executor | None = None
+) -> Callable[[], list[Path]]:
+    """Write every figure (png, pdf), table (csv, md, tex) and its data (csv).
 
+    Returns:
+        What waits for the figures and gives all that was written.
+    """
+    pen = _Pen(bench, folder, executor)
+    results, savings = found.measured.results, found.savings
+    common = results[results["ratio"].le(max(experiments.METHOD_RATIOS))]
     masks = experiments.layer_masks(bench)
     pen.draw(
         "1_layer_ratios", figures.layer_ratios_data(masks), figures.figure_layer_ratios
     )
-    pen.draw("2_bins", figures.bins_data(found.tenths), figures.figure_bins)
+    pen.draw("2_bins", figures.bins_data(found.measured.tenths), figures.figure_bins)
     sizes = figures.calibration_size_data(
-        experiments.calibration_results(bench, draws),
-        ratio=experiments.CALIBRATION_RATIO,
+        found.measured.sizes, ratio=experiments.CALIBRATION_RATIO
     )
     pen.draw("3_calibration_size", sizes, figures.figure_calibration_size)
     boundary = figures.boundary_data(results, savings)
@@ -397,11 +421,18 @@ def _fill_readme(found: Findings) -> None:
 
 
 class _Pen:
-    """Writes figures and tables with the provenance of one workbench."""
+    """Writes figures and tables with the provenance of one workbench.
 
-    def __init__(self, bench: Workbench, folder: Path) -> None:
+    Figures are drawn by the executor, if there is one: they take most of the time of a
+    run that finds everything else in the cache.
+    """
+
+    def __init__(
+        self, bench: Workbench, folder: Path, executor: Executor | None
+    ) -> None:
         self.folder = folder
-        self.files: list[Path] = []
+        self._executor = executor
+        self._parts: list[Callable[[], list[Path]]] = []
         table = bench.importance().metadata
         calibration = table["provenance"]["calibration"]
         drawn = ("corpus", "split", "n_sequences", "seq_len", "seed")
@@ -414,29 +445,47 @@ class _Pen:
             "importance": table["spec_hash"],
         }
 
+    def files(self) -> list[Path]:
+        """All that was written, once it is."""
+        return [path for part in self._parts for path in part()]
+
     def draw(
         self, name: str, data: pd.DataFrame, figure_of: _Drawn, *, source: str = ""
     ) -> None:
         """Write a figure and its rows, which are those of the bench or of `source`."""
-        figure = figure_of(data)
         rows = figures.rows_text(data)
         provenance = self._provenance(source, figure=name, data=rows_digest(rows))
-        stem = self.folder / name
-        self.files += figures.save_figure(figure, stem, provenance=provenance)
-        plt.close(figure)
         path = self.folder / "data" / f"{name}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(rows, encoding="utf-8", newline="\n")
-        self.files.append(path)
+        stem = self.folder / name
+        drawing = functools.partial(_draw_one, data, figure_of, stem, provenance)
+        if self._executor is None:
+            drawn = drawing()
+            self._parts.append(lambda: [*drawn, path])
+        else:
+            future = self._executor.submit(drawing)
+            self._parts.append(lambda: [*future.result(), path])
 
     def table(self, name: str, frame: pd.DataFrame, *, source: str = "") -> None:
         """Write a table of what the bench, or `source`, has measured."""
         provenance = self._provenance(source, table=name)
         stem = self.folder / f"{name}_table"
-        self.files += figures.write_table(frame, stem, provenance=provenance)
+        written = figures.write_table(frame, stem, provenance=provenance)
+        self._parts.append(lambda: written)
 
     def _provenance(self, source: str, **facts: str) -> dict[str, Any]:
         return facts | ({"source": source} if source else self._made_on)
+
+
+def _draw_one(
+    data: pd.DataFrame, figure_of: _Drawn, stem: Path, provenance: dict[str, Any]
+) -> list[Path]:
+    """Draw a figure and write it."""
+    figure = figure_of(data)
+    written = figures.save_figure(figure, stem, provenance=provenance)
+    plt.close(figure)
+    return written
 
 
 def _folder_of(bench: Workbench, name_or_path: str, *, publish: bool) -> Path:

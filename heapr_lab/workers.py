@@ -20,7 +20,7 @@ from heapr_lab.pipeline import Workbench
 from heapr_lab.specs import HeaprLabError
 
 Step = Callable[[Workbench], Any]
-"""A part of a run that fills the cache, and can be pickled."""
+"""A part of a run that fills the cache; it and what it gives can be pickled."""
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
 
@@ -72,6 +72,8 @@ def workers(
         initializer=_begin,
         initargs=(open_bench, max(1, cores() // n)),
     ) as executor:
+        for _ in range(n):  # what they import takes seconds, too
+            executor.submit(cores)
         try:
             yield executor
         except BrokenProcessPool as error:
@@ -90,21 +92,23 @@ def run_steps(
     executor: concurrent.futures.Executor | None,
     *,
     progress: Progress,
-) -> None:
-    """Run every step, in the executor's processes or one after the other in this one.
+) -> list[Any]:
+    """What every step gives, in the executor's processes or one by one in this one.
 
     What was done before a step fails stays in the cache.
     """
     if executor is None:
+        given = []
         for done, step in enumerate(steps, start=1):
-            step(bench)
+            given.append(step(bench))
             progress(done, len(steps))
-        return
+        return given
     futures = [executor.submit(_work, step) for step in steps]
     waiting = concurrent.futures.as_completed(futures)
     for done, future in enumerate(waiting, start=1):
         future.result()
         progress(done, len(steps))
+    return [future.result() for future in futures]
 
 
 def _begin(open_bench: Callable[[], Workbench], threads: int) -> None:
@@ -125,5 +129,5 @@ def _leave(*_args: object) -> None:
     raise SystemExit(130)
 
 
-def _work(step: Step) -> None:
-    step(_of_this_process[0]())
+def _work(step: Step) -> Any:
+    return step(_of_this_process[0]())
