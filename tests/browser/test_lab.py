@@ -5,6 +5,7 @@ Starting a kernel takes far longer than any test, so all share one page.
 
 import re
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -269,22 +270,35 @@ def test_is_painted_in_both_themes(
 
 
 @pytest.fixture
-def reset(page: "sync_api.Page") -> Panel:
-    """The quick panel at the settings it began with, but for the ratio: 0.5."""
+def reset(page: "sync_api.Page") -> Iterator[Panel]:
+    """The quick panel at the settings it began with, but for the ratio: 0.5.
+
+    It is left at them too, so that a test that fails does not fail the next.
+    """
     panel, _ = panels(page)
+    begin_again(panel)
+    yield panel
+    begin_again(panel)
+
+
+def begin_again(panel: Panel) -> None:
+    """Choose what the panel began with, and half of the atoms."""
+    panel.open("Choose")
     start = {"granularity": "atom", "structure": "ragged", "budget": "atoms"}
     for name, value in {"estimator": "heapr", "scope": "global", **start}.items():
         panel.choice(name).select_option(value)
     panel.enter("keep layers", "")
     panel.type_ratio("0.5")
     expect(panel.counts).to_contain_text(f"{N_ATOMS // 2} of {N_ATOMS} kept")
-    return panel
 
 
-def opacity(panel: Panel) -> float:
-    """Of the picture that is seen."""
-    found = panel.picture.evaluate("image => getComputedStyle(image).opacity")
-    return float(found)
+def wait_until_picture_is(panel: Panel, *, grey: bool) -> None:
+    """Wait until the picture that is seen is grey, or in full colour."""
+    opacity = "image => getComputedStyle(image).opacity"
+    until = time.monotonic() + TIMEOUT / 1000
+    while (float(panel.picture.evaluate(opacity)) < 0.5) != grey:
+        assert time.monotonic() < until, f"the picture never was grey={grey}"
+        panel.root.page.wait_for_timeout(50)
 
 
 def test_ratios_are_taken_as_they_are_typed(reset: Panel, shots: Path) -> None:
@@ -297,13 +311,13 @@ def test_ratios_are_taken_as_they_are_typed(reset: Panel, shots: Path) -> None:
     alert = reset.root.get_by_role("alert")
     expect(alert).to_contain_text("write 0.40 or 40% if you mean that")
     expect(reset.ratio).to_have_value("40")
-    assert opacity(reset) < 0.5
+    wait_until_picture_is(reset, grey=True)
     reset.root.screenshot(path=shots / "choose-stale.png")
     reset.handle.focus()
     reset.root.page.keyboard.press("ArrowRight")
     expect(alert).to_have_count(0)
     expect(reset.ratio).to_have_value("0.01")
-    assert opacity(reset) == 1
+    wait_until_picture_is(reset, grey=False)
 
 
 def test_layers_that_are_none_are_refused(reset: Panel) -> None:
@@ -312,7 +326,7 @@ def test_layers_that_are_none_are_refused(reset: Panel) -> None:
         reset.enter("keep layers", text)
         expect(reset.root.get_by_role("alert")).to_contain_text(why)
         expect(reset.root.get_by_text("Out of date: the picture")).to_be_visible()
-        assert opacity(reset) < 0.5
+        wait_until_picture_is(reset, grey=True)
         reset.open("Evaluate")
         reset.button("Evaluate").click()
         expect(
@@ -321,7 +335,7 @@ def test_layers_that_are_none_are_refused(reset: Panel) -> None:
         reset.open("Choose")
     reset.enter("keep layers", "0")
     expect(reset.root.get_by_role("alert")).to_have_count(0)
-    assert opacity(reset) == 1
+    wait_until_picture_is(reset, grey=False)
 
 
 def test_whole_experts_are_drawn_by_their_own_scores(reset: Panel, shots: Path) -> None:

@@ -187,11 +187,11 @@ def test_flops_say_at_which_context_they_were_counted(
     for frame, known in ((savings, False), (savings.assign(seq_len=256), True)):
         data = figures.boundary_data(results, frame)
         ax = figures.plot_boundary(data, quantity="flops_reduction")
-        assert (told in lines_of(ax)) == known
+        assert (f"FLOPs {told}" in lines_of(ax)) == known
         data = figures.granularity_data(results, frame)
         ax = figures.plot_granularity(data, metric="flops_reduction")
         title = ax.get_title(loc="left")
-        assert title == "whole model" + f", {told}" * known
+        assert title == "whole model" + f"\n{told}" * known
 
 
 def test_boundary_curves_are_the_evaluation_rows(

@@ -14,13 +14,14 @@ from tiny_folder import write_model
 
 from heapr_lab.calibration import CalibrationSet
 from heapr_lab.experts import find_experts
+from heapr_lab.export import with_model
 from heapr_lab.folders import read_weights
-from heapr_lab.headless import own_mask, own_table, with_model
+from heapr_lab.headless import own_mask, own_table
 from heapr_lab.importance import collect_statistics
 from heapr_lab.models import model_identity
 from heapr_lab.selection import select
 from heapr_lab.shards import squared_norms
-from heapr_lab.specs import SpecError
+from heapr_lab.specs import SpecError, digest
 from heapr_lab.table import ImportanceTable
 from heapr_lab.uniform import skeleton_of
 
@@ -127,7 +128,8 @@ def test_what_was_made_before_is_refused_with_what_to_do(
     new = ImportanceTable.read(table)
     spec = new.metadata["spec"]
     old_model = {**spec["model"], "weights": "0" * 64}
-    facts = {**new.metadata, "spec": {**spec, "model": old_model}}
+    old_spec = {**spec, "model": old_model}
+    facts = {**new.metadata, "spec": old_spec, "spec_hash": digest(old_spec)}
     old = ImportanceTable(new.frame, facts)
     old.write(tmp_path / "old.parquet")
     with pytest.raises(SpecError, match=r"earlier version .* `heapr-lab score`"):
