@@ -47,7 +47,8 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (gpu or slow or network or engine)"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (browser or gpu or slow or network or engine)"
+	$(BIN)/python -m pytest -m browser
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")

@@ -148,6 +148,13 @@ def plot_boundary(
     return ax
 
 
+def _label(metric: str, dataset: str) -> str:
+    """What the legend calls a curve."""
+    if not dataset:
+        return "_nolegend_"
+    return f"FLOPs {dataset}" if metric == "flops_reduction" else look(dataset).label
+
+
 def _draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str) -> None:
     dataset, metric = curve[["dataset", "metric"]].iloc[0]
     of_text = dataset and metric != "flops_reduction"
@@ -159,7 +166,7 @@ def _draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str) -> None:
         yerr=None if errors.isna().all() else errors.fillna(0),
         color=shown.color,
         marker=shown.marker,
-        label=look(dataset).label if dataset else "_nolegend_",
+        label=_label(metric, dataset),
     )
 
 

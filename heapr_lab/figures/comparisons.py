@@ -100,7 +100,7 @@ def scope_data(
 def _title(metric: str, dataset: str) -> str:
     if metric != "flops_reduction":
         return look(dataset).label if dataset else "whole model"
-    return ", ".join(filter(None, ("whole model", dataset)))
+    return "\n".join(filter(None, ("whole model", dataset)))
 
 
 def _paper_granularity(paper_dir: Path | None) -> pd.DataFrame:
