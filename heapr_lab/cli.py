@@ -280,10 +280,10 @@ def prune(
     if importance is None:
         check_seed(seed)
         preflight.check_corpora([corpus], split="train")
-    measured = perplexity
+    measured = _names(perplexity or "")
     if perplexity is None and importance is None:
-        measured = ",".join(parts)  # a mixture has no test split
-    preflight.check_corpora(_names(measured or ""), split="test")
+        measured = list(parts)  # a mixture has no test split
+    preflight.check_corpora(measured, split="test")
     setting = Setting(
         0.0, estimator, calibration=corpus, n_sequences=n_sequences, seed=seed
     )
@@ -317,7 +317,7 @@ def prune(
         keep.write(out)
     elif out is not None:
         headless.write_pruned(
-            out, made, source=source, name=model, corpora=_names(measured or ""),
+            out, made, source=source, name=model, corpora=measured,
             facts=facts_of(table, keep, source=files, seq_len=seq_len),
             bench=open_bench,
         )  # fmt: skip

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
+from heapr_lab.importance import Progress
 from heapr_lab.pipeline import Workbench
 from heapr_lab.specs import HeaprLabError
 
 Step = Callable[[Workbench], Any]
 """A part of a run that fills the cache; it and what it gives can be pickled."""
-Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
 
 _SMALL = 100_000_000
 """Parameters under which one core is enough for a model."""
