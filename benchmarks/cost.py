@@ -44,11 +44,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import RESULTS, machine, write_results
 from benchmarks.two_stage import running, two_stage_scores
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.experts import describe, find_experts
-from heapr_lab.importance import collect_statistics
-from heapr_lab.likelihood import token_nll
-from heapr_lab.moments import LayerMoments
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.models.likelihood import token_nll
+from heapr_lab.models.moments import LayerMoments
+from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger("cost")
 

@@ -18,10 +18,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
-from heapr_lab.damage import damage_map, summed_scores
-from heapr_lab.estimators import ESTIMATORS
-from heapr_lab.models import LAB
-from heapr_lab.pipeline import Setting, Workbench, available_corpora, open_workbench
+from heapr_lab.evaluation.loss_prediction import summed_scores
+from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.models.loading import LAB
+from heapr_lab.workbench.budgets import damage_map
+from heapr_lab.workbench.workbench import (
+    Setting,
+    Workbench,
+    available_corpora,
+    open_workbench,
+)
 
 CALIBRATION = "pydocs"
 FITTED = ((0.2, 0.5, 0.8), (0.3, 0.7))

@@ -19,8 +19,8 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.machine import RESULTS, machine, write_results
-from heapr_lab.accounting import Architecture, LayerShape
-from heapr_lab.table import ImportanceTable
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture, LayerShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

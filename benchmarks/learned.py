@@ -26,16 +26,16 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import RESULTS, machine, write_results
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.compensation import compensate
-from heapr_lab.evaluation import evaluate_perplexity
-from heapr_lab.learned import learn_mask
-from heapr_lab.masks import KeepMask
-from heapr_lab.models import LAB
-from heapr_lab.pipeline import Setting, Workbench, open_workbench
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.models.loading import LAB
 from heapr_lab.progress import progress_bar
-from heapr_lab.recovery import recover
-from heapr_lab.surgery import prune
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.refinement.compensation import compensate
+from heapr_lab.refinement.learned_masks import learn_mask
+from heapr_lab.refinement.recovery import recover
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
 
 _SCORE_PASSES = 2
 

@@ -18,10 +18,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
-from heapr_lab.masks import KeepMask
-from heapr_lab.models import LAB
-from heapr_lab.pipeline import Setting, Workbench, open_workbench
-from heapr_lab.table import ImportanceTable
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.loading import LAB
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
 
 N_ATOMS = 12
 RATIOS = (0.2, 0.4, 0.6, 0.8)

@@ -22,10 +22,10 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
-from heapr_lab.budgets import PRICES, pareto_front
-from heapr_lab.masks import KeepMask
-from heapr_lab.models import LAB
-from heapr_lab.pipeline import Setting, Workbench, open_workbench
+from heapr_lab.models.loading import LAB
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.workbench.budgets import PRICES, pareto_front
+from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
 
 RATIOS = (0.2, 0.4, 0.6)
 ESTIMATORS = ("fisher", "heapr")

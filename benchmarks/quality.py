@@ -28,23 +28,27 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import RESULTS, machine, write_results
-from heapr_lab import accounting
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.compensation import solve_layers
-from heapr_lab.corpora import load_corpus
-from heapr_lab.elimination import with_elimination
-from heapr_lab.evaluation import evaluate_perplexity
-from heapr_lab.experts import find_experts
-from heapr_lab.grams import LayerGrams, collect_grams, default_span
-from heapr_lab.harness import continuation_task, run_tasks
-from heapr_lab.importance import collect_statistics
-from heapr_lab.iterated import prune_in_rounds
-from heapr_lab.masks import KeepMask
-from heapr_lab.models import LAB
-from heapr_lab.pipeline import Setting, Workbench, open_workbench
-from heapr_lab.selection import select
-from heapr_lab.surgery import Downs, masking
-from heapr_lab.table import ImportanceTable
+from heapr_lab.evaluation.harness import continuation_task, run_tasks
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.importance.activation_grams import (
+    LayerGrams,
+    collect_grams,
+    default_span,
+)
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models import architecture
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.loading import LAB
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import Downs, masking
+from heapr_lab.refinement.compensation import solve_layers
+from heapr_lab.refinement.elimination import with_elimination
+from heapr_lab.refinement.iterative import prune_in_rounds
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.corpora import load_corpus
+from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
 
 RATIOS = (0.2, 0.4, 0.6, 0.8)
 AT_EQUAL_FLOPS = (0.4, 0.6)
@@ -265,11 +269,11 @@ def measure(
     choice: dict[str, Any] = {}
     share = ratio
     if equal == "flops":
-        paper = accounting.summary(select(table, ratio=ratio), table)
+        paper = architecture.summary(select(table, ratio=ratio), table)
         share = round(float(paper["routed_flops_reduction"].iloc[0]), 9)
         choice = {"of": "flops"}
     keep, downs, cost = measured.pruned(variant, share, **choice)
-    saved = accounting.summary(keep, table).iloc[0]
+    saved = architecture.summary(keep, table).iloc[0]
     rows = []
     for corpus in CORPORA:
         windows = bench.test_windows(corpus)

@@ -47,9 +47,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import RESULTS, machine, write_results
 from heapr_lab import KeepMask, masking, prune
-from heapr_lab.accounting import Architecture
-from heapr_lab.experts import describe, find_experts
-from heapr_lab.latency import in_turns, seconds_of
+from heapr_lab.evaluation.latency import in_turns, seconds_of
+from heapr_lab.models.architecture import Architecture
+from heapr_lab.models.experts import describe, find_experts
 
 logger = logging.getLogger("speed")
 

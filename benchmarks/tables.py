@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
-from heapr_lab.rows import KEYS
-from heapr_lab.selection import select
-from heapr_lab.table import ImportanceTable
+from heapr_lab.importance.columns import KEYS
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.pruning.selection import select
 
 COLUMNS = ("tokens", "sum_h2", "sum_g2")
 """What the paper's score needs."""

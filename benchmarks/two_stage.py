@@ -2,8 +2,8 @@
 
 Stage 1 accumulates the covariance G of the output gradient of each expert over its
 routed tokens; stage 2 runs the tokens once more and gives each atomic expert the mean
-of 1/2 e_k^T G e_k. It is here to be compared with `heapr_lab.importance`, which gets
-the same scores from one forward and one backward.
+of 1/2 e_k^T G e_k. It is here to be compared with `heapr_lab.importance.collect`,
+which gets the same scores from one forward and one backward.
 
 Shapes: E n_experts, I d_inter, D d_expert; n routed (token, slot) rows sorted by
 expert. Letters: h atom activation; g = dl/dE_i(x), (n, D), the gradient at an
@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.dispatch import routed_linear
-from heapr_lab.experts import ExpertsLayer, activate, find_experts
-from heapr_lab.likelihood import final_states, token_nll
+from heapr_lab.models.experts import ExpertsLayer, activate, find_experts
+from heapr_lab.models.hooks import routed_linear
+from heapr_lab.models.likelihood import final_states, token_nll
+from heapr_lab.text.calibration import CalibrationSet
 
 IMPLEMENTATION = "two_stage"
 

@@ -21,8 +21,8 @@ from typing import Any
 import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
 
-from heapr_lab import store
-from heapr_lab.reports import as_block, fill_blocks
+from heapr_lab.experiments.reports import as_block, fill_blocks
+from heapr_lab.storage import cache
 
 TUTORIAL = Path(__file__).with_name("tutorial.md")
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -134,7 +134,7 @@ def _command(line: str) -> str:
     if line == "make install":
         return _install()
     if line == SERVER:
-        line = f"make -n -C {shlex.quote(str(store.project_dir()))} lab"
+        line = f"make -n -C {shlex.quote(str(cache.project_dir()))} lab"
     return subprocess.run(
         line, shell=True, check=True, stdout=subprocess.PIPE, text=True
     ).stdout
@@ -143,7 +143,7 @@ def _command(line: str) -> str:
 def _install() -> str:
     """Make the environment in a copy of the project, beside what else is written."""
     left_out = shutil.ignore_patterns(".venv", ".git", "cache", "_build", "*.egg-info")
-    shutil.copytree(store.project_dir(), "project", ignore=left_out)
+    shutil.copytree(cache.project_dir(), "project", ignore=left_out)
     asked = ["make", "-C", "project", "install"]
     subprocess.run(asked, check=True, stdout=subprocess.DEVNULL)
     return ""
@@ -188,10 +188,10 @@ def sizes() -> pd.DataFrame:
     """Bytes and counts of Qwen3-30B-A3B that follow from its configuration."""
     from transformers import Qwen3MoeConfig
 
-    from heapr_lab.experts import describe, find_experts
-    from heapr_lab.grams import default_span, sizes_of
-    from heapr_lab.pipeline import PROFILES
-    from heapr_lab.uniform import skeleton_of
+    from heapr_lab.checkpoints.uniform import skeleton_of
+    from heapr_lab.importance.activation_grams import default_span, sizes_of
+    from heapr_lab.models.experts import describe, find_experts
+    from heapr_lab.workbench.workbench import PROFILES
 
     model = skeleton_of(Qwen3MoeConfig(**QWEN3_30B_A3B))
     layers, whole = find_experts(model), describe(model)

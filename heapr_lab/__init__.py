@@ -23,42 +23,42 @@ import sys
 from typing import Any
 
 _HOMES = {
-    "mask_for_budgets": "budgets",
-    "pareto_front": "budgets",
-    "ratio_for_latency": "budgets",
-    "ratio_for_loss": "budgets",
-    "CalibrationSet": "calibration",
-    "save_pruned": "checkpoints",
-    "load_calibration": "calibration",
-    "load_windows": "calibration",
-    "compensate": "compensation",
-    "load_corpus": "corpora",
-    "damage_map": "damage",
-    "eliminate": "elimination",
-    "fit_damage": "damage",
+    "CalibrationSet": "text.calibration",
     "Display": "figures",
-    "Perplexity": "evaluation",
-    "evaluate_divergence": "evaluation",
-    "evaluate_perplexity": "evaluation",
-    "write_gguf": "gguf_file",
-    "run_tasks": "harness",
-    "continuation_task": "harness",
-    "collect_statistics": "importance",
-    "prune_in_rounds": "iterated",
-    "learn_mask": "learned",
-    "KeepMask": "masks",
-    "load_model": "models",
-    "Setting": "pipeline",
-    "Workbench": "pipeline",
-    "open_workbench": "pipeline",
-    "read_provenance": "provenance",
-    "recover": "recovery",
-    "select": "selection",
-    "HeaprLabError": "specs",
-    "masking": "surgery",
-    "prune": "surgery",
-    "ImportanceTable": "table",
-    "explore": "explorer",
+    "HeaprLabError": "errors",
+    "ImportanceTable": "importance.table",
+    "KeepMask": "pruning.masks",
+    "Perplexity": "evaluation.perplexity",
+    "Setting": "workbench.workbench",
+    "Workbench": "workbench.workbench",
+    "collect_statistics": "importance.collect",
+    "compensate": "refinement.compensation",
+    "continuation_task": "evaluation.harness",
+    "damage_map": "workbench.budgets",
+    "eliminate": "refinement.elimination",
+    "evaluate_divergence": "evaluation.perplexity",
+    "evaluate_perplexity": "evaluation.perplexity",
+    "explore": "panel.panel",
+    "fit_damage": "evaluation.loss_prediction",
+    "learn_mask": "refinement.learned_masks",
+    "load_calibration": "text.calibration",
+    "load_corpus": "text.corpora",
+    "load_model": "models.loading",
+    "load_windows": "text.calibration",
+    "mask_for_budgets": "workbench.budgets",
+    "masking": "pruning.surgery",
+    "open_workbench": "workbench.workbench",
+    "pareto_front": "workbench.budgets",
+    "prune": "pruning.surgery",
+    "prune_in_rounds": "refinement.iterative",
+    "ratio_for_latency": "workbench.budgets",
+    "ratio_for_loss": "workbench.budgets",
+    "read_provenance": "storage.provenance",
+    "recover": "refinement.recovery",
+    "run_tasks": "evaluation.harness",
+    "save_pruned": "checkpoints.save",
+    "select": "pruning.selection",
+    "write_gguf": "checkpoints.gguf",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 (a list of names, though made, not written)
@@ -91,26 +91,26 @@ class _Registration(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: Any) -> None:
             execute(module)
-            importlib.import_module(f"{__name__}.ragged")
+            importlib.import_module(f"{__name__}.models.ragged_experts")
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
 if _REGISTRY in sys.modules:
-    importlib.import_module(f"{__name__}.ragged")
+    importlib.import_module(f"{__name__}.models.ragged_experts")
 else:
     sys.meta_path.insert(0, _Registration())
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Answer `%load_ext heapr_lab`; see `heapr_lab.extension`."""
-    importlib.import_module(f"{__name__}.extension").load(ipython)
+    """Answer `%load_ext heapr_lab`; see `heapr_lab.panel.magic`."""
+    importlib.import_module(f"{__name__}.panel.magic").load(ipython)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
     """Answer `%unload_ext heapr_lab`."""
-    importlib.import_module(f"{__name__}.extension").unload(ipython)
+    importlib.import_module(f"{__name__}.panel.magic").unload(ipython)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from heapr_lab.cli import app
+from heapr_lab.cli.app import app
 
 TINY = ("--profile", "small", "--seq-len", "32")
 BAR = "Loading weights"

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pandas as pd
 
-from heapr_lab.accounting import Architecture, LayerShape
-from heapr_lab.table import ImportanceTable
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture, LayerShape
 
 
 def random_table(n_layers: int, n_experts: int, d_inter: int) -> ImportanceTable:

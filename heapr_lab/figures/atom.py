@@ -13,8 +13,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from heapr_lab.errors import SpecError
 from heapr_lab.figures.style import ATOM_COLOR, styled
-from heapr_lab.specs import SpecError
 
 _INK = "#444444"
 _OPERATOR_X = 14.2

@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from heapr_lab.estimators import ESTIMATORS
+from heapr_lab.errors import SpecError
 from heapr_lab.figures.curves import matching, require_one_row
 from heapr_lab.figures.style import (
     LABELS,
@@ -17,7 +17,7 @@ from heapr_lab.figures.style import (
     share_legend,
     styled,
 )
-from heapr_lab.specs import SpecError
+from heapr_lab.importance.estimators import ESTIMATORS
 
 ORDERS = {"index": "bins by original index", "score": "bins by score rank"}
 INTERVAL = 0.95

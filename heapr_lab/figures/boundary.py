@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from heapr_lab.errors import SpecError
 from heapr_lab.figures.curves import (
     CURVE_COLUMNS,
     curves_data,
@@ -30,7 +31,6 @@ from heapr_lab.figures.style import (
     show_percent,
     styled,
 )
-from heapr_lab.specs import SpecError
 
 QUANTITIES = ("accuracy", "perplexity", "flops_reduction")
 

@@ -5,6 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from heapr_lab.errors import SpecError
 from heapr_lab.figures.curves import METRICS, matching
 from heapr_lab.figures.style import (
     LABELS,
@@ -17,7 +18,6 @@ from heapr_lab.figures.style import (
     show_percent,
     styled,
 )
-from heapr_lab.specs import SpecError
 
 
 def calibration_size_data(

@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from heapr_lab.accounting import at_context
+from heapr_lab.errors import SpecError
 from heapr_lab.figures.paper import paper_label
 from heapr_lab.figures.style import (
     LABELS,
@@ -24,7 +24,7 @@ from heapr_lab.figures.style import (
     place,
     show_percent,
 )
-from heapr_lab.specs import SpecError
+from heapr_lab.models.architecture import at_context
 
 METRICS = ("perplexity", "accuracy")
 CHANCE = {"continuation": 0.25}

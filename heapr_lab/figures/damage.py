@@ -4,7 +4,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
@@ -14,6 +13,7 @@ from heapr_lab.figures.style import (
     share_legend,
     styled,
 )
+from heapr_lab.importance.estimators import PER_TOKEN
 
 _MAP = ["estimator", "corpus", "calibrated_on", "n_points"]
 """What the points of one map, asked about one corpus, have in common."""

@@ -17,6 +17,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from heapr_lab.errors import SpecError
 from heapr_lab.figures import (
     atom,
     bins,
@@ -32,9 +33,8 @@ from heapr_lab.figures import (
 )
 from heapr_lab.figures.files import rows_text, save_figure, settle
 from heapr_lab.figures.style import styled
-from heapr_lab.provenance import rows_digest
-from heapr_lab.specs import SpecError
-from heapr_lab.summaries import card_html
+from heapr_lab.repr_html import card_html
+from heapr_lab.storage.provenance import rows_digest
 
 
 @dataclass(frozen=True)

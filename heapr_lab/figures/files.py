@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from heapr_lab.figures.style import styled
-from heapr_lab.provenance import mark, rows_digest
+from heapr_lab.storage.provenance import mark, rows_digest
 
 _LATEX = {
     "\\": r"\textbackslash{}",

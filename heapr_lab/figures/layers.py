@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from heapr_lab.estimators import unit_of
+from heapr_lab.errors import SpecError
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
@@ -22,7 +22,7 @@ from heapr_lab.figures.style import (
     show_percent,
     styled,
 )
-from heapr_lab.specs import SpecError
+from heapr_lab.importance.estimators import unit_of
 
 _RATIO_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 _REMOVED = "#D55E00"

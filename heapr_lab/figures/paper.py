@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from heapr_lab.specs import SpecError
+from heapr_lab.errors import SpecError
 
 PAPER_TASKS = (
     "openbookqa",

@@ -5,7 +5,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
@@ -17,6 +16,7 @@ from heapr_lab.figures.style import (
     show_percent,
     styled,
 )
+from heapr_lab.importance.estimators import PER_TOKEN
 
 _SAVINGS = ["parameter_reduction", "routed_flops_reduction"]
 _DOMINATED = "dominated by another point"

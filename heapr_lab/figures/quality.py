@@ -5,7 +5,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from heapr_lab.estimators import PER_TOKEN
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
     look,
@@ -14,6 +13,7 @@ from heapr_lab.figures.style import (
     share_legend,
     styled,
 )
+from heapr_lab.importance.estimators import PER_TOKEN
 
 PAPER = "heapr"
 DRAWN = (

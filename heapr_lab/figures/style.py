@@ -22,7 +22,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from heapr_lab.estimators import PER_TOKEN
+from heapr_lab.importance.estimators import PER_TOKEN
 
 STYLE_FILE = Path(__file__).parent / "heapr.mplstyle"
 """The matplotlib style every figure is drawn and saved with."""

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from heapr_lab.errors import SpecError
 from heapr_lab.figures.comparisons import figure_comparison, plot_comparison
 from heapr_lab.figures.curves import METRICS, curves_data, sort_curves
 from heapr_lab.figures.paper import paper_dense, paper_table
@@ -21,7 +22,6 @@ from heapr_lab.figures.style import (
     share_legend,
     styled,
 )
-from heapr_lab.specs import SpecError
 
 MIB = 2**20
 NOT_COMPARABLE = "paper, not comparable (other model, data and machine)"

@@ -9,7 +9,7 @@ import pytest
 from browser.servers import CHROMIUM
 from tiny_folder import write_model
 
-from heapr_lab import pydocs
+from heapr_lab.text import pydocs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from clone import Clone
 
-from heapr_lab import store
-from heapr_lab.notebooks import (
+from heapr_lab.errors import SpecError
+from heapr_lab.experiments.notebooks import (
     MARK,
     execute_all,
     normalise,
     read_notebook,
     sources_digest,
 )
-from heapr_lab.reproduce import reproduce
-from heapr_lab.specs import SpecError
+from heapr_lab.experiments.reproduce import reproduce
+from heapr_lab.storage import cache
 
-FOLDER = store.project_dir() / "notebooks"
+FOLDER = cache.project_dir() / "notebooks"
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 LONGEST_CODE_LINES = 40
 QUOTED = re.compile(r"`[^`]*`")
@@ -98,7 +98,7 @@ class TestStructure:
             for text in output.get("data", {}).values()
         ]
         assert [text for text in shown if " at 0x" in str(text)] == []
-        assert [text for text in shown if str(store.project_dir()) in str(text)] == []
+        assert [text for text in shown if str(cache.project_dir()) in str(text)] == []
 
 
 @pytest.mark.notebook

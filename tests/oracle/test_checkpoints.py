@@ -19,20 +19,20 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
-from heapr_lab import checkpoints
-from heapr_lab.checkpoints import (
+from heapr_lab.checkpoints import save
+from heapr_lab.checkpoints.save import (
     KEEP_FILE,
     MANIFEST_FILE,
     STRUCTURES,
     prune_folder,
     save_pruned,
 )
-from heapr_lab.experts import find_experts
-from heapr_lab.masks import KeepMask
-from heapr_lab.ragged import RaggedExperts
-from heapr_lab.specs import CacheError, SpecError
-from heapr_lab.surgery import masking, prune
-from heapr_lab.uniform import stock_config
+from heapr_lab.checkpoints.uniform import stock_config
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import masking, prune
 
 pytestmark = pytest.mark.oracle
 
@@ -307,7 +307,7 @@ def test_a_crash_leaves_no_folder(
     def crash(*_args: Any, **_kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("heapr_lab.checkpoints.describe", crash)
+    monkeypatch.setattr("heapr_lab.checkpoints.save.describe", crash)
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path / "out", "qwen2_moe", "ragged")
     assert list(tmp_path.iterdir()) == []
@@ -388,10 +388,10 @@ def test_an_unfinished_folder_is_not_touched_for_another_pruning(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "slice_files", stop)
+        patch.setattr(save, "slice_files", stop)
         with pytest.raises(KeyboardInterrupt):
             prune_folder(source, keep_of(model, "ragged"), out)
-    partial = checkpoints.partial_of(out)
+    partial = save.partial_of(out)
     before = {path.name: path.read_bytes() for path in partial.iterdir()}
     with pytest.raises(CacheError, match="another mask and structure"):
         prune_folder(source, keep_of(model, "uniform"), out)

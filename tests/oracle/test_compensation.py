@@ -15,23 +15,23 @@ from oracles.features import Features, features_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from heapr_lab import grams
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.checkpoints import MANIFEST_FILE, save_pruned
-from heapr_lab.compensation import (
+from heapr_lab.checkpoints.save import MANIFEST_FILE, save_pruned
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.importance import activation_grams as grams
+from heapr_lab.importance.activation_grams import FIT, HELD_OUT, SPANS, collect_grams
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.hooks import observed
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement.compensation import (
     RIDGES,
     compensate,
     describe_weights,
     fit_compensation,
     solve_layers,
 )
-from heapr_lab.dispatch import observed
-from heapr_lab.experts import find_experts
-from heapr_lab.grams import FIT, HELD_OUT, SPANS, collect_grams
-from heapr_lab.importance import collect_statistics
-from heapr_lab.masks import KeepMask
-from heapr_lab.specs import LayoutError, SpecError
-from heapr_lab.surgery import masking, prune
+from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 

@@ -8,15 +8,16 @@ import torch
 from families import tiny_ids, tiny_model
 from oracles.features import features_of
 
-from heapr_lab import elimination, grams
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.compensation import fit_compensation
-from heapr_lab.elimination import COLUMN, eliminate
-from heapr_lab.experts import ExpertsLayer, find_experts
-from heapr_lab.importance import collect_statistics
-from heapr_lab.selection import select
-from heapr_lab.specs import SpecError, digest
-from heapr_lab.table import ImportanceTable
+from heapr_lab.errors import SpecError, digest
+from heapr_lab.importance import activation_grams as grams
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.pruning.selection import select
+from heapr_lab.refinement import elimination
+from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.refinement.elimination import COLUMN, eliminate
+from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 

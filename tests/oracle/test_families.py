@@ -5,9 +5,9 @@ import pytest
 from families import FAMILIES, tiny_ids, tiny_model
 from oracles import token_by_token
 
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.experts import find_experts
-from heapr_lab.importance import collect_statistics
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import find_experts
+from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 

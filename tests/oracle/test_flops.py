@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.experts import describe
-from heapr_lab.importance import collect_statistics
-from heapr_lab.surgery import masking, prune
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import describe
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 

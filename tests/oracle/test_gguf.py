@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from tiny_folder import D_VOCAB, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heapr_lab.checkpoints import save_pruned
-from heapr_lab.gguf_file import write_gguf
-from heapr_lab.specs import SpecError
-from heapr_lab.surgery import prune
+from heapr_lab.checkpoints.gguf import write_gguf
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.errors import SpecError
+from heapr_lab.pruning.surgery import prune
 
 pytestmark = pytest.mark.oracle
 

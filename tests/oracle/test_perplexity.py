@@ -7,16 +7,16 @@ import pytest
 import torch
 from families import FAMILIES, tiny_ids, tiny_model
 
-from heapr_lab.evaluation import (
+from heapr_lab.errors import SpecError
+from heapr_lab.evaluation.perplexity import (
     Perplexity,
     evaluate_divergence,
     evaluate_perplexity,
     kl_divergence,
 )
-from heapr_lab.likelihood import token_nll
-from heapr_lab.masks import KeepMask
-from heapr_lab.specs import SpecError
-from heapr_lab.surgery import masking
+from heapr_lab.models.likelihood import token_nll
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import masking
 
 pytestmark = pytest.mark.oracle
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from families import FAMILIES, tiny_ids, tiny_model
 
-from heapr_lab import grams
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.experts import find_experts
-from heapr_lab.modes import evaluating
-from heapr_lab.specs import LayoutError
-from heapr_lab.stepping import LayerByLayer
+from heapr_lab.errors import LayoutError
+from heapr_lab.importance import activation_grams as grams
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.layerwise import LayerByLayer
+from heapr_lab.models.modes import evaluating
+from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 

@@ -9,11 +9,11 @@ from families import FAMILIES, tiny_ids, tiny_model
 from keeps import full_keep, logits_of, random_keep, zeroed_twin
 from torch import nn
 
-from heapr_lab.experts import describe, find_experts
-from heapr_lab.ragged import RaggedExperts
-from heapr_lab.selection import KeepMask
-from heapr_lab.specs import LayoutError, SpecError
-from heapr_lab.surgery import masking, prune, sliced
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.pruning.selection import KeepMask
+from heapr_lab.pruning.surgery import masking, prune, sliced
 
 pytestmark = pytest.mark.oracle
 

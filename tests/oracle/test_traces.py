@@ -14,12 +14,8 @@ from tiny_folder import D_VOCAB, write_tokenizer
 from torch import nn
 from transformers import AutoTokenizer
 
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.dispatch import IMPLEMENTATION
-from heapr_lab.experts import find_experts
-from heapr_lab.specs import SpecError
-from heapr_lab.surgery import masking
-from heapr_lab.traces import (
+from heapr_lab.errors import SpecError
+from heapr_lab.evaluation.traces import (
     Passage,
     atoms_of_token,
     continue_text,
@@ -29,6 +25,10 @@ from heapr_lab.traces import (
     token_texts,
     top_contexts,
 )
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.hooks import IMPLEMENTATION
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 
@@ -362,7 +362,7 @@ def test_top_contexts(
     tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest |h| of all, found batch by batch, with the text around each."""
-    monkeypatch.setattr("heapr_lab.traces._TOKENS_AT_ONCE", 2 * 11)
+    monkeypatch.setattr("heapr_lab.evaluation.traces._TOKENS_AT_ONCE", 2 * 11)
     model = model_of(family)
     ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
     layer, expert, atom = find_experts(model)[0].layer, 2, 3
@@ -397,7 +397,7 @@ def test_of_equal_activations_the_first(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An atom that is never active shows the first tokens of its expert."""
-    monkeypatch.setattr("heapr_lab.traces._TOKENS_AT_ONCE", 2 * 11)
+    monkeypatch.setattr("heapr_lab.evaluation.traces._TOKENS_AT_ONCE", 2 * 11)
     model = model_of("qwen2_moe")
     layer = find_experts(model)[0]
     with torch.no_grad():

@@ -5,8 +5,8 @@ import pytest
 from families import tiny_ids, tiny_model
 
 from benchmarks.two_stage import two_stage_scores
-from heapr_lab.calibration import CalibrationSet
-from heapr_lab.importance import collect_statistics
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 

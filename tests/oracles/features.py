@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from heapr_lab.dispatch import observed
-from heapr_lab.experts import find_experts
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.hooks import observed
 
 
 class Features:

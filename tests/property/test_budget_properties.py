@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from heapr_lab.accounting import Architecture, LayerShape
-from heapr_lab.budgets import mask_for_budgets, pareto_front, removed_score
-from heapr_lab.masks import KeepMask
-from heapr_lab.rankings import atom_sizes
-from heapr_lab.selection import select
-from heapr_lab.specs import SpecError
-from heapr_lab.table import ImportanceTable
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.ranking import atom_sizes
+from heapr_lab.pruning.selection import select
+from heapr_lab.workbench.budgets import mask_for_budgets, pareto_front, removed_score
 
 pytestmark = pytest.mark.property
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heapr_lab.selection import select
-from heapr_lab.table import ImportanceTable
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.pruning.selection import select
 
 pytestmark = pytest.mark.property
 

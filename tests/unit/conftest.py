@@ -6,9 +6,9 @@ import pytest
 from commands import run, text_of
 from tiny_folder import write_model, write_text
 
-from heapr_lab.explorer.panel import Explorer
-from heapr_lab.pipeline import Setting, Workbench, open_workbench
-from heapr_lab.sessions import PruningSession
+from heapr_lab.panel.panel import Explorer
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
 
 
 @pytest.fixture(scope="module")

@@ -10,85 +10,113 @@ import pytest
 import heapr_lab
 
 PACKAGE = Path(heapr_lab.__file__).parent
-LAYERS = (
-    {"specs", "hub"},
-    {
-        "artefacts",
-        "summaries",
-        "progress",
-        "tokens",
-        "ragged",
-        "tensor_files",
-        "weights_hash",
-        "latency",
-        "modes",
-    },
-    {"store", "rows", "estimators", "accounting", "moments"},
-    {
-        "experts",
-        "table",
-        "masks",
-        "rules",
-        "methods",
-        "pydocs",
-        "provenance",
-        "folders",
-        "failures",
-    },
-    {"dispatch", "rankings", "corpora", "models", "sources"},
-    {"active", "calibration", "lab_run"},
-    {"likelihood", "selection"},
-    {"stepping"},
-    {"grams"},
-    {"surgery", "continuation", "harness_model", "uniform", "pruned_card"},
-    {"slice_plan", "gguf_file", "compensation"},
-    {"elimination", "shards"},
-    {"checkpoints"},
-    {"importance", "evaluation", "harness", "traces"},
-    {"distillation"},
-    {"learned", "iterated"},
-    {"recovery"},
-    {"lab_model", "pipeline"},
-    {"experiments", "figures", "damage", "workers"},
-    {"budgets"},
-    {"export", "sessions", "notebooks", "options", "reports", "lab_card"},
-    {"explorer", "reproduce", "headless", "app", "preflight"},
-    {"cli", "extension"},
-    {"__main__"},
+TOP = ("errors", "hub", "progress", "repr_html")
+"""Modules shared by all wings, below them; `__init__` and `__main__` stand above."""
+WINGS = (
+    "storage",
+    "text",
+    "models",
+    "importance",
+    "pruning",
+    "evaluation",
+    "refinement",
+    "checkpoints",
+    "workbench",
+    "lab_model",
+    "figures",
+    "experiments",
+    "panel",
+    "cli",
 )
-"""From the bottom up; what stands in one row does not import each other."""
+"""From the bottom up: a wing imports itself and what stands before it."""
+MOST_AT_THE_TOP = 8
 
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+RANK = dict.fromkeys(TOP, 0) | {wing: 1 + i for i, wing in enumerate(WINGS)}
 MODULES = sorted(
-    path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"
+    path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in TOP
 )
 
 
 def unit_of(path: Path) -> str:
-    """The module, or the package below heapr_lab, that a file belongs to."""
+    """The wing, or the module at the top, that a file belongs to."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def imported_units(path: Path) -> set[str]:
-    """The modules of heapr_lab that a file imports anywhere in it."""
+def imported_modules(path: Path) -> set[str]:
+    """The dotted names below heapr_lab that a file imports anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "heapr_lab":
-            found |= {f"heapr_lab.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-    return {name.split(".")[1] for name in found if name.startswith("heapr_lab.")}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    prefix = "heapr_lab."
+    return {name.removeprefix(prefix) for name in found if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_imports_point_downward(path: Path) -> None:
-    """A module has a place in LAYERS and imports only what stands before it."""
-    unit = unit_of(path)
-    assert unit in RANK, f"give {unit} a place in LAYERS"
-    others = imported_units(path) - {unit}
-    assert {name for name in others if RANK[name] >= RANK[unit]} == set()
+def module_of(name: str) -> str:
+    """The module in the dotted name of a module, or of something in one."""
+    path = PACKAGE.joinpath(*name.split("."))
+    there = path.is_dir() or path.with_suffix(".py").exists()
+    return name if there else name.rpartition(".")[0]
+
+
+def imports_within(wing: str) -> dict[str, set[str]]:
+    """Which modules of its wing each module of `wing` imports."""
+    files = sorted((PACKAGE / wing).glob("*.py"))
+    return {
+        f"{wing}.{path.stem}": {
+            module
+            for module in map(module_of, imported_modules(path))
+            if module.startswith(f"{wing}.") and module != f"{wing}.{path.stem}"
+        }
+        for path in files
+    }
+
+
+def test_every_wing_has_a_row() -> None:
+    """A new sub-package gets its place among WINGS."""
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders == set(WINGS)
+
+
+@pytest.mark.parametrize("wing", [*TOP, *WINGS])
+def test_imports_point_downward(wing: str) -> None:
+    """A wing imports only from itself and from wings below it."""
+    above = [
+        (path.name, name)
+        for path in MODULES
+        if unit_of(path) == wing
+        for name in imported_modules(path)
+        if name.split(".")[0] != wing
+        and RANK.get(name.split(".")[0], len(RANK)) >= RANK[wing]
+    ]
+    assert above == []
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_no_circles_within_a_wing(wing: str) -> None:
+    """Also within a wing there is an order in which modules import each other."""
+    left = imports_within(wing)
+    while free := [name for name, needed in left.items() if not needed & left.keys()]:
+        left = {name: needed for name, needed in left.items() if name not in free}
+    assert left == {}
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_says_its_one_job(wing: str) -> None:
+    """In the first line of `__init__`, where nothing else is imported at once."""
+    tree = ast.parse((PACKAGE / wing / "__init__.py").read_text(encoding="utf-8"))
+    line = (ast.get_docstring(tree) or "").split("\n")[0]
+    assert line.endswith(".")
+    assert len(line) <= 88
+
+
+def test_few_modules_stand_at_the_top() -> None:
+    """What is not shared by all belongs to a wing."""
+    at_the_top = sorted(path.stem for path in PACKAGE.glob("*.py"))
+    assert at_the_top == sorted(["__init__", "__main__", *TOP])
+    assert len(at_the_top) <= MOST_AT_THE_TOP
 
 
 def test_no_module_is_called_utils() -> None:
@@ -97,9 +125,18 @@ def test_no_module_is_called_utils() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["store", "estimators", "accounting", "table", "selection", "figures"]
+    "module",
+    [
+        *WINGS,
+        "storage.cache",
+        "importance.estimators",
+        "importance.table",
+        "models.architecture",
+        "pruning.selection",
+        "evaluation.loss_prediction",
+    ],
 )
 def test_imports_without_torch(module: str) -> None:
-    """Scores, selections and figures are made without importing torch."""
+    """Wings by name, scores, selections and figures come without importing torch."""
     code = f"import sys, heapr_lab.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

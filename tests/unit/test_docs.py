@@ -23,10 +23,12 @@ from tiny_folder import write_model
 from typer.testing import CliRunner
 
 import heapr_lab
-from heapr_lab import corpora, pipeline, pydocs, store
-from heapr_lab.cli import app
+from heapr_lab.cli.app import app
+from heapr_lab.storage import cache
+from heapr_lab.text import corpora, pydocs
+from heapr_lab.workbench import workbench
 
-ROOT = store.project_dir()
+ROOT = cache.project_dir()
 DOCS = ROOT / "docs"
 TUTORIAL = run_tutorial.TUTORIAL.read_text("utf-8")
 
@@ -38,9 +40,9 @@ TUTORIAL = run_tutorial.TUTORIAL.read_text("utf-8")
 def tiny_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder to work in, where `lab` is a tiny model with little text."""
     model = write_model(tmp_path / "lab_moe")
-    monkeypatch.setattr(store, "lab_model_dir", lambda: model)
-    little = pipeline.Profile("lab", 8, 32, 4, 8)
-    monkeypatch.setitem(pipeline.PROFILES, "lab", little)
+    monkeypatch.setattr(cache, "lab_model_dir", lambda: model)
+    little = workbench.Profile("lab", 8, 32, 4, 8)
+    monkeypatch.setitem(workbench.PROFILES, "lab", little)
     monkeypatch.setattr(pydocs, "PYDOCS_PACKAGES", ("jinja2",))
     monkeypatch.setenv("HEAPR_DATA_DIR", str(tmp_path))
     monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path))

@@ -10,9 +10,10 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from heapr_lab import corpora, hub
-from heapr_lab.models import load_model
-from heapr_lab.specs import CorpusError, SpecError
+from heapr_lab import hub
+from heapr_lab.errors import CorpusError, SpecError
+from heapr_lab.models.loading import load_model
+from heapr_lab.text import corpora
 
 
 class Server(http.server.ThreadingHTTPServer):

@@ -1,0 +1,1 @@
+"""Pruned models on disk, in forms that transformers and engines load."""

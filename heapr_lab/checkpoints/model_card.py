@@ -1,0 +1,145 @@
+"""The model card of a pruned checkpoint, from its manifest."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from heapr_lab.models.architecture import at_context
+
+_CARD = """---
+{header}
+---
+
+# {base}, pruned by {percent:.0%}
+
+{kept:,} of the {atoms:,} atomic experts of `{base}` are left (an atomic expert is a row
+of W_gate and W_up with the column of W_down that belongs to it). Which ones stay was
+decided by HEAPr's second-order importance of each (Li et al., ICLR 2026).
+
+| | |
+|---|---|
+{rows}
+
+## Use
+
+{use}
+
+`heapr_keep.parquet` has the mask, one row for each atomic expert of the base model, and
+`heapr_manifest.json` what was done, with which settings.
+"""
+
+_STOCK = """It is an ordinary checkpoint of its architecture, with narrower experts: it
+loads in transformers and in every engine that knows the architecture.
+
+```python
+model = AutoModelForCausalLM.from_pretrained(folder)
+```"""
+
+_RAGGED = """Experts have different widths, which `config.json` lists. With heapr_lab:
+
+```python
+import heapr_lab
+model = AutoModelForCausalLM.from_pretrained(folder)
+```
+
+Without it, the folder carries the one module that is needed, which transformers runs if
+it is allowed to:
+
+```python
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+```"""
+
+
+def card(manifest: Mapping[str, Any], *, source: Path) -> str:
+    """The card as Markdown, with the hub's front matter.
+
+    Args:
+        manifest: of the checkpoint.
+        source: folder of the model it was made from, whose licence it carries.
+    """
+    name = manifest["base_model"] or "a model without a name"
+    stock = manifest["structure"] == "uniform"
+    header = ModelCardData(
+        base_model=name if manifest["base_model"] else None,
+        license=_licence(source),
+        library_name="transformers",
+        tags=["mixture-of-experts", "pruning", "heapr"],
+        pipeline_tag="text-generation",
+    )
+    return _CARD.format(
+        header=header.to_yaml(),
+        base=name,
+        percent=1 - manifest["atoms_kept"] / manifest["atoms"],
+        kept=manifest["atoms_kept"],
+        atoms=manifest["atoms"],
+        rows="\n".join(f"| {key} | {value} |" for key, value in _rows(manifest)),
+        use=_STOCK if stock else _RAGGED,
+    )
+
+
+def _licence(source: Path) -> str | None:
+    """That of the base model's card, if it lies here and has one."""
+    path = source / "README.md"
+    if not (source / "config.json").is_file() or not path.is_file():
+        return None
+    found = ModelCard.load(path, ignore_metadata_errors=True).data.license
+    return found if isinstance(found, str) else None
+
+
+def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    selection = manifest["selection"]
+    shown = (
+        "estimator",
+        "scope",
+        "granularity",
+        "ratio",
+        "of",
+        "price",
+        "multiple",
+        "rounds",
+    )
+    settings = ", ".join(
+        f"{key} {selection[key]}" for key in shown if selection.get(key) is not None
+    )
+    rows = [
+        ("base model", manifest["base_model"] or "unknown"),
+        ("revision", manifest["base_revision"] or "not recorded"),
+        ("selection", settings or "a mask given by hand"),
+        ("structure", manifest["structure"]),
+        ("calibration", manifest.get("calibration", "not recorded")),
+        ("weights", manifest["weights"]),
+        ("tokenizer", manifest["tokenizer"]),
+    ]
+    saved = manifest.get("savings")
+    if saved:
+        rows.append(("parameters", _change(saved, "parameters")))
+        rows.append((_flops(saved), _change(saved, "flops")))
+    rows.append(("size of the files", _bytes(manifest)))
+    for corpus, (before, after) in manifest.get("perplexity", {}).items():
+        name = f"perplexity of these weights, {corpus}"
+        rows.append((name, f"{before:.2f} → {after:.2f}"))
+    if not manifest.get("perplexity"):
+        rows.append(("perplexity", "not measured"))
+    return rows
+
+
+def _flops(saved: Mapping[str, float]) -> str:
+    """The name of the row; checkpoints of before did not record their context."""
+    context = saved.get("seq_len")
+    return "FLOPs per token" + (f", {at_context(context)}" if context else "")
+
+
+def _bytes(manifest: Mapping[str, Any]) -> str:
+    after, before = sum(manifest["files"].values()), manifest.get("bytes_before")
+    if not before:
+        return f"{after:,} bytes"
+    sizes = {"bytes_before": before, "bytes_after": after}
+    return f"{_change(sizes, 'bytes')} bytes"
+
+
+def _change(saved: Mapping[str, float], name: str) -> str:
+    before, after = saved[f"{name}_before"], saved[f"{name}_after"]
+    change = f"{after / before - 1:+.1%}".replace("-", "−")
+    return f"{before:,.0f} → {after:,.0f} ({change})"

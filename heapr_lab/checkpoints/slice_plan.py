@@ -1,0 +1,484 @@
+"""What is written for each tensor of a checkpoint when its experts are sliced.
+
+Shapes: E n_experts, I d_inter, D d_expert; a *part* is one of the rows of the input
+projection that an atom has: W_gate's and W_up's with a gate, else W_up's alone.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    rename_source_key,
+)
+
+from heapr_lab.checkpoints.uniform import uniform_width
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.ragged_experts import (
+    RaggedExperts,
+    expert_conversions,
+    refuse_holes,
+)
+from heapr_lab.models.safetensors_headers import FLOATS, ORDER, Stored, StoredTensor
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import keeps_of
+
+_BLOCK = 2**22
+"""Bytes read at once of what is copied."""
+
+
+# --- names: of files, and of the model --------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeight:
+    """A parameter of an experts module, what stays of it, and its tensors in files."""
+
+    name: str
+    shape: tuple[int, ...]
+    keep: np.ndarray
+    """What stays of each expert, bool (E, I)."""
+    axis: int | None
+    """Of the atoms in the tensor of one expert; none in the output bias."""
+    n_parts: int
+    interleaved: bool
+    transposed: bool
+    """Whether the tensor of one expert is the transpose of what `nn.Linear` has."""
+    patterns: tuple[str, ...]
+    """Name in the model of each part of an expert, `*` for the expert."""
+
+    def expert_shape(self, n_parts: int = 1) -> tuple[int, ...]:
+        """Shape of so many parts of one expert in a file, uncut."""
+        shape = list(self.shape[1:])
+        if self.axis is not None:
+            shape[self.axis] = n_parts * self.keep.shape[1]
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A tensor in a file, and what it becomes in the model."""
+
+    file: Path
+    name: str
+    tensor: StoredTensor
+    parameter: str
+    converter: Any
+    """What joins it with others, if anything does."""
+    part: int
+    """Which of those that are joined."""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name} ({self.tensor.dtype} {self.tensor.shape})"
+
+
+def _found(skeleton: Any, conversions: list[Any], stored: Stored) -> Iterator[_Found]:
+    """What becomes of each tensor when transformers loads it into `skeleton`."""
+    known, prefix = skeleton.state_dict(), skeleton.base_model_prefix
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    owners: dict[Any, Any] = {p: c for c in converters for p in c.source_patterns}
+    for file, tensors in stored.items():
+        for name, tensor in tensors.items():
+            new, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            if new not in known and name in known:
+                new, pattern = rename_source_key(name, [], [], prefix, known)
+            owner = owners.get(pattern)
+            part = owner.source_patterns.index(pattern) if owner else 0
+            yield _Found(file, name, tensor, new, owner, part)
+
+
+def _weights_of(
+    layer: ExpertsLayer, keep: np.ndarray, conversions: list[Any]
+) -> Iterator[ExpertWeight]:
+    """The parameters of an experts module."""
+    ragged = RaggedExperts(layer.module, keep.sum(1).tolist())
+    turned = bool(layer.module.is_transposed)
+    up, n_parts = ("gate_up_proj", 2) if layer.gated else ("up_proj", 1)
+    kinds = {
+        "up_rows": (up, int(turned), n_parts),
+        "down_columns": ("down_proj", int(not turned), 1),
+        "up_bias": (f"{up}_bias", 0, n_parts),
+        "down_bias": ("down_proj_bias", None, 1),
+    }
+    prefix = layer.name[: layer.name.find("layers.")]
+    for conversion in expert_conversions(layer.name, ragged, conversions):
+        kind = conversion.target_patterns[0].rpartition(".")[2]
+        name, axis, n_parts = kinds[kind]
+        patterns = conversion.reverse_transform().target_patterns
+        yield ExpertWeight(
+            name=f"{layer.name}.{name}",
+            shape=tuple(getattr(layer.module, name).shape),
+            keep=keep,
+            axis=axis,
+            n_parts=n_parts,
+            interleaved=not layer.module.is_concatenated,
+            transposed=turned,
+            patterns=tuple(prefix + pattern for pattern in patterns),
+        )
+
+
+# --- what to write ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A tensor to write: a copy of one in a file, or what stays of experts in it."""
+
+    name: str
+    tensor: StoredTensor
+    weight: ExpertWeight | None = None
+    experts: range = range(1)
+    """Those in this piece, which follow each other in the file."""
+    start: int = 0
+    """First byte of these experts in the file."""
+    parts: tuple[bool, ...] = (True,)
+    """Which of the parts that lie there stay."""
+    stacked: bool = False
+    transposed: bool = False
+    part: int = 0
+    """The part that it is, where it is one."""
+
+    @property
+    def dtype(self) -> Any:
+        """Integers of the size of the tensor's elements."""
+        return np.dtype(FLOATS[self.tensor.dtype])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it is written."""
+        if self.weight is None:
+            return self.tensor.shape
+        shape, axis = list(self.weight.expert_shape()), self.weight.axis
+        if axis is not None:
+            width = int(self.weight.keep[self.experts[0]].sum())
+            shape[axis] = sum(self.parts) * width
+        shape = shape[::-1] if self.transposed else shape
+        return (len(self.experts), *shape) if self.stacked else tuple(shape)
+
+    @property
+    def n_bytes(self) -> int:
+        """As it is written."""
+        if self.weight is None:
+            return self.tensor.n_bytes
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    def data(self, file: BinaryIO) -> Iterator[Any]:
+        """Its bytes, part by part.
+
+        Raises:
+            SpecError: the file became shorter.
+        """
+        if self.weight is None:
+            start, size, block = self.tensor.start, self.tensor.n_bytes, _BLOCK
+        else:
+            shape = self.weight.expert_shape(len(self.parts))
+            block = math.prod(shape) * self.dtype.itemsize
+            start, size = self.start, block * len(self.experts)
+        file.seek(start)
+        for number, begin in enumerate(range(0, size, block)):
+            found = file.read(min(block, size - begin))
+            if len(found) != min(block, size - begin):
+                raise SpecError(f"{file.name} became shorter while it was read")
+            if self.weight is None:
+                yield found
+            else:
+                whole = np.frombuffer(found, self.dtype).reshape(shape)
+                yield self._cut(whole, self.weight, self.experts[number])
+
+    def _cut(self, whole: np.ndarray, weight: ExpertWeight, expert: int) -> np.ndarray:
+        if weight.axis is not None:
+            stays = np.outer(self.parts, weight.keep[expert])
+            stays = stays.T if weight.interleaved else stays
+            whole = whole.compress(stays.ravel(), weight.axis)
+        return np.ascontiguousarray(whole.T if self.transposed else whole)
+
+
+@dataclass(frozen=True, eq=False)
+class SlicedFile:
+    """A file to write."""
+
+    source: Path
+    pieces: list[Piece]
+    """In the order of safetensors' own writer."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(piece.n_bytes for piece in self.pieces)
+
+    def header(self) -> bytes:
+        """All that stands before its tensors."""
+        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for piece in self.pieces:
+            start, end = end, end + piece.n_bytes
+            table[piece.name] = {
+                "dtype": piece.tensor.dtype,
+                "shape": piece.shape,
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def write(self, out: Path, finished: Callable[[str], None]) -> Iterator[int]:
+        """Write it, whole or not at all; gives 0, then the bytes of each tensor.
+
+        `finished` is called with the SHA-256 of the file before that has its name.
+        """
+        temporary = out / f".partial-{self.source.name}"
+        n_bytes, sha = 0, hashlib.sha256()
+        try:
+            with self.source.open("rb") as file, temporary.open("wb") as target:
+                target.write(self.header())
+                sha.update(self.header())
+                for piece in self.pieces:
+                    yield n_bytes
+                    for part in piece.data(file):
+                        target.write(part)
+                        sha.update(part)
+                    n_bytes = piece.n_bytes
+            finished(sha.hexdigest())
+            temporary.replace(out / self.source.name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        yield n_bytes
+
+    def is_written(self, out: Path) -> bool:
+        """Whether it is there, of the right size and with the right header."""
+        path, header = out / self.source.name, self.header()
+        if not path.is_file() or path.stat().st_size != len(header) + self.n_bytes:
+            return False
+        with path.open("rb") as file:
+            return file.read(len(header)) == header
+
+
+class Planner:
+    """Finds what becomes of each tensor, and counts those of experts."""
+
+    def __init__(self, skeleton: Any, keep: KeepMask, *, stacked: bool) -> None:
+        layers = find_experts(skeleton)
+        keeps_of(layers, keep)  # checks that it is of this model
+        if stacked:
+            uniform_width(keep)
+        self.skeleton, self.stacked = skeleton, stacked
+        self.conversions = get_model_conversion_mapping(skeleton)
+        self.renamings: list[Any] = []
+        """From names in the model to names in files."""
+        self.weights = {
+            weight.name: weight
+            for layer in layers
+            for weight in _weights_of(
+                layer, keep.by_layer(layer.layer), self.conversions
+            )
+        }
+        prefix = f"{skeleton.base_model_prefix}."
+        names = [f"{layer.name}." for layer in layers]
+        self.places = (*names, *(name.removeprefix(prefix) for name in names))
+        """How the names of what is in experts modules begin."""
+        self.seen: dict[tuple[str, int, int], str] = {}
+        """Where each (parameter, expert, part) was found."""
+
+    def files(self, stored: Stored) -> list[SlicedFile]:
+        """The files to write.
+
+        Raises:
+            LayoutError: the weights are not those that the model has.
+        """
+        every = list(_found(self.skeleton, self.conversions, stored))
+        # As a loaded model does when it is saved: undo the renamings that were used.
+        used = [c.reverse_transform() for c in self.conversions[::-1] if c.was_used()]
+        self.renamings = [c for c in used if isinstance(c, WeightRenaming)]
+        known = self.skeleton.state_dict()
+        pieces: dict[Path, list[Piece]] = {path: [] for path in stored}
+        for found in every:
+            weight = self.weights.get(found.parameter)
+            if weight is not None:
+                _check_tensor(found, weight)
+                pieces[found.file] += self._pieces(found, weight)
+            elif found.parameter in known or not self._in_experts(found):
+                pieces[found.file].append(Piece(found.name, found.tensor))
+            else:
+                raise LayoutError(
+                    f"{found} belongs to routed experts, but is none of their weights "
+                    "and biases, so they are quantised or of another version; expected "
+                    f"only {', '.join(FLOATS)} weights: dequantise them"
+                )
+        self._check_complete()
+        _check_whole(self.skeleton, every, sliced=self.weights)
+        return [
+            SlicedFile(path, sorted(own, key=_place)) for path, own in pieces.items()
+        ]
+
+    def _in_experts(self, found: _Found) -> bool:
+        return found.parameter.startswith(self.places)
+
+    def _pieces(self, found: _Found, weight: ExpertWeight) -> Iterator[Piece]:
+        """What is written of a tensor of experts."""
+        start, n_experts = found.tensor.start, weight.shape[0]
+        turned = weight.transposed and not self.stacked
+        if found.converter is not None:
+            expert = int([part for part in found.name.split(".") if part.isdigit()][-1])
+            self._see(found, weight, expert=expert, part=found.part)
+            yield Piece(
+                found.name,
+                found.tensor,
+                weight=weight,
+                experts=range(expert, expert + 1),
+                start=start,
+                transposed=turned,
+                part=found.part,
+            )
+            return
+        each = [(e, p) for e in range(n_experts) for p in range(weight.n_parts)]
+        for expert, part in each:
+            self._see(found, weight, expert=expert, part=part)
+        if self.stacked:
+            yield Piece(
+                found.name,
+                found.tensor,
+                weight=weight,
+                experts=range(n_experts),
+                start=start,
+                parts=(True,) * weight.n_parts,
+                stacked=True,
+            )
+            return
+        for expert, part in each:
+            yield Piece(
+                self._name(weight, expert=expert, part=part),
+                found.tensor,
+                weight=weight,
+                experts=range(expert, expert + 1),
+                start=start + expert * found.tensor.n_bytes // n_experts,
+                parts=tuple(part == p for p in range(weight.n_parts)),
+                transposed=turned,
+                part=part,
+            )
+
+    def _name(self, weight: ExpertWeight, *, expert: int, part: int) -> str:
+        name = weight.patterns[part].replace("*", str(expert))
+        return str(apply_renamings(name, self.renamings))
+
+    def _see(
+        self, found: _Found, weight: ExpertWeight, *, expert: int, part: int
+    ) -> None:
+        key = (weight.name, expert, part)
+        if expert >= weight.shape[0] or key in self.seen:
+            other = self.seen.get(key, f"expert {weight.shape[0] - 1}, the last one")
+            raise LayoutError(
+                f"{found} is of expert {expert} of {weight.name}, expected none beside "
+                f"{other}: the checkpoint is of another model, or has weights twice"
+            )
+        self.seen[key] = str(found)
+
+    def _check_complete(self) -> None:
+        for weight in self.weights.values():
+            parts = range(weight.n_parts)
+            every = [(e, p) for e in range(weight.shape[0]) for p in parts]
+            lost = [(e, p) for e, p in every if (weight.name, e, p) not in self.seen]
+            if lost:
+                first = self._name(weight, expert=lost[0][0], part=lost[0][1])
+                raise LayoutError(
+                    f"the checkpoint lacks {len(lost)} of the {len(every)} parts of "
+                    f"{weight.name}, the first is {first}: download it again, or give "
+                    "the configuration that it has"
+                )
+
+
+def _check_whole(skeleton: Any, every: list[_Found], *, sliced: Container[str]) -> None:
+    """Check that the files have all that transformers would load into the model.
+
+    Args:
+        skeleton: the model.
+        every: what is in the files.
+        sliced: parameters that are checked elsewhere.
+
+    Raises:
+        LayoutError: something is missing, has another shape, or is of more layers.
+    """
+    known = skeleton.state_dict()
+    others = [found for found in every if found.parameter not in sliced]
+    parts: dict[str, set[int]] = {}
+    for found in others:
+        parts.setdefault(found.parameter, set()).add(found.part)
+    there = {
+        found.parameter
+        for found in others
+        if found.converter is None
+        or len(parts[found.parameter]) == len(found.converter.source_patterns)
+    }
+    for pair in skeleton.all_tied_weights_keys.items():
+        if there & set(pair):
+            there |= set(pair)
+    keys = SimpleNamespace(
+        missing_keys={n for n in known if n not in there and n not in sliced},
+        unexpected_keys=parts.keys() - known.keys(),
+    )
+    skeleton._adjust_missing_and_unexpected_keys(keys)
+    try:
+        refuse_holes(
+            skeleton,
+            missing=keys.missing_keys,
+            mismatched=[f.parameter for f in others if _differs(f, known)],
+            unexpected=keys.unexpected_keys,
+        )
+    except ValueError as error:
+        raise LayoutError(f"{every[0].file.parent}: {error}") from error
+
+
+def _differs(found: _Found, known: dict[str, torch.Tensor]) -> bool:
+    """Whether a tensor that becomes a parameter as it is has another shape."""
+    if found.converter is not None or found.parameter not in known:
+        return False
+    return tuple(known[found.parameter].shape) != found.tensor.shape
+
+
+def _place(piece: Piece) -> tuple[int, str]:
+    """What safetensors' own writer sorts by."""
+    return -ORDER.index(piece.tensor.dtype), piece.name
+
+
+def _check_tensor(found: _Found, weight: ExpertWeight) -> None:
+    """Check that a tensor of experts can be sliced.
+
+    Raises:
+        LayoutError: it is quantised, of another shape, or transformers would change it.
+    """
+    tensor, converter = found.tensor, found.converter
+    if tensor.dtype not in FLOATS:
+        raise LayoutError(
+            f"{found} is quantised, expected one of {', '.join(FLOATS)}: dequantise "
+            "the checkpoint"
+        )
+    expected = weight.shape if converter is None else weight.expert_shape()
+    n_bytes = math.prod(expected) * np.dtype(FLOATS[tensor.dtype]).itemsize
+    if (tensor.shape, tensor.n_bytes) != (expected, n_bytes):
+        raise LayoutError(
+            f"{found} has {tensor.n_bytes} bytes, the model expects {expected} and "
+            f"{n_bytes}: it is of another model, or already pruned"
+        )
+    if converter is None:
+        return
+    joins = [(type(op).__name__, op.dim) for op in converter.operations]
+    known = [("MergeModulelist", 0)]
+    if weight.n_parts > 1 and weight.axis is not None:
+        known.append(("Concatenate", weight.axis + 1))
+    if joins != known or len(converter.source_patterns) != weight.n_parts:
+        raise LayoutError(
+            f"{found} becomes part of {weight.name} by {joins}, expected {known}: load "
+            "the model and prune it in memory instead"
+        )

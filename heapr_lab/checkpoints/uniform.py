@@ -1,0 +1,152 @@
+"""A pruned model whose experts all have one width is a stock model, only narrower.
+
+Shapes: E n_experts, D d_expert, w the width that all experts have.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.folders import build
+from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.pruning.masks import KeepMask
+
+_WIDTHS = ("moe_intermediate_size", "intermediate_size")
+"""Names under which families have the width of an expert, the likelier first."""
+
+
+def skeleton_of(config: Any) -> nn.Module:
+    """The model of `config` without weights, on the meta device.
+
+    Raises:
+        SpecError: transformers cannot build one.
+    """
+    with torch.device("meta"):
+        model: nn.Module = build(config)
+    return model
+
+
+def uniform_width(keep: KeepMask, dtype: torch.dtype | None = None) -> int:
+    """The width that all experts of all layers keep.
+
+    Raises:
+        SpecError: they keep different widths, or nothing at all, or in `dtype` a width
+            with which transformers' own grouped kernels do not work.
+    """
+    widths = sorted({int(w) for k in keep.layers for w in keep.by_layer(k).sum(1)})
+    if len(widths) != 1 or widths == [0]:
+        raise SpecError(
+            f"the experts keep {widths[0]} to {widths[-1]} atoms, a uniform checkpoint "
+            "needs one width above 0: select with structure='uniform'"
+        )
+    in_16_bytes = 16 // dtype.itemsize if dtype is not None else 1
+    if widths[0] % in_16_bytes:
+        raise SpecError(
+            f"the experts keep {widths[0]} atoms, but in {dtype} the grouped kernels "
+            f"of transformers need a multiple of {in_16_bytes}: select with multiple="
+            f"{in_16_bytes}, or another multiple of it"
+        )
+    return widths[0]
+
+
+def stock_config(config: Any, width: int) -> Any:
+    """The family's own configuration with experts of `width` and all else the same.
+
+    Raises:
+        SpecError: the family has no such configuration.
+    """
+    others = _other_shapes(skeleton_of(config))
+    tried = []
+    for candidate, change in _candidates(config, width):
+        skeleton = skeleton_of(candidate)
+        fits = {layer.d_inter for layer in find_experts(skeleton)} == {width}
+        if fits and _other_shapes(skeleton) == others:
+            return candidate
+        tried.append(change)
+    raise SpecError(
+        f"{type(config).__name__} cannot say that routed experts have width {width} "
+        f"and everything else stays as it is (tried {'; '.join(tried)}): shared "
+        "experts or dense layers follow the same number. Choose another width "
+        "(--multiple), or the structure per_layer, aligned or ragged"
+    )
+
+
+def _candidates(config: Any, width: int) -> Iterator[tuple[Any, str]]:
+    plain = config.get_text_config()
+    for name in _WIDTHS:
+        old = getattr(plain, name, None)
+        if old is None:
+            continue
+        new = copy.deepcopy(config)
+        value = [width] * len(old) if isinstance(old, list) else width
+        setattr(new.get_text_config(), name, value)
+        yield new, f"{name}={width}"
+        # Shared experts may be counted in widths of a routed one.
+        shared = getattr(plain, "n_shared_experts", None)
+        if isinstance(old, int) and shared and not old * shared % width:
+            again = copy.deepcopy(new)
+            again.get_text_config().n_shared_experts = old * shared // width
+            yield again, f"{name}={width}, n_shared_experts={old * shared // width}"
+
+
+def _other_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of all that is not of a routed expert."""
+    routed = {
+        f"{layer.name}.{name}"
+        for layer in find_experts(model)
+        for name, _ in layer.module.named_parameters()
+    }
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name not in routed
+    }
+
+
+def stock_model(model: Any, width: int) -> Any:
+    """A stock model that shares the weights of `model`, a pruned one.
+
+    Raises:
+        SpecError: the family has no such configuration.
+    """
+    config = copy.deepcopy(model.config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    new: Any = skeleton_of(stock_config(config, width))
+    state = model.state_dict()
+    for layer in find_experts(new):
+        ragged = model.get_submodule(layer.name)
+        for name in [name for name in state if name.startswith(f"{layer.name}.")]:
+            if name.removeprefix(f"{layer.name}.") in ragged._parameters:
+                del state[name]
+        state |= {f"{layer.name}.{n}": t for n, t in _fused(layer, ragged).items()}
+    new.load_state_dict(state, assign=True)
+    new.tie_weights()
+    if hasattr(model, "generation_config"):
+        new.generation_config = model.generation_config
+    if getattr(model, "_weight_conversions", None):
+        new._weight_conversions = model._weight_conversions
+    return new
+
+
+@torch.no_grad()
+def _fused(layer: ExpertsLayer, ragged: RaggedExperts) -> dict[str, torch.Tensor]:
+    """Parameters of the stock experts module, in its own orientation."""
+    n_experts = len(ragged.heapr_widths)
+    up = ragged.up_rows.unflatten(0, (n_experts, -1))  # (E, 2w, D)
+    down = ragged.down_columns.unflatten(0, (n_experts, -1))  # (E, w, D)
+    transposed = layer.module.is_transposed
+    found = {
+        "gate_up_proj" if layer.gated else "up_proj": up.mT if transposed else up,
+        "down_proj": down if transposed else down.mT,
+    }
+    if ragged.up_bias is not None and ragged.down_bias is not None:
+        name = "gate_up_proj_bias" if layer.gated else "up_proj_bias"
+        found[name] = ragged.up_bias.unflatten(0, (n_experts, -1))
+        found["down_proj_bias"] = ragged.down_bias
+    return {name: nn.Parameter(tensor.contiguous()) for name, tensor in found.items()}

@@ -1,0 +1,1 @@
+"""The command line: the stages without a notebook."""

@@ -1,0 +1,371 @@
+"""Zero-shot accuracy through EleutherAI's lm-evaluation-harness itself.
+
+The seven tasks of the paper keep the harness's stock definitions. Where
+`$HEAPR_TASKS_DIR` holds a task's items as parquet, the data source alone is replaced;
+else they come from the hub. What was used stands in the results.
+
+`continuation_task` makes an ordinary task of any corpus: which of four continuations is
+the text's own? Chance is 25 %, and it needs no network.
+
+The harness is imported when it is first needed, for that takes a while.
+"""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from torch import nn
+
+from heapr_lab.errors import CorpusError, SpecError, digest, whole_number
+from heapr_lab.evaluation.continuation import continuation_items
+from heapr_lab.models.modes import evaluating
+from heapr_lab.text.corpora import Corpus
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
+SEVEN_TASKS = (
+    "openbookqa",
+    "arc_easy",
+    "winogrande",
+    "hellaswag",
+    "arc_challenge",
+    "piqa",
+    "mathqa",
+)
+"""The zero-shot tasks of the paper, in the order of its main table."""
+
+_DEFINITIONS = {
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "winogrande": "winogrande/default.yaml",
+}
+"""Where a stock definition is not `<task>/<task>.yaml`."""
+_OFFICIAL_ITEMS = {
+    "openbookqa": ("test", 500),
+    "arc_easy": ("test", 2376),
+    "winogrande": ("validation", 1267),
+    "hellaswag": ("validation", 10042),
+    "arc_challenge": ("test", 1172),
+    "piqa": ("validation", 1838),
+    "mathqa": ("test", 2985),
+}
+"""The split that the harness evaluates, and the items in it."""
+
+
+def run_tasks(
+    model: nn.Module,
+    tokenizer: Any,
+    tasks: "Sequence[str | ConfigurableTask] | str",
+    *,
+    limit: int | None = None,
+    batch_size: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> pd.DataFrame:
+    """Accuracies of `model` on `tasks`, one row for each task and metric.
+
+    Columns: task, metric (acc, acc_norm), value, stderr, n (items evaluated), source. A
+    task of which only a part is to be had says so in its name, as `hellaswag (1000 of
+    10042)`. Masks that are active around the call apply.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer; it is not changed.
+        tasks: names (`SEVEN_TASKS`, or any the harness knows) or tasks.
+        limit: items of each task, the first ones; all by default.
+        batch_size: requests per forward; a four-way item makes four.
+        progress: called with (requests done, requests in all).
+
+    Raises:
+        CorpusError: the items of a task cannot be had here.
+        SpecError: there is no task, no task of that name, or a number is not positive.
+    """
+    names = [tasks] if isinstance(tasks, str) else list(tasks)
+    if not names:
+        raise SpecError(f"no tasks given; for example {', '.join(SEVEN_TASKS)}")
+    whole_number(batch_size, name="batch_size")
+    if limit is not None:
+        whole_number(limit, name="limit")
+    import lm_eval
+
+    with _quiet(), evaluating(model):
+        loaded = _load(names)
+        from heapr_lab.evaluation.harness_model import PackingHFLM
+
+        lm = PackingHFLM(
+            model, tokenizer, n_requests_at_once=batch_size, progress=progress
+        )
+        # `simple_evaluate` adds to this: seeds for sampling, which nothing here does,
+        # and a second's survey of the machine.
+        output = lm_eval.evaluate(
+            lm=lm,
+            task_dict=loaded,
+            limit=limit,
+            bootstrap_iters=1000,  # accuracies have a closed form, used if this is > 0
+            log_samples=False,
+        )
+    assert output is not None  # only the other ranks of a parallel run get None
+    return _tidy(output, loaded["tasks"])
+
+
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Make sure that the harness has these tasks, and their items can be had.
+
+    Raises:
+        CorpusError: the items of a task cannot be had here.
+        SpecError: there is no task of that name.
+    """
+    with _quiet():
+        _load(list(tasks))
+
+
+def continuation_task(
+    corpus: Corpus, *, n_items: int = 400, seed: int = 0
+) -> "ConfigurableTask":
+    """A four-way continuation task of `corpus`, as an ordinary task of the harness.
+
+    Each item shows 48 words of a text and asks which of four continuations of 12 words
+    is the text's own; the other three are continuations of other texts.
+
+    Args:
+        corpus: held-out text, usually a test split.
+        n_items: items, each from another passage.
+        seed: draws the passages, the words, and the order of the choices.
+    """
+    from lm_eval.api.task import ConfigurableTask
+
+    items = continuation_items(corpus, n_items=n_items, seed=seed)
+    metrics = [
+        {"metric": name, "aggregation": "mean", "higher_is_better": True}
+        for name in ("acc", "acc_norm")
+    ]
+    config = {
+        "task": f"continuation:{corpus.name}",
+        "custom_dataset": functools.partial(_as_dataset, items),
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "context",
+        "doc_to_target": "gold",
+        "doc_to_choice": "choices",
+        "target_delimiter": "",  # a choice begins with the text's own white space
+        "metric_list": metrics,
+        "metadata": {
+            "version": 1.0,
+            "source": f"{corpus.name} {corpus.split}: {corpus.source}",
+        },
+    }
+    with _quiet():
+        return ConfigurableTask(config=config)
+
+
+def items_fingerprint(task: str, *, limit: int | None = None) -> dict[str, str]:
+    """What tells the items that `task` asks, and how, from any others.
+
+    Of items in `$HEAPR_TASKS_DIR`: the file's bytes and the harness's version, whose
+    stock definition it is; the harness is not imported. Of others: the documents and
+    the configuration, as the harness loads them.
+
+    Args:
+        task: a name, as `run_tasks` takes it.
+        limit: items of the task that are asked, the first ones; all by default.
+
+    Raises:
+        CorpusError: the items cannot be had here.
+        SpecError: there is no such task.
+    """
+    split, _ = _OFFICIAL_ITEMS.get(task, ("", 0))
+    path = _local_items(task, split) if split else None
+    if path is None:
+        with _quiet():
+            loaded = _load([task])["tasks"]
+        asked = {name: _asked(own, limit) for name, own in loaded.items()}
+        items = digest(asked)
+    else:
+        items = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"items": items, "harness": version("lm_eval")}
+
+
+def _asked(task: "ConfigurableTask", limit: int | None) -> list[str]:
+    """The configuration of a task and the documents it asks, as text."""
+    config = task.dump_config()
+    # Where its file lay is no part of it.
+    config["metadata"] = (config.get("metadata") or {}).get("version")
+    documents = itertools.islice(task.eval_docs, limit)
+    return [repr(config), *map(repr, documents)]
+
+
+def _as_dataset(items: pd.DataFrame, **_metadata: Any) -> dict[str, Any]:
+    import datasets
+
+    return {"test": datasets.Dataset.from_list(items.to_dict("records"))}
+
+
+# --- where the items come from ----------------------------------------------------
+
+
+def _load(tasks: "list[str | ConfigurableTask]") -> Any:
+    """What the harness's task manager makes of `tasks`.
+
+    Stock definitions are included in small files of our own, so that the manager need
+    not read all of its thousands.
+
+    Raises:
+        SpecError: the harness knows no task of one of the names.
+    """
+    from lm_eval.tasks import TaskManager
+
+    names = [task for task in tasks if isinstance(task, str)]
+    stock = [name for name in names if name in SEVEN_TASKS]
+    others = [name for name in names if name not in stock]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in stock:
+            path = Path(folder) / f"{name}.yaml"
+            path.write_text(json.dumps(_definition(name)))  # JSON is YAML
+        manager = TaskManager(include_path=folder, include_defaults=bool(others))
+        unknown = sorted(set(others) - set(manager.all_tasks))
+        if unknown:
+            raise SpecError(
+                f"the harness knows no task {', '.join(unknown)}; the paper's are "
+                f"{', '.join(SEVEN_TASKS)}, `lm_eval --tasks list` shows all"
+            )
+        return _merged([_load_one(manager, task) for task in tasks])
+
+
+def _load_one(manager: Any, task: "str | ConfigurableTask") -> Any:
+    try:
+        return manager.load([task])
+    except Exception as error:
+        # Whatever a download or a parquet reader raises, the remedy is the same.
+        raise CorpusError(
+            f"the items of task {task!r} cannot be had ({type(error).__name__}: "
+            f"{error}). Connect to the hub, or set $HEAPR_TASKS_DIR (now "
+            f"{os.environ.get('HEAPR_TASKS_DIR')!r}) to a folder that holds "
+            f"{task}/<split>.parquet with the columns of the hub's data set."
+        ) from error
+
+
+def _merged(loaded: list[Any]) -> Any:
+    merged: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for part in loaded:
+        for key, values in merged.items():
+            values.update(part.get(key, {}))
+    return merged
+
+
+def _definition(name: str) -> dict[str, Any]:
+    """The stock definition of `name`, its data source replaced where it lies here."""
+    import lm_eval.tasks
+
+    stock = Path(lm_eval.tasks.__file__).parent
+    include = str(stock / _DEFINITIONS.get(name, f"{name}/{name}.yaml"))
+    split, n_official = _OFFICIAL_ITEMS[name]
+    path = _local_items(name, split)
+    if path is None:
+        return {"include": include, "task": name}
+    splits = dict.fromkeys(("training_split", "validation_split", "test_split"))
+    return {
+        "include": include,
+        "task": name,
+        "dataset_path": "parquet",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(path)}},
+        **splits,
+        f"{split}_split": split,
+        "metadata": {
+            "version": 1.0,
+            "source": f"{path.parent.parent.name}/{name}/{path.name}",
+            "n_official": n_official,
+        },
+    }
+
+
+def available_tasks() -> list[str]:
+    """Those of the seven tasks whose items `$HEAPR_TASKS_DIR` has."""
+    splits = ("test", "validation")
+    return [
+        name
+        for name in SEVEN_TASKS
+        if any(_local_items(name, split) is not None for split in splits)
+    ]
+
+
+def _local_items(name: str, split: str) -> Path | None:
+    """The parquet of a task: the whole split if it is there, else a part of it."""
+    folder = os.environ.get("HEAPR_TASKS_DIR")
+    if not folder:
+        return None
+    whole = Path(folder) / name / f"{split}.parquet"
+    if whole.is_file():
+        return whole
+    # A numbered part, as validation_1000; other variants differ from the official set.
+    parts = sorted(whole.parent.glob(f"{split}_[0-9]*.parquet"))
+    return parts[0].resolve() if parts else None
+
+
+# --- running ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the harness's log and progress bars; its errors still show."""
+    import datasets
+    import lm_eval.api.task
+    from tqdm import tqdm
+
+    log = logging.getLogger("lm_eval")
+    level, had_bars = log.level, datasets.is_progress_bar_enabled()
+    log.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    # "Building contexts" has no switch of its own.
+    lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True)
+    try:
+        yield
+    finally:
+        lm_eval.api.task.tqdm = tqdm
+        log.setLevel(level)
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
+def _number(value: Any) -> float:
+    """The harness writes "N/A" where one item gives no standard error."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _tidy(output: Any, tasks: dict[str, Any]) -> pd.DataFrame:
+    rows = []
+    for name, task in tasks.items():
+        counts = output["n-samples"][name]
+        metadata = task.config.metadata or {}
+        n_official = metadata.get("n_official", counts["original"])
+        partial = counts["original"] != n_official
+        label = f"{name} ({counts['original']} of {n_official})" if partial else name
+        path, config = task.config.dataset_path, task.config.dataset_name
+        source = metadata.get("source", f"hub:{path} {config or ''}".strip())
+        results = output["results"][name]
+        for key, value in results.items():
+            metric, comma, filtering = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            rows.append(
+                {
+                    "task": label,
+                    "metric": metric,
+                    "value": float(value),
+                    "stderr": _number(results[f"{metric}_stderr,{filtering}"]),
+                    "n": counts["effective"],
+                    "source": source,
+                }
+            )
+    return pd.DataFrame(rows)

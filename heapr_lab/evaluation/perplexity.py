@@ -1,0 +1,232 @@
+"""How well a model predicts held-out tokens, and how far a pruned one departs.
+
+Windows do not overlap; nats are summed over tokens, so that neither the batch size nor
+a smaller last batch changes a number.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from torch import nn
+
+from heapr_lab.errors import whole_number
+from heapr_lab.models.likelihood import (
+    check_fits,
+    final_states,
+    iter_log_probs,
+    token_nll,
+)
+from heapr_lab.models.modes import evaluating
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.repr_html import card_html
+from heapr_lab.text.calibration import token_windows
+
+Progress = Callable[[int, int], None]
+"""Called with (windows done, windows in all)."""
+
+_TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The perplexity of a model on some windows of tokens."""
+
+    value: float
+    """exp(nll)."""
+    nll: float
+    """Mean negative log-likelihood per predicted token, in nats."""
+    n_tokens: int
+    """Predicted tokens: all but the first of each window."""
+
+    def _repr_html_(self) -> str:
+        return card_html(
+            "Perplexity",
+            {
+                "perplexity": f"{self.value:.4g}",
+                "nll [nats per token]": f"{self.nll:.4f}",
+                "predicted tokens": f"{self.n_tokens:,}",
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far a pruned model's predictions are from the dense model's."""
+
+    kl: float
+    """Mean KL(dense || pruned) per predicted token, in nats."""
+    top1_agreement: float
+    """Share of the predicted tokens whose most probable token is the same."""
+    n_tokens: int
+    """Predicted tokens: all but the first of each window."""
+
+    def _repr_html_(self) -> str:
+        return card_html(
+            "Divergence from the dense model",
+            {
+                "KL(dense ‖ pruned) [nats per token]": f"{self.kl:.4g}",
+                "top-1 agreement": f"{self.top1_agreement:.2%}",
+                "predicted tokens": f"{self.n_tokens:,}",
+            },
+        )
+
+
+def evaluate_perplexity(
+    model: nn.Module,
+    ids: Any,
+    *,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """The perplexity of `model` on `ids`: exp of the mean nats per predicted token.
+
+    Shapes: ids (n_windows, seq_len).
+    Source: HEAPr, section on the experiments.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: token ids in non-overlapping windows: a tensor, an array or lists.
+        batch_size: windows per forward; chosen to fit by default.
+        progress: called after each batch.
+
+    Raises:
+        SpecError: the ids are not windows of the model's tokens, or the batch size is
+            not positive.
+    """
+    ids = _checked(model, ids)
+    total = 0.0
+
+    def add(batch: torch.Tensor) -> None:
+        nonlocal total
+        total += token_nll(model, batch).sum(dtype=torch.float64).item()
+
+    with evaluating(model):
+        _for_batches(add, ids, batch_size=batch_size, progress=progress)
+    n_tokens = ids.shape[0] * (ids.shape[1] - 1)
+    nll = total / n_tokens
+    return Perplexity(value=exp_nll(nll), nll=nll, n_tokens=n_tokens)
+
+
+def evaluate_divergence(
+    model: nn.Module,
+    keep: KeepMask,
+    ids: Any,
+    *,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> Divergence:
+    """How far the predictions of `model` move when only `keep` is kept.
+
+    It shows a change long before perplexity does. The weights stay untouched.
+
+    Shapes: ids (n_windows, seq_len).
+
+    Args:
+        model: the dense model.
+        keep: which atomic experts stay.
+        ids: token ids in non-overlapping windows: a tensor, an array or lists.
+        batch_size: windows per forward; chosen to fit by default.
+        progress: called after each batch.
+
+    Raises:
+        SpecError: the ids are not windows of the model's tokens, the batch size is not
+            positive, or `keep` is of another model.
+    """
+    ids = _checked(model, ids)
+    kl, agreeing = 0.0, 0
+
+    def add(batch: torch.Tensor) -> None:
+        nonlocal kl, agreeing
+        dense = final_states(model, batch)[:, :-1]
+        with masking(model, keep):
+            pruned = final_states(model, batch)[:, :-1]
+        batch_kl, batch_agreeing = 0.0, 0
+        for log_p, log_q in zip(
+            iter_log_probs(model, dense), iter_log_probs(model, pruned), strict=True
+        ):
+            batch_kl += kl_divergence(log_p, log_q).sum(dtype=torch.float64).item()
+            batch_agreeing += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+        # Only now, so that a batch that is tried again is not counted twice.
+        kl, agreeing = kl + batch_kl, agreeing + batch_agreeing
+
+    with evaluating(model):
+        _for_batches(add, ids, batch_size=batch_size, progress=progress)
+    n_tokens = ids.shape[0] * (ids.shape[1] - 1)
+    return Divergence(kl / n_tokens, agreeing / n_tokens, n_tokens)
+
+
+def kl_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) = Σ p·(log p − log q) over the last axis, in nats.
+
+    Shapes: log_p, log_q (..., d_vocab); result (...).
+    """
+    p = log_p.exp()
+    # What p never does counts nothing, also where q never does it: there the
+    # difference of the logarithms would be undefined.
+    terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
+    return terms.sum(-1)
+
+
+def _checked(model: nn.Module, ids: Any) -> torch.Tensor:
+    """The ids as windows that `model` can read."""
+    windows = token_windows(ids)
+    check_fits(model, windows)
+    return windows
+
+
+def _for_batches(
+    work: Callable[[torch.Tensor], None],
+    ids: torch.Tensor,
+    *,
+    batch_size: int | None,
+    progress: Progress | None,
+) -> None:
+    """Call `work` on each batch of windows, on smaller ones where memory runs out."""
+    if batch_size is not None:
+        whole_number(batch_size, name="batch_size")
+    done, size = 0, batch_size or _automatic_batch_size(ids)
+    while done < len(ids):
+        batch = ids[done : done + size]
+        if not _fits(work, batch, may_retry=batch_size is None):
+            size = len(batch) // 2
+            continue
+        done += len(batch)
+        if progress is not None:
+            progress(done, len(ids))
+
+
+def _fits(
+    work: Callable[[torch.Tensor], None], batch: torch.Tensor, *, may_retry: bool
+) -> bool:
+    """Whether `work` went through; out of memory is False while batches can shrink."""
+    try:
+        work(batch)
+    except Exception as error:
+        if may_retry and len(batch) > 1 and should_reduce_batch_size(error):
+            # The traceback holds the tensors of the failed attempt alive.
+            error.__traceback__ = None
+        else:
+            raise
+    else:
+        return True
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return False
+
+
+def _automatic_batch_size(ids: torch.Tensor) -> int:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return max(1, _TOKENS_AT_ONCE[kind] // ids.shape[1])
+
+
+def exp_nll(nll: float) -> float:
+    """Perplexity of a mean loss in nats; infinite where it overflows."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf

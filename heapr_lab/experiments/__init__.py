@@ -1,0 +1,1 @@
+"""What is published: the paper's experiments, our benchmarks, the reproduction."""

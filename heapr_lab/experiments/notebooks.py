@@ -1,0 +1,430 @@
+"""Run notebooks headless, so that what is committed is what their cells give.
+
+A notebook is executed in a kernel of its own, in its folder, with the values of its
+`parameters` cell replaced, and written normalised: the same sources, inputs and
+installed packages give the same bytes. What it was made from stands in its metadata
+under `heapr_lab`, by which it is known whether it has to be executed again.
+"""
+
+import ast
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, as_completed
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pandas as pd
+
+from heapr_lab.errors import HeaprLabError, SpecError, digest
+from heapr_lab.storage import cache
+
+MARK = "heapr_lab"
+"""Where a notebook's metadata tells what it was executed from."""
+NOT_COMPARABLE = "not comparable (other model and data)"
+PARAMETERS_TAG = "parameters"
+TIMEOUT_SECONDS = 1800
+"""For one cell."""
+
+_METADATA = {
+    "kernelspec": {
+        "display_name": "Python 3",
+        "language": "python",
+        "name": "python3",
+    },
+    "language_info": {"name": "python"},
+}
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+
+logger = logging.getLogger(__name__)
+
+
+# --- running ----------------------------------------------------------------------
+
+
+def execute_notebook(
+    path: Path | str,
+    *,
+    parameters: Mapping[str, Any],
+    inputs: str = "",
+    output: Path | str | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> Path:
+    """Execute one notebook from top to bottom and write it, whole or not at all.
+
+    Args:
+        path: the notebook; its folder is where it runs.
+        parameters: values for names that its `parameters` cell assigns.
+        inputs: digest of what the outputs depend on besides the sources; recorded.
+        output: where the executed notebook is written; by default in place.
+        timeout: seconds for one cell.
+
+    Returns:
+        Where it was written.
+
+    Raises:
+        HeaprLabError: a cell failed; the file is as it was.
+    """
+    path = Path(path)
+    target = path if output is None else Path(output)
+    notebook = _prepared(path, parameters)
+    _run(notebook, path=path, timeout=timeout)
+    normalise(notebook, name=path.name)
+    notebook.metadata[MARK] = _record(notebook, inputs)
+    with cache.replacing(target) as temporary:
+        text = nbformat.writes(notebook, version=4)
+        temporary.write_text(f"{text}\n", encoding="utf-8", newline="\n")
+    return target
+
+
+def execute_all(
+    folder: Path | str,
+    *,
+    parameters: Mapping[str, Any],
+    inputs: str = "",
+    output: Path | str | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+    force: bool = False,
+    executor: Executor | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
+    """Execute the notebooks of a folder that are not up to date.
+
+    A notebook is up to date when it was executed from the sources, parameters and
+    inputs that it would be executed from now. One that fails keeps no other from being
+    executed.
+
+    Args:
+        folder: of the notebooks.
+        parameters: as `execute_notebook`, of every notebook.
+        inputs: as `execute_notebook`.
+        output: folder of the executed notebooks; by default in place.
+        timeout: as `execute_notebook`.
+        force: execute those that are up to date too.
+        executor: processes to execute them in; by default one after the other here.
+        progress: called with (notebooks done, notebooks in all).
+
+    Returns:
+        The notebooks that were executed, in order of name.
+
+    Raises:
+        HeaprLabError: notebooks failed, each of them named with its cell; their files
+            are as they were.
+    """
+    paths = sorted(Path(folder).glob("*.ipynb"))
+    targets = {path: Path(output or folder) / path.name for path in paths}
+    stale = [
+        path
+        for path in paths
+        if force or not _up_to_date(path, targets[path], parameters, inputs)
+    ]
+    execute = functools.partial(
+        execute_notebook, parameters=parameters, inputs=inputs, timeout=timeout
+    )
+    calls = {
+        path: functools.partial(execute, path, output=targets[path])
+        for path in reversed(stale)  # the later ones take longest
+    }
+    failures = {}
+    for through, (path, failure) in enumerate(_outcomes(calls, executor), start=1):
+        if failure is not None:
+            failures[path] = failure
+        if progress is not None:
+            progress(len(paths) - len(stale) + through, len(paths))
+    if failures:
+        raise HeaprLabError(
+            f"{len(failures)} of {len(stale)} notebooks failed:\n"
+            + "\n\n".join(failures[path] for path in sorted(failures))
+        )
+    return [targets[path] for path in stale]
+
+
+def _up_to_date(
+    path: Path, target: Path, parameters: Mapping[str, Any], inputs: str
+) -> bool:
+    try:
+        return _recorded(target) == _record(_prepared(path, parameters), inputs)
+    except HeaprLabError:  # what is wrong is said when it is executed
+        return False
+
+
+def _outcomes(
+    calls: Mapping[Path, Callable[[], Path]], executor: Executor | None
+) -> Iterator[tuple[Path, str | None]]:
+    """Each notebook once it is through, and why it failed, if it did."""
+    if executor is None:
+        for path, call in calls.items():
+            yield path, _failure(call)
+        return
+    futures = {executor.submit(_failure, call): path for path, call in calls.items()}
+    for future in as_completed(futures):
+        yield futures[future], future.result()
+
+
+def _failure(call: Callable[[], Path]) -> str | None:
+    try:
+        call()
+    except HeaprLabError as error:
+        return str(error)
+    return None
+
+
+def read_notebook(path: Path | str) -> nbformat.NotebookNode:
+    """The notebook in a file.
+
+    Raises:
+        HeaprLabError: it is not a notebook.
+    """
+    try:
+        notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)
+    except (OSError, ValueError, nbformat.ValidationError) as error:
+        raise HeaprLabError(
+            f"{path} is not a notebook: {error}; expected a .ipynb file"
+        ) from error
+    return notebook
+
+
+def _prepared(path: Path, parameters: Mapping[str, Any]) -> nbformat.NotebookNode:
+    notebook = read_notebook(path)
+    replace_parameters(notebook, parameters, name=path.name)
+    return notebook
+
+
+def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None:
+    """Execute the cells of `notebook`, whose outputs are then in it.
+
+    Raises:
+        HeaprLabError: a cell failed, took too long, or ended the kernel.
+    """
+    # What is up to date is skipped without these, which take a while to import.
+    from ipykernel.kernelspec import get_kernel_dict
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+    from nbclient.exceptions import (
+        CellControlSignal,
+        CellExecutionError,
+        DeadKernelError,
+    )
+
+    class ThisPython(AsyncKernelManager):
+        """Kernels of the running Python, whatever is registered under its name."""
+
+        @property
+        def kernel_spec(self) -> KernelSpec:
+            options = ["--HistoryManager.enabled=False", "--log-level=ERROR"]
+            return KernelSpec(**get_kernel_dict(extra_arguments=options))
+
+    started: list[int] = []
+    client = NotebookClient(
+        notebook,
+        kernel_manager_class=ThisPython,
+        timeout=timeout,
+        record_timing=False,
+        resources={"metadata": {"path": str(path.parent)}},
+        on_cell_start=lambda **event: started.append(event["cell_index"]),
+    )
+    try:
+        client.execute(env=_environment())
+    except CellExecutionError as error:
+        what = f"{error.ename}: {error.evalue}"
+    except (CellControlSignal, DeadKernelError, TimeoutError) as error:
+        what = str(error)
+    else:
+        return
+    index = started[-1] if started else 0
+    raise HeaprLabError(
+        f"{path.name}, cell {index + 1} failed: {what}\nThe cell:\n"
+        f"{notebook.cells[index].source}\n"
+        "The file was left as it was; run the notebook in JupyterLab to see more"
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Ours, so changed that a kernel draws inline, is silent, and repeats itself."""
+    inherited = os.environ.get("PYTHONPATH")
+    paths = [str(cache.project_dir()), *([inherited] if inherited else [])]
+    return os.environ | {
+        "HEAPR_LAB_PROGRESS": "0",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "PYTHONHASHSEED": "0",
+        # The notebooks run the code that executes them.
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+# --- what a notebook was made from ------------------------------------------------
+
+
+def sources_digest(notebook: nbformat.NotebookNode) -> str:
+    """Digest of the type and source of every cell."""
+    return digest([[cell.cell_type, cell.source] for cell in notebook.cells])
+
+
+def _record(notebook: nbformat.NotebookNode, inputs: str) -> dict[str, str]:
+    return {"sources": sources_digest(notebook), "inputs": inputs}
+
+
+def _recorded(path: Path) -> dict[str, str] | None:
+    if not path.exists():
+        return None
+    notebook = read_notebook(path)
+    record = dict(notebook.metadata.get(MARK, {}))
+    # Someone may have edited it since.
+    unchanged = record.get("sources") == sources_digest(notebook)
+    return record if unchanged else None
+
+
+def replace_parameters(
+    notebook: nbformat.NotebookNode, parameters: Mapping[str, Any], *, name: str
+) -> None:
+    """Replace the literals that the cell tagged `parameters` assigns.
+
+    Args:
+        notebook: changed in place.
+        parameters: a string, number, bool or None for each name.
+        name: how errors call the notebook.
+
+    Raises:
+        SpecError: there is not exactly one such cell, it holds something else than
+            literal assignments, or it does not assign a name that is given.
+    """
+    cells = [
+        cell
+        for cell in notebook.cells
+        if PARAMETERS_TAG in cell.metadata.get("tags", [])
+    ]
+    if len(cells) != 1:
+        raise SpecError(
+            f"{name} has {len(cells)} cells tagged {PARAMETERS_TAG!r}, expected one; "
+            "tag the cell that assigns MODEL and PROFILE"
+        )
+    lines = cells[0].source.splitlines()
+    places = _assignments(cells[0].source, name=name)
+    unknown = sorted(set(parameters) - set(places))
+    if unknown:
+        raise SpecError(
+            f"{name} has no parameter {', '.join(unknown)}; its parameters are "
+            f"{', '.join(places)}"
+        )
+    for key, value in parameters.items():
+        place = places[key]
+        line = lines[place.lineno - 1].encode()
+        lines[place.lineno - 1] = (
+            line[: place.col_offset].decode()
+            + _literal(value)
+            + line[place.end_col_offset :].decode()
+        )
+    cells[0].source = "\n".join(lines)
+
+
+def _assignments(source: str, *, name: str) -> dict[str, ast.Constant]:
+    places = {}
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=key)], value=ast.Constant() as place):
+                places[key] = place
+            case _:
+                raise SpecError(
+                    f"line {statement.lineno} of the parameters of {name} is "
+                    f"{ast.unparse(statement)!r}, expected NAME = literal; move it to "
+                    "another cell"
+                )
+    return places
+
+
+def _literal(value: Any) -> str:
+    # JSON's strings are Python's too, in the quotes that the formatter wants.
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
+
+
+# --- what is written --------------------------------------------------------------
+
+
+def normalise(notebook: nbformat.NotebookNode, *, name: str = "notebook") -> None:
+    """Drop from `notebook` whatever may differ from one run to the next.
+
+    That is timings, versions, widget states and views, and what went to stderr, which
+    is logged instead.
+    """
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags")
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        if cell.cell_type == "code":
+            cell.outputs = _normal_outputs(cell.outputs, name=name)
+    notebook.metadata = nbformat.from_dict(_METADATA)
+
+
+def _normal_outputs(
+    outputs: list[nbformat.NotebookNode], *, name: str
+) -> list[nbformat.NotebookNode]:
+    kept: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream" and output.name == "stderr":
+            logger.warning("%s wrote to stderr: %s", name, output.text.strip())
+            continue
+        if output.output_type == "stream" and kept and kept[-1].get("name") == "stdout":
+            kept[-1].text += output.text  # how it was split is a matter of timing
+            continue
+        if "data" in output:
+            output.data.pop(_WIDGET, None)
+            output.metadata = nbformat.from_dict({})
+        if output.get("data") == {}:
+            continue
+        kept.append(output)
+    return kept
+
+
+# --- what notebooks say of the paper ----------------------------------------------
+
+
+def beside_paper(rows: Mapping[str, tuple[Any, Any]]) -> pd.DataFrame:
+    """The paper's values beside ours, marked as not comparable.
+
+    Args:
+        rows: {quantity: (the paper's, ours)}.
+
+    Returns:
+        Columns quantity, paper, ours, comparison.
+
+    Example:
+        >>> beside_paper({"sequences": (128, 8)}).loc[0, "ours"]
+        8
+    """
+    frame = pd.DataFrame(
+        [(quantity, *values) for quantity, values in rows.items()],
+        columns=["quantity", "paper", "ours"],
+        dtype=object,  # counts, shares and words stand below each other
+    )
+    return frame.assign(comparison=NOT_COMPARABLE)
+
+
+def what_was_found(findings: Mapping[str, tuple[Any, bool]]) -> pd.DataFrame:
+    """What holds of one model and text and need not hold of another.
+
+    Counts and ranges hold anywhere and are asserted; a finding is reported, and ends
+    nothing where it does not hold.
+
+    Args:
+        findings: {finding: (the value that was found, whether it holds)}.
+
+    Returns:
+        Columns finding, found, holds here.
+
+    Example:
+        >>> what_was_found({"scores differ tenfold": (12.5, True)}).loc[0, "holds here"]
+        'yes'
+    """
+    rows = [
+        (finding, found, "yes" if holds else "no")
+        for finding, (found, holds) in findings.items()
+    ]
+    columns = ["finding", "found", "holds here"]
+    return pd.DataFrame(rows, columns=columns, dtype=object)

@@ -1,0 +1,201 @@
+"""The paper's experiments: which settings each asks for, and the frame it gives.
+
+Each function takes a `Workbench` and returns the tidy frame that a data function of
+`heapr_lab.figures` reads. Everything goes through the workbench's cache, so that a
+figure's notebook, the command line and `reproduce` share their work.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from heapr_lab.errors import CorpusError
+from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.selection import select
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.workbench import Setting, Workbench, available_corpora
+
+logger = logging.getLogger(__name__)
+
+BOUNDARY_RATIOS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Ratios of the pruning boundary, the paper's 25 and 50 % among them."""
+METHOD_RATIOS = (0.2, 0.4, 0.6)
+CALIBRATION_SIZES = (8, 16, 32, 64, 128)
+CALIBRATION_RATIO = 0.2
+TEST_CORPORA = ("pydocs", "wikitext2", "ptb", "c4")
+"""Where perplexity is measured, of those that can be had."""
+
+Step = Callable[[str], None]
+"""Called with a label before each step of an experiment."""
+
+
+def test_corpora() -> tuple[list[str], dict[str, str]]:
+    """The corpora to evaluate on here, and why others were skipped."""
+    return available_corpora(TEST_CORPORA)
+
+
+def calibration_pair(bench: Workbench) -> tuple[str, str]:
+    """Two corpora with windows enough: a domain of pydocs where there is no other."""
+    for name in ("wikitext2", "wikitext2:tokenized", "c4"):
+        try:
+            bench.calibration_set(Setting(0.0, calibration=name))
+        except CorpusError as error:
+            logger.info("not calibrating on %s: %s", name, error)
+        else:
+            return "pydocs", name
+    return "pydocs", "pydocs:stdlib"
+
+
+def boundary_settings() -> list[Setting]:
+    """The paper's method over the ratios."""
+    return [Setting(ratio) for ratio in BOUNDARY_RATIOS]
+
+
+def method_settings() -> list[Setting]:
+    """Every estimator of the one table at three ratios, in its widest scope."""
+    return [
+        Setting(
+            ratio,
+            estimator=name,
+            scope="layer" if estimator.within_layer else "global",
+        )
+        for name, estimator in ESTIMATORS.items()
+        if estimator.of_statistics
+        for ratio in METHOD_RATIOS
+    ]
+
+
+def ablation_settings() -> list[Setting]:
+    """Layer-wise ranking, and whole experts, at three ratios."""
+    layer_wise = [Setting(ratio, scope="layer") for ratio in METHOD_RATIOS]
+    whole = [Setting(ratio, granularity="expert") for ratio in METHOD_RATIOS]
+    return [*layer_wise, *whole]
+
+
+def all_settings() -> list[Setting]:
+    """Every setting of the figures that share one calibration, once."""
+    settings = [*boundary_settings(), *method_settings(), *ablation_settings()]
+    return list(dict.fromkeys(settings))
+
+
+def results(
+    bench: Workbench, settings: Iterable[Setting], corpora: Sequence[str]
+) -> pd.DataFrame:
+    """Evaluation rows of `settings`, the dense model's first."""
+    frames = [bench.evaluate(None, corpora)]
+    frames += [bench.evaluate(setting, corpora) for setting in settings]
+    return pd.concat(frames, ignore_index=True)
+
+
+def savings(bench: Workbench, settings: Iterable[Setting]) -> pd.DataFrame:
+    """What each setting saves of parameters, bytes and FLOPs."""
+    frames = [bench.savings(setting) for setting in settings]
+    return pd.concat(frames, ignore_index=True)
+
+
+def layer_masks(bench: Workbench) -> dict[float, KeepMask]:
+    """Global masks at the paper's 25 and 50 %."""
+    return {ratio: bench.keep(Setting(ratio)) for ratio in (0.25, 0.5)}
+
+
+# --- calibration size -----------------------------------------------------------
+
+
+def calibration_draws(bench: Workbench) -> list[Setting]:
+    """One setting for each corpus and seed, at the largest size."""
+    return [
+        Setting(CALIBRATION_RATIO, calibration=corpus, seed=seed)
+        for corpus in calibration_pair(bench)
+        for seed in range(bench.profile.n_seeds)
+    ]
+
+
+def calibration_results(bench: Workbench, draws: Iterable[Setting]) -> pd.DataFrame:
+    """Results at every calibration size of each draw, the dense model's first."""
+    pair = calibration_pair(bench)
+    corpora = [corpus for corpus in pair if not corpus.startswith("pydocs:")]
+    frames = [bench.evaluate(None, corpora)]
+    for draw in draws:
+        for size, table in nested_tables(bench, draw).items():
+            keep = select(table, ratio=draw.ratio, estimator=draw.estimator)
+            setting = replace(draw, n_sequences=size)
+            frames.append(bench.evaluate(setting, corpora, keep=keep))
+    return pd.concat(frames, ignore_index=True)
+
+
+def nested_tables(bench: Workbench, setting: Setting) -> dict[int, ImportanceTable]:
+    """Tables of the first 8, 16, ... windows of one draw, each window measured once.
+
+    Draws are nested and sums add up, so each size is the one before it merged with the
+    windows between.
+    """
+    windows = bench.calibration_set(setting)
+    largest = bench.profile.n_sequences
+    sizes = [size for size in CALIBRATION_SIZES if size <= largest] or [largest]
+    tables: dict[int, ImportanceTable] = {}
+    start, total = 0, None
+    for size in sizes:
+        part = CalibrationSet(windows.ids[start:size], windows.provenance)
+        table = bench.measure(part)
+        total = table if total is None else total.merge(table)
+        tables[size], start = total, size
+    return tables
+
+
+# --- predicted and measured loss ------------------------------------------------
+
+
+def bin_results(bench: Workbench, *, estimator: str = "heapr") -> pd.DataFrame:
+    """Loss change when a tenth of the atoms goes, for ten tenths in two orders.
+
+    By original index as the paper's figure, and by score rank. As there, the loss is
+    measured on the calibration windows themselves, as many as a test takes.
+
+    Columns: order (`index`, `score`), bin, score_sum (sum of the bin's scores),
+    delta_nll (nats per token), estimator, dataset.
+    """
+    calibration = bench.calibration_set(Setting(0.0))
+    ids = calibration.ids[: bench.profile.n_test]
+    windows = CalibrationSet(ids, calibration.provenance)
+    table = bench.importance()
+    scores = table.score(estimator).to_numpy()
+    dense = bench.perplexity(None, windows).nll
+    rows = []
+    for order, ranks in bin_orders(scores).items():
+        for index, atoms in enumerate(np.array_split(ranks, 10)):
+            pruned = bench.perplexity(_without(table, atoms), windows)
+            rows.append(
+                {
+                    "order": order,
+                    "bin": index,
+                    "score_sum": float(scores[atoms].sum(dtype=np.float64)),
+                    "delta_nll": pruned.nll - dense,
+                    "estimator": estimator,
+                    "dataset": windows.label,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def bin_orders(scores: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows of the table by original index, and by score (ties by index)."""
+    return {
+        "index": np.arange(len(scores)),
+        "score": np.argsort(scores, kind="stable"),
+    }
+
+
+def _without(table: ImportanceTable, atoms: np.ndarray) -> KeepMask:
+    flat = np.ones(table.n_atoms, dtype=bool)
+    flat[atoms] = False
+    arrays, start = {}, 0
+    for layer, (n_experts, d_inter) in table.shapes().items():
+        stop = start + n_experts * d_inter
+        arrays[layer] = flat[start:stop].reshape(n_experts, d_inter)
+        start = stop
+    return KeepMask.from_arrays(arrays)

@@ -1,0 +1,328 @@
+"""Second moments of the routed activations, which closed-form compensation needs.
+
+One forward pass, without gradients, whatever will be pruned: the sums are those of the
+dense model, so that every mask and every ratio is compensated from the same ones.
+
+Shapes: E n_experts, I d_inter, F = E · I features of a layer, n routed rows of a call.
+Letters: h atom activation, p routing weight; the features of a token are p · h of the
+experts that it is routed to, and 0 for all others.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import CoverageError, LayoutError, SpecError
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.hooks import observed
+from heapr_lab.models.identity import refuse_autocast
+from heapr_lab.models.layerwise import LayerByLayer
+from heapr_lab.models.likelihood import check_fits, final_states
+from heapr_lab.models.modes import evaluating
+from heapr_lab.text.calibration import CalibrationSet
+
+logger = logging.getLogger(__name__)
+
+SPANS = ("expert", "layer")
+FIT, HELD_OUT = 0, 1
+_LARGEST_LAYER = 4096
+"""Features up to which a layer's experts are looked at together by default."""
+_AT_ONCE = 4 * 2**30
+"""Bytes of sums that are held at once."""
+_HELD_OUT_EVERY = 4
+_TOKENS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class LayerGrams:
+    """Sums over the calibration tokens of one layer, apart for two parts of them."""
+
+    span: str
+    """`expert`: a block for each expert; `layer`: products across experts as well."""
+    sums: torch.Tensor
+    """Σ φ φᵀ, float64: (2, E, I, I) of `expert`, (2, 1, F, F) of `layer`."""
+    tokens: torch.Tensor
+    """Tokens routed to each expert, (2, E)."""
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Sums over all tokens, (E, I, I) or (1, F, F)."""
+        return self.sums.sum(0)
+
+
+class _Collector:
+    """Adds up one layer's products while forwards run."""
+
+    def __init__(self, layer: ExpertsLayer, span: str) -> None:
+        self.n_experts, self.d_inter = layer.n_experts, layer.d_inter
+        self.span = span
+        self.part = FIT
+        self.calls = 0
+        n_blocks, size = sizes_of(layer, span)
+        # On the device, so that nothing waits for a transfer; moved once, at the end.
+        wide = torch.float32 if layer.device.type == "mps" else torch.float64
+        self.sums = torch.zeros(
+            2, n_blocks, size, size, dtype=wide, device=layer.device
+        )
+        self.tokens = torch.zeros(2, self.n_experts, dtype=torch.long)
+
+    def observe(
+        self,
+        h: torch.Tensor,
+        *,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: list[int],
+    ) -> None:
+        """Add one forward's products."""
+        wide = torch.promote_types(h.dtype, torch.float32)
+        features = (h.detach().to(wide) * p.detach().to(wide)[:, None]).split(tokens)
+        self.calls += 1
+        self.tokens[self.part] += torch.tensor(tokens)
+        into = self.sums[self.part]
+        if self.span == "expert":
+            for expert, own in enumerate(features):
+                if len(own):
+                    into[expert] += own.T @ own
+            return
+        size = self.d_inter
+        for a, b, ours, theirs in _pairs(features, rows.split(tokens)):
+            product = ours.T @ theirs
+            left, right = (
+                slice(a * size, (a + 1) * size),
+                slice(b * size, (b + 1) * size),
+            )
+            into[0, left, right] += product
+            if a != b:
+                into[0, right, left] += product.T
+
+    def finished(self, layer: ExpertsLayer, calls: int) -> LayerGrams:
+        """The sums of all `calls` forwards.
+
+        Raises:
+            CoverageError: the layer did not take part in all of them.
+        """
+        if self.calls != calls:
+            raise CoverageError(
+                f"layer {layer.layer} took part in {self.calls} of {calls} forwards, "
+                "expected all"
+            )
+        return LayerGrams(self.span, self.sums.cpu().double(), self.tokens)
+
+
+def _pairs(
+    features: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...]
+) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """Every two experts with their rows of the tokens that are routed to both.
+
+    A token has few experts, so this takes much less than products of all features.
+    """
+    n_tokens = 1 + max(int(own.max()) for own in rows if len(own))
+    for a, ours in enumerate(rows):
+        if not len(ours):
+            continue
+        yield a, a, features[a], features[a]
+        where = ours.new_full((n_tokens,), -1)
+        where[ours] = torch.arange(len(ours), device=ours.device)
+        for b in range(a + 1, len(rows)):
+            found = where[rows[b]]
+            both = found >= 0
+            if both.any():
+                yield a, b, features[a][found[both]], features[b][both]
+
+
+def sizes_of(layer: ExpertsLayer, span: str) -> tuple[int, int]:
+    """Blocks of the sums of a layer, and rows of each.
+
+    Raises:
+        SpecError: there is no such span.
+    """
+    if span not in SPANS:
+        raise SpecError(f"span is {span!r}, expected one of {', '.join(SPANS)}")
+    if span == "expert":
+        return layer.n_experts, layer.d_inter
+    return 1, layer.n_experts * layer.d_inter
+
+
+def default_span(layers: Sequence[ExpertsLayer]) -> str:
+    """Layer, where the products of all its atoms are few enough; else expert.
+
+    Experts whose outputs are normalised before they are added up cannot make up for
+    each other linearly.
+    """
+    largest = max(layer.n_experts * layer.d_inter for layer in layers)
+    normed = any(layer.module.has_post_expert_norm for layer in layers)
+    return "layer" if largest <= _LARGEST_LAYER and not normed else "expert"
+
+
+def fit_at_once(layers: Sequence[ExpertsLayer], span: str) -> bool:
+    """Whether the sums of all layers can be held together."""
+    return len(_groups(layers, span)) == 1
+
+
+def _groups(layers: Sequence[ExpertsLayer], span: str) -> list[list[ExpertsLayer]]:
+    """Consecutive layers whose sums can be held together."""
+    groups: list[list[ExpertsLayer]] = []
+    room = 0
+    for layer in layers:
+        n_blocks, size = sizes_of(layer, span)
+        needed = 2 * 8 * n_blocks * size * size
+        if not groups or needed > room:
+            groups.append([])
+            room = _AT_ONCE
+        groups[-1].append(layer)
+        room -= needed
+    return groups
+
+
+def collect_grams(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    span: str = "expert",
+    layers: list[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[int, LayerGrams]:
+    """Sum the products of routed activations over `calibration`, by layer.
+
+    Every fourth window is summed apart, as held-out tokens. The sums of all layers are
+    held together; `iter_grams` needs room for one layer's.
+
+    Args:
+        model: any transformers causal language model with fused experts.
+        calibration: at least two windows.
+        span: what is multiplied with what, see `LayerGrams`.
+        layers: numbers of the layers to look at; by default all.
+        progress: called after each batch with (windows done, windows in all).
+
+    Raises:
+        SpecError: there is one window only, no such span or layer, or autocast is on.
+        CoverageError: a layer did not take part in a forward.
+    """
+    found = find_experts(model)
+    known = [layer.layer for layer in found]
+    unknown = sorted(set(layers or ()).difference(known))
+    if unknown:
+        raise SpecError(
+            f"layers {unknown} have no routed experts; those of {known} have"
+        )
+    chosen = [k for k in found if layers is None or k.layer in layers]
+    _check(model, calibration, chosen)
+    collectors = [_Collector(layer, span) for layer in chosen]
+    done = 0
+    with evaluating(model), observed(chosen, collectors):
+        for part, ids in _batches(calibration):
+            for collector in collectors:
+                collector.part = part
+            final_states(model, ids)
+            done += len(ids)
+            if progress is not None:
+                progress(done, calibration.n_sequences)
+    calls = len(list(_batches(calibration)))
+    return {
+        layer.layer: own.finished(layer, calls)
+        for layer, own in zip(chosen, collectors, strict=True)
+    }
+
+
+def iter_grams(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    span: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
+    """The sums of one layer after the other, as `collect_grams` has them.
+
+    Where those of all layers fit 4 GiB they come from one forward pass. Else layers are
+    run one by one, with the inputs of each kept: the arithmetic of one forward pass
+    again, and the sums of one layer at a time. A model whose layers cannot be run by
+    themselves takes a forward pass for each group of layers that fits, and says so.
+
+    Arguments and errors are those of `collect_grams`; windows done are those of one
+    pass, whichever way it is.
+    """
+    layers = find_experts(model)
+    _check(model, calibration, layers)
+    groups = _groups(layers, span)
+    if len(groups) > 1:
+        try:
+            with evaluating(model):
+                batches = [ids for _, ids in _batches(calibration)]
+                walk = LayerByLayer(model, batches, layers)
+        except LayoutError as error:
+            logger.warning(
+                "%s; so %d forward passes are taken instead of one", error, len(groups)
+            )
+        else:
+            yield from _stepped(model, calibration, walk, layers, span, progress)
+            return
+    for number, group in enumerate(groups):
+
+        def report(done: int, total: int, number: int = number) -> None:
+            if progress is not None:
+                progress((number * total + done) // len(groups), total)
+
+        numbers = [layer.layer for layer in group]
+        grams = collect_grams(
+            model, calibration, span=span, layers=numbers, progress=report
+        )
+        yield from ((layer, grams[layer.layer]) for layer in group)
+
+
+def _stepped(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    walk: LayerByLayer,
+    layers: Sequence[ExpertsLayer],
+    span: str,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
+    """Each layer's sums, from running its inputs through it."""
+    with_experts = {layer.layer: layer for layer in layers}
+    parts = [part for part, _ in _batches(calibration)]
+    for number, run in walk.layers():
+        layer = with_experts.get(number)
+        watched = [layer] if layer is not None else []
+        collectors = [_Collector(own, span) for own in watched]
+        with evaluating(model), observed(watched, collectors):
+            for part in parts:
+                for collector in collectors:
+                    collector.part = part
+                next(run)
+        if progress is not None:
+            total = calibration.n_sequences
+            progress((number + 1) * total // walk.n_layers, total)
+        for own, collector in zip(watched, collectors, strict=True):
+            yield own, collector.finished(own, len(parts))
+
+
+def _check(
+    model: nn.Module, calibration: CalibrationSet, layers: Sequence[ExpertsLayer]
+) -> None:
+    """Make sure that there is something to sum, and that it is the model's own.
+
+    Raises:
+        SpecError: there is not, autocast is on, or the model has no such tokens.
+    """
+    refuse_autocast(model)
+    check_fits(model, calibration.ids)
+    if not layers or calibration.n_sequences < 2:
+        raise SpecError(
+            f"{calibration.n_sequences} windows and {len(layers)} layers, expected at "
+            "least 2, of which one is held out, and 1"
+        )
+
+
+def _batches(calibration: CalibrationSet) -> Iterator[tuple[int, torch.Tensor]]:
+    """The part that windows belong to, and their ids, a few at a time."""
+    held_out = torch.arange(calibration.n_sequences) % _HELD_OUT_EVERY == 1
+    size = max(1, _TOKENS_AT_ONCE // calibration.seq_len)
+    for part, chosen in ((FIT, ~held_out), (HELD_OUT, held_out)):
+        ids: Any
+        for ids in calibration.ids[chosen].split(size):
+            yield part, ids

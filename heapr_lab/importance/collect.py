@@ -1,0 +1,342 @@
+"""One forward and one backward pass per batch: every atom's statistics.
+
+The loss is the sum over predicted tokens of -log p, so no statistic depends on the
+batch size. No weight gradient is computed: parameters do not require grad, the
+embedding's output does. Source: HEAPr, Algorithm 1, in the form of `dispatch`.
+"""
+
+import contextlib
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import transformers
+from accelerate.utils import find_executable_batch_size
+from torch import nn
+
+from heapr_lab.errors import (
+    CacheError,
+    CoverageError,
+    HeaprLabError,
+    SpecError,
+    digest,
+    whole_number,
+)
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import ExpertsLayer, describe, find_experts, refuse_broken
+from heapr_lab.models.hooks import Probe, probed
+from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
+from heapr_lab.models.likelihood import check_fits, sampled_targets, token_nll
+from heapr_lab.models.modes import differentiating
+from heapr_lab.models.moments import EXPERT_SUMS
+from heapr_lab.storage import cache
+from heapr_lab.text.calibration import CalibrationSet
+
+logger = logging.getLogger(__name__)
+
+STATISTICS_SCHEMA = 1
+"""Raised whenever the same input would give other numbers."""
+_TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
+_SAVE_SECONDS = 60.0
+_SAVE_SHARE = 0.02
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+LABELS = ("data", "model")
+
+
+def statistics_spec(
+    identity: dict[str, str], calibration: CalibrationSet, *, labels: str = "data"
+) -> dict[str, Any]:
+    """Every field that determines the statistics: what a cache is keyed by.
+
+    `identity` is the model's, as `identity.identity_in_force` gives it.
+    """
+    spec = {
+        "schema": STATISTICS_SCHEMA,
+        "model": identity,
+        "calibration": calibration.fingerprint,
+    }
+    return spec if labels == "data" else spec | {"labels": labels}
+
+
+def collect_statistics(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    labels: str = "data",
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+    state: Path | None = None,
+) -> ImportanceTable:
+    """Measure every atomic expert of `model` on `calibration`.
+
+    Inside `surgery.masking` the masked model is measured, and the table's `spec` says
+    so: it is not taken for one of the dense model.
+
+    Args:
+        model: any transformers causal language model with fused experts; it is used in
+            eval mode and left as it was.
+        calibration: the windows to measure on.
+        labels: whose next tokens the loss is of: the text's ("data", as the paper), or
+            tokens that the model itself predicts, drawn with a fixed seed ("model"), as
+            the Fisher information is defined; that takes a forward pass more.
+        batch_size: windows per pass; by default chosen by itself, and halved whenever
+            the device runs out of memory.
+        progress: called after each batch with (windows done, windows in all).
+        state: a file to save an unfinished pass to, and to resume it from; removed at
+            the end.
+
+    Raises:
+        SpecError: there are no such labels or tokens, the batch size is not positive,
+            or autocast or foreign hooks are active.
+        LayoutError: an experts layer cannot be measured exactly (named).
+        CoverageError: a layer did not take part in a pass.
+        HeaprLabError: a gradient is not finite (layer and batch named), or the weights
+            changed meanwhile.
+        CacheError: `state` belongs to another pass, or is damaged.
+    """
+    if labels not in LABELS:
+        raise SpecError(f"labels is {labels!r}, expected one of {', '.join(LABELS)}")
+    if batch_size is not None:
+        whole_number(batch_size, name="batch_size")
+    check_fits(model, calibration.ids)
+    started = time.perf_counter()
+    layers = find_experts(model)
+    for layer in layers:
+        refuse_broken(layer)
+    architecture = describe(model).to_dict()
+    spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
+    windows = calibration.window_fingerprints()
+    _tell_repeats(windows)
+    run = _Pass(model, calibration, layers, labels, progress, state, digest(spec))
+    probes = _run_all(run) if batch_size is None else run.run(batch_size)
+    frame = _frame(layers, probes, model)
+    provenance = _provenance(model, calibration, run, time.perf_counter() - started)
+    table = ImportanceTable.from_frame(
+        frame,
+        N=calibration.n_predicted,
+        windows=windows,
+        spec=spec,
+        spec_hash=digest(spec),
+        architecture=architecture,
+        provenance=provenance,
+    )
+    _check_coverage(table, layers)
+    if state is not None:
+        state.unlink(missing_ok=True)
+    return table
+
+
+def _tell_repeats(windows: list[str]) -> None:
+    n_repeats = len(windows) - len(set(windows))
+    if n_repeats:
+        logger.warning(
+            "%d of %d calibration windows repeat another, and count as often",
+            n_repeats, len(windows),
+        )  # fmt: skip
+
+
+def _run_all(run: "_Pass") -> dict[int, Probe]:
+    """The probes of a pass whose batches are as large as memory allows."""
+    tokens = _TOKENS_PER_BATCH.get(run.layers[0].device.type, 4096)
+    n_windows = tokens // run.calibration.seq_len
+    size = max(1, min(run.calibration.n_sequences, n_windows))
+    probes: dict[int, Probe]
+    probes = find_executable_batch_size(run.run, starting_batch_size=size)()
+    return probes
+
+
+class _Pass:
+    """One pass over the calibration windows, which may be cut short and resumed."""
+
+    def __init__(
+        self,
+        model: Any,
+        calibration: CalibrationSet,
+        layers: list[ExpertsLayer],
+        labels: str,
+        progress: Progress | None,
+        state: Path | None,
+        key: str,
+    ) -> None:
+        self.model = model
+        self.calibration = calibration
+        self.layers = layers
+        self.labels = labels
+        self.progress = progress
+        self.state = state
+        self.key = key
+        self.weights = weights_state(model)
+        self.batch_size = 0
+        self.resumed_at = 0
+
+    def run(self, batch_size: int) -> dict[int, Probe]:
+        """Measure all windows not measured before; returns each layer's probe."""
+        self.batch_size = batch_size
+        total = self.calibration.n_sequences
+        with (
+            differentiating(self.model),
+            _gradients_from_embedding_on(self.model),
+            probed(self.layers) as probes,
+        ):
+            done = self.resumed_at = self._resume(probes)
+            saved_at, save_cost = time.perf_counter(), 0.0
+            while done < total:
+                batch = self.calibration.ids[done : done + batch_size]
+                self._step(batch, probes, done)
+                done += len(batch)
+                if self.progress is not None:
+                    self.progress(done, total)
+                waited = time.perf_counter() - saved_at
+                due = waited >= _SAVE_SECONDS
+                if self.state is not None and due and save_cost <= _SAVE_SHARE * waited:
+                    begun = time.perf_counter()
+                    self._save(probes, done)
+                    saved_at = time.perf_counter()
+                    save_cost = saved_at - begun
+        check_unchanged(self.model, self.weights)
+        return probes
+
+    def _step(self, ids: torch.Tensor, probes: dict[int, Probe], done: int) -> None:
+        for probe in probes.values():
+            probe.backwards = 0
+        device = self.model.get_input_embeddings().weight.device
+        ids = ids.clone().to(device)  # which leaves inference mode, if made in it
+        targets = None
+        if self.labels == "model":
+            numbers = range(done, done + len(ids))
+            targets = sampled_targets(self.model, ids, seeds=numbers)
+        token_nll(self.model, ids, targets=targets).sum().backward()
+        where = f"windows {done} to {done + len(ids) - 1}"
+        for number, probe in probes.items():
+            if probe.backwards != 1:
+                raise CoverageError(
+                    f"layer {number} took part {probe.backwards} times in the pass "
+                    f"over {where}, expected once; this model does not run each "
+                    "experts module once per forward"
+                )
+            if not torch.isfinite(probe.moments.atoms["sum_hg2"]).all():
+                raise HeaprLabError(
+                    f"non-finite gradients in layer {number} on {where}: use bfloat16 "
+                    "or float32 weights, or look for broken windows"
+                )
+
+    def _save(self, probes: dict[int, Probe], done: int) -> None:
+        check_unchanged(self.model, self.weights)
+        arrays = {
+            f"{number}.{name}": tensor.numpy()
+            for number, probe in probes.items()
+            for name, tensor in probe.moments.state().items()
+        }
+        if self.state is not None:
+            cache.save_state(self.state, arrays, {"key": self.key, "done": done})
+
+    def _resume(self, probes: dict[int, Probe]) -> int:
+        if self.state is None or not self.state.exists():
+            return 0
+        arrays, meta = cache.load_state(self.state)
+        if meta.get("key") != self.key:
+            raise CacheError(
+                f"{self.state} is the state of another pass (another model or "
+                "calibration set); delete it, or give another file"
+            )
+        for number, probe in probes.items():
+            own = {
+                name.partition(".")[2]: torch.from_numpy(array)
+                for name, array in arrays.items()
+                if name.startswith(f"{number}.")
+            }
+            probe.moments.load_state(own)
+        logger.info("resumed %s at window %d", self.state, meta["done"])
+        return int(meta["done"])
+
+
+@contextlib.contextmanager
+def _gradients_from_embedding_on(model: Any) -> Iterator[None]:
+    """The embedding's output requires a gradient, where gradients are computed."""
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda _module, _args, output: output.requires_grad_(torch.is_grad_enabled())
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _frame(
+    layers: list[ExpertsLayer], probes: dict[int, Probe], model: nn.Module
+) -> pd.DataFrame:
+    """One row per atom, sorted by (layer, expert, atom)."""
+    exact = next(model.parameters()).dtype == torch.float64
+    real = np.float64 if exact else np.float32
+    parts = []
+    for layer in layers:
+        n_experts, d_inter = layer.n_experts, layer.d_inter
+        columns: dict[str, np.ndarray] = {
+            "layer": np.full(n_experts * d_inter, layer.layer, np.int16),
+            "expert": np.repeat(np.arange(n_experts, dtype=np.int16), d_inter),
+            "atom": np.tile(np.arange(d_inter, dtype=np.int32), n_experts),
+        }
+        moments = probes[layer.layer].moments
+        for name in EXPERT_SUMS:
+            values = np.repeat(moments.experts[name].cpu().numpy(), d_inter)
+            columns[name] = values.astype(np.int64 if name == "tokens" else real)
+        atoms = moments.atoms | layer.squared_norms()
+        for name, tensor in atoms.items():
+            columns[name] = tensor.cpu().numpy().reshape(-1).astype(real)
+        parts.append(pd.DataFrame(columns))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _check_coverage(table: ImportanceTable, layers: list[ExpertsLayer]) -> None:
+    """Count what was measured before anything is written.
+
+    Raises:
+        CoverageError: rows or tokens are missing.
+    """
+    rows = sum(layer.n_experts * layer.d_inter for layer in layers)
+    if len(table.frame) != rows:
+        raise CoverageError(f"measured {len(table.frame)} atoms, expected {rows}")
+    experts = table.frame.drop_duplicates(["layer", "expert"])
+    tokens = experts.groupby("layer")["tokens"].sum()
+    if tokens.nunique() > 1 or tokens.iloc[0] == 0:
+        raise CoverageError(
+            f"routed tokens differ from layer to layer: {tokens.to_dict()}"
+        )
+    unrouted = table.unrouted()
+    if len(unrouted):
+        named = [f"{row.layer}/{row.expert}" for row in unrouted.itertuples()]
+        logger.warning(
+            "%d experts saw no token (layer/expert): %s", len(named), ", ".join(named)
+        )
+
+
+def _provenance(
+    model: nn.Module, calibration: CalibrationSet, run: _Pass, seconds: float
+) -> dict[str, Any]:
+    return {
+        "model": getattr(model.config, "_name_or_path", ""),
+        "revision": getattr(model.config, "_commit_hash", None),
+        "calibration": calibration.provenance
+        | {"n_sequences": calibration.n_sequences, "seq_len": calibration.seq_len},
+        "device": str(run.layers[0].device),
+        "batch_size": run.batch_size,
+        "resumed_at": run.resumed_at,
+        "seconds": round(seconds, 2),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }

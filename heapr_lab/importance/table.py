@@ -1,0 +1,305 @@
+"""The importance table: what calibration measured, one row per routed atom.
+
+Layer 2, without torch. Rows are (layer, expert, atom), sorted. `tokens`, `sum_p` and
+`sum_p_out` belong to the expert and are repeated on its rows; everything but the
+weights' norms is a sum or a maximum over tokens, so tables of disjoint samples merge.
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from heapr_lab.errors import CacheError, SpecError, canonical_json
+from heapr_lab.importance import estimators
+from heapr_lab.importance.columns import (
+    KEYS,
+    check_spec,
+    check_values,
+    merge_frames,
+    merge_metadata,
+    sorted_rows,
+    typed_rows,
+)
+from heapr_lab.models.architecture import Architecture
+from heapr_lab.repr_html import card_html
+from heapr_lab.storage import cache
+
+_KIND = "ImportanceTable"
+_MEMO_SIZE = 8
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_ABSENT: Any = object()
+_Value = TypeVar("_Value")
+
+
+class ImportanceTable:
+    """Measured sums of every routed atom, and what they were measured on.
+
+    It does not change once made: `frame` and `metadata` give copies (the frame's are
+    lazy, so they cost nothing).
+
+    Attributes:
+        frame: sorted by (layer, expert, atom), on the index it was made with.
+        metadata: plain data: `N` predicted tokens, `spec` and `spec_hash` of what
+            determined the numbers, `windows` with a hash of each, `architecture`,
+            `provenance`.
+
+    Example:
+        >>> frame = pd.DataFrame(
+        ...     {"layer": [0, 0], "expert": [0, 0], "atom": [0, 1], "sum_hg2": [2.0, 6]}
+        ... )
+        >>> ImportanceTable.from_frame(frame, N=2).score("fisher").tolist()
+        [0.5, 1.5]
+    """
+
+    def __init__(self, frame: pd.DataFrame, metadata: Mapping[str, Any]) -> None:
+        self._frame = sorted_rows(typed_rows(frame))
+        check_values(self._frame)
+        # Through JSON and back, so that it is the same before and after a file.
+        self._metadata: dict[str, Any] = json.loads(canonical_json(dict(metadata)))
+        check_spec(self._metadata)
+        self._memo: dict[Hashable, Any] = {}
+
+    @classmethod
+    def from_frame(cls, frame: pd.DataFrame, **metadata: Any) -> "ImportanceTable":
+        """A table of the rows of `frame`, which may have any part of the columns.
+
+        Rows may be in any order; they are sorted and keep their index labels, so that
+        a score always finds its row of `frame`.
+        """
+        return cls(frame, metadata)
+
+    @property
+    def frame(self) -> pd.DataFrame:  # noqa: D102 (described by the class)
+        return self._frame.copy(deep=False)
+
+    @property
+    def metadata(self) -> dict[str, Any]:  # noqa: D102 (described by the class)
+        return deepcopy(self._metadata)
+
+    @property
+    def n_atoms(self) -> int:
+        """Rows."""
+        return len(self._frame)
+
+    @property
+    def n_layers(self) -> int:
+        """Layers with routed experts."""
+        return int(self._frame["layer"].nunique())
+
+    @property
+    def architecture(self) -> Architecture:
+        """The sizes of the measured model.
+
+        Raises:
+            SpecError: the metadata has none.
+        """
+        if "architecture" not in self._metadata:
+            raise SpecError(
+                "the table has no architecture in its metadata, which counting "
+                "parameters needs; give from_frame(frame, architecture=...to_dict())"
+            )
+        return Architecture.from_dict(self._metadata["architecture"])
+
+    @property
+    def estimators(self) -> tuple[str, ...]:
+        """Those that the columns suffice for."""
+        has_n, columns = bool(self._metadata.get("N")), set(self._frame.columns)
+        return tuple(
+            name
+            for name, estimator in estimators.ESTIMATORS.items()
+            if columns.issuperset(estimator.needs)
+            and (has_n or not estimator.per_predicted_token)
+        )
+
+    def score(self, estimator: str = "heapr", **options: Any) -> pd.Series:
+        """The scores of every atom, on the frame's index, named like the estimator.
+
+        Args:
+            estimator: a name in `estimators.ESTIMATORS`.
+            **options: of the estimator: `alpha` of camera, `seed` of random.
+        """
+        values = estimators.score(
+            self._frame, self._metadata, estimator=estimator, options=options
+        )
+        return pd.Series(values, index=self._frame.index, name=estimator)
+
+    def scores(self, estimator: str = "heapr", **options: Any) -> np.ndarray:
+        """The values of `score`, remembered with the table."""
+        return self.memo(
+            ("scores", estimator, *sorted(options.items())),
+            lambda: self.score(estimator, **options).to_numpy(),
+        )
+
+    def column(self, name: str) -> np.ndarray:
+        """One column, read-only, without a copy.
+
+        Raises:
+            SpecError: the table lacks it.
+        """
+        if name not in self._frame:
+            raise SpecError(
+                f"the table has no column {name}, it has "
+                f"{', '.join(self._frame.columns)}; read or collect it with that column"
+            )
+        values: np.ndarray = self._frame[name].to_numpy()
+        return values
+
+    def shapes(self) -> dict[int, tuple[int, int]]:
+        """(n_experts, d_inter) of every layer.
+
+        Raises:
+            SpecError: in some layer rows are missing.
+        """
+        return dict(self._shapes)
+
+    @functools.cached_property
+    def _shapes(self) -> dict[int, tuple[int, int]]:
+        layers, experts, atoms = (self.column(name) for name in KEYS)
+        starts = np.r_[0, np.flatnonzero(np.diff(layers)) + 1, len(layers)]
+        shapes = {}
+        for start, stop in itertools.pairwise(starts):
+            rows = slice(start, stop)
+            shape = int(experts[rows].max()) + 1, int(atoms[rows].max()) + 1
+            if shape[0] * shape[1] != stop - start:
+                raise SpecError(
+                    f"layer {layers[start]} has {stop - start} rows, expected "
+                    f"{shape[0]} experts × {shape[1]} atoms; every expert of a layer "
+                    "must have all its atoms, counted from 0"
+                )
+            shapes[int(layers[start])] = shape
+        return shapes
+
+    def expert_tokens(self) -> pd.DataFrame:
+        """Columns layer, expert, tokens (routed to it): one row per expert."""
+        columns = {name: self.column(name) for name in ("layer", "expert", "tokens")}
+        new = np.diff(columns["expert"]) | np.diff(columns["layer"])
+        first = np.r_[0, np.flatnonzero(new) + 1]
+        return pd.DataFrame({name: column[first] for name, column in columns.items()})
+
+    def unrouted(self) -> pd.DataFrame:
+        """Columns layer, expert: the experts that no token was routed to."""
+        experts = self.expert_tokens()
+        unrouted = experts.loc[experts["tokens"] == 0, ["layer", "expert"]]
+        return unrouted.reset_index(drop=True)
+
+    def merge(self, other: "ImportanceTable") -> "ImportanceTable":
+        """The table that both samples together would have given.
+
+        Sums, tokens and N add, maxima take the larger. No window may be in both.
+        """
+        metadata = merge_metadata(self._metadata, other._metadata)
+        return type(self)(merge_frames(self._frame, other._frame), metadata)
+
+    def memo(self, key: Hashable, compute: Callable[[], _Value]) -> _Value:
+        """`compute()`, or what it gave when last asked for `key`.
+
+        Kept with the table, the latest few.
+        """
+        # Right, if not always once, when threads ask at the same time.
+        found: _Value = self._memo.get(key, _ABSENT)
+        if found is _ABSENT:
+            found = compute()
+            for oldest in list(self._memo)[: 1 - _MEMO_SIZE]:
+                self._memo.pop(oldest, None)
+            self._memo[key] = found
+        return found
+
+    # --- files ------------------------------------------------------------------
+
+    def write(self, path: Path | str) -> None:
+        """Write a parquet file, whole or not at all."""
+        cache.write_frame(path, self._frame, {**self._metadata, "kind": _KIND})
+
+    @classmethod
+    def read(
+        cls, path: Path | str, columns: Sequence[str] | None = None
+    ) -> "ImportanceTable":
+        """The table in a parquet file.
+
+        Args:
+            path: the file.
+            columns: read only these and the key columns; by default all.
+
+        Raises:
+            CacheError: the file is truncated, damaged, or is not an importance table.
+        """
+        kind = cache.read_metadata(path).get("kind")
+        if kind != _KIND:
+            raise CacheError(
+                f"{path} holds {kind or 'another kind of table'}, expected an "
+                f"{_KIND}; give the path of a file that ImportanceTable.write made"
+            )
+        wanted = None if columns is None else list(dict.fromkeys([*KEYS, *columns]))
+        frame, metadata = cache.read_frame(path, wanted)
+        del metadata["kind"]
+        try:
+            _check_metadata(metadata)
+            return cls(frame, metadata)
+        except SpecError as error:
+            raise CacheError(
+                f"{path} is damaged: {error}; {cache.remedy(Path(path))}"
+            ) from error
+
+    # --- display ----------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{value} {name}" for name, value in self._facts().items())
+        return f"ImportanceTable({facts})"
+
+    def _facts(self) -> dict[str, str]:
+        layer, expert = self.column("layer"), self.column("expert")
+        n_experts = 1 + np.count_nonzero(np.diff(expert) | np.diff(layer))
+        facts = {
+            "layers": f"{self.n_layers}",
+            "experts": f"{n_experts:,}",
+            "atoms": f"{self.n_atoms:,}",
+        }
+        if self._metadata.get("N"):
+            facts["predicted tokens (N)"] = f"{self._metadata['N']:,}"
+        if "tokens" in self._frame:
+            facts["unrouted experts"] = f"{len(self.unrouted())}"
+        return facts
+
+    def _repr_html_(self) -> str:
+        facts = self._facts()
+        needed = estimators.ESTIMATORS["heapr"].needs
+        if all(name in self._frame for name in needed):
+            facts["heapr score (min, quartiles, max)"] = self._quantiles()
+        return card_html("Importance table", facts)
+
+    def _quantiles(self) -> str:
+        try:
+            quantiles = np.quantile(self.score("heapr"), _QUANTILES)
+        except SpecError as error:  # what is wrong is shown; a display never fails
+            return str(error)
+        return "  ".join(f"{value:.3g}" for value in quantiles)
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Make sure that what a file says of its table is of the kinds that are written.
+
+    Raises:
+        SpecError: it is not.
+    """
+    kinds: dict[str, type] = {
+        "N": int,
+        "spec": dict,
+        "spec_hash": str,
+        "architecture": dict,
+        "provenance": dict,
+    }
+    for name, kind in kinds.items():
+        value = metadata.get(name)
+        negative = isinstance(value, int) and value <= 0
+        if name in metadata and (negative or not isinstance(value, kind)):
+            raise SpecError(
+                f"its metadata has {name}={str(value)[:40]}, expected "
+                f"{'a positive number' if kind is int else f'a {kind.__name__}'}"
+            )

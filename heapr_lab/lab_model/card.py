@@ -1,0 +1,193 @@
+"""The lab model's card: what it was trained on, how good and how balanced it is."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.loading import load_model
+from heapr_lab.progress import progress_bar
+from heapr_lab.storage import cache
+from heapr_lab.text.calibration import CalibrationSet, load_windows
+
+_N_WINDOWS = 96
+_SEQ_LEN = 256
+
+_CARD = """---
+license: apache-2.0
+language: en
+tags: [mixture-of-experts, pruning, test-model]
+---
+
+# {title}
+
+A {millions:.1f}-million-parameter `{family}` language model ({n_layers} MoE layers,
+{n_experts} routed experts of {d_inter} atomic experts each, top-{top_k}, {shared},
+d_model {d_model}), trained from scratch for this repository so that pruning can
+be studied offline. It is for measuring pruning methods on, and good for nothing else.
+
+Made by `heapr-lab train-lab-model` on {n_tokens:,} tokens: AdamW, warmup-stable-decay,
+routers balanced by a load-balancing loss for each layer. {note}
+
+{runs}
+
+Each run after the first begins with the bfloat16 weights that the one before it wrote.
+
+## Training corpora
+
+Shares of the training sequences until the learning rate decays, and while it does.
+
+{mixture}
+
+## Held-out loss
+
+First {n_windows} windows of {seq_len} tokens of each split, float32, nats per token.
+Perplexity is per token of this model's own tokenizer: not comparable with that of any
+other.
+
+{losses}
+
+## Expert load
+
+Share of the routed tokens that an expert gets, relative to its fair share (1 = even),
+over all {n_layers} × {n_experts} experts, on the validation windows.
+
+{load}
+"""
+
+
+def write_card(folder: Path, *, title: str = "The lab model", note: str = "") -> None:
+    """Measure the model in `folder` and write its card, README.md.
+
+    The numbers are also added to its training.json, under `evaluation`.
+
+    Args:
+        folder: where `train_lab_model` wrote the model.
+        title: what the card calls the model.
+        note: a sentence more on how it was trained.
+
+    Raises:
+        CorpusError: one of the training corpora cannot be had.
+    """
+    training = cache.read_json(folder / "training.json")
+    model, tokenizer = load_model(folder, device="cpu", dtype="float32")
+    corpora = list(training["mixture"])
+    losses = pd.DataFrame(
+        _loss(model, tokenizer, corpus, split)
+        for corpus in corpora
+        for split in ("validation", "test")
+    )
+    load = pd.DataFrame(_load(model, tokenizer, corpora))
+    training["evaluation"] = {
+        "losses": losses.to_dict("records"),
+        "expert_load": load.to_dict("records"),
+    }
+    (folder / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+    spec = training["spec"]
+    family = spec.get("family", "qwen2_moe")
+    facts: dict[str, Any] = spec | {
+        "title": title,
+        "family": family,
+        "shared": "one shared expert" if family == "qwen2_moe" else "no shared expert",
+        "millions": sum(p.numel() for p in model.parameters()) / 1e6,
+        "n_tokens": sum(run["n_tokens"] for run in _runs(training)),
+        "runs": _markdown(_schedules(training)),
+        "n_windows": _N_WINDOWS,
+        "note": note,
+        "mixture": _markdown(_mixtures(training)),
+        "losses": _markdown(losses),
+        "load": _markdown(load),
+    }
+    (folder / "README.md").write_text(_CARD.format(**facts))
+
+
+def _loss(
+    model: torch.nn.Module, tokenizer: Any, corpus: str, split: str
+) -> dict[str, Any]:
+    windows = _windows(tokenizer, corpus, split)
+    with progress_bar(windows.label, "window") as bar:
+        found = evaluate_perplexity(model, windows.ids, progress=bar)
+    return {
+        "corpus": corpus,
+        "split": split,
+        "tokens": found.n_tokens,
+        "nll [nats]": round(found.nll, 4),
+        "perplexity": round(math.exp(found.nll), 2),
+    }
+
+
+def _windows(tokenizer: Any, corpus: str, split: str) -> CalibrationSet:
+    """The first windows of a split, fewer where there are not that many."""
+    windows = load_windows(corpus, tokenizer, seq_len=_SEQ_LEN, split=split)
+    return CalibrationSet(windows.ids[:_N_WINDOWS], windows.provenance)
+
+
+def _load(
+    model: torch.nn.Module, tokenizer: Any, corpora: list[str]
+) -> list[dict[str, Any]]:
+    """Smallest and largest load of any expert, per corpus and over all of them."""
+    tables = {
+        corpus: collect_statistics(model, _windows(tokenizer, corpus, "validation"))
+        for corpus in corpora
+    }
+    tokens = {corpus: table.expert_tokens() for corpus, table in tables.items()}
+    pooled = pd.concat(tokens.values()).groupby(["layer", "expert"], as_index=False)
+    rows = []
+    for corpus, counts in (tokens | {"all of them": pooled["tokens"].sum()}).items():
+        fair = counts.groupby("layer")["tokens"].transform("mean")
+        share = counts["tokens"] / fair
+        rows.append(
+            {
+                "corpus": corpus,
+                "smallest": round(float(share.min()), 3),
+                "median": round(float(share.median()), 3),
+                "largest": round(float(share.max()), 3),
+            }
+        )
+    return rows
+
+
+def _runs(training: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is recorded of each run, the first one first."""
+    earlier = training.get("went_on_from")
+    return [*(_runs(earlier) if earlier else []), training]
+
+
+def _schedules(training: dict[str, Any]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "run": number,
+            "steps": run["spec"]["n_steps"],
+            "tokens": run["n_tokens"],
+            "highest learning rate": run["spec"]["learning_rate"],
+            "decay [share of steps]": run["spec"]["decay_fraction"],
+            "arithmetic": run["spec"].get("precision", "float32"),
+            "seed": run["spec"]["seed"],
+        }
+        for number, run in enumerate(_runs(training), start=1)
+    ).astype(object)
+
+
+def _mixtures(training: dict[str, Any]) -> pd.DataFrame:
+    texts = {row["name"]: row["n_texts"] for row in training["corpora"]}
+    return pd.DataFrame(
+        {
+            "corpus": name,
+            "texts": texts[name],
+            "share": share,
+            "share in the decay": training["decay_mixture"][name],
+        }
+        for name, share in training["mixture"].items()
+    )
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    head = "| " + " | ".join(frame.columns) + " |"
+    rule = "|" + "---|" * len(frame.columns)
+    rows = ["| " + " | ".join(map(str, row)) + " |" for row in frame.to_numpy()]
+    return "\n".join([head, rule, *rows])

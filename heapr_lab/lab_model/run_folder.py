@@ -1,0 +1,260 @@
+"""A training run's folder: settings, tokenizer, token streams, state, and result."""
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from heapr_lab.errors import CacheError, canonical_json, digest
+from heapr_lab.models.folders import read_weights
+from heapr_lab.storage.files import share_mode
+from heapr_lab.text.corpora import Corpus
+from heapr_lab.text.tokenization import tokenise
+
+END_OF_TEXT = "<|endoftext|>"
+MIXTURE = {
+    "pydocs": 0.50,
+    "wikitext2:tokenized": 0.18,
+    "wikitext2": 0.07,
+    "ptb": 0.10,
+    "c4": 0.15,
+}
+"""Share of the training sequences drawn from each corpus, until the decay begins."""
+DECAY_MIXTURE = {
+    "pydocs": 0.70,
+    "wikitext2:tokenized": 0.10,
+    "wikitext2": 0.05,
+    "ptb": 0.06,
+    "c4": 0.09,
+}
+"""The same while the learning rate decays: more of what the model is mostly used on."""
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """Everything that determines the lab model, its corpora aside."""
+
+    family: str = "qwen2_moe"
+    """Of transformers: qwen2_moe, with a shared expert, or qwen3_moe, without."""
+    d_vocab: int = 4096
+    d_model: int = 128
+    d_inter: int = 96
+    d_shared: int = 128
+    n_layers: int = 8
+    n_experts: int = 16
+    top_k: int = 4
+    n_heads: int = 4
+    seq_len: int = 256
+    batch_size: int = 8
+    n_steps: int = 8000
+    warmup_steps: int = 150
+    decay_fraction: float = 0.5
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    balance_weight: float = 0.02
+    decay_balance_weight: float = 0.1
+    router_z_weight: float = 1e-3
+    initializer_range: float = 0.02
+    precision: str = "float32"
+    """Of the arithmetic: float32, or bfloat16 under autocast on float32 parameters."""
+    seed: int = 0
+    n_threads: int = 2
+
+    @property
+    def n_tokens(self) -> int:
+        """Training tokens seen in the whole run."""
+        return self.n_steps * self.batch_size * self.seq_len
+
+
+BUNDLED_RUNS = (
+    TrainSpec(),
+    TrainSpec(
+        seed=1,
+        n_steps=9000,
+        learning_rate=2e-3,
+        decay_fraction=0.7,
+        precision="bfloat16",
+    ),
+)
+"""The bundled model: a run, and one that goes on from its bfloat16 weights.
+
+Source: Wen et al. 2024 (WSD-S): a decayed checkpoint may be trained on at a high rate.
+"""
+WIDE_RUNS = (
+    TrainSpec(
+        family="qwen3_moe",
+        d_model=256,
+        d_inter=256,
+        n_layers=4,
+        n_steps=5000,
+        learning_rate=2e-3,
+        precision="bfloat16",
+        n_threads=1,
+    ),
+)
+"""A second model, of another family, with experts wide enough for multiples of 128.
+
+Its weights are not in the repository; its card and numbers are.
+"""
+RECIPES = {"bundled": BUNDLED_RUNS, "wide": WIDE_RUNS}
+
+
+def fitted_tokenizer(
+    work: Path, spec: TrainSpec, corpora: dict[str, Corpus]
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE fitted to the mixture; the one in `work` if it is there."""
+    path = work / "tokenizer.json"
+    if not path.exists():
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        bpe.post_processor = processors.ByteLevel(trim_offsets=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=spec.d_vocab,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+        texts = (text for corpus in corpora.values() for text in corpus.texts)
+        bpe.train_from_iterator(texts, trainer)
+        bpe.save(str(path))
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(path),
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        model_max_length=2048,
+    )
+
+
+def token_stream(
+    work: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
+) -> torch.Tensor:
+    """Ids of the whole corpus, int32; those in `work` if they are there."""
+    path = work / f"tokens-{re.sub(r'[:/]', '-', corpus.name)}.safetensors"
+    if path.exists():
+        return load_file(path)["ids"]
+    ids = torch.from_numpy(tokenise(corpus.joined(), tokenizer))
+    save_file({"ids": ids}, path)
+    return ids
+
+
+def check_work(
+    work: Path,
+    spec: TrainSpec,
+    corpora: dict[str, Corpus],
+    mixture: dict[str, float],
+    decay_mixture: dict[str, float],
+) -> None:
+    """Refuse to go on from a run with other settings.
+
+    Its length may change, and the number of threads: that moves last bits only.
+
+    Raises:
+        CacheError: `work` holds such a run.
+    """
+    settings = asdict(spec) | {"n_steps": None, "n_threads": None}
+    prints = {name: corpus.fingerprint for name, corpus in corpora.items()}
+    shares = [mixture, decay_mixture]
+    now = digest({"spec": settings, "corpora": prints, "mixtures": shares})
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / "run.json"
+    if not path.exists():
+        path.write_text(canonical_json({"digest": now, "spec": asdict(spec)}))
+    elif json.loads(path.read_text())["digest"] != now:
+        raise CacheError(
+            f"{work} holds an unfinished run with other settings or corpora: "
+            "give another work folder, or delete this one to start afresh"
+        )
+
+
+def save_state(
+    work: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    """Keep parameters, optimizer and step in `work`, whole or not at all."""
+    tensors: dict[str, torch.Tensor]
+    tensors = {f"model.{name}": p for name, p in _parameters(model)}
+    for name, parameter in _parameters(model):
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"{key}.{name}"] = value
+    temporary = work / "state.tmp"
+    save_file(tensors, temporary, metadata={"step": str(step)})
+    temporary.replace(work / "state.safetensors")
+
+
+def restore(
+    work: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> int:
+    """Load what `save_state` kept; the step to go on from, 0 where there is nothing."""
+    path = work / "state.safetensors"
+    if not path.exists():
+        return 0
+    tensors = load_file(path)
+    with torch.no_grad():
+        for name, parameter in _parameters(model):
+            parameter.copy_(tensors[f"model.{name}"])
+            optimizer.state[parameter] = {
+                key: tensors[f"{key}.{name}"].clone().to(parameter.device)
+                for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+    with safe_open(path, "pt") as file:
+        return int(file.metadata()["step"])
+
+
+def _parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:
+    """Take weights and tokenizer of the model in `earlier`, which has the same shape.
+
+    Raises:
+        CacheError: it has another shape.
+    """
+    found = read_weights(earlier, dtype=torch.float32)
+    weights = found.state_dict()
+    expected = {name: p.shape for name, p in model.state_dict().items()}
+    if {name: w.shape for name, w in weights.items()} != expected:
+        raise CacheError(
+            f"the model in {earlier} has other shapes than the one to train: "
+            "give a training specification with the same sizes"
+        )
+    model.load_state_dict(weights)
+    tokenizer = work / "tokenizer.json"
+    if not tokenizer.exists():
+        shutil.copyfile(earlier / "tokenizer.json", tokenizer)
+
+
+def write_model(
+    out: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    spec: TrainSpec,
+    corpora: dict[str, Corpus],
+    mixture: dict[str, float],
+    decay_mixture: dict[str, float],
+    earlier: Path | None = None,
+) -> None:
+    """Write weights (bf16 safetensors), tokenizer and training.json to `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    model.bfloat16()
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    training: dict[str, Any] = {
+        "spec": asdict(spec),
+        "n_tokens": spec.n_tokens,
+        "mixture": mixture,
+        "decay_mixture": decay_mixture,
+        "corpora": [corpus.provenance for corpus in corpora.values()],
+        "torch": torch.__version__,
+        "went_on_from": earlier and json.loads((earlier / "training.json").read_text()),
+    }
+    card = out / "training.json"
+    card.write_text(json.dumps(training, indent=2) + "\n")
+    share_mode(out, like=card)

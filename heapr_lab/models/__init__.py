@@ -1,0 +1,1 @@
+"""Everything that knows transformers: loading, identity, experts, hooks, likelihood."""

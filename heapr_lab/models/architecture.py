@@ -1,0 +1,351 @@
+"""Parameters, bytes and floating-point operations, before and after pruning.
+
+Layer 1, plain arithmetic. One multiplication with one addition counts as two
+operations, as in torch's counter; norms, activations, softmax and additions of biases
+count as none. An atom is a row of W_gate and W_up and a column of W_down, with the
+biases of its two rows; the bias of W_down's output is the expert's and stays.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.repr_html import card_html
+
+DEFAULT_CONTEXT = 2048
+"""Tokens of context where a table does not say how long its windows were."""
+
+
+class Keep(Protocol):
+    """What is read of a `KeepMask`."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Indices of the layers."""
+
+    def by_layer(self, layer: int) -> np.ndarray:
+        """What stays in a layer, bool (n_experts, d_inter)."""
+
+
+class MeasuredTable(Protocol):
+    """What is read of an `ImportanceTable`."""
+
+    @property
+    def architecture(self) -> "Architecture":
+        """The shapes of the model."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Plain data, with the calibration among its `provenance`."""
+
+    def expert_tokens(self) -> pd.DataFrame:
+        """Columns layer, expert, tokens."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The routed experts of one layer."""
+
+    n_experts: int
+    d_inter: int
+    d_expert: int
+    """Width the experts work in, mostly d_model."""
+    n_matrices: int = 3
+    """3 with W_gate, 2 without."""
+    atom_biases: int = 0
+    """Bias entries of one atom: 2 if W_gate and W_up have biases."""
+    top_k: int = 1
+
+    @property
+    def atom_parameters(self) -> int:
+        """Parameters that go with one atom."""
+        return self.n_matrices * self.d_expert + self.atom_biases
+
+    @property
+    def n_atoms(self) -> int:
+        """Routed atoms of the layer."""
+        return self.n_experts * self.d_inter
+
+    @property
+    def atom_flops(self) -> int:
+        """Operations of one atom for one routed token."""
+        return 2 * self.n_matrices * self.d_expert
+
+
+@dataclass(frozen=True, repr=False)
+class Architecture:
+    """The sizes of a model that pruning its routed experts changes, and the rest.
+
+    Example:
+        One layer, 2 experts of 3 atoms, gated, d_model 4: an atom has 12 parameters.
+
+        >>> shape = LayerShape(n_experts=2, d_inter=3, d_expert=4)
+        >>> Architecture(100, 2, 4, {0: shape}, 10, 8).routed_parameters
+        72
+    """
+
+    n_parameters: int
+    """Of the whole model, tied weights counted once."""
+    bytes_per_parameter: float
+    d_model: int
+    layers: Mapping[int, LayerShape]
+    other_weights_per_token: int
+    """Entries of all matrices outside the routed experts that multiply every token."""
+    attention_width: int
+    """Σ over softmax-attention layers of n_heads · (qk_head_dim + v_head_dim)."""
+
+    # --- parameters -------------------------------------------------------------
+
+    def atom_parameters(self, layer: int) -> int:
+        """Parameters that go with one atom of `layer`."""
+        return self._shape(layer).atom_parameters
+
+    @property
+    def routed_parameters(self) -> int:
+        """Parameters of all routed atoms."""
+        return sum(s.n_atoms * s.atom_parameters for s in self.layers.values())
+
+    @property
+    def routed_share(self) -> float:
+        """Share of the model's parameters that are in routed atoms."""
+        return self.routed_parameters / self.n_parameters
+
+    def parameters(self, keep: Keep | None = None) -> int:
+        """Parameters of the whole model after pruning (before, without `keep`)."""
+        if keep is None:
+            return self.n_parameters
+        self._check(keep)
+        removed = sum(
+            int(np.count_nonzero(~keep.by_layer(layer))) * self.atom_parameters(layer)
+            for layer in keep.layers
+        )
+        return self.n_parameters - removed
+
+    def size_bytes(self, keep: Keep | None = None) -> int:
+        """Bytes of the weights after pruning (before, without `keep`)."""
+        return round(self.parameters(keep) * self.bytes_per_parameter)
+
+    # --- display ----------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return (
+            f"Architecture({self.n_parameters:,} parameters, {self.routed_share:.1%} "
+            f"of them in the routed atoms of {len(self.layers)} layers)"
+        )
+
+    def _repr_html_(self) -> str:
+        shapes = list(dict.fromkeys(self.layers.values()))
+        facts = {
+            "parameters": f"{self.n_parameters:,}",
+            "in routed atoms": f"{self.routed_share:.1%}",
+            "layers with routed experts": f"{len(self.layers)}",
+            "experts × atoms, active": ", ".join(
+                f"{shape.n_experts} × {shape.d_inter}, {shape.top_k}"
+                for shape in shapes
+            ),
+            "d_model": f"{self.d_model}",
+        }
+        return card_html("Architecture", facts)
+
+    # --- operations -------------------------------------------------------------
+
+    def routed_flops_per_token(
+        self, keep: Keep | None = None, tokens: pd.DataFrame | None = None
+    ) -> float:
+        """Operations of the routed experts for a mean token.
+
+        In a layer every token goes to `top_k` experts, to expert i with the measured
+        share of `tokens`: Σ_i top_k · tokens_i / Σ tokens · kept_i · atom_flops.
+
+        Args:
+            keep: what stays; everything, without.
+            tokens: columns layer, expert, tokens, one row per expert; without (and in
+                a layer nothing was routed in) every expert gets the same share.
+        """
+        if keep is not None:
+            self._check(keep)
+        total, shares = 0.0, _shares(tokens, self.layers)
+        for layer, shape in self.layers.items():
+            width: Any = shape.d_inter
+            if keep is not None:
+                width = np.count_nonzero(keep.by_layer(layer), axis=1)
+            share = np.sum(shares[layer] * width)
+            total += shape.top_k * shape.atom_flops * float(share)
+        return total
+
+    def routed_flops_saved(
+        self, keep: Keep, tokens: pd.DataFrame | None = None
+    ) -> float:
+        """Share of the routed experts' operations that pruning saves."""
+        return 1 - self.routed_flops_per_token(keep, tokens) / (
+            self.routed_flops_per_token(None, tokens)
+        )
+
+    def flops_per_token(
+        self,
+        keep: Keep | None = None,
+        tokens: pd.DataFrame | None = None,
+        *,
+        seq_len: int,
+    ) -> float:
+        """Operations of the whole model for a mean token of a `seq_len` sequence.
+
+        Attention is counted whole, as torch's counter does: every token against all
+        `seq_len` keys.
+        """
+        other = 2 * self.other_weights_per_token
+        attention = 2 * seq_len * self.attention_width
+        return other + attention + self.routed_flops_per_token(keep, tokens)
+
+    # --- plain data -------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data that `from_dict` takes back."""
+        plain = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+        plain["layers"] = {
+            str(layer): dataclasses.asdict(shape)
+            for layer, shape in self.layers.items()
+        }
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Architecture":
+        """The architecture that `to_dict` described.
+
+        Raises:
+            SpecError: an entry is missing or unknown.
+        """
+        try:
+            layers = {int(k): LayerShape(**v) for k, v in plain["layers"].items()}
+            return cls(**{**plain, "layers": layers})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SpecError(
+                f"not an architecture: {error}; expected what Architecture.to_dict "
+                f"gives, with the entries "
+                f"{', '.join(f.name for f in dataclasses.fields(cls))}"
+            ) from error
+
+    # --- checks -----------------------------------------------------------------
+
+    def _shape(self, layer: int) -> LayerShape:
+        if layer not in self.layers:
+            raise SpecError(
+                f"layer {layer} has no routed experts; layers with routed experts: "
+                f"{', '.join(map(str, self.layers))}"
+            )
+        return self.layers[layer]
+
+    def _check(self, keep: Keep) -> None:
+        """Make sure that `keep` has the layers and shapes of this model.
+
+        Raises:
+            SpecError: it is for another model.
+        """
+        found = {layer: keep.by_layer(layer).shape for layer in keep.layers}
+        expected = {k: (s.n_experts, s.d_inter) for k, s in self.layers.items()}
+        for layer in sorted(found.keys() | expected.keys()):
+            if found.get(layer) != expected.get(layer):
+                raise SpecError(
+                    f"the mask is for another model: in layer {layer} it has (experts, "
+                    f"atoms) {found.get(layer)}, the model {expected.get(layer)}"
+                )
+
+
+def _shares(
+    tokens: pd.DataFrame | None, layers: Mapping[int, LayerShape]
+) -> dict[int, np.ndarray]:
+    """Each expert's share of its layer's routed tokens, float64 (n_experts,), by layer.
+
+    Raises:
+        SpecError: `tokens` has not one row for each expert.
+    """
+    equal = {k: np.full(s.n_experts, 1 / s.n_experts) for k, s in layers.items()}
+    if tokens is None:
+        return equal
+    rows = tokens.sort_values(["layer", "expert"], kind="stable")
+    numbers, experts = rows["layer"].to_numpy(), rows["expert"].to_numpy()
+    counts = rows["tokens"].to_numpy(dtype=np.float64)
+    shares = {}
+    for layer, shape in layers.items():
+        own = slice(*np.searchsorted(numbers, [layer, layer + 1]))
+        if not np.array_equal(experts[own], np.arange(shape.n_experts)):
+            raise SpecError(
+                f"tokens has {len(experts[own])} rows for layer {layer}, expected one "
+                f"for each of its {shape.n_experts} experts; give "
+                "ImportanceTable.expert_tokens()"
+            )
+        total = counts[own].sum()
+        shares[layer] = counts[own] / total if total > 0 else equal[layer]
+    return shares
+
+
+def context_length(table: MeasuredTable) -> int:
+    """Tokens of the windows that `table` was measured on; 2048 where it does not say.
+
+    It is the context at which operations are counted unless another is asked for.
+    """
+    made = (table.metadata.get("provenance") or {}).get("calibration") or {}
+    found = made.get("seq_len")
+    return found if isinstance(found, int) and found > 0 else DEFAULT_CONTEXT
+
+
+def at_context(seq_len: float) -> str:
+    """How a count of operations names its context, wherever one is shown.
+
+    Example:
+        >>> at_context(2048)
+        'at 2,048 tokens of context'
+    """
+    return f"at {seq_len:,.0f} tokens of context"
+
+
+def summary(
+    keep: Keep,
+    table: MeasuredTable,
+    *,
+    seq_len: int | None = None,
+    bytes_per_parameter: float | None = None,
+) -> pd.DataFrame:
+    """One row: parameters, bytes and operations per token, before and after pruning.
+
+    Bytes are an estimate: parameters times `bytes_per_parameter`, without what a file
+    has besides. `seq_len` and `bytes_per_parameter` are columns too.
+
+    Args:
+        keep: what stays.
+        table: where `keep` was selected from: its architecture and measured routing.
+        seq_len: tokens of context that attention is counted at; by default
+            `context_length` of the table.
+        bytes_per_parameter: of the checkpoint; by default of the measured model, which
+            may have been loaded in a wider type.
+    """
+    model, tokens = table.architecture, table.expert_tokens()
+    seq_len = seq_len or context_length(table)
+    size = bytes_per_parameter or model.bytes_per_parameter
+    parameters = model.n_parameters, model.parameters(keep)
+    flops = (
+        model.flops_per_token(None, tokens, seq_len=seq_len),
+        model.flops_per_token(keep, tokens, seq_len=seq_len),
+    )
+    return pd.DataFrame(
+        {
+            "parameters_before": [parameters[0]],
+            "parameters_after": [parameters[1]],
+            "parameter_reduction": [1 - parameters[1] / parameters[0]],
+            "bytes_before": [round(parameters[0] * size)],
+            "bytes_after": [round(parameters[1] * size)],
+            "bytes_per_parameter": [size],
+            "flops_before": [flops[0]],
+            "flops_after": [flops[1]],
+            "flops_reduction": [1 - flops[1] / flops[0]],
+            "routed_flops_reduction": [model.routed_flops_saved(keep, tokens)],
+            "seq_len": [seq_len],
+        }
+    )

@@ -1,0 +1,334 @@
+"""How transformers lays out routed experts: the only module that knows.
+
+Every MoE family of transformers v5 holds a layer's experts as fused 3-D parameters in
+one module, decorated so that its forward goes through `ALL_EXPERTS_FUNCTIONS`. This
+module finds those modules, shows their weights in one orientation, and refuses by name
+whatever cannot be measured exactly.
+
+Shapes: E n_experts, I d_inter, D d_expert (the width the experts work in).
+Letters: W_gate, W_up (E, I, D); W_down (E, D, I).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.models.ragged_experts import activate
+
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
+_MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsLayer:
+    """The routed experts of one MoE layer, as transformers holds them."""
+
+    layer: int
+    """Number of the decoder layer."""
+    name: str
+    """Path of the module in its model."""
+    module: Any
+    """The module itself, with the attributes of transformers' experts interface."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether an expert has W_gate besides W_up."""
+        return bool(self.module.has_gate)
+
+    @property
+    def biased(self) -> bool:
+        """Whether the projections have biases."""
+        return bool(self.module.has_bias)
+
+    @property
+    def down(self) -> torch.Tensor:
+        """W_down of every expert, (E, D, I), a view."""
+        weight: torch.Tensor = self.module.down_proj
+        return weight.transpose(1, 2) if self.module.is_transposed else weight
+
+    @property
+    def up_rows(self) -> torch.Tensor:
+        """The input projection, (E, 2I, D) with a gate or (E, I, D) without; a view.
+
+        Rows are in the family's own order, which `atom_rows` resolves.
+        """
+        name = "gate_up_proj" if self.gated else "up_proj"
+        weight: torch.Tensor = getattr(self.module, name)
+        return weight.transpose(1, 2) if self.module.is_transposed else weight
+
+    @property
+    def up_bias(self) -> torch.Tensor | None:
+        """The input projection's bias, (E, 2I) or (E, I), in the order of `up_rows`."""
+        name = "gate_up_proj_bias" if self.gated else "up_proj_bias"
+        return getattr(self.module, name) if self.biased else None
+
+    @property
+    def down_bias(self) -> torch.Tensor | None:
+        """The output bias of each expert, (E, D)."""
+        return self.module.down_proj_bias if self.biased else None
+
+    @property
+    def n_experts(self) -> int:
+        """Routed experts."""
+        return int(self.module.down_proj.shape[0])
+
+    @property
+    def d_expert(self) -> int:
+        """Width that the experts read and write."""
+        return int(self.module.down_proj.shape[2 if self.module.is_transposed else 1])
+
+    @property
+    def d_inter(self) -> int:
+        """Atomic experts of each expert."""
+        return int(self.module.down_proj.shape[1 if self.module.is_transposed else 2])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self.module.down_proj.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        dtype: torch.dtype = self.module.down_proj.dtype
+        return dtype
+
+    def atom_rows(self, atoms: torch.Tensor) -> torch.Tensor:
+        """Rows of `up_rows` that belong to `atoms`, in the family's own order.
+
+        Shapes: atoms (n,) ascending; result (2n,) with a gate, else (n,).
+        """
+        if not self.gated:
+            return atoms
+        if self.module.is_concatenated:
+            return torch.cat([atoms, atoms + self.d_inter])
+        return torch.stack([2 * atoms, 2 * atoms + 1], dim=1).flatten()
+
+    @torch.no_grad()
+    def squared_norms(self) -> dict[str, torch.Tensor]:
+        """`w_down_sq`, `w_up_sq` and, with a gate, `w_gate_sq`: each (E, I)."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        # vector_norm squares without a copy as large as the weights.
+        rows = torch.linalg.vector_norm(self.up_rows, dim=-1, dtype=wide)
+        down = torch.linalg.vector_norm(self.down, dim=1, dtype=wide)
+        rows, norms = rows.square(), {"w_down_sq": down.square()}  # rows (E, 2I or I)
+        if not self.gated:
+            return norms | {"w_up_sq": rows}
+        halves = rows.unflatten(1, (2, -1) if self.module.is_concatenated else (-1, 2))
+        axis = 1 if self.module.is_concatenated else 2
+        gate, up = halves.unbind(axis)
+        return norms | {"w_up_sq": up, "w_gate_sq": gate}
+
+
+@torch.no_grad()  # views that autograd records, made in two threads, can deadlock it
+def find_experts(model: nn.Module) -> list[ExpertsLayer]:
+    """Every MoE layer of `model` that can be measured, masked and sliced exactly.
+
+    Raises:
+        LayoutError: there is none, or one of them cannot be treated exactly (expert
+            parallel, quantised, not of transformers' experts interface, activations
+            that mix atoms).
+    """
+    _refuse_unfused(model)
+    layers = [
+        ExpertsLayer(_layer_number(name, index), name, module)
+        for index, (name, module) in enumerate(_decorated(model))
+    ]
+    if not layers:
+        raise LayoutError(
+            f"found 0 MoE layers in {type(model).__name__}: expected experts modules "
+            "of transformers' experts interface (fused 3-D weights), as in qwen2_moe, "
+            "mixtral or deepseek_v3"
+        )
+    numbers = [layer.layer for layer in layers]
+    if len(set(numbers)) != len(numbers):
+        raise LayoutError(f"two experts modules share a layer number: {numbers}")
+    for layer in layers:
+        _refuse_inexact(layer)
+    return sorted(layers, key=lambda layer: layer.layer)
+
+
+def _decorated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
+            yield name, module
+
+
+def _layer_number(name: str, index: int) -> int:
+    numbers = _LAYER_NUMBER.findall(name)
+    return int(numbers[-1]) if numbers else index
+
+
+def _refuse_unfused(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "heapr_widths"):
+            raise LayoutError(
+                f"{name} is already pruned: its experts have the widths "
+                f"{module.heapr_widths}; expected the unpruned model. Combine the "
+                "masks instead and prune once"
+            )
+        holds_list = isinstance(module, nn.ModuleList) and name.endswith(".experts")
+        looks_fused = (
+            type(module).__name__.endswith("Experts")
+            and not hasattr(module, "is_concatenated")
+            and any(p.dim() == 3 for p in module.parameters(recurse=False))
+        )
+        if holds_list or looks_fused:
+            raise LayoutError(
+                f"{name} ({type(module).__name__}) holds experts outside transformers' "
+                "experts interface, so they cannot be measured; expected fused experts "
+                "with gate_up_proj and down_proj"
+            )
+
+
+def _refuse_inexact(layer: ExpertsLayer) -> None:
+    module = layer.module
+    if getattr(module, "_is_expert_parallel", False):
+        raise LayoutError(
+            f"{layer.name} is expert-parallel: each rank sees only its own experts; "
+            "load the model without expert parallelism"
+        )
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.dtype not in _MEASURABLE:
+            raise LayoutError(
+                f"{layer.name}.{name} is quantised ({parameter.dtype}); expected "
+                "float16, bfloat16, float32 or float64: load the model dequantised"
+            )
+    weights = ["down_proj", "gate_up_proj" if layer.gated else "up_proj"]
+    for name in weights:
+        weight = getattr(module, name, None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
+            raise LayoutError(
+                f"{layer.name} ({type(module).__name__}) has no fused 3-D {name!r}: "
+                "quantised or unknown experts cannot be measured"
+            )
+    factor = 2 if layer.gated else 1
+    if layer.up_rows.shape[1:] != (factor * layer.d_inter, layer.d_expert):
+        raise LayoutError(
+            f"{layer.name}: input projection {tuple(layer.up_rows.shape)} does not fit "
+            f"W_down {tuple(layer.down.shape)}"
+        )
+    _refuse_mixing(layer)
+
+
+def _refuse_mixing(layer: ExpertsLayer) -> None:
+    """Check that the rows of one atom, as `atom_rows` has them, drive only its h.
+
+    Raises:
+        LayoutError: they drive others too.
+    """
+    if not layer.gated:
+        return
+    atom = torch.tensor([layer.d_inter // 2])
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(1, 2 * layer.d_inter, generator=generator) + 0.5
+    moved = rows.clone()
+    moved[:, layer.atom_rows(atom)] += 0.25
+    device = layer.device if layer.device.type != "meta" else "cpu"
+    before = activate(layer.module, rows.to(device))
+    after = activate(layer.module, moved.to(device))
+    changed = (before != after).nonzero()[:, 1].tolist()
+    if changed != atom.tolist():
+        raise LayoutError(
+            f"{layer.name}: changing the weights of atom {atom.item()} changes the "
+            f"activations {changed}; this gating cannot be split into atomic experts"
+        )
+
+
+def refuse_broken(layer: ExpertsLayer) -> None:
+    """Make sure that every weight of the layer's experts is a number.
+
+    One that is not may lie in an expert that no token of a text is routed to, where
+    nothing that is run shows it.
+
+    Raises:
+        LayoutError: one is not (expert and atom named).
+    """
+    for name, norms in layer.squared_norms().items():
+        broken = (~torch.isfinite(norms)).nonzero().tolist()
+        if broken:
+            raise LayoutError(
+                f"{layer.name}: {len(broken)} atoms have weights that are NaN or "
+                f"infinite, first in {name.removesuffix('_sq')} of (expert, atom) "
+                f"{tuple(broken[0])}; load the checkpoint again, or from its source"
+            )
+
+
+def describe(model: Any) -> Architecture:
+    """Sizes of `model` that parameter, byte and FLOP counts need.
+
+    Raises:
+        LayoutError: as `find_experts`.
+    """
+    layers = find_experts(model)
+    routed = {id(p) for layer in layers for p in layer.module.parameters()}
+    embeddings = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
+    head = model.get_output_embeddings()
+    matrices = sum(
+        p.numel()
+        for p in model.parameters()
+        if p.dim() == 2 and id(p) not in routed and id(p) not in embeddings
+    )
+    if head is not None and id(head.weight) in embeddings:
+        matrices += head.weight.numel()  # tied: read as a matrix as well
+    parameters = list(model.parameters())
+    return Architecture(
+        n_parameters=sum(p.numel() for p in parameters),
+        bytes_per_parameter=parameters[0].element_size(),
+        d_model=model.get_input_embeddings().weight.shape[1],
+        layers={layer.layer: _layer_shape(model, layer) for layer in layers},
+        other_weights_per_token=matrices,
+        attention_width=_attention_width(model),
+    )
+
+
+def _layer_shape(model: Any, layer: ExpertsLayer) -> LayerShape:
+    bias = layer.up_bias
+    return LayerShape(
+        n_experts=layer.n_experts,
+        d_inter=layer.d_inter,
+        d_expert=layer.d_expert,
+        n_matrices=3 if layer.gated else 2,
+        atom_biases=0 if bias is None else bias.shape[1] // layer.d_inter,
+        top_k=_top_k(model),
+    )
+
+
+def _top_k(model: Any) -> int:
+    config = model.config.get_text_config()
+    for name in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+        if isinstance(value, list) and len(set(value)) == 1:
+            return int(value[0])
+    raise LayoutError(
+        f"{type(config).__name__} does not say how many experts a token is routed to"
+    )
+
+
+def _attention_width(model: Any) -> int:
+    """Sum over softmax-attention layers of n_heads · (qk width + v width)."""
+    n_heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    width = 0
+    for module in model.modules():
+        if not type(module).__name__.endswith("Attention"):
+            continue
+        head_dim = getattr(module, "head_dim", None)
+        key_dim = getattr(module, "qk_head_dim", head_dim)
+        value_dim = getattr(module, "v_head_dim", head_dim)
+        if key_dim is not None and value_dim is not None:
+            width += n_heads * (key_dim + value_dim)
+    return width

@@ -1,0 +1,214 @@
+"""Read a model's folder through transformers: whole, undamaged, and without its code.
+
+Nothing else of the package lets transformers read a folder or build a model, so that
+what holds here holds everywhere: code that comes with a model is never run, a damaged
+file is named, and no weight is made up.
+"""
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.ragged_experts import refuse_holes
+from heapr_lab.models.safetensors_headers import names_in
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+)
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+)
+"""Without any of them, transformers may make a tokenizer that has no words."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def read_config(source: str | Path) -> Any:
+    """The configuration of the model in a folder, or of a hub id.
+
+    Raises:
+        SpecError: there is none, it is damaged, or it asks for code that is not in
+            transformers.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        found = _read_object(folder / "config.json")
+        if not isinstance(found.get("model_type"), str):
+            raise SpecError(
+                f"{folder / 'config.json'} names no model_type: expected the "
+                "configuration of a transformers model; download it again"
+            )
+        _check_depth(found, names_in(folder), folder)
+    with _named(source, "config.json"):
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def build(config: Any, **options: Any) -> Any:
+    """The untrained model of `config`.
+
+    Raises:
+        SpecError: transformers cannot build one.
+    """
+    source = getattr(config, "_name_or_path", "") or type(config).__name__
+    with _named(source, "config.json"):
+        return AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, **options
+        )
+
+
+def read_tokenizer(source: str | Path) -> Any:
+    """The tokenizer of the model in a folder, or of a hub id.
+
+    Raises:
+        SpecError: there is none, it is damaged, or it asks for code that is not in
+            transformers.
+    """
+    folder = Path(source)
+    if folder.is_dir() and not has_tokenizer(folder):
+        raise SpecError(
+            f"there is no tokenizer in {folder}: expected one of "
+            f"{', '.join(_VOCABULARIES)}; copy the base model's files there"
+        )
+    with _named(source, *_TOKENIZER_FILES):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the vocabulary of a tokenizer is in `folder`."""
+    return any(any(folder.glob(name)) for name in _VOCABULARIES)
+
+
+def read_weights(source: str | Path, **options: Any) -> Any:
+    """The model in a folder, or of a hub id, with every weight from its files.
+
+    Args:
+        source: the folder or hub id.
+        options: as transformers' `from_pretrained`.
+
+    Raises:
+        SpecError: there is no such model, its files are damaged, a weight is in none
+            of them or has another shape there, or it asks for code that is not in
+            transformers.
+    """
+    read_config(source)
+    generation = Path(source) / "generation_config.json"
+    if generation.is_file():  # transformers takes a damaged one for none at all
+        _read_object(generation)
+    with _named(source, "weights or config.json"), _without_report():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            trust_remote_code=False,
+            **options,
+        )
+    model, found = loaded
+    try:
+        refuse_holes(
+            model,
+            missing=found["missing_keys"],
+            mismatched={name for name, *_ in found["mismatched_keys"]},
+            unexpected=found["unexpected_keys"],
+        )
+    except ValueError as error:
+        raise SpecError(f"{source}: {error}") from error
+    return model
+
+
+def _check_depth(config: dict[str, Any], names: Collection[str], folder: Path) -> None:
+    """Check that the files have as many layers as config.json says.
+
+    Transformers would first make them, however many.
+
+    Raises:
+        SpecError: they have fewer.
+    """
+    own = config.get("text_config")
+    asked = (own if isinstance(own, dict) else config).get("num_hidden_layers")
+    numbers = [int(match[1]) for match in map(_LAYER.search, names) if match]
+    if isinstance(asked, int) and numbers and asked > 1 + max(numbers):
+        raise SpecError(
+            f"{folder / 'config.json'} says num_hidden_layers {asked}, but the files "
+            f"of weights have {1 + max(numbers)} layers: the checkpoint is not whole, "
+            "or config.json is of another model; download both again"
+        )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model.
+
+    Raises:
+        SpecError: there is no such file, or something else in it.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SpecError(_cannot(path.parent, f"it has no {path.name}")) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(
+            f"{path} cannot be read as JSON ({error}): it is damaged; download it again"
+        ) from error
+    if not isinstance(found, dict):
+        raise SpecError(
+            f"{path} holds a {type(found).__name__}, expected a JSON object: it is "
+            "damaged or of another kind; download it again"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _named(source: str | Path, *names: str) -> Iterator[None]:
+    """Whatever transformers raises of the files `names`, as one error that names them.
+
+    Raises:
+        SpecError: it raised something; the first file that is damaged is named.
+    """
+    try:
+        yield
+    except Exception as error:  # a damaged file leads it to any of them
+        for path in [Path(source) / name for name in names]:
+            if path.is_file():
+                _read_object(path)
+        text = " ".join(str(error).split())
+        if not isinstance(error, OSError | ValueError):
+            text = f"{type(error).__name__}: {text}"
+        raise SpecError(_cannot(source, f"{names[0]}: {text}")) from error
+
+
+def _cannot(source: str | Path, why: str) -> str:
+    return (
+        f"cannot load the model {str(source)!r}: {why}. Expected a hub id that can be "
+        "reached, a local folder in the hub's layout, or 'lab'"
+    )
+
+
+@contextlib.contextmanager
+def _without_report() -> Iterator[None]:
+    """Without transformers' table of what is missing: that is an error here."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

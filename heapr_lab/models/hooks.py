@@ -1,0 +1,368 @@
+"""One experts function for all families, which masks and measures what it runs.
+
+It is registered with transformers under `IMPLEMENTATION`. While a model is switched to
+it, each call looks up whether *this thread's context* masks the module and whether a
+probe sits on it; where neither is so it hands over to the implementation the model had,
+so that a dense forward in one thread and a masked one in another are both right.
+
+Shapes: T tokens, K slots per token, n = T·K routed rows sorted by expert,
+I d_inter, D d_expert.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from heapr_lab.models.experts import ExpertsLayer
+from heapr_lab.models.moments import LayerMoments
+from heapr_lab.models.ragged_experts import activate
+
+IMPLEMENTATION = "heapr_lab"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """How a layer's experts run in a context, without a change to their weights."""
+
+    keep: torch.Tensor
+    """What h is multiplied by, (E, I)."""
+    down: torch.Tensor | None = None
+    """What stands for W_down, (E, D, I)."""
+
+
+_edits: ContextVar[Mapping[int, Edit] | None] = ContextVar("edits", default=None)
+_observers: ContextVar[Mapping[int, "Observer"] | None] = ContextVar(
+    "observers", default=None
+)
+_switch_lock = threading.Lock()
+_switched: dict[int, tuple[int, str | None]] = {}
+"""By the id of each config switched on: modules that need it, what it was before."""
+
+
+class Probe:
+    """Collects the moments of one layer while gradients flow back through it."""
+
+    def __init__(self, layer: ExpertsLayer) -> None:
+        device = layer.device
+        self.moments = LayerMoments(layer.n_experts, layer.d_inter, device)
+        self.backwards = 0
+        """Backward passes seen since this was last set to 0."""
+
+
+class _Accounting(torch.autograd.Function):
+    """The identity on h, whose backward has h and dl/dh at hand and sums them up.
+
+    Being part of the graph it runs exactly once per backward, also when activation
+    checkpointing runs the forward twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: torch.Tensor, p: torch.Tensor, call: dict[str, Any]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(h, p)
+        ctx.call = call
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        h, p = ctx.saved_tensors
+        call = ctx.call
+        probe: Probe = call["probe"]
+        with torch.no_grad():
+            probe.moments.add(
+                h, g, p=p, out_norm=call["out_norm"], tokens=call["tokens"]
+            )
+        probe.backwards += 1
+        return g, None, None
+
+
+@contextlib.contextmanager
+def switching(layers: list[ExpertsLayer]) -> Iterator[None]:
+    """Route the layers' forwards through this module; re-entrant, from any thread."""
+    with _switch_lock:
+        for layer in layers:
+            _switch_on(layer.module)
+    try:
+        yield
+    finally:
+        with _switch_lock:
+            for layer in layers:
+                _switch_off(layer.module)
+
+
+def _switch_on(module: Any) -> None:
+    """Switch the config of one module, which other modules and models may share.
+
+    What it was stays noted on the module after switching off again, because a forward
+    in another thread may be about to ask for it.
+    """
+    config = module.config
+    now = config._experts_implementation
+    if now == IMPLEMENTATION:  # of a model that was copied while it was switched on
+        now = module.__dict__.get("_heapr_previous")
+    n_users, previous = _switched.get(id(config), (0, now))
+    _switched[id(config)] = n_users + 1, previous
+    module.__dict__["_heapr_previous"] = previous
+    config._experts_implementation = IMPLEMENTATION
+
+
+def _switch_off(module: Any) -> None:
+    config = module.config
+    n_users, previous = _switched.pop(id(config))
+    if n_users > 1:
+        _switched[id(config)] = n_users - 1, previous
+    else:
+        config._experts_implementation = previous
+
+
+@contextlib.contextmanager
+def masked(
+    layers: list[ExpertsLayer],
+    keeps: list[torch.Tensor],
+    downs: Sequence[torch.Tensor | None] | None = None,
+) -> Iterator[None]:
+    """Drop atoms of `layers` in this thread's forwards, and replace W_down if given.
+
+    Shapes: each of `keeps` (E, I), one for each layer, True where the atom stays; each
+    of `downs` (E, D, I).
+    """
+    outer = _edits.get() or {}
+    mine = {}
+    for layer, keep, given in zip(
+        layers, keeps, downs or [None] * len(layers), strict=True
+    ):
+        before = outer.get(id(layer.module))
+        kept = keep.to(layer.device, layer.dtype)
+        down = None if given is None else given.to(layer.device, layer.dtype)
+        if before is not None:
+            kept = kept * before.keep
+            down = before.down if down is None else down
+        mine[id(layer.module)] = Edit(kept, down)
+    token = _edits.set({**outer, **mine})
+    try:
+        with switching(layers):
+            yield
+    finally:
+        _edits.reset(token)
+
+
+def edits_of(model: nn.Module) -> dict[str, Edit]:
+    """How the experts modules of `model` run in this context, by name, where edited."""
+    edits = _edits.get() or {}
+    return {
+        name: edits[id(module)]
+        for name, module in model.named_modules()
+        if id(module) in edits
+    }
+
+
+class Observer(Protocol):
+    """Sees the routed activations of one layer in every forward."""
+
+    def observe(
+        self,
+        h: torch.Tensor,
+        *,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: list[int],
+    ) -> None:
+        """Take note of one call.
+
+        Shapes: h (n, I) sorted by expert; p (n,) their routing weights; rows (n,) the
+        token of each; tokens the number of rows of each expert, (E,).
+        """
+
+
+@contextlib.contextmanager
+def observed(
+    layers: list[ExpertsLayer], observers: Sequence[Observer]
+) -> Iterator[None]:
+    """Show the layers' activations to `observers`, one each, in this thread's forwards.
+
+    These are the dense model's, whatever context this one is in.
+    """
+    pairs = zip(layers, observers, strict=True)
+    watching = _observers.set({id(layer.module): own for layer, own in pairs})
+    dense = _edits.set(None)
+    try:
+        with switching(layers):
+            yield
+    finally:
+        _edits.reset(dense)
+        _observers.reset(watching)
+
+
+@contextlib.contextmanager
+def probed(layers: list[ExpertsLayer]) -> Iterator[dict[int, Probe]]:
+    """Measure the layers in every backward pass until the context ends.
+
+    The probe sits on the module, not in the thread, because autograd may run a
+    checkpointed forward again in a thread of its own.
+    """
+    probes = {layer.layer: Probe(layer) for layer in layers}
+    for layer in layers:
+        layer.module.__dict__["_heapr_probe"] = probes[layer.layer]
+    try:
+        with switching(layers):
+            yield probes
+    finally:
+        for layer in layers:
+            layer.module.__dict__.pop("_heapr_probe", None)
+
+
+def _experts_forward(
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    edits = _edits.get()
+    edit = None if edits is None else edits.get(id(module))
+    probe = module.__dict__.get("_heapr_probe")
+    if not torch.is_grad_enabled():
+        probe = None
+    observers = _observers.get()
+    observer = None if observers is None else observers.get(id(module))
+    if edit is None and probe is None and observer is None:
+        plain = _plain_implementation(module)
+        total: torch.Tensor
+        total = plain(module, hidden_states, top_k_index, top_k_weights)
+        return total
+    return _routed_forward(
+        module,
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        edit=edit,
+        probe=probe,
+        observer=observer,
+    )
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+
+
+def _plain_implementation(module: Any) -> Any:
+    forward: Any = type(module).forward
+    eager = forward.__wrapped__  # what the decorator wrapped
+    noted = 0, module.__dict__.get("_heapr_previous")
+    _, previous = _switched.get(id(module.config), noted)
+    return ALL_EXPERTS_FUNCTIONS.get(previous, eager)
+
+
+def _routed_forward(
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    edit: Edit | None,
+    probe: Probe | None,
+    observer: Observer | None,
+) -> torch.Tensor:
+    """What every implementation computes, with h masked and watched on its way."""
+    layer = ExpertsLayer(-1, "", module)
+    n_slots = top_k_index.shape[-1]
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (n,)
+    tokens = torch.bincount(experts, minlength=layer.n_experts).tolist()
+    x = hidden_states[order // n_slots]  # (n, D)
+    p = top_k_weights.reshape(-1)[order]  # (n,)
+
+    rows = routed_linear(x, layer.up_rows, layer.up_bias, experts, tokens)
+    h = activate(module, rows)  # (n, I)
+    if observer is not None:
+        observer.observe(h, p=p, rows=order // n_slots, tokens=tokens)
+    down = layer.down if edit is None or edit.down is None else edit.down
+    if edit is not None:
+        h = h * edit.keep[experts]
+    call = {"probe": probe, "tokens": tokens}
+    if probe is not None:
+        h = _Accounting.apply(h, p.detach(), call)
+    out = routed_linear(h, down, layer.down_bias, experts, tokens)  # (n, D)
+    if probe is not None:
+        call["out_norm"] = out.detach().norm(dim=-1, dtype=_wide(out))
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    weighted = out * p[:, None]
+    unsorted = torch.empty_like(weighted).index_copy(0, order, weighted)
+    total = unsorted.unflatten(0, (-1, n_slots)).sum(1)
+    result: torch.Tensor = total.to(hidden_states.dtype)
+    return result
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def routed_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    experts: torch.Tensor,
+    tokens: list[int],
+) -> torch.Tensor:
+    """Each row times its expert's matrix.
+
+    Shapes: x (n, in); weight (E, out, in); bias (E, out); experts (n,); out (n, out).
+    """
+    x = x.to(weight.dtype)  # under autocast they may differ
+    if x.is_cuda and x.dtype != torch.float64:
+        ends = torch.tensor(tokens, device=x.device).cumsum(0).to(torch.int32)
+        out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    else:
+        out = _RoutedLinear.apply(x, weight, tokens)
+    return out if bias is None else out + bias[experts]
+
+
+class _RoutedLinear(torch.autograd.Function):
+    """One product per expert, each written where its rows belong.
+
+    Unlike autograd's own, it concatenates nothing, forward or backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tokens: list[int]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.tokens = tokens
+        out = x.new_empty(len(x), weight.shape[1])
+        for w, rows, y in _by_expert(tokens, weight, x, out):
+            torch.mm(rows, w.T, out=y)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad.new_empty(len(grad), weight.shape[2])
+            for w, rows, y in _by_expert(ctx.tokens, weight, grad, grad_x):
+                torch.mm(rows, w, out=y)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+            for w, rows, y in _by_expert(ctx.tokens, grad_weight, x, grad):
+                torch.mm(y.T, rows, out=w)
+        return grad_x, grad_weight, None
+
+
+def _by_expert(
+    tokens: list[int], weight: torch.Tensor, *rows: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The matrix and the rows of each expert that has any."""
+    parts = zip(weight, *(x.split(tokens) for x in rows), strict=True)
+    return (part for part, count in zip(parts, tokens, strict=True) if count)

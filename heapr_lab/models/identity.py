@@ -1,0 +1,163 @@
+"""What changes a model's numbers without standing in its weights.
+
+Masks and replaced W_down of this thread's context, autocast, hooks on modules. Whoever
+keeps a result under the identity of a model has to know them, or to refuse.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.models.hooks import Edit, edits_of
+from heapr_lab.models.loading import architecture_identity, model_identity
+
+_KNOWN = ("accelerate", "heapr_lab", "torch", "transformers")
+"""Packages whose hooks watch, or belong to how the model runs."""
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def identity_in_force(model: nn.Module) -> dict[str, str]:
+    """`model_identity` of the model as it runs here.
+
+    Where this context masks atoms or replaces W_down, the entry `active` is a digest of
+    that, so that what is measured is never taken for the dense model's.
+
+    Raises:
+        SpecError: autocast or hooks change what it computes, which has no digest.
+    """
+    refuse_autocast(model)
+    _refuse_hooks(model)
+    active = _digest(edits_of(model))
+    identity: dict[str, str] = model_identity(model)
+    return identity if active is None else identity | {"active": active}
+
+
+def refuse_disturbed(model: nn.Module, *, remedy: str) -> None:
+    """Make sure that in this context the model is its weights and nothing else.
+
+    Args:
+        model: what is to be asked.
+        remedy: how to ask for the masked model, where a mask is active.
+
+    Raises:
+        SpecError: a mask, a replaced W_down, autocast or hooks are active.
+    """
+    refuse_autocast(model)
+    _refuse_hooks(model)
+    edits = {name: edit for name, edit in edits_of(model).items() if _changes(edit)}
+    if edits:
+        raise SpecError(
+            f"a mask is active here, around this call: it edits {len(edits)} layers "
+            f"({', '.join(edits)}), expected the model as it is; leave the masking() "
+            f"block, and {remedy}"
+        )
+
+
+def weights_state(model: nn.Module) -> str:
+    """What changes whenever the weights or the configuration of `model` do, cheaply.
+
+    A digest of the configuration and, for every tensor, of where it lies, how often
+    torch saw it written to, and the first value of each of its rows and columns: those
+    show most of what is written through `.data`, which torch does not count. It means
+    nothing in another process.
+    """
+    sha = hashlib.sha256(repr(architecture_identity(model)).encode())
+    parts: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in model.state_dict(keep_vars=True).values():
+        version = None if tensor.is_inference() else tensor._version
+        sha.update(repr((tensor.data_ptr(), version, tensor.dtype)).encode())
+        if not tensor.is_meta:
+            parts.setdefault(tensor.device, []).append(_first_values(tensor.detach()))
+    for values in parts.values():  # together, for each transfer from a device waits
+        sha.update(torch.cat(values).cpu().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def check_unchanged(model: nn.Module, state: str) -> None:
+    """Make sure that `weights_state` of the model still is `state`.
+
+    Raises:
+        HeaprLabError: it is not, so that what was found is of no one model.
+    """
+    if weights_state(model) != state:
+        raise HeaprLabError(
+            "the weights of the model changed while it was running, as when another "
+            "thread trains or loads it, so the result is of no one model; ask again"
+        )
+
+
+def _first_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Those of each row and each column of the matrices in `tensor`, as bytes."""
+    if tensor.dim() < 2:
+        parts = [tensor.reshape(-1)]
+    else:
+        parts = [tensor[..., 0].reshape(-1), tensor[..., 0, :].reshape(-1)]
+    return torch.cat(parts).contiguous().view(torch.uint8)
+
+
+def refuse_autocast(model: nn.Module) -> None:
+    """Make sure that the model runs in the dtype that it was loaded in.
+
+    Raises:
+        SpecError: autocast is on for a device that its weights are on.
+    """
+    for kind in {parameter.device.type for parameter in model.parameters()}:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            raise SpecError(
+                f"autocast to {dtype} is on, so the numbers would not be those of the "
+                "weights' own dtype; leave the torch.autocast block, or load the model "
+                f"with dtype={dtype!r}"
+            )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for hook in _hooks(module):
+            if _package(hook) not in _KNOWN:
+                raise SpecError(
+                    f"module {name or 'model'!r} has a hook, {_name(hook)}, which may "
+                    "change what is measured and is no part of the model's identity; "
+                    "remove it (handle.remove()) and ask again"
+                )
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    for kind in _HOOKS:
+        for hook in list(getattr(module, kind).values()):
+            yield hook.func if isinstance(hook, functools.partial) else hook
+
+
+def _package(hook: Any) -> str:
+    return str(getattr(hook, "__module__", None)).partition(".")[0]
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _changes(edit: Edit) -> bool:
+    return edit.down is not None or not bool((edit.keep == 1).all())
+
+
+def _digest(edits: dict[str, Edit]) -> str | None:
+    """SHA-256 of what `edits` change, by module; None where that is nothing."""
+    sha = hashlib.sha256()
+    changing = {name: edit for name, edit in edits.items() if _changes(edit)}
+    for name, edit in sorted(changing.items()):
+        sha.update(repr((name, tuple(edit.keep.shape))).encode())
+        sha.update(edit.keep.double().cpu().numpy().tobytes())
+        if edit.down is not None:
+            words = edit.down.detach().cpu().contiguous().view(torch.uint8)
+            sha.update(words.numpy().tobytes())
+    return sha.hexdigest() if changing else None

@@ -1,0 +1,206 @@
+"""One decoder layer after the other, over all windows, with the inputs of each kept.
+
+What is summed up for a layer then need not be held together with that of the others,
+and all layers together still cost the arithmetic of one forward pass. A layer is run
+with the very arguments that its model gave it: masks and positions depend on the shape
+of a batch alone, which is made sure of where two batches have the same shape.
+
+Shapes: B windows, L tokens in each; d_model.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.models.experts import ExpertsLayer
+from heapr_lab.models.likelihood import final_states
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _ReachedFirstLayerError(Exception):
+    """Ends a forward whose input to the first layer is all that was wanted."""
+
+
+class LayerByLayer:
+    """The decoder layers of a model, to be gone through in order.
+
+    Example:
+        >>> walk = LayerByLayer(model, batches, find_experts(model))  # doctest: +SKIP
+        >>> for number, run in walk.layers():  # doctest: +SKIP
+        ...     with observed([layers[number]], [observer]):
+        ...         for index in run:  # the batch that went through the layer
+        ...             ...
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[torch.Tensor],
+        layers: Sequence[ExpertsLayer],
+    ) -> None:
+        """Run the batches up to the first layer; in eval mode, without gradients.
+
+        Args:
+            model: a causal language model of transformers.
+            batches: token ids, each (B, L).
+            layers: its MoE layers, which tell where its decoder layers are.
+
+        Raises:
+            LayoutError: the model does not simply hand hidden states from one decoder
+                layer to the next.
+        """
+        self._model = model
+        self._blocks = _blocks(model, layers)
+        self._shapes = [tuple(ids.shape) for ids in batches]
+        self._calls = self._recorded(batches)
+        self._states = [self._first_input(ids) for ids in batches]
+
+    @property
+    def n_layers(self) -> int:
+        """Decoder layers, with experts or without."""
+        return len(self._blocks)
+
+    def layers(self) -> Iterator[tuple[int, Iterator[int]]]:
+        """Each layer's number, with the batches to be run through it.
+
+        The second part runs one batch each time it is asked for the next, and has to be
+        used up before the next layer.
+        """
+        for number in range(len(self._blocks)):
+            yield number, self._run(number)
+
+    def _run(self, number: int) -> Iterator[int]:
+        for index, shape in enumerate(self._shapes):
+            call = self._calls[shape][number]
+            self._states[index] = self._output(number, call, self._states[index])
+            yield index
+
+    def _output(self, number: int, call: _Call, states: torch.Tensor) -> torch.Tensor:
+        block = self._blocks[number]
+        args, options = call
+        device = next(block.parameters()).device
+        found = block(states.to(device), *args, **options)
+        output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return output
+
+    # --- how the model calls its layers -------------------------------------------
+
+    def _recorded(
+        self, batches: Sequence[torch.Tensor]
+    ) -> dict[tuple[int, ...], list[_Call]]:
+        """The arguments of every layer besides the states, by shape of the batch.
+
+        Raises:
+            LayoutError: they depend on more than the shape, or do not suffice.
+        """
+        calls: dict[tuple[int, ...], list[_Call]] = {}
+        checked: set[tuple[int, ...]] = set()
+        for ids, shape in zip(batches, self._shapes, strict=True):
+            if shape in checked:
+                continue
+            found, states, last = self._record(ids)
+            if shape in calls:
+                checked.add(shape)
+            if not _same(calls.setdefault(shape, found), found):
+                raise LayoutError(
+                    "the arguments of decoder layers differ between two batches of one "
+                    f"shape, {shape}, so layers cannot be run one by one"
+                )
+            for number, call in enumerate(found):
+                states = self._output(number, call, states)
+            if not torch.equal(states, last):
+                raise LayoutError(
+                    "decoder layers run one by one give other states than the model"
+                )
+        return calls
+
+    def _record(
+        self, ids: torch.Tensor
+    ) -> tuple[list[_Call], torch.Tensor, torch.Tensor]:
+        """Arguments of each layer, the first one's input and the last one's output.
+
+        Raises:
+            LayoutError: layers are not called once each, in order, with states first.
+        """
+        calls: list[_Call] = []
+        inputs: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+
+        def before(block: nn.Module, args: Any, options: Any) -> None:
+            if len(calls) == len(self._blocks) or block is not self._blocks[len(calls)]:
+                raise LayoutError("decoder layers are not run once each, in order")
+            if not args:
+                raise LayoutError("decoder layers get their states by keyword")
+            calls.append((args[1:], dict(options)))
+            inputs.append(args[0])
+
+        def after(_block: nn.Module, _args: Any, found: Any) -> None:
+            outputs.append(found[0] if isinstance(found, tuple) else found)
+
+        hooks = [
+            block.register_forward_pre_hook(before, with_kwargs=True)
+            for block in self._blocks
+        ]
+        hooks.append(self._blocks[-1].register_forward_hook(after))
+        try:
+            final_states(self._model, ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(calls) != len(self._blocks):
+            raise LayoutError(
+                f"{len(calls)} of {len(self._blocks)} decoder layers took part"
+            )
+        return calls, inputs[0], outputs[0]
+
+    def _first_input(self, ids: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+
+        def stop(_block: nn.Module, args: Any) -> None:
+            found.append(args[0])
+            raise _ReachedFirstLayerError
+
+        hook = self._blocks[0].register_forward_pre_hook(stop)
+        try:
+            final_states(self._model, ids)
+        except _ReachedFirstLayerError:
+            pass
+        finally:
+            hook.remove()
+        return found[0]
+
+
+def _blocks(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[nn.Module]:
+    """The decoder layers that the experts are in, and those beside them.
+
+    Raises:
+        LayoutError: they are not in one list.
+    """
+    stems = set()
+    for layer in layers:
+        found = re.search(rf"^(.*?)\.{layer.layer}\.", layer.name)
+        stems.add(found[1] if found else "")
+    blocks = model.get_submodule(next(iter(stems))) if len(stems) == 1 else None
+    if not isinstance(blocks, nn.ModuleList):
+        raise LayoutError(
+            f"the experts are in {sorted(stems)}, expected one list of decoder layers"
+        )
+    return list(blocks)
+
+
+def _same(calls: Any, others: Any) -> bool:
+    """Whether arguments are alike, down to the values of tensors."""
+    if isinstance(calls, torch.Tensor):
+        return isinstance(others, torch.Tensor) and torch.equal(calls, others)
+    if isinstance(calls, dict):
+        keys = calls.keys() == others.keys()
+        return keys and all(_same(value, others[key]) for key, value in calls.items())
+    if isinstance(calls, list | tuple):
+        pairs = zip(calls, others, strict=False)
+        return len(calls) == len(others) and all(_same(a, b) for a, b in pairs)
+    return calls is others or bool(calls == others)

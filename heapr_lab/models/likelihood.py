@@ -1,0 +1,331 @@
+"""Log-likelihoods of token ids whose logits never exist all at once.
+
+A causal language model is a *body* (ids to final hidden states) and a *head* (hidden
+states to logits: the output embedding, and in some families a scale or a soft cap).
+The body runs once; the head, which is the family's own `forward` with the body
+replaced by a replay of its recorded output, runs on a few tokens at a time. So what a
+family does to its logits is done here too, and a vocabulary of 150k fits.
+
+Shapes: B windows, L tokens in each; d_model, d_vocab. Units: nats.
+"""
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.text.calibration import token_windows
+
+logger = logging.getLogger(__name__)
+
+_POSITIONS = re.compile(r"pos|wpe")
+"""In the name of a table of learned positions."""
+
+_LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
+"""Elements of a chunk of logits: 4 and 128 MiB in float32.
+
+On a CPU larger ones leave the caches, and the system hands out zeroed pages for each.
+"""
+
+
+def token_nll(
+    model: nn.Module,
+    ids: torch.Tensor,
+    *,
+    targets: torch.Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """Negative log-likelihood of each token given those before it, in nats.
+
+    It can be differentiated with respect to the hidden states; with gradients enabled
+    the head of each chunk is run again in the backward pass instead of being kept.
+
+    Shapes: ids (B, L); targets and result (B, L - 1), the result in float32 or the
+    model's float64.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: token ids.
+        targets: the next tokens, where they are not those of `ids`.
+        chunk_tokens: tokens whose logits exist together; by default as many as fit
+            4 MiB on a CPU and 128 MiB on a GPU.
+
+    Raises:
+        HeaprLabError: the model gives a token no finite log-likelihood.
+    """
+    states = final_states(model, ids)[:, :-1]
+    targets = (ids[:, 1:] if targets is None else targets).to(states.device)
+    n_tokens = targets.numel()
+    chunk = chunk_tokens or _chunk_tokens(model)
+    head = _head(model)
+    parts: list[torch.Tensor] = []
+    for rows, wanted in zip(
+        states.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True
+    ):
+        if torch.is_grad_enabled() and n_tokens > chunk:
+            part = checkpoint(
+                _nll, head, rows, wanted, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            part = _nll(head, rows, wanted)
+        parts.append(part)
+    nll: torch.Tensor = torch.cat(parts).unflatten(0, targets.shape)
+    _check_finite(nll)
+    return nll
+
+
+def final_states(
+    model: nn.Module,
+    ids: torch.Tensor,
+    *,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the body hands to the head: the hidden states after the last norm.
+
+    Shapes: ids, position_ids (B, L); attention_mask (B, 1, L, L), added to the scores;
+    result (B, L, d_model), in the model's dtype.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: token ids.
+        position_ids: where each token stands; 0, 1, 2, ... by default.
+        attention_mask: what each token sees; those before it by default.
+
+    Raises:
+        SpecError: `ids` are not whole numbers of shape (B, at least 2), or the model
+            has no such tokens or positions.
+    """
+    check_fits(model, token_windows(ids), position_ids=position_ids)
+    recorder = _Recorder(_body(model))
+    device = _input_device(model)
+    given = {"position_ids": position_ids, "attention_mask": attention_mask}
+    options = {name: x.to(device) for name, x in given.items() if x is not None}
+    _forward_with(model, recorder, ids.to(device), **options)
+    return recorder.states
+
+
+def check_fits(
+    model: Any, ids: torch.Tensor, *, position_ids: torch.Tensor | None = None
+) -> None:
+    """Make sure that `model` has the tokens and the positions of `ids`.
+
+    Positions beyond those that a model was made for are said once for each model, where
+    they are rotary or of another kind that goes on.
+
+    Shapes: ids, position_ids (B, L).
+
+    Raises:
+        SpecError: an id is not in the vocabulary, or positions are learned and do not
+            reach as far.
+    """
+    d_vocab = model.get_input_embeddings().weight.shape[0]
+    outside = (ids < 0) | (ids >= d_vocab)
+    if outside.any():
+        window, position = outside.nonzero()[0].tolist()
+        raise SpecError(
+            f"token id {int(ids[window, position])} at window {window}, position "
+            f"{position} is not in the model's vocabulary of {d_vocab} (0 to "
+            f"{d_vocab - 1}); tokenise with the model's own tokenizer"
+        )
+    length = ids.shape[1] if position_ids is None else int(position_ids.max()) + 1
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        _beyond(model, length, limit)
+
+
+_warned: WeakSet[nn.Module] = WeakSet()
+
+
+def _beyond(model: nn.Module, length: int, limit: int) -> None:
+    """Refuse or, once, tell of windows of `length` tokens, of which `limit` are meant.
+
+    Raises:
+        SpecError: the model has learned each position apart.
+    """
+    said = f"windows of {length} tokens are longer than the {limit} positions that "
+    if any(
+        isinstance(module, nn.Embedding) and _POSITIONS.search(name)
+        for name, module in model.named_modules()
+    ):
+        raise SpecError(f"{said}the model has learned; give seq_len={limit} or less")
+    if model not in _warned:
+        _warned.add(model)
+        logger.warning("%s%s was made for", said, type(model).__name__)
+
+
+def iter_log_probs(
+    model: nn.Module, states: torch.Tensor, *, chunk_tokens: int | None = None
+) -> Iterator[torch.Tensor]:
+    """Log-probabilities of the next token, a chunk of positions after the other.
+
+    Two calls with equally many states give chunks that belong together.
+
+    Shapes: states (..., d_model); each result (n_chunk, d_vocab), in float32 or the
+    model's float64.
+    """
+    head = _head(model)
+    rows = states.flatten(0, -2)
+    for part in rows.split(chunk_tokens or _chunk_tokens(model)):
+        yield _wide(head(part)).log_softmax(-1)
+
+
+@torch.no_grad()
+def sampled_targets(
+    model: nn.Module, ids: torch.Tensor, *, seeds: Sequence[int]
+) -> torch.Tensor:
+    """Next tokens drawn from what `model` predicts, one for each position.
+
+    Each window has a seed of its own, so that it draws the same in whatever batch.
+
+    Shapes: ids (B, L); seeds (B,); result (B, L - 1).
+    """
+    states = final_states(model, ids)[:, :-1]
+    size = states.shape[1]
+    rows = [  # in float32 whatever the default type is, on which the numbers depend
+        torch.rand(
+            size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+        )
+        for seed in seeds
+    ]
+    uniform = torch.cat(rows).to(states.device)
+    drawn, start = [], 0
+    for log_probs in iter_log_probs(model, states):
+        below = log_probs.exp().cumsum(-1)  # (n, d_vocab)
+        wanted = uniform[start : start + len(below), None] * below[:, -1:]
+        found = torch.searchsorted(below, wanted.to(below.dtype), right=True)[:, 0]
+        drawn.append(found.clamp(max=below.shape[1] - 1))
+        start += len(below)
+    targets: torch.Tensor = torch.cat(drawn).unflatten(0, states.shape[:2])
+    return targets
+
+
+def _nll(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+) -> torch.Tensor:
+    logits = _wide(head(rows))
+    return nn.functional.cross_entropy(
+        logits, targets.to(logits.device), reduction="none"
+    )
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _check_finite(nll: torch.Tensor) -> None:
+    bad = ~torch.isfinite(nll.detach())
+    if bad.any():
+        window, position = bad.nonzero()[0].tolist()
+        raise HeaprLabError(
+            f"{int(bad.sum())} of {nll.numel()} tokens have no finite log-likelihood, "
+            f"the first at window {window}, position {position + 1}: the model's "
+            "logits are not finite there. Load it in bfloat16 or float32, or check "
+            "its weights."
+        )
+
+
+def _chunk_tokens(model: Any) -> int:
+    weight = model.get_output_embeddings().weight
+    elements = _LOGITS_AT_ONCE.get(weight.device.type, _LOGITS_AT_ONCE["cuda"])
+    return int(max(1, elements // weight.shape[0]))
+
+
+def _input_device(model: Any) -> torch.device:
+    device: torch.device = model.get_input_embeddings().weight.device
+    # Weights that accelerate keeps elsewhere are on no device until they are used.
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+# --- the body and the head of a model ---------------------------------------------
+
+
+class _Recorder(nn.Module):
+    """Runs the body and keeps its output; the head then sees one position only."""
+
+    body: nn.Module
+    states: torch.Tensor
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["body"] = body  # not a submodule: it belongs to the model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.body(*args, **kwargs)
+        self.states = output.last_hidden_state
+        return type(output)(last_hidden_state=self.states[:, -1:])
+
+
+class _Replay(nn.Module):
+    """Stands for the body: gives the head states that were recorded before."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        # The widest of the output types: a head finds every field it asks for, empty.
+        return MoeModelOutputWithPast(last_hidden_state=self.states)
+
+
+def _head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The family's own way from hidden states (n, d_model) to logits (n, d_vocab)."""
+    no_ids = torch.zeros(1, 1, dtype=torch.long)
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        replay = _Replay(rows[None])
+        logits: torch.Tensor = _forward_with(model, replay, no_ids).logits
+        return logits[0]
+
+    return head
+
+
+def _body(model: Any) -> nn.Module:
+    """The child of `model` that holds everything but the head.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    find = getattr(model, "get_decoder", None)
+    body = find() if find is not None else None
+    if body is model or not any(child is body for child in model.children()):
+        body = getattr(model, "base_model", None)
+    if body is model or not any(child is body for child in model.children()):
+        raise LayoutError(
+            f"{type(model).__name__} has no body apart from its head; expected a "
+            "causal language model of transformers (a ...ForCausalLM)"
+        )
+    assert isinstance(body, nn.Module)
+    return body
+
+
+def _forward_with(
+    model: nn.Module, body: nn.Module, ids: torch.Tensor, **inputs: torch.Tensor
+) -> Any:
+    """`model`'s forward with another body.
+
+    It runs on a shallow twin, which shares every weight, so that neither hooks nor
+    assignments touch a model that other threads may be running.
+    """
+    real = _body(model)
+    children = {
+        name: body if child is real else child for name, child in model.named_children()
+    }
+    twin = object.__new__(type(model))
+    twin.__dict__.update(model.__dict__)
+    twin.__dict__["_modules"] = children
+    forward = type(model).forward
+    accepted = inspect.signature(forward).parameters
+    options = {"use_cache": False, "output_router_logits": False}
+    known = {name: value for name, value in options.items() if name in accepted}
+    return forward(twin, input_ids=ids, **inputs, **known)

@@ -1,0 +1,190 @@
+"""Load models and tell which one it is."""
+
+import hashlib
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers.utils.logging import disable_progress_bar
+
+from heapr_lab import hub
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.folders import read_config, read_tokenizer, read_weights
+from heapr_lab.models.weights_hash import block_sums
+from heapr_lab.progress import silent
+from heapr_lab.storage import cache
+
+LAB = "lab"
+"""Name of the bundled model."""
+
+WEIGHTS_VERSION = "v2:"
+"""How a hash of weights begins; those that have no version sampled the values."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Those that everything here can be computed in."""
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+) -> tuple[nn.Module, Any]:
+    """A causal language model in eval mode, and its tokenizer.
+
+    Args:
+        name_or_path: a hub id, a local folder in the hub's layout, or `lab`. Remote
+            code is never run.
+        device: `cpu`, `cuda`, `cuda:1`, ...; `auto` spreads the model over the GPUs
+            there are (accelerate's device map), or uses the CPU.
+        dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else
+            `float32`, `bfloat16`, ... or a torch dtype.
+
+    Raises:
+        SpecError: there is no such device here, no such model, its files are damaged,
+            or the dtype has no such name.
+    """
+    check_device(device)
+    path = _resolve(name_or_path)
+    on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
+    chosen = _dtype(dtype, on_gpu=on_gpu)
+    placement = "auto" if device == "auto" and on_gpu else None
+    if silent():
+        disable_progress_bar()
+    read_config(path)  # first, because the tokenizer is chosen by it
+    tokenizer = read_tokenizer(path)
+    model = read_weights(path, dtype=chosen, device_map=placement)
+    if placement is None:
+        model.to("cpu" if device == "auto" else device)
+    if model.dtype == torch.float64:  # the grouped kernels, the default, know no such
+        model.set_experts_implementation("eager")
+    return model.eval(), tokenizer
+
+
+def check_device(device: str) -> None:
+    """Make sure that tensors can be put on `device`, which may be `auto`.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    if device == "auto":
+        return
+    try:
+        there = torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = textwrap.shorten(str(error), width=80, placeholder=" …")
+        raise SpecError(
+            f"device is {device!r}, which cannot be used here ({why}): give one of "
+            f"{_devices_here()}"
+        ) from error
+    if there.is_meta:
+        raise SpecError(
+            f"device is {device!r}, which holds no values: give one of "
+            f"{_devices_here()}"
+        )
+
+
+def _devices_here() -> str:
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return ", ".join(["auto", "cpu", *gpus])
+
+
+def model_folder(name_or_path: str | Path) -> Path:
+    """The local folder of a model's files; those of a hub id are downloaded first.
+
+    Raises:
+        SpecError: there is no such model, or its configuration is damaged.
+    """
+    path = Path(_resolve(name_or_path))
+    if path.is_dir():
+        read_config(path)
+        return path
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
+    try:
+        return Path(snapshot_download(str(name_or_path), allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"cannot get the files of the model {str(name_or_path)!r}: {error}\n"
+            "Expected a hub id that can be reached, a local folder, or 'lab'"
+        ) from error
+
+
+def _resolve(name_or_path: str | Path) -> str:
+    if str(name_or_path) != LAB:
+        if not Path(name_or_path).is_dir():
+            hub.answers()  # where it does not, only what is on disk is looked for
+        return str(name_or_path)
+    folder = cache.lab_model_dir()
+    if not (folder / "config.json").is_file():
+        raise SpecError(
+            f"the lab model is not in {folder}: it comes with the repository; work in "
+            "a clone (pip install -e .), or train it with `heapr-lab train-lab-model`"
+        )
+    return str(folder)
+
+
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Make sure that models can be computed in `dtype`, which may be `auto`.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    _dtype(dtype, on_gpu=False)
+
+
+def _dtype(dtype: str | torch.dtype, *, on_gpu: bool) -> str | torch.dtype:
+    if dtype == "auto":
+        return "auto" if on_gpu else torch.float32
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
+    if found not in _DTYPES:
+        raise SpecError(
+            f"dtype is {dtype!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or "
+            "'float64'"
+        )
+    return found
+
+
+def model_identity(model: Any) -> dict[str, str]:
+    """What tells this model from any other, on whatever device it lies.
+
+    `weights` hashes every value of every parameter and stored buffer (such as a
+    router's bias correction), with its name and shape; see `weights_hash`. `dtype` is
+    part of the identity because numbers depend on it.
+    """
+    return {
+        **architecture_identity(model),
+        "weights": _weights_fingerprint(model),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+
+
+def architecture_identity(model: Any) -> dict[str, str]:
+    """The part of `model_identity` that a model without weights has, too."""
+    config = model.config.get_text_config().to_dict()
+    volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in volatile and not key.startswith("_")
+    }
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return {
+        "class": type(model).__name__,
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def _weights_fingerprint(model: nn.Module) -> str:
+    sha = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if tensor.is_meta:
+            raise LayoutError(
+                f"{name} is offloaded, its values are not in memory; expected a model "
+                "that fits: load it without offloading, on devices large enough"
+            )
+        sha.update(f"{name}{tuple(tensor.shape)}".encode())
+        sha.update(block_sums(tensor))
+    return WEIGHTS_VERSION + sha.hexdigest()

@@ -1,0 +1,177 @@
+"""The modes a model is run in: evaluation, and with which gradients.
+
+Modes and `requires_grad` flags belong to a model, and so to every thread that runs it.
+They are switched by the first who needs them otherwise and put back by the last. Passes
+with gradients take turns on a model, for each counts the backward passes it sees.
+"""
+
+import contextlib
+import copy
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import LayoutError, SpecError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _State:
+    """What is switched on one model."""
+
+    n_users: int = 0
+    """Contexts that need evaluation mode."""
+    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    """Each module and whether it was in training mode before."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the pass with gradients."""
+    owner: int | None = None
+    """The thread of that pass."""
+
+
+_lock = threading.Lock()
+_states: WeakKeyDictionary[nn.Module, _State] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; the modes before are put back.
+
+    Threads may evaluate one model at the same time.
+    """
+    with _evaluation_mode(model), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def differentiating(
+    model: nn.Module, trained: Sequence[nn.Parameter] = ()
+) -> Iterator[None]:
+    """Evaluation mode in which `trained`, and no other parameter, requires gradients.
+
+    Modes and flags are put back, and gradients of `trained` are dropped. It holds under
+    `torch.no_grad` and `torch.inference_mode` too. Only one thread at a time is in this
+    context of a model; others wait.
+
+    Raises:
+        SpecError: this thread is in such a context of the model already.
+        LayoutError: the weights cannot take part in a backward pass.
+    """
+    _refuse_inference_tensors(model)
+    with (
+        _taking_turns(model),
+        _evaluation_mode(model),
+        _requiring(model, trained),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+def copied(model: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """A deep copy of `model` in its own modes, whatever other threads run it in.
+
+    It waits for a pass with gradients, whose flags and hooks would be copied.
+
+    Args:
+        model: what is copied.
+        memo: what is copied already, as `copy.deepcopy` has it.
+
+    Raises:
+        SpecError: this thread is in a pass with gradients on the model.
+    """
+    with _taking_turns(model):
+        modes = _own_modes(model)
+        twin = copy.deepcopy(model, memo)
+    for name, module in twin.named_modules():
+        module.training = modes.get(name, module.training)
+    return twin
+
+
+def _own_modes(model: nn.Module) -> dict[str, bool]:
+    """Which modules are in training mode when nobody evaluates the model, by name."""
+    state = _state_of(model)
+    with _lock:
+        saved = {id(module): training for module, training in state.modes}
+        return {
+            name: saved.get(id(module), module.training)
+            for name, module in model.named_modules()
+        }
+
+
+def _state_of(model: nn.Module) -> _State:
+    with _lock:
+        return _states.setdefault(model, _State())
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    state = _state_of(model)
+    with _lock:
+        if not state.n_users:
+            state.modes = [(module, module.training) for module in model.modules()]
+            _set_modes([(module, False) for module, _ in state.modes])
+        state.n_users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            state.n_users -= 1
+            if not state.n_users:
+                _set_modes(state.modes)
+                state.modes = []  # which would keep the model alive
+
+
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        if module.training != training:
+            module.training = training
+
+
+@contextlib.contextmanager
+def _taking_turns(model: nn.Module) -> Iterator[None]:
+    state = _state_of(model)
+    if state.owner == threading.get_ident():
+        raise SpecError(
+            "a pass with gradients is running on this model in this thread already; "
+            "let it end before another begins"
+        )
+    if not state.turn.acquire(blocking=False):
+        logger.info("waiting for another pass with gradients on this model")
+        state.turn.acquire()
+    state.owner = threading.get_ident()
+    try:
+        yield
+    finally:
+        state.owner = None
+        state.turn.release()
+
+
+@contextlib.contextmanager
+def _requiring(model: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.grad = None
+        for parameter, required in flags:
+            parameter.requires_grad_(required)
+
+
+def _refuse_inference_tensors(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise LayoutError(
+                f"{name} was made in torch.inference_mode(), so no gradient can pass "
+                "it; load the model outside of that block"
+            )

@@ -1,0 +1,179 @@
+"""The headers of a checkpoint's safetensors files, read strictly."""
+
+import json
+import math
+import operator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from heapr_lab.errors import SpecError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+FLOATS: dict[str, Any] = {
+    "F16": np.uint16,
+    "BF16": np.uint16,
+    "F32": np.uint32,
+    "F64": np.uint64,
+}
+TORCH = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+ORDER = (
+    "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0",
+    "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32", "F32",
+    "C64", "F64", "I64", "U64",
+)  # fmt: skip
+"""Types of safetensors as its writer sorts them; the last come first in a file."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    n_bytes: int
+
+
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+"""What JSON that is damaged, or of another kind, leads to."""
+
+Stored = dict[Path, dict[str, StoredTensor]]
+"""The tensors in each file."""
+
+
+def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
+    """The tensors in each file of a checkpoint, and its index if it has one.
+
+    Raises:
+        SpecError: a file is missing or incomplete.
+    """
+    if (source / SINGLE).is_file():
+        return {source / SINGLE: _read_header(source / SINGLE)}, None
+    if not (source / INDEX).is_file():
+        raise SpecError(
+            f"{source} has neither {SINGLE} nor {INDEX}: expected a folder with a "
+            "model's safetensors files; download them, or convert the weights"
+        )
+    try:
+        index = json.loads((source / INDEX).read_text(encoding="utf-8"))
+        weight_map = dict(index["weight_map"])
+        named = all(isinstance(file, str) for file in weight_map.values())
+    except _UNREADABLE as error:
+        raise SpecError(
+            f"{source / INDEX} has no whole weight_map: download it again"
+        ) from error
+    if not weight_map or not named:
+        raise SpecError(
+            f"{source / INDEX} has a weight_map without files: download it again"
+        )
+    stored: Stored = {}
+    for name, file in sorted(weight_map.items(), key=lambda item: item[::-1]):
+        path = source / file
+        if path not in stored:
+            if Path(file).name != file or not path.is_file():
+                raise SpecError(
+                    f"{source / INDEX} names {file} for {name}, but there is no such "
+                    "file beside it: download it"
+                )
+            stored[path] = _read_header(path)
+        if name not in stored[path]:
+            raise SpecError(
+                f"{path} lacks {name}, which {INDEX} says is there: they are of "
+                "different versions; download both again"
+            )
+    for path, tensors in stored.items():
+        twice = [n for n in tensors if weight_map.get(n, path.name) != path.name]
+        if twice:
+            raise SpecError(
+                f"{twice[0]} is in {path} and in {weight_map[twice[0]]}, expected it "
+                "once: download the checkpoint again"
+            )
+    return stored, index
+
+
+def _size_of(tensor: StoredTensor) -> int:
+    """Bytes that a tensor of floating-point numbers has by its shape."""
+    return math.prod(tensor.shape) * int(np.dtype(FLOATS[tensor.dtype]).itemsize)
+
+
+def names_in(source: Path) -> set[str]:
+    """Names of all tensors in a folder; none where it has no safetensors files.
+
+    Raises:
+        SpecError: a file is missing or incomplete.
+    """
+    if not any((source / name).exists() for name in (SINGLE, INDEX)):
+        return set()
+    stored, _ = read_source(source)
+    return {name for tensors in stored.values() for name in tensors}
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors in a safetensors file, whose size is checked.
+
+    Raises:
+        SpecError: it is not whole.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            end = 8 + int.from_bytes(file.read(8), "little")
+            text = file.read(end - 8) if end <= size else b""
+    except OSError as error:
+        raise SpecError(
+            f"{path} cannot be read ({error.strerror}): give a folder with files that "
+            "can be"
+        ) from error
+    try:
+        header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
+        tensors = {
+            name: StoredTensor(
+                str(entry["dtype"]),
+                tuple(map(operator.index, entry["shape"])),
+                end + entry["data_offsets"][0],
+                entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
+            for name, entry in header.items()
+        }
+    except _UNREADABLE as error:
+        raise SpecError(
+            f"{path} ({size} bytes) has no whole safetensors header: it is truncated "
+            "or of another kind; download it again"
+        ) from error
+    for name in sorted(tensors, key=lambda n: (tensors[n].start, tensors[n].n_bytes)):
+        tensor = tensors[name]
+        if tensor.start != end or tensor.n_bytes < 0 or tensor.dtype not in ORDER:
+            raise SpecError(
+                f"{path}: {name} is misplaced or of an unknown type ({tensor.dtype}): "
+                "download the file again"
+            )
+        if tensor.dtype in FLOATS and tensor.n_bytes != _size_of(tensor):
+            raise SpecError(
+                f"{path}: {name} has {tensor.n_bytes} bytes, its shape "
+                f"{tensor.shape} needs {_size_of(tensor)}: download the file again"
+            )
+        end += tensor.n_bytes
+    if end != size:
+        last = max(tensors, key=lambda n: tensors[n].start, default="none")
+        raise SpecError(
+            f"{path} has {size} bytes, its header says {end} (the last tensor is "
+            f"{last}): it is not whole; download it again"
+        )
+    return tensors

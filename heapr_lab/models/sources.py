@@ -1,0 +1,70 @@
+"""The files a loaded model came from: their folder, bytes, and type of weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+
+from heapr_lab.models.folders import read_config
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint on this machine."""
+
+    folder: Path
+    n_bytes: int
+    """Of its safetensors files."""
+    dtype: torch.dtype | None
+    """Of its weights, as its configuration says; None where that does not."""
+
+    @property
+    def dtype_name(self) -> str:
+        """The type as people write it: bfloat16."""
+        return "unknown type" if self.dtype is None else dtype_name(self.dtype)
+
+
+def read_source(folder: Path) -> Source:
+    """What is known of the checkpoint in `folder`.
+
+    Raises:
+        SpecError: its configuration is damaged.
+    """
+    return Source(folder, weights_bytes(folder), read_config(folder).dtype)
+
+
+def source_of(model: Any) -> Source | None:
+    """The files that `model` was loaded from; None where they are not here."""
+    name = str(getattr(model.config, "_name_or_path", ""))
+    folder = _folder(name) if name else None
+    if folder is None or not weights_bytes(folder):
+        return None
+    return read_source(folder)
+
+
+def _folder(name: str) -> Path | None:
+    """That of a path, or of a hub id in the hub's cache; the network is not asked."""
+    if Path(name).is_dir():
+        return Path(name) if (Path(name) / "config.json").is_file() else None
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # neither a folder nor a hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def weights_bytes(folder: Path) -> int:
+    """Sum of the safetensors files in `folder`."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The type as people write it.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,171 @@
+"""The panel as a page of its own: Voilà, on this machine alone, behind a token.
+
+Voilà runs one notebook, which is written to a temporary folder, in a kernel of this
+Python for each page that is opened. A policy in its answers keeps the browser from
+asking any other machine for anything.
+"""
+
+import importlib.util
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import nbformat
+from ipykernel.kernelspec import RESOURCES, get_kernel_dict
+from jupyter_client.kernelspec import (
+    NATIVE_KERNEL_NAME,
+    KernelSpec,
+    KernelSpecManager,
+)
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.loading import model_folder
+from heapr_lab.workbench.workbench import profile_of
+
+if TYPE_CHECKING:
+    from voila.app import Voila
+
+HOST: Final = "127.0.0.1"
+_TEMPLATE = Path(__file__).parent / "app_template"
+# Voilà's scripts and styles stand in the page, and widgets are compiled in it. A kernel
+# may be reached through a forwarded port, which the browser knows by either name.
+_POLICY = (
+    "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob: "
+    "ws://127.0.0.1:* ws://localhost:*; frame-ancestors 'self'"
+)
+# Extensions that were made for the installed JupyterLab need not load in Voilà.
+_EXTENSIONS = [
+    "@jupyter-widgets/jupyterlab-manager",
+    "@voila-dashboards/widgets-manager8",
+]
+
+
+class _ThisPython(KernelSpecManager):
+    """The kernel of the running Python, whatever is registered under its name."""
+
+    def find_kernel_specs(self) -> dict[str, str]:
+        """The one name there is."""
+        return {NATIVE_KERNEL_NAME: RESOURCES}
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:  # noqa: ARG002
+        """How the kernel is started."""
+        return KernelSpec(**get_kernel_dict(extra_arguments=["--log-level=ERROR"]))
+
+
+def panel_source(
+    source: str, *, profile: str | None, device: str, dtype: str, folder: Path
+) -> str:
+    """Python that shows the panel of `source`.
+
+    Args:
+        source: a table's file, ending in `.parquet`, or a model: `lab`, a folder, or a
+            hub id, whose files are downloaded now.
+        profile: as `open_workbench`.
+        device: as `open_workbench`.
+        dtype: as `open_workbench`.
+        folder: what names of files that the panel writes are relative to.
+
+    Raises:
+        SpecError: there is no such table, model or profile.
+        CacheError: the file is not a table.
+    """
+    if source.endswith(".parquet"):
+        names, shown = "ImportanceTable", _of_table(Path(source))
+    else:
+        profile_of(source, profile)
+        path = model_folder(source)
+        # A folder is named relative to here, not to where the kernel starts.
+        name = str(path.absolute()) if Path(source) == path else source
+        options = f"profile={profile!r}, device={device!r}, dtype={dtype!r}"
+        names, shown = "open_workbench", f"open_workbench({name!r}, {options})"
+    lines = [
+        "import os",
+        f"os.chdir({str(folder)!r})",
+        "os.environ['HEAPR_LAB_PROGRESS'] = '0'",  # the page has bars of its own
+        f"from heapr_lab import {names}, explore",
+        f"explore({shown})",
+    ]
+    return "\n".join(lines)
+
+
+def _of_table(path: Path) -> str:
+    if not path.is_file():
+        raise SpecError(f"there is no table {path}; make one with `heapr-lab score`")
+    ImportanceTable.read(path)
+    return f"ImportanceTable.read({str(path.absolute())!r})"
+
+
+def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
+    """Show what `code` displays as a page, until the process is told to stop.
+
+    Args:
+        code: Python, run anew for each page that is opened.
+        port: of `HOST`; 0 takes a free one.
+        on_ready: called with the address, its token included, once it is answered.
+
+    Raises:
+        SpecError: Voilà is not installed, or the port is taken.
+    """
+    if importlib.util.find_spec("voila") is None:
+        raise SpecError(
+            "the app needs Voilà, which is not installed: pip install 'heapr-lab[app]'"
+        )
+    from tornado.ioloop import IOLoop
+
+    port, token = _free_port(port), secrets.token_urlsafe(24)
+    with tempfile.TemporaryDirectory(prefix="heapr-lab-") as folder:
+        notebook = Path(folder) / "heapr-lab.ipynb"
+        cells = [nbformat.v4.new_code_cell(code)]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), notebook)
+        server = _server(notebook, port=port, token=token)
+        # The loop runs once the server listens.
+        IOLoop.current().add_callback(on_ready, f"http://{HOST}:{port}/?token={token}")
+        server.start()
+
+
+def _server(notebook: Path, *, port: int, token: str) -> "Voila":
+    """Voilà for one notebook, whatever its configuration files say."""
+    from traitlets.config import Config
+    from voila.app import Voila
+
+    settings: dict[str, Any] = {
+        "allow_template_override": "NO",
+        "extension_allowlist": _EXTENSIONS,
+        "kernel_spec_manager_class": _ThisPython,
+        "show_tracebacks": True,
+    }
+    server = Voila(
+        config=Config(VoilaConfiguration=settings),
+        config_file_paths=[],
+        notebook_path=str(notebook),
+        connection_dir_root=str(notebook.parent),
+        ip=HOST,
+        port=port,
+        port_retries=0,
+        token=token,
+        open_browser=False,
+        log_level="ERROR",
+        tornado_settings={"headers": {"Content-Security-Policy": _POLICY}},
+    )
+    server.initialize([])
+    server.template_paths.insert(0, str(_TEMPLATE))
+    return server
+
+
+def _free_port(port: int) -> int:
+    with socket.socket() as probe:
+        if sys.platform != "win32":  # where a port just left would count as taken
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise SpecError(
+                f"port {port} cannot be used: {error}; give another one with --port, "
+                "or none to take a free one"
+            ) from error
+        return int(probe.getsockname()[1])

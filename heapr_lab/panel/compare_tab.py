@@ -1,0 +1,312 @@
+"""The tab that pins choices: one chart and one table of all, to be exported."""
+
+import html
+import itertools
+import string
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ipywidgets as ipw
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.figures import rows_text, save_figure, styled, write_table
+from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.models.architecture import at_context
+from heapr_lab.panel.jobs import alert, status
+from heapr_lab.panel.passage_html import table_html
+from heapr_lab.panel.pictures import drawn_png
+from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.storage import cache
+from heapr_lab.storage.provenance import rows_digest
+
+_MARKERS = "osD^vPX*"
+"""One for each corpus."""
+_LINES = ("-", "--", ":", "-.")
+"""One for each pin, beside its colour."""
+_SHORT = {
+    "achieved_ratio": "removed",
+    "parameter_reduction": "parameters saved",
+    "bytes_reduction": "bytes saved",
+    "flops_reduction": "FLOPs saved",
+    "routed_flops_reduction": "routed FLOPs saved",
+}
+"""What columns are called where there is little room."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One choice that is kept for comparison."""
+
+    label: str
+    choice: Choice
+
+
+class CompareTab(ipw.VBox):
+    """Pin what is chosen, see all pins, export them."""
+
+    def __init__(self, session: PruningSession) -> None:
+        """Lay the tab out for `session`; nothing is pinned."""
+        self.session = session
+        self.pins: list[Pin] = []
+        self.label = ipw.Text("A", description="label", layout={"width": "200px"})
+        self.pin_button = ipw.Button(
+            description="Pin", button_style="primary", tooltip="keep what is chosen now"
+        )
+        self.clear_button = ipw.Button(
+            description="Clear", tooltip="forget all pins", disabled=True
+        )
+        self.message = ipw.HTML(status("Nothing pinned yet. Pin keeps what is chosen."))
+        self.chart = ipw.Image(
+            format="png", layout={"display": "none", "max_width": "900px"}
+        )
+        self.table = ipw.HTML()
+        self.folder = ipw.Text(
+            "comparison", description="folder", continuous_update=False,
+            tooltip="where the files go, relative to the notebook's folder",
+        )  # fmt: skip
+        self.export_button = ipw.Button(
+            description="Export comparison", disabled=True,
+            tooltip="CSV, parquet, Markdown, LaTeX, PNG and PDF",
+            layout={"width": "auto"},
+        )  # fmt: skip
+        self.exported = ipw.HTML(status(""))
+        self.pin_button.on_click(self.pin)
+        self.clear_button.on_click(self.clear)
+        self.export_button.on_click(self._press_export)
+        wrap = {"flex_flow": "row wrap"}
+        super().__init__(
+            [
+                ipw.HBox([self.label, self.pin_button, self.clear_button], layout=wrap),
+                self.message,
+                self.chart,
+                self.table,
+                ipw.HBox([self.folder, self.export_button], layout=wrap),
+                self.exported,
+            ]
+        )
+
+    def pin(self, _button: ipw.Button | None = None) -> None:
+        """Keep what is chosen; a label that is there already is replaced."""
+        label = self.label.value.strip() or _next_label(self.pins)
+        try:
+            pin = Pin(label, self.session.choice)
+        except SpecError as error:
+            self.message.value = alert(str(error))
+            return
+        self.pins = [old for old in self.pins if old.label != label] + [pin]
+        self.exported.value = status("")  # what was written had other pins
+        self.label.value = _next_label(self.pins)
+        self.refresh()
+
+    def clear(self, _button: ipw.Button | None = None) -> None:
+        """Forget all pins."""
+        self.pins = []
+        self.exported.value = status("")
+        self.label.value = _next_label(self.pins)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Show all pins, with what was evaluated of them meanwhile."""
+        self.clear_button.disabled = self.export_button.disabled = not self.pins
+        self.chart.layout.display = None if self.pins else "none"
+        if not self.pins:
+            self.message.value = status("Nothing pinned yet. Pin keeps what is chosen.")
+            self.table.value = ""
+            return
+        frame = self.frame()
+        self.chart.value = drawn_png(lambda: self.figure(frame))
+        self.message.value = status(_message(frame))
+        self.table.value = _html_table(frame)
+
+    def frame(self) -> pd.DataFrame:
+        """One row for each pin: its choice, what it saves, what it costs.
+
+        Columns `Δloss CORPUS` (nats per token, of the masked model) and `accuracy TASK`
+        are there for what was evaluated; FLOPs are counted at `seq_len` tokens.
+        """
+        rows = []
+        for pin in self.pins:
+            keep = self.session.keep_of(pin.choice)
+            row = {"label": pin.label, **asdict(pin.choice)}
+            row["exclude_layers"] = ", ".join(map(str, pin.choice.exclude_layers))
+            row["achieved_ratio"] = keep.achieved_ratio
+            saved = self.session.savings_of(keep)
+            if saved is not None:
+                names = ("parameter", "bytes", "flops", "routed_flops")
+                row |= {f"{n}_reduction": _reduction(saved, n) for n in names}
+                row["seq_len"] = int(saved["seq_len"].iloc[0])
+            rows.append(row | _measured(self.session.points, pin.choice))
+        return pd.DataFrame(rows)
+
+    def layers(self) -> pd.DataFrame:
+        """Removed share of each layer, a row for each pin and layer."""
+        parts = []
+        for pin in self.pins:
+            ratios = self.session.keep_of(pin.choice).layer_ratios()
+            parts.append(ratios.reset_index().assign(label=pin.label))
+        return pd.concat(parts, ignore_index=True)
+
+    @styled
+    def figure(self, frame: pd.DataFrame) -> Figure:
+        """Removed share by layer, and Δloss against parameters saved.
+
+        A pin has one colour in both; in the right one a corpus has one marker.
+        """
+        figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _plot_layers(left, self.layers())
+        _plot_losses(right, frame)
+        handles = _pin_handles([pin.label for pin in self.pins])
+        figure.legend(handles=handles, loc="outside right upper", title="pins")
+        return figure
+
+    def export(self, folder: Path | str) -> list[Path]:
+        """Write figure and tables of all pins, with where they came from.
+
+        Returns:
+            The files: PNG, PDF, CSV, Markdown, LaTeX, parquet.
+
+        Raises:
+            SpecError: nothing is pinned.
+        """
+        if not self.pins:
+            raise SpecError("nothing is pinned, so there is nothing to export")
+        folder, frame = Path(folder), self.frame()
+        provenance = {
+            "importance": self.session.table.metadata.get("spec_hash"),
+            "model": (self.session.table.metadata.get("spec") or {}).get("model"),
+            "pins": [{"label": p.label, **asdict(p.choice)} for p in self.pins],
+            "data": rows_digest(rows_text(frame)),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = save_figure(
+            self.figure(frame), folder / "comparison", provenance=provenance
+        )
+        paths += write_table(frame, folder / "comparison", provenance=provenance)
+        whole = folder / "comparison.parquet"
+        cache.write_frame(whole, frame, {"kind": "comparison", **provenance})
+        return [*paths, whole]
+
+    def _press_export(self, _button: ipw.Button) -> None:
+        try:
+            paths = self.export(self.folder.value)
+        except (HeaprLabError, OSError) as error:
+            self.exported.value = alert(str(error))
+        else:
+            names = ", ".join(path.name for path in paths)
+            self.exported.value = status(f"Written to {self.folder.value}: {names}")
+
+
+def _next_label(pins: list[Pin]) -> str:
+    used = {pin.label for pin in pins}
+    free = (letter for letter in string.ascii_uppercase if letter not in used)
+    return next(free, f"pin {len(pins) + 1}")
+
+
+def _reduction(saved: pd.DataFrame, name: str) -> float:
+    row = saved.iloc[0]
+    if name == "bytes":
+        return 1 - float(row["bytes_after"]) / float(row["bytes_before"])
+    return float(row[f"{name}_reduction"])
+
+
+def _measured(points: pd.DataFrame, choice: Choice) -> dict[str, float]:
+    """Of the points that are exactly this choice: Δloss and accuracy by dataset."""
+    found: dict[str, float] = {}
+    for row in points.to_dict("records"):
+        if all(row[name] == value for name, value in asdict(choice).items()):
+            if pd.notna(row["delta_nll"]):
+                found[f"Δloss {row['dataset']}"] = float(row["delta_nll"])
+            if pd.notna(row["accuracy"]):
+                found[f"accuracy {row['dataset']}"] = float(row["accuracy"])
+    return found
+
+
+def _message(frame: pd.DataFrame) -> str:
+    parts = []
+    for row in frame.to_dict("records"):
+        losses = [
+            f"{name} {value:+.4f}"
+            for name, value in row.items()
+            if str(name).startswith("Δloss ") and pd.notna(value)
+        ]
+        told = ", ".join(losses) or "not evaluated"
+        parts.append(f"{row['label']}: {row['achieved_ratio']:.1%} removed, {told}")
+    return f"{len(frame)} pinned. {'; '.join(parts)}."
+
+
+def _pin_look(number: int) -> dict[str, Any]:
+    """Colour and line of a pin, the same in every plot."""
+    return {"color": f"C{number % 10}", "ls": _LINES[number % len(_LINES)]}
+
+
+def _pin_handles(labels: list[str]) -> list[Line2D]:
+    return [
+        Line2D([], [], label=label, marker="o", ms=4, **_pin_look(number))
+        for number, label in enumerate(labels)
+    ]
+
+
+def _plot_layers(ax: Axes, layers: pd.DataFrame) -> None:
+    for number, (label, rows) in enumerate(layers.groupby("label", sort=False)):
+        ax.plot(
+            rows["layer"],
+            rows["pruning_ratio"],
+            marker="o",
+            ms=4,
+            label=str(label),
+            **_pin_look(number),
+        )
+    ax.set(xlabel="MoE layer [index]", ylim=(0, 1))
+    ax.set_ylabel("removed [% of the layer]")
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
+    """Δloss against what is saved; without evaluations what is saved alone."""
+    names = [str(name) for name in frame.columns if str(name).startswith("Δloss ")]
+    saved = "parameter_reduction" if "parameter_reduction" in frame else None
+    across = frame[saved or "achieved_ratio"]
+    drawn = frame[names] if names else pd.DataFrame({"": 0.0}, index=frame.index)
+    for corpus, marker in zip(drawn, itertools.cycle(_MARKERS), strict=False):
+        for number, (x, y) in enumerate(zip(across, drawn[corpus], strict=True)):
+            ax.plot([x], [y], marker, color=_pin_look(number)["color"], ls="none")
+        shown = corpus.removeprefix("Δloss ")
+        ax.plot([], [], marker, color="0.4", ls="none", label=shown or "_nolegend_")
+    ax.set_xlabel("parameters saved" if saved else "atomic experts removed")
+    ax.xaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.set_ylabel(f"Δloss, masked [{PER_TOKEN}] ↓" if names else "not evaluated yet")
+    ax.margins(0.15)
+    if names:
+        ax.legend(fontsize=8)
+
+
+def _html_table(frame: pd.DataFrame) -> str:
+    shown = frame.copy()
+    multiples = shown["multiple"].astype("Int64").astype(object)
+    shown["multiple"] = multiples.where(multiples.notna(), "–")
+    for name in shown.columns:
+        if str(name).endswith(("_reduction", "_ratio")):
+            shown[name] = shown[name].map("{:.1%}".format)
+    # As `frame` and the display have them: no layers is no text, no multiple a dash.
+    plain = asdict(Choice()) | {"exclude_layers": "", "multiple": "–"}
+    dull = [
+        name
+        for name, value in plain.items()
+        if name != "ratio" and shown[name].eq(value).all()
+    ]
+    context = int(shown.pop("seq_len").iloc[0]) if "seq_len" in shown else None
+    shown = shown.drop(columns=dull).rename(columns=_SHORT)
+    if context is not None:
+        flops = "FLOPs saved"
+        shown = shown.rename(columns={flops: f"{flops}, {at_context(context)}"})
+    text = f'<div style="overflow-x:auto">{table_html(shown)}</div>'
+    note = html.escape("Columns that no pin changes are left out; the files have all.")
+    return f"{text}<small>{note}</small>"

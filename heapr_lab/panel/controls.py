@@ -1,0 +1,266 @@
+"""The controls of the panel: everything that a choice consists of, each with a name."""
+
+import html
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, Final
+
+import ipywidgets as ipw
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.session import BUDGETS, Choice
+from heapr_lab.pruning.selection import default_multiple
+from heapr_lab.workbench.presets import describe_estimator
+
+_LAST_STEP: Final = 99
+_STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
+_BUDGETS = {name: of for of, name in BUDGETS.items()}
+_RANGE = re.compile(r"(\d+)(?:\s*[-–]\s*(\d+))?")
+TARGET = "target Δloss"
+"""The budget that is solved for, from predictions."""
+
+
+class Controls(ipw.VBox):
+    """Slider, boxes and lists that a `Choice` is set with.
+
+    Attributes:
+        rise: nats per token that a target loss allows.
+    """
+
+    def __init__(
+        self, table: ImportanceTable, choice: Choice, on_change: Callable[[], None]
+    ) -> None:
+        """Show `choice`.
+
+        Args:
+            table: what is selected from; it says which estimators there are.
+            choice: to begin with.
+            on_change: called whenever a control was moved.
+        """
+        self._on_change = on_change
+        self._silent = False
+        self._wished_scope = choice.scope
+        self._widest = max(size for _, size in table.shapes().values())
+        self._default = default_multiple(table)
+        self._build_amount(choice)
+        self._build_rules(table.estimators, choice)
+        super().__init__(
+            [
+                ipw.HBox([self.slider, self.ratio, self.budget, self.rise]),
+                ipw.HBox([self.estimator, self.scope, self.granularity, self.method]),
+                ipw.HBox([self.structure, self.multiple, self.floor, self.whole]),
+            ]
+        )
+        for row in self.children:
+            row.layout.flex_flow = "row wrap"
+        self._lock()
+        self.slider.observe(self._slid, names="value")
+        moved = (self.ratio, self.budget, self.estimator, self.scope, self.granularity)
+        more = (self.structure, self.multiple, self.floor, self.whole, self.rise)
+        for control in (*moved, *more):
+            control.observe(self._changed, names="value")
+
+    def _build_amount(self, choice: Choice) -> None:
+        # Per cent, for the browser says at once that it was moved where a number of its
+        # own differs from the one it was given in the last digit, as fractions do.
+        self.slider = ipw.IntSlider(
+            _on_slider(choice.ratio), min=0, max=_LAST_STEP, description="ratio",
+            readout=False,
+        )  # fmt: skip
+        # The slider has no name that a screen reader could say; the box has. The ratio
+        # is what stands in the box: the slider shows it to the nearest of its steps.
+        self.ratio = ipw.Text(
+            ratio_text(choice.ratio), description="ratio", continuous_update=False,
+            tooltip="a fraction, such as 0.40, or per cent with the sign, 40%",
+            layout={"width": "170px"},
+        )  # fmt: skip
+        self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[choice.of])
+        self.budget.tooltip = "what the ratio counts; in brackets as --of takes it"
+        self.rise = ipw.BoundedFloatText(
+            0.05, min=0.0, max=10.0, step=0.01, description="Δloss ≤",
+            layout={"width": "170px"}, disabled=True,
+        )  # fmt: skip
+
+    def _build_rules(self, estimators: Sequence[str], choice: Choice) -> None:
+        self.estimator = _dropdown("estimator", estimators, choice.estimator)
+        self.method = ipw.HTML()
+        self.scope = _dropdown("scope", ("global", "layer"), choice.scope)
+        self.granularity = _dropdown(
+            "granularity", ("atom", "expert"), choice.granularity
+        )
+        self.structure = _dropdown("structure", _STRUCTURES, choice.structure)
+        self.multiple = ipw.BoundedIntText(
+            choice.multiple or self._default, min=1, max=self._widest,
+            description="multiple", layout={"width": "170px"},
+        )  # fmt: skip
+        self.floor = ipw.BoundedIntText(
+            choice.min_atoms, min=0, max=self._widest, description="floor",
+            tooltip="atoms that every expert keeps", layout={"width": "170px"},
+        )  # fmt: skip
+        self.whole = ipw.Text(
+            ", ".join(map(str, choice.exclude_layers)), description="keep layers",
+            placeholder="such as 0, 5-7", continuous_update=False,
+            tooltip="layers that stay whole", layout={"width": "240px"},
+        )  # fmt: skip
+
+    @property
+    def choice(self) -> Choice:
+        """What the controls say.
+
+        Raises:
+            SpecError: the text of the ratio or of the layers cannot be read.
+        """
+        structure = self.structure.value
+        ragged = structure == "ragged"
+        return Choice(
+            ratio=read_ratio(self.ratio.value),
+            estimator=self.estimator.value,
+            scope=self._wished_scope,
+            granularity=self.granularity.value,
+            structure=structure,
+            multiple=None if ragged else self.multiple.value,
+            of=_BUDGETS.get(self.budget.value, "atoms"),
+            min_atoms=self.floor.value,
+            exclude_layers=layer_numbers(self.whole.value),
+        )
+
+    @property
+    def to_target(self) -> bool:
+        """Whether the ratio is to follow from a loss."""
+        return bool(self.budget.value == TARGET)
+
+    def show_scope(self, scope: str, *, fixed: bool) -> None:
+        """Show the scope that is used, which some estimators fix."""
+        self._quietly(self.scope, scope)
+        self.scope.disabled = fixed
+
+    def show_ratio(self, ratio: float) -> None:
+        """Show the ratio that was solved for."""
+        self._quietly(self.ratio, ratio_text(ratio))
+        self._quietly(self.slider, _on_slider(ratio))
+
+    def _quietly(self, control: ipw.Widget, value: Any) -> None:
+        self._silent = True
+        try:
+            control.value = value
+        finally:
+            self._silent = False
+
+    def _changed(self, change: Any) -> None:
+        if self._silent:  # the panel itself moved a control
+            return
+        if change["owner"] is self.scope:
+            self._wished_scope = change["new"]
+        if change["owner"] is self.ratio:
+            self._follow_box()
+        self._lock()
+        self._on_change()
+
+    def _slid(self, change: Any) -> None:
+        """Put where the slider was moved to into the box, which tells the panel."""
+        if not self._silent:
+            self.ratio.value = ratio_text(change["new"] / 100)
+
+    def _follow_box(self) -> None:
+        """Move the slider to what stands in the box, if that can be read."""
+        try:
+            ratio = read_ratio(self.ratio.value)
+        except SpecError:  # said when the choice is asked for
+            return
+        self._quietly(self.slider, _on_slider(ratio))
+
+    def _lock(self) -> None:
+        """Disable what has no effect, and say whose estimator it is."""
+        self.method.value = html.escape(describe_estimator(self.estimator.value))
+        self.multiple.disabled = self.structure.value == "ragged"
+        self.rise.disabled = not self.to_target
+        self.slider.disabled = self.ratio.disabled = self.to_target
+
+
+def layer_numbers(text: str) -> tuple[int, ...]:
+    """Numbers and ranges of numbers, ascending.
+
+    Raises:
+        SpecError: it is something else, or a range runs backwards.
+
+    Example:
+        >>> layer_numbers("5-7, 0")
+        (0, 5, 6, 7)
+    """
+    found: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise SpecError(
+                f"cannot read {part!r} as layers: expected numbers and ranges, such as "
+                "0, 5-7"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise SpecError(
+                f"the range of layers {part!r} runs backwards: expected the lower "
+                f"number first, {last}-{first}"
+            )
+        found |= set(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def read_ratio(text: str) -> float:
+    """A ratio in [0, 1) as people write it: a fraction, or per cent with the sign.
+
+    Raises:
+        SpecError: it is something else, or 1 or more.
+
+    Example:
+        >>> read_ratio("0.333"), read_ratio("33.3 %"), read_ratio("0,4")
+        (0.333, 0.333, 0.4)
+    """
+    number, percent = text.strip().replace(",", "."), False
+    if number.endswith("%"):
+        number, percent = number[:-1].strip(), True
+    try:
+        value = Decimal(number) / (100 if percent else 1)
+    except InvalidOperation:
+        value = Decimal("NaN")
+    if not value.is_finite() or not 0 <= value < 1:
+        raise SpecError(
+            f"the ratio is {text!r}, expected a fraction from 0 to below 1, such as "
+            f"0.40, or per cent with the sign, such as 40%{_meant(value, percent)}"
+        )
+    return float(value)
+
+
+def _meant(value: Decimal, percent: bool) -> str:
+    """What a whole number of per cent was probably meant to be."""
+    if percent or not value.is_finite() or not 1 <= value < 100:
+        return ""
+    return f": write {value / 100:.2f} or {value:g}% if you mean that"
+
+
+def ratio_text(ratio: float) -> str:
+    """A ratio as the box shows it."""
+    return f"{ratio:.12g}"
+
+
+def _on_slider(ratio: float) -> int:
+    """The step of the slider that is nearest to a ratio, in per cent."""
+    return min(_LAST_STEP, round(100 * ratio))
+
+
+def _dropdown(name: str, options: Sequence[str], value: str) -> ipw.Dropdown:
+    chosen = value if value in options else options[0]
+    tooltip = "\n".join(
+        f"{option}: {ESTIMATORS[option].description}"
+        for option in options
+        if option in ESTIMATORS
+    )
+    return ipw.Dropdown(
+        options=list(options),
+        value=chosen,
+        description=name,
+        tooltip=tooltip or name,
+        layout={"width": "240px"},
+    )

@@ -1,0 +1,160 @@
+"""The tab that runs the model: perplexity and accuracy of what is chosen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import ipywidgets as ipw
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.panel.jobs import Job, Report, status
+from heapr_lab.panel.passage_html import table_html
+from heapr_lab.panel.pictures import LossPicture
+from heapr_lab.panel.session import Choice, PruningSession, Step
+
+_SHOWN = ["dataset", "estimator", "scope", "granularity", "structure", "achieved_ratio"]
+_MEASURED = ["nll", "delta_nll", "perplexity", "accuracy", "stderr"]
+_PREDICTED_AT = [hundredths / 100 for hundredths in range(2, 96, 3)]
+_BEYOND = 0.1
+"""How far predictions are drawn beyond what was measured; further, they tower."""
+_NOTHING_YET = (
+    "Nothing evaluated yet. Evaluate measures the dense and the masked model; from two "
+    "ratios on, losses in between are predicted."
+)
+_MASKED = (
+    "Masked: the model as it is, without the pruned atoms. What Export writes with "
+    "compensated weights loses less; its card has the numbers."
+)
+
+
+class EvaluateTab(ipw.VBox):
+    """Corpora, tasks, a button, the chart of all points, and their table."""
+
+    def __init__(
+        self,
+        session: PruningSession,
+        *,
+        corpora: Sequence[str],
+        tasks: Sequence[str],
+        on_points: Callable[[], None],
+    ) -> None:
+        """Lay the tab out.
+
+        Args:
+            session: what is evaluated.
+            corpora: on whose test splits perplexity can be measured.
+            tasks: of the harness.
+            on_points: called, in the thread that measures, when there are new points.
+        """
+        self.session = session
+        self._on_points = on_points
+        self._picture = LossPicture()
+        self._drawn: Choice | None = None
+        self.corpora = _choices("corpora", corpora, list(corpora)[:1])
+        self.tasks = _choices("tasks", tasks, [])
+        self.job = Job(
+            "Evaluate",
+            self._evaluate,
+            tooltip="measure the dense and the masked model",
+        )
+        self.chart = ipw.Image(
+            format="png", layout={"display": "none", "max_width": "860px"}
+        )
+        self.message = ipw.HTML(status(_NOTHING_YET))
+        self.results = ipw.HTML()
+        if session.workbench is None:
+            self.job.button.disabled = True
+            self.job.text.value = status("a table without a model cannot be evaluated")
+        super().__init__(
+            [
+                ipw.HBox([self.corpora, self.tasks], layout={"flex_flow": "row wrap"}),
+                self.job,
+                self.message,
+                self.chart,
+                self.results,
+                ipw.HTML(f"<small>{_MASKED}</small>"),
+            ]
+        )
+
+    def follow(self) -> None:
+        """Draw again if more than the ratio changed, which predictions depend on."""
+        if self._drawn != self._way():
+            self.refresh()
+
+    def _way(self) -> Choice | None:
+        try:
+            return replace(self.session.choice, ratio=0.0)
+        except SpecError:  # nothing is chosen, so nothing can be predicted
+            return None
+
+    def refresh(self) -> None:
+        """Draw all points again, with the predictions of what is chosen now."""
+        points, self._drawn = self.session.points, self._way()
+        if points.empty:
+            return
+        predicted = None
+        if self._drawn is not None:
+            end = _BEYOND + float(points["achieved_ratio"].max())
+            ratios = [ratio for ratio in _PREDICTED_AT if ratio <= end]
+            predicted = self.session.predicted_curve(ratios)
+        self.chart.value = self._picture.draw(points, predicted)
+        self.chart.layout.display = None
+        self.message.value = status(_message(points))
+        self.results.value = _table(points)
+
+    def _evaluate(self, report: Report) -> None:
+        choice = self.session.choice
+
+        def tell(step: Step) -> None:
+            report(step.done, step.total, step.label)
+
+        self.session.evaluate(
+            tuple(self.corpora.value),
+            tasks=tuple(self.tasks.value),
+            choice=choice,
+            progress=tell,
+        )
+        self.refresh()
+        self._on_points()
+
+
+def _choices(
+    name: str, options: Sequence[str], value: Sequence[str]
+) -> ipw.SelectMultiple:
+    return ipw.SelectMultiple(
+        options=list(options),
+        value=list(value),
+        rows=min(5, max(2, len(options))),
+        description=name,
+    )
+
+
+def _message(points: pd.DataFrame) -> str:
+    """What the chart says of the last point, in a sentence."""
+    pruned = points[points["estimator"].ne("dense")]
+    if pruned.empty:
+        return "Only the dense model was evaluated."
+    last = pruned.iloc[-1]
+    removed = f"{last.achieved_ratio:.1%} of the atomic experts removed"
+    if pd.isna(last.nll):
+        dense = points[
+            points["estimator"].eq("dense") & points.dataset.eq(last.dataset)
+        ]
+        before = float(dense["accuracy"].iloc[0])
+        return (
+            f"Last point, masked: {removed}, accuracy on {last.dataset} {before:.1%} → "
+            f"{last.accuracy:.1%} (standard error {last.stderr:.1%})."
+        )
+    return (
+        f"Last point, masked: {removed}, Δloss on {last.dataset} {last.delta_nll:+.4f} "
+        f"{PER_TOKEN}, perplexity {last.perplexity:,.2f}."
+    )
+
+
+def _table(points: pd.DataFrame) -> str:
+    measured = [name for name in _MEASURED if points[name].notna().any()]
+    shown = points[[*_SHOWN, *measured]].assign(
+        achieved_ratio=points["achieved_ratio"].map("{:.1%}".format)
+    )
+    return f'<div style="overflow-x:auto">{table_html(shown)}</div>'

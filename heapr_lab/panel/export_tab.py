@@ -1,0 +1,196 @@
+"""The tab that writes the pruned model: a checkpoint folder, and how to load it."""
+
+import html
+from pathlib import Path
+from typing import Any
+
+import ipywidgets as ipw
+
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.panel.jobs import CancelledError, Job, Report, status
+from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.workbench.presets import DEFAULT, METHODS
+
+_IMPORTS = {
+    "stock": "from transformers import AutoModelForCausalLM",
+    "ragged": "import heapr_lab\nfrom transformers import AutoModelForCausalLM",
+}
+_OTHERS = (
+    "Evaluate and Inspect show the masked model, whose weights are not compensated; "
+    "the card gives the perplexities of the weights as they are written."
+)
+
+
+class ExportTab(ipw.VBox):
+    """Folder, compensation, a button; afterwards what loads the model again."""
+
+    def __init__(self, session: PruningSession) -> None:
+        """Lay the tab out for `session`, whose workbench has the model."""
+        self.session = session
+        self._written: tuple[Path, str, bool] | None = None
+        self.folder = ipw.Text(
+            "pruned", description="folder", continuous_update=False,
+            tooltip="a new folder, relative to the notebook's",
+        )  # fmt: skip
+        wide = {"indent": False, "layout": {"width": "auto"}}
+        self.compensated = ipw.Checkbox(
+            value=METHODS[DEFAULT].compensated,
+            description="compensate W_down (one forward pass)",
+            **wide,
+        )
+        self.gguf = ipw.Checkbox(
+            value=False, description="GGUF file too (uniform structure)", **wide
+        )
+        self.job = Job("Export", self._export, tooltip="write the pruned model")
+        self.note = ipw.HTML(status(""))
+        self.command = ipw.HTML()
+        if session.workbench is None:
+            self.job.button.disabled = True
+            self.job.text.value = status("a table without a model cannot be exported")
+        row = ipw.HBox(
+            [self.folder, self.compensated, self.gguf],
+            layout={"flex_flow": "row wrap"},
+        )
+        super().__init__([row, self.note, self.job, self.command])
+        self.compensated.observe(self.refresh, names="value")
+        self.refresh()
+
+    def refresh(self, _change: Any = None) -> None:
+        """Say what would be written, and by which method."""
+        try:
+            choice = self.session.choice
+        except SpecError:
+            self.note.value = status("Nothing can be written: infeasible settings.")
+            return
+        compensated = self.compensated.value
+        weights = "compensated weights" if compensated else "weights otherwise as is"
+        lines = [
+            f"To be written: {choice.text}; {weights}. {_OTHERS}",
+            describe_method(choice, compensated=compensated),
+        ]
+        self.note.value = "".join(map(status, lines))
+
+    def _export(self, report: Report) -> None:
+        from heapr_lab.checkpoints.save import check_new
+
+        self.command.value = ""
+        choice, compensated = self.session.choice, self.compensated.value
+        folder, keep = Path(self.folder.value), self.session.keep_of(choice)
+        asked = folder, keep.fingerprint, compensated
+        if self.gguf.value and choice.structure != "uniform":
+            raise SpecError(
+                f"a GGUF file has one width for all experts, and the structure is "
+                f"{choice.structure}: choose uniform"
+            )
+        # What a press wrote whose GGUF file failed is not written again.
+        if not (self.gguf.value and self._written == asked and folder.is_dir()):
+            check_new(folder)
+            self._write(folder, keep, report, compensated=compensated)
+            self._written = asked
+        self.command.value = self._told(folder, stock=choice.structure == "uniform")
+        if self.gguf.value:
+            self._write_gguf(folder, report)
+
+    def _write(
+        self, folder: Path, keep: KeepMask, report: Report, *, compensated: bool
+    ) -> None:
+        from heapr_lab.workbench.export import (
+            Chosen,
+            check_width,
+            facts_of,
+            with_model,
+            write_checkpoint,
+        )
+
+        bench: Any = self.session.workbench
+        check_width(keep, bench)
+        made = Chosen(with_model(keep, self.session.table))
+        if compensated:
+            made = self._compensated(made.keep, report)
+        write_checkpoint(
+            folder,
+            made,
+            bench,
+            facts=facts_of(self.session.table, keep, source=bench.source),
+            corpora=self._corpora(),
+            report=report,
+        )
+
+    def _compensated(self, keep: KeepMask, report: Report) -> Any:
+        from heapr_lab.refinement.compensation import fit_compensation
+        from heapr_lab.workbench.export import Chosen
+
+        bench: Any = self.session.workbench
+        windows = bench.calibration_set(self._setting())
+        found = fit_compensation(
+            bench.model,
+            keep,
+            windows,
+            progress=lambda done, total: report(done, total, "compensating: window"),
+        )
+        return Chosen(keep, found, windows)
+
+    def _setting(self) -> Any:
+        from heapr_lab.workbench.workbench import Setting
+
+        return self.session.setting or Setting(0.0)
+
+    def _corpora(self) -> list[str]:
+        """What the card's perplexities are measured on: calibrated or evaluated on."""
+        from heapr_lab.workbench.workbench import available_corpora
+
+        points = self.session.points
+        evaluated = points.loc[points["nll"].notna(), "dataset"]
+        names = dict.fromkeys([self._setting().calibration, *map(str, evaluated)])
+        return available_corpora(list(names))[0]
+
+    def _write_gguf(self, folder: Path, report: Report) -> None:
+        from heapr_lab.checkpoints.gguf import write_gguf
+
+        file = f"{folder}.gguf"
+        name = f"writing {file}: tensor"
+        try:
+            write_gguf(
+                folder, file, progress=lambda done, total: report(done, total, name)
+            )
+        except CancelledError:
+            raise
+        except Exception as error:
+            raise HeaprLabError(
+                f"the checkpoint is written to {folder}, but {file} is not: {error}. "
+                "Export makes the GGUF file alone when it is pressed again"
+            ) from error
+
+    def _told(self, folder: Path, *, stock: bool) -> str:
+        from heapr_lab.models.sources import read_source
+
+        files, bench = read_source(folder), self.session.workbench
+        text = f"Written to {folder}: {files.n_bytes:,} bytes, {files.dtype_name}"
+        if bench is not None and bench.source is not None:
+            text += f" (dense: {bench.source.n_bytes:,})"
+        return _load_command(folder, f"{text}. To load it:", stock=stock)
+
+
+def describe_method(choice: Choice, *, compensated: bool) -> str:
+    """Which method of the command line the choice is, or how it differs from both."""
+    for name, method in METHODS.items():
+        if (choice.estimator, compensated) == (method.estimator, method.compensated):
+            return f"This is --method {name}{_default(name)}."
+    name = next(n for n, m in METHODS.items() if m.compensated == compensated)
+    method = METHODS[name]
+    return (
+        f"On the command line this is --method {name} --estimator {choice.estimator}: "
+        f"--method {name}{_default(name)} alone is {method.estimator} "
+        f"{'with' if compensated else 'without'} compensation."
+    )
+
+
+def _default(name: str) -> str:
+    return " (the command line's default)" if name == DEFAULT else ""
+
+
+def _load_command(folder: Path, told: str, *, stock: bool) -> str:
+    imports = _IMPORTS["stock" if stock else "ragged"]
+    code = f'{imports}\n\nmodel = AutoModelForCausalLM.from_pretrained("{folder}")'
+    return f"{status(told)}<pre>{html.escape(code)}</pre>"

@@ -1,0 +1,383 @@
+"""One text under the lens: what pruning does to it, and which atoms serve it.
+
+The tab that runs `heapr_lab.evaluation.traces` and shows its frames through
+`passage_html`. Importing this needs no torch.
+"""
+
+from typing import TYPE_CHECKING, Any, Final
+
+import ipywidgets as ipw
+import numpy as np
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.columns import KEYS
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
+from heapr_lab.panel.passage_html import (
+    contexts_html,
+    continuations_html,
+    losses_html,
+    routing_html,
+)
+from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.pruning.masks import KeepMask
+
+if TYPE_CHECKING:
+    from heapr_lab.evaluation.traces import Passage
+    from heapr_lab.workbench.workbench import Workbench
+
+_LONGEST: Final = 2048
+"""Tokens of a text that are read and shown, at most."""
+_N_SHOWN: Final = 20
+_NO_MODEL = (
+    "There is a table but no model here, so no text can be read; make the session of a "
+    "Workbench: open_workbench('lab')."
+)
+_PROMPT = (
+    "Return the sum of the array elements over the given axis. If axis is None, the "
+    "sum of all elements is returned."
+)
+
+
+def nearest_the_cut(
+    table: ImportanceTable, keep: KeepMask, *, estimator: str, n: int = _N_SHOWN
+) -> pd.DataFrame:
+    """The removed atoms with the highest scores: the next to stay, were fewer to go.
+
+    Returns:
+        Columns layer, expert, atom, score; highest first.
+    """
+    scores = table.scores(estimator)
+    removed = np.flatnonzero(~keep.rows)
+    if len(removed) > n:  # a model has millions of atoms: only the chosen are sorted
+        removed = np.sort(removed[np.argpartition(scores[removed], -n)[-n:]])
+    best = removed[np.argsort(-scores[removed], kind="stable")]
+    columns = {name: table.column(name)[best] for name in KEYS}
+    return pd.DataFrame(columns | {"score": scores[best]})
+
+
+# --- the tab ----------------------------------------------------------------------
+
+
+class InspectTab(ipw.VBox):
+    """What pruning does to a text of one's own, and what single atoms answer to.
+
+    Attributes:
+        session: whose model is read and whose choice is the pruned model.
+        losses: what was compared last, as `traces.token_losses` has it; and so
+            `routes`, `atoms`, `contexts`, `continuations` (the dense, the pruned).
+    """
+
+    losses: pd.DataFrame | None = None
+    routes: pd.DataFrame | None = None
+    atoms: pd.DataFrame | None = None
+    contexts: pd.DataFrame | None = None
+    continuations: tuple[pd.DataFrame, pd.DataFrame] | None = None
+
+    def __init__(self, session: PruningSession) -> None:
+        """Lay the tab out.
+
+        Args:
+            session: what is looked at; without a workbench the tab says that a model
+                is needed, and offers nothing.
+        """
+        self.session = session
+        if session.workbench is None:
+            super().__init__([ipw.HTML(status(_NO_MODEL))])
+            return
+        self._build_text()
+        self._build_routing()
+        self._build_atom()
+        super().__init__(self._rows())
+        self.text.observe(self._limit_position, names="value")
+        boxes = (self.layer, self.position, self.atom_layer, self.expert, self.atom)
+        for setting in (self.text, self.n_tokens, *boxes):
+            setting.observe(self._check, names="value")
+        self.nearest.observe(self._take_atom, names="value")
+        self._limit_position()
+        self.refresh()
+
+    # --- layout -----------------------------------------------------------------
+
+    def _build_text(self) -> None:
+        self.text = ipw.Textarea(
+            _PROMPT,
+            description="text",
+            rows=4,
+            continuous_update=False,
+            layout={"width": "95%"},
+        )
+        self.n_tokens = _number("tokens to write", 40, least=1, most=1000)
+        self.generate = Job(
+            "Generate",
+            self._work_generate,
+            tooltip="continue the text with the dense and with the pruned model",
+        )
+        self.generated = Shown(lambda: (self.session.choice, *self._of_generate()))
+        self.compare = Job(
+            "Compare losses",
+            self._work_compare,
+            tooltip="what each token of the text costs the dense and the pruned model",
+        )
+        self.compared = Shown(lambda: (self.session.choice, self.text.value))
+
+    def _build_routing(self) -> None:
+        layers = self.session.table.shapes()
+        limits = {"least": min(layers), "most": max(layers)}
+        self.layer = _number("layer of the token", min(layers), **limits)
+        self.position = _number("position of the token", 1, least=0, most=1)
+        self.route = Job(
+            "Show routing",
+            self._work_route,
+            tooltip="which experts and atoms serve the token",
+        )
+        self.routed = Shown(lambda: (self.session.choice, *self._of_route()))
+
+    def _build_atom(self) -> None:
+        shapes = self.session.table.shapes()
+        n_experts, d_inter = np.max(list(shapes.values()), axis=0).tolist()
+        layers = {"least": min(shapes), "most": max(shapes)}
+        self.atom_layer = _number("layer of the atom", min(shapes), **layers)
+        self.expert = _number("expert", 0, least=0, most=n_experts - 1)
+        self.atom = _number("atom", 0, least=0, most=d_inter - 1)
+        self.nearest = ipw.Dropdown(
+            description="about to be pruned",
+            style={"description_width": "initial"},
+            layout={"width": "460px"},
+        )
+        self.note = ipw.HTML()
+        self.show_contexts = Job(
+            "Show contexts",
+            self._work_contexts,
+            tooltip="where in the calibration corpus the atom is most active",
+        )
+        self.contexts_view = Shown(lambda: (self.session.choice, *self._of_atom()))
+
+    def _rows(self) -> list[ipw.Widget]:
+        return [
+            _heading("Continue a text"),
+            self.text,
+            self.n_tokens,
+            self.generate,
+            self.generated,
+            _heading("Where pruning hurts the text"),
+            self.compare,
+            self.compared,
+            _heading("Which experts and atoms serve a token"),
+            ipw.HBox([self.layer, self.position]),
+            self.route,
+            self.routed,
+            _heading("What an atom answers to"),
+            self.nearest,
+            ipw.HBox([self.atom_layer, self.expert, self.atom]),
+            self.note,
+            self.show_contexts,
+            self.contexts_view,
+        ]
+
+    # --- what follows the choice and the controls ---------------------------------
+
+    def refresh(self) -> None:
+        """Offer the atoms nearest the cut; to be called when the choice changed."""
+        if self.session.workbench is None:
+            return
+        self._check()
+        try:
+            found = nearest_the_cut(
+                self.session.table,
+                self.session.keep,
+                estimator=self.session.choice.estimator,
+            )
+        except SpecError as error:  # a choice that cannot be had
+            self._offer([("none: these settings are infeasible", ())])
+            self.note.value = alert(str(error))
+            return
+        self.note.value = ""
+        first = "choose an atom" if len(found) else "none: nothing is pruned"
+        names = [_atom_name(row) for row in found.itertuples()]
+        keys = found[list(KEYS)].itertuples(index=False, name=None)
+        self._offer([(first, ()), *zip(names, keys, strict=True)])
+
+    def _check(self, _change: Any = None) -> None:
+        """Mark the results that are out of date."""
+        for shown in (self.generated, self.compared, self.routed, self.contexts_view):
+            shown.check()
+
+    def _of_generate(self) -> tuple[Any, ...]:
+        return self.text.value, self.n_tokens.value
+
+    def _of_route(self) -> tuple[Any, ...]:
+        return self.text.value, self.layer.value, self.position.value
+
+    def _of_atom(self) -> tuple[Any, ...]:
+        return self.atom_layer.value, self.expert.value, self.atom.value
+
+    def _offer(self, options: list[tuple[str, tuple[int, ...]]]) -> None:
+        """Fill the list, its first entry, which is no atom, being shown."""
+        self.nearest.options = options
+        self.nearest.index = 0
+
+    def _take_atom(self, change: Any) -> None:
+        """Put the chosen atom into the boxes."""
+        if change["new"]:
+            boxes = (self.atom_layer, self.expert, self.atom)
+            for box, value in zip(boxes, change["new"], strict=True):
+                box.value = value
+
+    def _limit_position(self, _change: Any = None) -> None:
+        """Let only positions be chosen that the text has."""
+        try:
+            self.position.max = len(self._passage().tokens) - 1
+        except SpecError:  # said when the text is to be read
+            self.position.max = 0
+
+    # --- what the buttons start ---------------------------------------------------
+
+    def _work_generate(self, report: Report) -> None:
+        from heapr_lab.evaluation.traces import continue_text
+
+        bench, n_tokens, asked = self._bench, self.n_tokens.value, self._of_generate()
+        choice, keep, pruned = self._chosen()
+        prompt = self._passage(room=n_tokens)
+
+        def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
+            return continue_text(
+                bench.model,
+                bench.tokenizer,
+                prompt=prompt,
+                n_tokens=n_tokens,
+                keep=mask,
+                progress=lambda done, total: report(
+                    before + done, 2 * total, f"{name}: token {done} of {total}"
+                ),
+            )
+
+        frames = write("dense", None, 0), write("pruned", keep, n_tokens)
+        self.continuations = frames
+        view = continuations_html(prompt.text, *frames, pruned=pruned)
+        self.generated.show(_left_out(prompt, "beginning") + view, (choice, *asked))
+
+    def _work_compare(self, report: Report) -> None:
+        from heapr_lab.evaluation.traces import token_losses
+
+        choice, keep, pruned = self._chosen()
+        text, passage = self.text.value, self._passage()
+        report(0, 2, "dense")
+        self.losses = token_losses(
+            self._bench.model,
+            passage,
+            keep=keep,
+            progress=lambda done, total: report(done, total, "pruned"),
+        )
+        view = losses_html(self.losses, pruned=pruned)
+        self.compared.show(_left_out(passage, "end") + view, (choice, text))
+
+    def _work_route(self, report: Report) -> None:
+        from heapr_lab.evaluation.traces import atoms_of_token, routing
+
+        model = self._bench.model
+        asked = self._of_route()
+        _, layer, position = asked
+        choice, keep, pruned = self._chosen()
+        passage = self._passage()
+        report(0, 2, "atoms")
+        self.atoms = atoms_of_token(model, passage, layer=layer, position=position)
+        report(1, 2, "experts")
+        self.routes = routing(model, passage)
+        report(2, 2)
+        view = routing_html(
+            self.routes,
+            self.atoms,
+            keep=keep,
+            layer=layer,
+            position=position,
+            pruned=pruned,
+        )
+        self.routed.show(_left_out(passage, "end") + view, (choice, *asked))
+
+    def _work_contexts(self, report: Report) -> None:
+        from heapr_lab.evaluation.traces import top_contexts
+        from heapr_lab.workbench.workbench import Setting
+
+        bench, asked = self._bench, self._of_atom()
+        place = dict(zip(KEYS, asked, strict=True))
+        choice, keep, pruned = self._chosen()
+        report(0, 1, "reading the corpus")
+        windows = bench.calibration_set(self.session.setting or Setting(0.0))
+        self.contexts = top_contexts(
+            bench.model,
+            windows,
+            tokenizer=bench.tokenizer,
+            **place,
+            progress=lambda done, total: report(
+                done, total, f"window {done} of {total}"
+            ),
+        )
+        kept = keep.by_layer(place["layer"])[place["expert"], place["atom"]]
+        named = ", ".join(f"{name} {number}" for name, number in place.items())
+        told = (
+            f"{named.capitalize()}: {'kept' if kept else 'pruned'}. Looked through: "
+            f"{windows.n_sequences} windows of {windows.label}. Masked model: {pruned}."
+        )
+        view = contexts_html(self.contexts, told=told)
+        self.contexts_view.show(view, (choice, *asked))
+
+    # --- what they work on --------------------------------------------------------
+
+    @property
+    def _bench(self) -> "Workbench":
+        bench = self.session.workbench
+        assert bench is not None  # the buttons are there only with one
+        return bench
+
+    def _passage(self, *, room: int = 0) -> "Passage":
+        from heapr_lab.evaluation.traces import read_passage
+
+        bench = self._bench
+        return read_passage(
+            bench.model,
+            bench.tokenizer,
+            text=self.text.value,
+            room=room,
+            most=_LONGEST,
+        )
+
+    def _chosen(self) -> tuple[Choice, KeepMask, str]:
+        """The choice as it is now, its mask, and both in words."""
+        choice = self.session.choice  # once: it may change while work goes on
+        keep = self.session.keep_of(choice)
+        removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
+        return choice, keep, f"{removed} ({choice.text}), masked, not compensated"
+
+
+def _atom_name(row: Any) -> str:
+    return (
+        f"layer {row.layer}, expert {row.expert}, atom {row.atom} (score "
+        f"{row.score:.3g})"
+    )
+
+
+def _left_out(passage: "Passage", part: str) -> str:
+    """A line about what was not read."""
+    if not passage.n_left_out:
+        return ""
+    return status(
+        f"The text is longer than what is read of it: {passage.n_left_out} tokens at "
+        f"its {part} are left out."
+    )
+
+
+def _number(name: str, value: int, *, least: int, most: int) -> ipw.BoundedIntText:
+    return ipw.BoundedIntText(
+        value,
+        min=least,
+        max=most,
+        description=name,
+        style={"description_width": "initial"},
+        layout={"width": "220px"},
+    )
+
+
+def _heading(text: str) -> ipw.HTML:
+    return ipw.HTML(f'<h3 style="margin:12px 0 0">{text}</h3>')

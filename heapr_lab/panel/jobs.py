@@ -1,0 +1,191 @@
+"""Work behind a button: in a thread, with progress, time left, Cancel, and errors."""
+
+import html
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import ipywidgets as ipw
+
+from heapr_lab.errors import HeaprLabError
+
+_OUT_OF_DATE = (
+    "Out of date: made with other settings or another text than those above now; press "
+    "the button again."
+)
+logger = logging.getLogger(__name__)
+
+
+class Report(Protocol):
+    """What work tells how far it is; raises `CancelledError` once it is to stop."""
+
+    def __call__(self, done: float, total: float, text: str = "") -> None:
+        """So much is done of so much; `text` says of what."""
+
+
+class CancelledError(Exception):
+    """Ends the work of a job whose Cancel button was pressed."""
+
+
+class Job(ipw.VBox):
+    """A button that starts `work`, what it shows meanwhile, and a Cancel button.
+
+    One piece of work at a time; the kernel stays usable. What the work raises is shown
+    below the button, as an alert.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[Report], None], *, tooltip: str = ""
+    ) -> None:
+        """Lay out the button.
+
+        Args:
+            name: what the button says.
+            work: called in a thread with a `Report`; sets the values of widgets itself.
+            tooltip: what pressing it does.
+        """
+        self.work = work
+        self.button = ipw.Button(
+            description=name, button_style="primary", tooltip=tooltip or name
+        )
+        self.cancel_button = ipw.Button(description="Cancel", disabled=True)
+        self.bar = ipw.FloatProgress(min=0.0, max=1.0, description="progress")
+        self.bar.layout.visibility = "hidden"
+        self.text = ipw.HTML()
+        self.error = ipw.HTML()
+        self._stop = threading.Event()
+        self._worker: threading.Thread | None = None
+        self._began = 0.0
+        row = ipw.HBox([self.button, self.cancel_button, self.bar, self.text])
+        super().__init__([row, self.error])
+        self.button.on_click(self.start)
+        self.cancel_button.on_click(self.cancel)
+
+    @property
+    def running(self) -> bool:
+        """Whether work is going on."""
+        return self._worker is not None and self._worker.is_alive()
+
+    def start(self, _button: ipw.Button | None = None) -> None:
+        """Begin, unless it is running; what the button does."""
+        if self.running:
+            return
+        self._stop.clear()
+        self._began = time.monotonic()
+        self._show_running(True, "starting")
+        self._worker = threading.Thread(target=self._run, daemon=True)
+        self._worker.start()
+
+    def cancel(self, _button: ipw.Button | None = None) -> None:
+        """End the work at its next report."""
+        self._stop.set()
+        self.cancel_button.disabled = True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when nothing is running, or after `timeout` seconds."""
+        if self._worker is not None:
+            self._worker.join(timeout)
+
+    def fail(self, error: Exception) -> None:
+        """Show what went wrong."""
+        self.error.value = failure(error)
+
+    def _run(self) -> None:
+        message = ""
+        try:
+            self.work(self._report)
+        except CancelledError:
+            message = "cancelled"
+        except Exception as error:  # a thread's exception is seen by nobody
+            self.fail(error)
+        finally:
+            self._show_running(False, message)
+
+    def _report(self, done: float, total: float, text: str = "") -> None:
+        if self._stop.is_set():
+            raise CancelledError
+        share = done / total if total else 0.0
+        self.bar.value = share
+        left = ""
+        if 0 < share < 1:
+            seconds = (time.monotonic() - self._began) * (1 - share) / share
+            left = f", about {int(seconds) // 60}:{int(seconds) % 60:02d} left"
+        self.text.value = status(f"{text}: {done:g} of {total:g}{left}")
+
+    def _show_running(self, running: bool, message: str) -> None:
+        if running:
+            self.error.value = ""
+            self.bar.value = 0.0
+        self.bar.layout.visibility = "visible" if running else "hidden"
+        self.text.value = status(message)
+        self.button.disabled = running
+        self.cancel_button.disabled = not running
+
+
+STALE = "heapr-stale"
+"""Class of what is out of date: text says so, and it is grey."""
+
+
+def stale_style() -> ipw.HTML:
+    """What makes `STALE` grey; to stand once in a panel."""
+    rule = f".{STALE} {{opacity: 0.35; filter: grayscale(1)}}"
+    return ipw.HTML(f"<style>{rule}</style>", layout={"display": "none"})
+
+
+class Shown(ipw.VBox):
+    """A result with what it was made of, greyed once something else is asked for."""
+
+    def __init__(self, now: Callable[[], object]) -> None:
+        """Show nothing.
+
+        Args:
+            now: what a result would be made of now; a `HeaprLabError` is as anything
+                else than before.
+        """
+        self._view, self.note = ipw.HTML(), ipw.HTML()
+        self._now = now
+        self._made_of: object = None
+        super().__init__([self.note, self._view])
+
+    @property
+    def value(self) -> str:
+        """The result as HTML."""
+        return str(self._view.value)
+
+    def show(self, view: str, made_of: object) -> None:
+        """Show a result."""
+        self._view.value, self._made_of = view, made_of
+        self.check()
+
+    def check(self, _change: object = None) -> None:
+        """Say so if what is shown is out of date."""
+        stale = bool(self.value) and self._made_of != self._asked()
+        self.note.value = status(_OUT_OF_DATE) if stale else ""
+        (self._view.add_class if stale else self._view.remove_class)(STALE)
+
+    def _asked(self) -> object:
+        try:
+            return self._now()
+        except HeaprLabError:
+            return HeaprLabError
+
+
+def status(text: str) -> str:
+    """HTML that a screen reader says when it changes."""
+    return f'<div role="status" aria-live="polite">{html.escape(text)}</div>'
+
+
+def failure(error: Exception) -> str:
+    """An error as an alert; one that nobody foresaw with its type, and logged whole."""
+    if isinstance(error, HeaprLabError):
+        return alert(str(error))
+    logger.error("a panel caught an error", exc_info=error)
+    return alert(f"{type(error).__name__}: {error}")
+
+
+def alert(text: str) -> str:
+    """HTML that a screen reader says at once."""
+    color = "var(--jp-error-color1, #b00020)"
+    return f'<div role="alert" style="color:{color}">{html.escape(text)}</div>'

@@ -1,0 +1,334 @@
+"""The panel: controls above, and a tab for each thing one does with a choice."""
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as ipw
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import at_context
+from heapr_lab.panel.compare_tab import CompareTab
+from heapr_lab.panel.controls import Controls
+from heapr_lab.panel.evaluate_tab import EvaluateTab
+from heapr_lab.panel.export_tab import ExportTab
+from heapr_lab.panel.inspect_tab import InspectTab
+from heapr_lab.panel.jobs import STALE, failure, stale_style, status
+from heapr_lab.panel.passage_html import table_html
+from heapr_lab.panel.pictures import ChoicePicture
+from heapr_lab.panel.session import Choice, PruningSession
+
+if TYPE_CHECKING:
+    from heapr_lab.workbench.workbench import Setting, Workbench
+
+TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
+_CAPTION = (
+    "Left: removed share of each layer; dashed, of all layers together. Middle: each "
+    "expert in the colour of its traffic, fading to white as its atoms go. Right: all "
+    "scores, those that go in front; dashed, the highest of them; of whole experts, "
+    "where those go. Scores that are not above 0 stand in the first bin."
+)
+
+
+class Explorer(ipw.VBox):
+    """A `PruningSession` to be moved by hand.
+
+    Attributes:
+        session: what is shown; its `points` hold everything that was evaluated.
+        controls: what a choice is set with.
+    """
+
+    def __init__(
+        self,
+        session: PruningSession,
+        *,
+        corpora: Sequence[str] = ("pydocs",),
+        tasks: Sequence[str] = ("continuation",),
+    ) -> None:
+        """Lay the panel out and show the session's choice.
+
+        Args:
+            session: what to show.
+            corpora: on whose test splits perplexity can be measured.
+            tasks: whose accuracy can be measured.
+        """
+        self.session = session
+        self.controls = Controls(session.table, session.choice, self.refresh)
+        self.status = ipw.HTML()
+        self.error = ipw.HTML()
+        # As wide as it was drawn at most: stretched, its text would blur.
+        self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
+        self.numbers = ipw.HTML()
+        self.layers = ipw.HTML()
+        self.behind = ipw.Accordion([self.layers], titles=["Numbers of each layer"])
+        self.prediction = ipw.HTML()
+        self._picture = ChoicePicture(session.table)
+        self._drawn = "none yet"
+        self.evaluation = EvaluateTab(
+            session, corpora=corpora, tasks=tasks, on_points=self._on_points
+        )
+        self.inspection = InspectTab(session)
+        self.comparison = CompareTab(session)
+        self.export = ExportTab(session)
+        self.tabs = ipw.Tab(
+            [
+                ipw.VBox(
+                    [
+                        self.picture,
+                        ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>"),
+                        self.behind,
+                        self.numbers,
+                        self.prediction,
+                    ]
+                ),
+                self.evaluation,
+                self.inspection,
+                self.comparison,
+                self.export,
+            ],
+            titles=TABS,
+        )
+        super().__init__(
+            [stale_style(), self.controls, self.status, self.error, self.tabs]
+        )
+        self.tabs.observe(self._refresh_tab, names="selected_index")
+        self.behind.observe(self._show_layers, names="selected_index")
+        self.refresh()
+
+    def __repr__(self) -> str:
+        # What a notebook shows where no kernel runs: text that is always the same.
+        return f"Explorer({self._drawn}; run the notebook to use it)"
+
+    def refresh(self) -> None:
+        """Select, count and draw what the controls say."""
+        try:
+            self._show()
+        except Exception as error:  # an observer's exception is seen by nobody
+            self._fail(error)
+
+    def _show(self) -> None:
+        session = self.session
+        session.choose(self.controls.choice)
+        self.controls.show_scope(session.choice.scope, fixed=session.scope_is_fixed)
+        if self.controls.to_target:
+            self._solve_for_target()
+        keep = session.keep
+        picture = self._picture.draw(
+            keep,
+            estimator=session.choice.estimator,
+            granularity=session.choice.granularity,
+        )
+        with self.hold_sync():
+            self.status.value = status(session.describe())
+            self.picture.value = picture
+            self.error.value = ""
+            for widget in (self.picture, self.behind):
+                widget.remove_class(STALE)
+        self._drawn = session.choice.text
+        self._show_numbers()
+        self.export.refresh()
+        self._refresh_tab()
+        self._show_layers()
+
+    def _refresh_tab(self, _change: Any = None) -> None:
+        """Let the tab that is seen follow the choice, where that costs something."""
+        shown = TABS[self.tabs.selected_index or 0]
+        if shown == "Inspect":
+            self.inspection.refresh()
+        elif shown == "Evaluate":
+            self.evaluation.follow()
+
+    def _solve_for_target(self) -> None:
+        """Set the ratio that the loss allows on the first corpus evaluated on."""
+        corpora = self.evaluation.corpora
+        corpus = (corpora.value or corpora.options)[0]
+        ratio = self.session.ratio_for_loss(self.controls.rise.value, corpus)
+        self.controls.show_ratio(ratio)
+        self.session.choose(self.controls.choice)
+
+    def _show_numbers(self) -> None:
+        self.numbers.value = numbers_html(self.session)
+        text = ""
+        if self.session.workbench is not None:
+            text = status(self.session.describe_prediction())
+        self.prediction.value = text
+
+    def _show_layers(self, _change: Any = None) -> None:
+        """The numbers behind the picture, while they can be seen."""
+        if self.behind.selected_index is not None:
+            self.layers.value = table_html(layers_frame(self.session))
+
+    def _on_points(self) -> None:
+        if not self.error.value:
+            self._show_numbers()
+        self.comparison.refresh()
+
+    def _fail(self, error: Exception) -> None:
+        self.session.reject(error)
+        self.error.value = failure(error)
+        self.status.value = status(
+            "These settings are infeasible. Out of date: the picture and the numbers "
+            f"of each layer below are still those of {self._drawn}."
+        )
+        self.numbers.value = self.prediction.value = ""
+        for widget in (self.picture, self.behind):
+            widget.add_class(STALE)
+        self.export.refresh()
+        self._refresh_tab()
+
+
+def layers_frame(session: PruningSession) -> pd.DataFrame:
+    """What the picture shows, a row for each layer: removed, widths left, traffic.
+
+    Columns: layer, removed (share of its atoms), width of its narrowest, mean and
+    widest expert, experts that are gone, and busiest, the traffic of its busiest expert
+    over an even share.
+    """
+    keep = session.keep
+    widths = keep.widths()
+    frame = pd.DataFrame(
+        {
+            "layer": list(keep.layers),
+            "removed": keep.layer_ratios().map("{:.1%}".format).to_numpy(),
+            "narrowest": widths.min(axis=1).to_numpy(),
+            "mean width": widths.mean(axis=1).map("{:.1f}".format).to_numpy(),
+            "widest": widths.max(axis=1).to_numpy(),
+            "experts gone": widths.eq(0).sum(axis=1).to_numpy(),
+        }
+    )
+    if "tokens" in session.table.frame:
+        tokens = session.table.expert_tokens().groupby("layer")["tokens"]
+        busiest = (tokens.max() / tokens.mean()).map("{:.2f}".format)
+        frame["busiest [× even share]"] = busiest.to_numpy()
+    return frame
+
+
+def numbers_html(session: PruningSession) -> str:
+    """What is left and saved, and the predicted loss with its range, as a table."""
+    keep = session.keep
+    rows = [("atomic experts", keep.n_atoms, keep.n_kept)]
+    saved = session.savings()
+    if saved is not None:
+        row = saved.iloc[0]
+        rows += [
+            ("parameters", row.parameters_before, row.parameters_after),
+            (f"bytes ({session.bytes_are()})", row.bytes_before, row.bytes_after),
+            (
+                f"FLOPs per token, {at_context(row.seq_len)}",
+                row.flops_before,
+                row.flops_after,
+            ),
+        ]
+    body = "".join(
+        _table_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{1 - after / before:.1%}")
+        for name, before, after in rows
+    )
+    if saved is not None:
+        share = f"{saved.iloc[0].routed_flops_reduction:.1%}"
+        body += _table_row("FLOPs of the routed experts", "", "", share)
+    for found in session.measured().to_dict("records"):
+        name = f"measured Δloss on {found['dataset']} [nats per token]"
+        body += _table_row(name, "", f"{found['delta_nll']:.3g}", "")
+    for found in session.predictions().to_dict("records"):
+        loss, spread = found["delta_nll"], found["spread"]
+        span = "range unknown" if not spread else _span(loss, spread)
+        name = f"predicted Δloss on {found['dataset']} [nats per token]"
+        body += _table_row(name, "", f"{loss:.3g}", span)
+    heads = ("", "dense", "pruned", "saved")
+    head = "".join(f'<th style="text-align:right">{name}</th>' for name in heads)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _span(loss: float, spread: float) -> str:
+    return f"{loss / spread:.3g} to {loss * spread:.3g}"
+
+
+def _table_row(name: str, *cells: str) -> str:
+    right = "text-align:right;padding:0 8px;font-variant-numeric:tabular-nums"
+    values = "".join(f'<td style="{right}">{html.escape(cell)}</td>' for cell in cells)
+    return f'<tr><th style="text-align:left">{html.escape(name)}</th>{values}</tr>'
+
+
+def explore(
+    source: "Workbench | ImportanceTable | PruningSession | Path | str",
+    *,
+    corpora: Sequence[str] | None = None,
+    tasks: Sequence[str] | None = None,
+    choice: Choice | None = None,
+    setting: "Setting | None" = None,
+) -> Explorer:
+    """The panel of a model, or of a table alone.
+
+    Args:
+        source: a workbench, whose importance is measured if it is not yet; a table,
+            with which all works that does not run the model; the path of a table's
+            parquet file; or a model as `open_workbench` takes it.
+        corpora: on whose test splits perplexity can be measured; by default those that
+            can be had here.
+        tasks: whose accuracy can be measured; by default those that can be had here.
+        choice: what to show first.
+        setting: what a workbench measures the importance with; its estimator
+            "elimination" adds the scores of `eliminate`.
+
+    Raises:
+        SpecError: `source` is something else.
+
+    Example:
+        >>> explore("lab")  # doctest: +SKIP
+    """
+    session = session_of(source, setting)
+    session.choose(choice or session.choice)
+    here: dict[str, Any] = {"corpora": corpora, "tasks": tasks}
+    if session.workbench is not None:
+        here = _what_can_be_had(**here)
+    return Explorer(session, **{k: v for k, v in here.items() if v is not None})
+
+
+def session_of(
+    source: "Workbench | ImportanceTable | PruningSession | Path | str",
+    setting: "Setting | None" = None,
+) -> PruningSession:
+    """The session of what `explore` takes.
+
+    Raises:
+        SpecError: `source` is something else.
+    """
+    if isinstance(source, PruningSession):
+        return source
+    if isinstance(source, str | Path):
+        source = _opened(str(source))
+    if isinstance(source, ImportanceTable):
+        return PruningSession(source)
+    if not hasattr(source, "importance"):
+        raise SpecError(
+            f"cannot explore a {type(source).__name__}: expected a Workbench, an "
+            "ImportanceTable, the path of a table, or the name of a model"
+        )
+    table = source.importance(setting)
+    return PruningSession(table, workbench=source, setting=setting)
+
+
+def _opened(name: str) -> "Workbench | ImportanceTable":
+    if name.endswith(".parquet"):
+        return ImportanceTable.read(name)
+    from heapr_lab.workbench.workbench import open_workbench
+
+    return open_workbench(name)
+
+
+def _what_can_be_had(
+    *, corpora: Sequence[str] | None, tasks: Sequence[str] | None
+) -> dict[str, Sequence[str]]:
+    """The corpora and tasks asked for, or those that this machine has."""
+    from heapr_lab.evaluation.harness import available_tasks
+    from heapr_lab.experiments.paper import test_corpora
+
+    if tasks is None:
+        tasks = ("continuation", *available_tasks())
+    return {
+        "corpora": test_corpora()[0] if corpora is None else corpora,
+        "tasks": tasks,
+    }

@@ -1,0 +1,460 @@
+"""Pictures that are drawn once and then only changed, for sliders to move.
+
+Drawing a whole figure takes about a tenth of a second. Here everything that stays is
+drawn once and kept as pixels; a change draws the bars and cells alone on top of it.
+"""
+
+import functools
+import io
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from heapr_lab.figures import layer_ratios_data, plot_layer_ratios, styled
+from heapr_lab.figures.paper import paper_dense, paper_table
+from heapr_lab.figures.style import ATOM_COLOR, PAPER_GREY
+from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.session import Choice
+from heapr_lab.pruning.masks import KeepMask
+
+_DPI = 100
+_N_BINS = 80
+_TRAFFIC = LinearSegmentedColormap.from_list("", ["#0072B2", "#7A4988", "#D55E00"])
+"""From idle to busy; no colour of it is near white, to which cells fade."""
+_IDLE = 0.93
+"""Grey of cells where no expert is."""
+_PAPER_MODEL = "DeepSeekMoE-16B-Base"
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_LEGEND_WIDTH = 44
+
+# matplotlib's caches of fonts and text are not made for two threads at once.
+_DRAWING = threading.RLock()
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _alone(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, while no other thread draws."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _DRAWING:
+            return function(*args, **kwargs)
+
+    return run
+
+
+class ChoicePicture:
+    """What goes: a bar for each layer, a cell for each expert, a bin of scores each.
+
+    A cell's colour is the traffic of its expert, relative to an even share, and fades
+    to white as its atoms go. In the histogram what is removed stands in front of all.
+    """
+
+    @_alone
+    @styled
+    def __init__(self, table: ImportanceTable) -> None:
+        """Draw what does not change.
+
+        Args:
+            table: the table whose masks will be shown.
+        """
+        full = KeepMask.full(table)
+        size = (11.0, min(6.0, 2.9 + 0.07 * max(0, len(full.layers) - 8)))
+        self.figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+        bars, cells, bins = self.figure.subplots(1, 3, width_ratios=[1.0, 1.5, 1.1])
+        self.table = table
+        self._widest = full.widths().to_numpy(dtype=float)
+        self._colors = _traffic_colors(table, full, cells)
+        plot_layer_ratios(layer_ratios_data({0.0: full}), ax=bars)
+        legend = bars.get_legend()
+        assert legend is not None
+        legend.remove()  # it names a ratio, which changes; text says what the line is
+        bars.set_ylim(0, 1)
+        self._bars, self._line = _rectangles(bars), bars.get_lines()[0]
+        self._cells = _image(cells, self._colors, full.layers)
+        self._bins = _Bins(bins)
+        self._shown = "", ""
+        self._canvas = _settle(self.figure)
+        self._moving: list[Artist] = [
+            *self._bars, self._line, self._cells, *self._bins.artists,
+        ]  # fmt: skip
+        for artist in self._moving:
+            artist.set_animated(True)
+        self._draw_background()
+
+    def _draw_background(self) -> None:
+        self._canvas.draw()
+        self._background = self._canvas.copy_from_bbox(self.figure.bbox)
+
+    @_alone
+    def draw(
+        self, keep: KeepMask, *, estimator: str, granularity: str = "atom"
+    ) -> bytes:
+        """The picture of `keep`, as PNG, with the scores that it was selected by.
+
+        Args:
+            keep: what stays.
+            estimator: of the scores.
+            granularity: "atom", or "expert": then each is the sum of an expert's.
+        """
+        if (estimator, granularity) != self._shown:
+            self._bins.show(self.table, estimator, granularity)
+            self._shown = estimator, granularity
+            self._draw_background()
+        for bar, ratio in zip(self._bars, keep.layer_ratios(), strict=True):
+            bar.set_height(ratio)
+        self._line.set_ydata([keep.achieved_ratio] * 2)
+        widths = keep.widths().to_numpy(dtype=float, na_value=np.nan)
+        share = np.nan_to_num(widths / self._widest, nan=1.0)[..., None]
+        self._cells.set_data(1 - share * (1 - self._colors))
+        self._bins.remove(keep)
+        self._canvas.restore_region(self._background)
+        for artist in self._moving:
+            assert artist.axes is not None
+            artist.axes.draw_artist(artist)
+        return _png(_pixels(self._canvas))
+
+
+class _Bins:
+    """A histogram of scores on a logarithmic axis, and how much of it is removed."""
+
+    def __init__(self, ax: Axes) -> None:
+        self.ax = ax
+        edges = np.linspace(0, 1, _N_BINS + 1)
+        self.all = ax.stairs(np.zeros(_N_BINS), edges, fill=True, color="0.8")
+        self.gone = ax.stairs(np.zeros(_N_BINS), edges, fill=True, color=ATOM_COLOR)
+        self.cut = ax.axvline(0, color="0.2", lw=1.2, ls="--")
+        self.artists: list[Artist] = [self.gone, self.cut]
+        self._bins = np.zeros(0, np.uint8)
+        self._firsts: np.ndarray | None = None
+        """Row of each expert's first atom, where whole experts are shown."""
+        self._edges: np.ndarray = edges
+
+    def show(self, table: ImportanceTable, estimator: str, granularity: str) -> None:
+        """All scores; those that are not above 0 stand in the first bin."""
+        scores = table.scores(estimator)
+        self._firsts = None
+        if granularity == "expert":
+            self._firsts = _first_rows(table)
+            scores = np.add.reduceat(scores, self._firsts)
+        unit = find_estimator(estimator).unit
+        self.ax.set_xlabel(f"log10 of the score [{unit}]")
+        name = "atomic experts" if granularity == "atom" else "whole experts"
+        self.ax.set_ylabel(f"{name} [count]")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log10(scores)
+        finite = logs[np.isfinite(logs)]
+        low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
+        step = max((high - low) / (_N_BINS - 1), 1e-9)
+        self._edges = low + step * (np.arange(_N_BINS + 1, dtype=float) - 1)
+        numbers = np.nan_to_num((logs - low) / step, nan=-1, neginf=-1)
+        self._bins = np.clip(numbers + 1, 0, _N_BINS - 1).astype(np.uint8)
+        counts = np.bincount(self._bins, minlength=_N_BINS)
+        for stairs in (self.all, self.gone):
+            stairs.set_data(counts, self._edges)
+        self.ax.set_xlim(self._edges[0], self._edges[-1])
+        self.ax.set_ylim(0, 1.05 * max(1, counts.max()))
+
+    def remove(self, keep: KeepMask) -> None:
+        """What is gone, and up to which score."""
+        gone = ~keep.rows
+        if self._firsts is not None:
+            gone = gone[self._firsts]
+        counts = np.bincount(self._bins[gone], minlength=_N_BINS)
+        self.gone.set_data(counts, self._edges)
+        last = np.flatnonzero(counts)
+        self.cut.set_visible(len(last) > 0)
+        if len(last):
+            self.cut.set_xdata([self._edges[last[-1] + 1]] * 2)
+
+
+class LossPicture:
+    """Δloss, and accuracy, against ratio, of all points so far.
+
+    A line for each way of choosing in each corpus: the way has colour and marker, the
+    corpus the style of the line.
+    """
+
+    @_alone
+    @styled
+    def __init__(self) -> None:
+        self.ax = _chart(f"Δloss, masked [{PER_TOKEN}] ↓")
+        self.accuracy = _chart("accuracy, masked [%] ↑")
+
+    @_alone
+    def draw(
+        self, points: pd.DataFrame, predicted: pd.DataFrame | None = None
+    ) -> bytes:
+        """The picture of `PruningSession.points`, as PNG: charts of what there is.
+
+        It may run in a thread, so it sets the style of each line itself: matplotlib's
+        style contexts belong to the whole process.
+
+        Args:
+            points: of the session.
+            predicted: columns dataset, ratio, delta_nll: what stands between points.
+        """
+        losses, tasks = points["nll"].notna(), points["accuracy"].notna()
+        ways, charts = _Looks(_COLORS, _MARKERS), []
+        for ax in (self.ax, self.accuracy):
+            _clear(ax)
+        if losses.any() or not tasks.any():
+            self._losses(points[losses], predicted, ways)
+            charts.append(self.ax)
+        if tasks.any():
+            _accuracies(self.accuracy, points[tasks], ways)
+            charts.append(self.accuracy)
+        return _png(np.concatenate([_drawn(ax) for ax in charts]))
+
+    def _losses(
+        self, points: pd.DataFrame, predicted: pd.DataFrame | None, ways: "_Looks"
+    ) -> None:
+        corpora = _Looks(_STYLES)
+        measured = points[points["estimator"].ne("dense")]
+        top = [0.2, 1.5 * float(measured["delta_nll"].max())]
+        for way, dataset, curve in _curves(measured):
+            color, marker = ways.of(way)
+            self.ax.plot(
+                100 * curve["achieved_ratio"],
+                curve["delta_nll"],
+                color=color,
+                marker=marker,
+                linestyle=corpora.of(dataset)[0],
+                linewidth=1.4,
+                markersize=5,
+                label=f"{dataset}: {way}",
+            )
+        if predicted is not None and not predicted.empty:
+            _predictions(self.ax, predicted)
+            top.append(float(predicted["delta_nll"].max()))
+        _paper(self.ax, limit=max(top))
+        _finish(self.ax)
+
+
+def _chart(quantity: str) -> Axes:
+    """An empty chart over the ratio, in a figure of its own."""
+    figure = Figure(figsize=(8.6, 3.4), dpi=_DPI)
+    figure.set_layout_engine("none")  # the house style has one
+    FigureCanvasAgg(figure)
+    ax = figure.add_axes((0.09, 0.15, 0.52, 0.81))  # so that charts stand in line
+    ax.set_xlabel("atomic experts removed [%]")
+    ax.set_ylabel(quantity)
+    return ax
+
+
+def _clear(ax: Axes) -> None:
+    """Take off what was drawn."""
+    for container in list(ax.containers):
+        container.remove()
+    for line in list(ax.get_lines()):
+        line.remove()
+
+
+def _drawn(ax: Axes) -> np.ndarray:
+    """The pixels of the chart."""
+    canvas: Any = ax.figure.canvas
+    canvas.draw()
+    return _pixels(canvas)
+
+
+class _Looks:
+    """Looks that are given out in the order in which they are asked for."""
+
+    def __init__(self, *looks: tuple[str, ...]) -> None:
+        self._looks = looks
+        self._names: list[str] = []
+
+    def of(self, name: str) -> tuple[str, ...]:
+        """Those of `name`, always the same."""
+        if name not in self._names:
+            self._names.append(name)
+        number = self._names.index(name)
+        return tuple(look[number % len(look)] for look in self._looks)
+
+
+def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """The way of choosing in words, the corpus or task, and the points by ratio."""
+    named = points.assign(way=[_way(row) for row in points.to_dict("records")])
+    named = named.astype({"achieved_ratio": float, "delta_nll": float})
+    for (way, dataset), group in named.groupby(["way", "dataset"], sort=False):
+        yield str(way), str(dataset), group.sort_values("achieved_ratio")
+
+
+def _way(point: dict[str, Any]) -> str:
+    values = {field.name: point[field.name] for field in fields(Choice)}
+    if pd.isna(values["multiple"]):
+        values["multiple"] = None
+    else:  # a column with missing values makes floats of the others
+        values["multiple"] = int(values["multiple"])
+    return Choice(**values).rules_text
+
+
+def _predictions(ax: Axes, predicted: pd.DataFrame) -> None:
+    styles = _Looks(("-", "--"))
+    for dataset, group in predicted.groupby("dataset", sort=False):
+        ax.plot(
+            100 * group["ratio"],
+            group["delta_nll"],
+            color="0.5",
+            lw=2 if styles.of(str(dataset))[0] == "-" else 1,
+            ls=(0, (1, 2)),
+            label=f"{dataset}: predicted for this choice",
+        )
+
+
+def _paper(ax: Axes, *, limit: float) -> None:
+    """The paper's own points, hollow, where they do not squeeze ours."""
+    points = paper_losses()
+    points = points[points["delta_nll"] <= limit]
+    ax.plot(
+        100 * points["ratio"],
+        points["delta_nll"],
+        color=PAPER_GREY,
+        marker="o",
+        mfc="none",
+        lw=0,
+        label=f"paper: {_PAPER_MODEL}, WikiText-2,\nnot comparable",
+    )
+
+
+def _accuracies(ax: Axes, points: pd.DataFrame, ways: _Looks) -> None:
+    """Accuracy with its standard error; a line across for the dense model."""
+    tasks = _Looks(_STYLES)
+    for way, task, curve in _curves(points[points["estimator"].ne("dense")]):
+        color, marker = ways.of(way)
+        ax.errorbar(
+            100 * curve["achieved_ratio"],
+            100 * curve["accuracy"].astype(float),
+            yerr=100 * curve["stderr"].astype(float),
+            color=color,
+            marker=marker,
+            linestyle=tasks.of(task)[0],
+            linewidth=1.4,
+            markersize=5,
+            capsize=2,
+            label=f"{task}: {way}",
+        )
+    for row in points[points["estimator"].eq("dense")].itertuples():
+        style = tasks.of(row.dataset)[0]
+        name = f"{row.dataset}: dense"
+        ax.axhline(100 * row.accuracy, color="0.5", lw=1, ls=style, label=name)
+    _finish(ax)
+
+
+def _finish(ax: Axes) -> None:
+    """A legend beside the axes, long names broken; ratios from 0 on."""
+    ax.relim()
+    ax.autoscale_view()
+    ax.set_xlim(left=0, auto=None)  # later points may be further right
+    handles, labels = ax.get_legend_handles_labels()
+    broken = [textwrap.fill(label, _LEGEND_WIDTH) for label in labels]
+    ax.legend(
+        handles, broken, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5)
+    )
+
+
+@_alone
+def drawn_png(draw: Callable[[], Figure]) -> bytes:
+    """A figure that is drawn anew each time, as PNG."""
+    figure = draw()
+    figure.set_dpi(_DPI)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return _png(_pixels(canvas))
+
+
+@functools.cache
+def paper_losses() -> pd.DataFrame:
+    """Ratio and Δloss in nats per token that the paper's perplexities amount to.
+
+    Of HEAPr on its main model; other model and data, so not comparable with ours.
+    """
+    table = paper_table("main_results")
+    rows = table[table["model"].eq(_PAPER_MODEL) & table["method"].eq("HEAPr")]
+    dense = float(paper_dense(_PAPER_MODEL)["perplexity"])
+    losses = np.log(rows["wikitext2_ppl"].astype(float) / dense)
+    return pd.DataFrame({"ratio": rows["ratio"].astype(float), "delta_nll": losses})
+
+
+def _traffic_colors(table: ImportanceTable, full: KeepMask, ax: Axes) -> np.ndarray:
+    """(layers, experts, 3): the colour of each expert when it is whole."""
+    missing = full.widths().isna().to_numpy()
+    shape = missing.shape
+    if "tokens" in table.frame:
+        tokens = table.expert_tokens().pivot(
+            index="layer", columns="expert", values="tokens"
+        )
+        counts = tokens.to_numpy(dtype=float)
+        fair = np.nanmean(counts, axis=1, keepdims=True)
+        traffic = np.divide(counts, fair, out=np.ones(shape), where=fair > 0)
+    else:
+        traffic = np.ones(shape)
+    scale = ScalarMappable(Normalize(0, 2), _TRAFFIC)
+    colors = np.asarray(scale.to_rgba(np.nan_to_num(traffic, nan=1.0)))[..., :3]
+    colors[missing] = _IDLE
+    figure = ax.figure
+    bar = figure.colorbar(scale, ax=ax, pad=0.02, extend="max")
+    bar.set_label("traffic of the expert [× even share]")
+    return colors
+
+
+def _first_rows(table: ImportanceTable) -> np.ndarray:
+    """The row of the first atom of each expert, int64 (experts of all layers,)."""
+    sizes = np.concatenate(
+        [np.full(n_experts, size) for n_experts, size in table.shapes().values()]
+    )
+    return np.concatenate([[0], np.cumsum(sizes)[:-1]])
+
+
+def _image(ax: Axes, colors: np.ndarray, layers: tuple[int, ...]) -> Any:
+    image = ax.imshow(colors, aspect="auto", interpolation="nearest", vmin=0, vmax=1)
+    step = max(1, -(-len(layers) // 24))
+    ax.set_yticks(np.arange(len(layers))[::step], [str(k) for k in layers[::step]])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.grid(visible=False)
+    ax.set_xlabel("expert [index], white: pruned away")
+    ax.set_ylabel("MoE layer [index]")
+    return image
+
+
+def _rectangles(ax: Axes) -> list[Rectangle]:
+    return [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+
+
+def _settle(figure: Figure) -> FigureCanvasAgg:
+    """Lay the figure out, once and for all."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    figure.set_layout_engine("none")
+    return canvas
+
+
+def _pixels(canvas: FigureCanvasAgg) -> np.ndarray:
+    return np.asarray(canvas.buffer_rgba())[..., :3]
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    # Speed over size: the picture travels to a browser on the same machine, mostly.
+    options: dict[str, Any] = {"compress_level": 1}
+    imsave(file, pixels, format="png", dpi=_DPI, pil_kwargs=options)
+    return file.getvalue()

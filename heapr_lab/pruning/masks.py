@@ -1,0 +1,257 @@
+"""Which routed atoms stay.
+
+Layer 1, without torch.
+"""
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import pandas as pd
+
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.repr_html import bars_html, card_html
+from heapr_lab.storage import cache
+
+_KIND = "KeepMask"
+_COLUMNS = {"layer": "i", "expert": "i", "atom": "i", "keep": "b"}
+"""Of a file, with the kind of each: signed integers and truth values."""
+
+
+class Shaped(Protocol):
+    """What is read of an `ImportanceTable`."""
+
+    def shapes(self) -> dict[int, tuple[int, int]]:
+        """(n_experts, d_inter) of every layer."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeepMask:
+    """What stays of every layer's routed experts; equal masks keep the same atoms.
+
+    Example:
+        >>> keep = KeepMask.from_arrays({3: [[True, False], [True, True]]})
+        >>> keep.achieved_ratio
+        0.25
+        >>> keep.widths().loc[3].tolist()
+        [1, 2]
+    """
+
+    arrays: Mapping[int, np.ndarray]
+    """Layer to bool array (n_experts, d_inter), True = stays; copied, and for good."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """How it was selected, as plain data."""
+
+    def __post_init__(self) -> None:
+        arrays = {
+            int(k): _checked(self.arrays[k], layer=k) for k in sorted(self.arrays)
+        }
+        if not arrays:
+            raise SpecError("a mask needs at least one layer, got none")
+        object.__setattr__(self, "arrays", MappingProxyType(arrays))
+        object.__setattr__(self, "settings", dict(self.settings))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self.arrays), self.settings)
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[int, Any], **settings: Any) -> "KeepMask":
+        """A mask of {layer: bool (n_experts, d_inter)}, True = stays."""
+        return cls(arrays, settings)
+
+    @classmethod
+    def full(cls, table: Shaped) -> "KeepMask":
+        """The mask that keeps every atom of `table`."""
+        return cls({k: np.ones(shape, bool) for k, shape in table.shapes().items()})
+
+    # --- files ------------------------------------------------------------------
+
+    def write(self, path: Path | str) -> None:
+        """Write a parquet file, whole or not at all: one row per atom."""
+        parts = []
+        for layer, kept in self.arrays.items():
+            n_experts, d_inter = kept.shape
+            columns = {
+                "layer": np.full(kept.size, layer, np.int16),
+                "expert": np.repeat(np.arange(n_experts, dtype=np.int16), d_inter),
+                "atom": np.tile(np.arange(d_inter, dtype=np.int32), n_experts),
+                "keep": kept.ravel(),
+            }
+            parts.append(pd.DataFrame(columns))
+        metadata = {"settings": self.settings, "fingerprint": self.fingerprint}
+        frame = pd.concat(parts, ignore_index=True)
+        cache.write_frame(path, frame, {**metadata, "kind": _KIND})
+
+    @classmethod
+    def read(cls, path: Path | str) -> "KeepMask":
+        """The mask in a parquet file.
+
+        Args:
+            path: the file.
+
+        Raises:
+            CacheError: the file is truncated or changed, or is not a keep mask.
+        """
+        kind = cache.read_metadata(path).get("kind")
+        if kind != _KIND:
+            raise CacheError(
+                f"{path} holds {kind or 'another kind of table'}, expected a {_KIND}; "
+                "give the path of a file that KeepMask.write or `heapr-lab prune` made"
+            )
+        frame, metadata = cache.read_frame(path)
+        settings, expected = metadata.get("settings"), metadata.get("fingerprint")
+        arrays = _arrays_of(frame)
+        if not isinstance(settings, dict) or not arrays:
+            raise CacheError(
+                f"{path} is damaged: it lacks columns, atoms or settings of a mask; "
+                "select the mask again"
+            )
+        mask = cls(arrays, settings)
+        if mask.fingerprint != expected:
+            raise CacheError(
+                f"{path} was changed after it was written: its atoms have the "
+                f"fingerprint {mask.fingerprint[:12]}, expected "
+                f"{str(expected)[:12]}; select the mask again"
+            )
+        return mask
+
+    # --- counts -----------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the layers, ascending."""
+        return tuple(self.arrays)
+
+    def by_layer(self, layer: int) -> np.ndarray:
+        """What stays in `layer`: bool (n_experts, d_inter), read-only.
+
+        Raises:
+            SpecError: the mask has no such layer.
+        """
+        if layer not in self.arrays:
+            raise SpecError(
+                f"the mask has no layer {layer}; it has "
+                f"{', '.join(map(str, self.arrays))}"
+            )
+        return self.arrays[layer]
+
+    def widths(self) -> pd.DataFrame:
+        """Atoms that stay, layer × expert; missing where a layer has fewer experts."""
+        rows = {
+            k: pd.Series(np.count_nonzero(kept, axis=1), dtype="Int64")
+            for k, kept in self.arrays.items()
+        }
+        frame = pd.DataFrame(rows).T.rename_axis(index="layer", columns="expert")
+        return frame if frame.isna().to_numpy().any() else frame.astype(np.int64)
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """What stays, bool (n_atoms,), in the order of a table's rows."""
+        return _frozen(np.concatenate([k.ravel() for k in self.arrays.values()]))
+
+    @functools.cached_property
+    def n_atoms(self) -> int:
+        """All routed atoms."""
+        return sum(kept.size for kept in self.arrays.values())
+
+    @functools.cached_property
+    def n_kept(self) -> int:
+        """Atoms that stay."""
+        return sum(int(np.count_nonzero(kept)) for kept in self.arrays.values())
+
+    @property
+    def n_removed(self) -> int:
+        """Atoms that go."""
+        return self.n_atoms - self.n_kept
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Pruning ratio: atoms that go / all routed atoms."""
+        return self.n_removed / self.n_atoms
+
+    def layer_ratios(self) -> pd.Series:
+        """Pruning ratio of every layer."""
+        ratios = {
+            k: (kept.size - np.count_nonzero(kept)) / kept.size
+            for k, kept in self.arrays.items()
+        }
+        return pd.Series(ratios, name="pruning_ratio").rename_axis("layer")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over every layer's index, shape and bits."""
+        sha = hashlib.sha256()
+        for layer, kept in self.arrays.items():
+            sha.update(repr((layer, *kept.shape)).encode())
+            sha.update(np.packbits(kept).tobytes())
+        return sha.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KeepMask):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return (
+            f"KeepMask({self.n_kept:,} of {self.n_atoms:,} atoms stay in "
+            f"{len(self.arrays)} layers, pruning ratio {self.achieved_ratio:.4g})"
+        )
+
+    def _repr_html_(self) -> str:
+        widths = np.concatenate([k.sum(axis=1) for k in self.arrays.values()])
+        facts = {
+            "pruning ratio": f"{self.achieved_ratio:.2%}",
+            "atoms kept": f"{self.n_kept:,} of {self.n_atoms:,}",
+            "experts without atoms": f"{sum(widths == 0)} of {len(widths)}",
+            "width of an expert": f"{widths.min()} to {widths.max()}",
+        }
+        if "estimator" in self.settings:
+            shown = ("estimator", "scope", "granularity", "structure")
+            facts["selected by"] = ", ".join(str(self.settings[n]) for n in shown)
+        kept = {f"layer {k}": 1 - ratio for k, ratio in self.layer_ratios().items()}
+        return card_html("Keep mask", facts, below=bars_html("kept per layer", kept))
+
+
+def _arrays_of(frame: pd.DataFrame) -> dict[int, np.ndarray]:
+    """The arrays of a frame of `write`; none where a row or column is missing."""
+    kinds = {name: frame[name].dtype.kind for name in _COLUMNS if name in frame}
+    if kinds != _COLUMNS:
+        return {}
+    arrays = {}
+    for layer, rows in frame.groupby("layer"):
+        n_experts = rows["expert"].nunique()
+        d_inter, rest = divmod(len(rows), n_experts)
+        expert, atom = np.divmod(np.arange(len(rows)), d_inter)
+        in_place = rows["expert"].to_numpy() == expert
+        if rest or not (in_place & (rows["atom"].to_numpy() == atom)).all():
+            return {}
+        arrays[layer] = rows["keep"].to_numpy().reshape(n_experts, d_inter)
+    return arrays
+
+
+def _checked(kept: Any, *, layer: int) -> np.ndarray:
+    """A read-only copy.
+
+    Raises:
+        SpecError: it is not a bool array (n_experts, d_inter).
+    """
+    array = np.asarray(kept)
+    if array.dtype != bool or array.ndim != 2 or not array.size:
+        raise SpecError(
+            f"the mask of layer {layer} is {array.dtype} {array.shape}, expected bool "
+            "(n_experts, d_inter), True for an atom that stays"
+        )
+    return _frozen(array)
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    """A copy that cannot be made writeable again: bytes own its values."""
+    return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)

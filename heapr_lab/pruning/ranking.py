@@ -1,0 +1,327 @@
+"""The order in which a table's atoms go, whatever the ratio.
+
+Layer 3, without torch. Atoms go in *units*: single atoms, whole experts, or a step of
+a width. In each group of layers that is pruned together the units are sorted by cost,
+and an atom's *position* is how much of the group goes before its unit does. To remove
+an amount is then one comparison: an atom stays if its position >= amount. Hence masks
+of growing ratios are nested, and a new ratio costs no new sort.
+
+A unit's cost is its score divided by its price, and the prices of a unit's atoms add.
+Without prices, a step of a width has a price of 1 for each atom, and single atoms and
+whole experts go by their score alone.
+
+The cheapest-first prefix is optimal. Let c be the cost of the last unit in it. Units
+in it have score <= c · price, all others score >= c · price, so the prefix has the
+least Σ score − c · Σ price of all choices, and hence, where c >= 0, the least score of
+all that remove as much of the price or more. Steps are such units although they have to
+go from the lowest up: within an expert (or layer) their costs rise. So, with the number
+of atoms for a price unless one is given:
+
+* single atoms and rounded structures have the least score among all masks of their
+  structure that remove as many atoms or more, whatever the sizes of the steps;
+* whole experts do if they are of one width; of different widths they go by their sums,
+  as the paper has it, so give a price to have them go by what they save.
+
+That is said of what *is* removed. Where steps differ in size (a lowest step that is the
+remainder of a width, layers of different numbers of experts) or in price, the last one
+may remove more than the ratio asks for, and other steps that just do may have cost
+less: by at most the score of that last step, where prices are what the ratio counts. No
+order avoids it, because the best masks of two such ratios need not be nested.
+
+Shapes: E n_experts, D d_inter of a block of experts; a table's rows are E · D a layer.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture
+from heapr_lab.pruning.options import Rules
+
+GONE = "gone"
+"""Column of a table that was measured on a pruned model: what it lacked goes first."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The order, of a table's rows."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Layers that are pruned together."""
+    positions: np.ndarray
+    """What of its group goes before an atom; the type's maximum for one that stays."""
+    totals: tuple[int, ...]
+    """What of each group is counted: its atoms, parameters or operations."""
+    removable: tuple[int, ...]
+    """Of these, what may go."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive rows whose experts have one width: a layer, or several."""
+
+    rows: slice
+    d_inter: int
+    sizes: np.ndarray
+    """What one atom counts, int64 (E,)."""
+    prices: np.ndarray | None
+    """What one atom's score is divided by, float64 (E,)."""
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The units of a block; `labels` (E · D,) names each atom's, or all in order."""
+
+    labels: np.ndarray | slice
+    costs: np.ndarray
+    sizes: np.ndarray
+    locked: np.ndarray
+
+
+def rank_atoms(table: ImportanceTable, *, rules: Rules) -> Ranking:
+    """The order in which the atoms of `table` go, lowest score first.
+
+    Ties go by (layer, expert, atom), lowest first: sorts are stable and sums run in
+    the order of the rows, so every machine makes the same order.
+
+    Args:
+        table: whose rows are ranked.
+        rules: what goes together, and what stays.
+    """
+    scores = table.score(rules.estimator, **dict(rules.estimator_options)).to_numpy()
+    protected = protected_atoms(table, rules)
+    if GONE in table.frame:
+        scores = np.where(table.column(GONE), -np.inf, scores)
+        protected &= ~table.column(GONE)
+    groups = rules.groups(tuple(table.shapes()))
+    sizes, prices = atom_sizes(table, unit=rules.unit), _prices(table, rules)
+    grouped = [
+        _blocks(table, group, sizes=sizes, prices=prices, rules=rules)
+        for group in groups
+    ]
+    totals = [sum(int(b.sizes.sum()) * b.d_inter for b in blocks) for blocks in grouped]
+    # Half the memory, and half the time of a selection, where the amounts fit.
+    kind = np.int32 if max(totals) < np.iinfo(np.int32).max else np.int64
+    positions = np.empty(len(scores), dtype=kind)
+    removable = []
+    for blocks in grouped:
+        units = [
+            _units(
+                scores[block.rows].reshape(-1, block.d_inter),
+                protected[block.rows].reshape(-1, block.d_inter),
+                block=block,
+                rules=rules,
+            )
+            for block in blocks
+        ]
+        before, may_go = _positions(units, kind=kind)
+        removable.append(may_go)
+        for block, unit, position in zip(blocks, units, before, strict=True):
+            positions[block.rows] = position[unit.labels]
+    return Ranking(groups, positions, tuple(totals), tuple(removable))
+
+
+def _positions(
+    units: list[_Units], *, kind: type[np.int32 | np.int64]
+) -> tuple[list[np.ndarray], int]:
+    """What goes before each unit, block by block, and what may go at all."""
+    costs, sizes, locked = (
+        np.concatenate([getattr(unit, name) for unit in units])
+        for name in ("costs", "sizes", "locked")
+    )
+    order = np.argsort(np.where(locked, np.inf, costs), kind="stable")
+    before = np.empty(len(order), dtype=np.int64)
+    before[order] = np.cumsum(sizes[order]) - sizes[order]
+    before[locked] = np.iinfo(kind).max
+    ends = np.cumsum([len(unit.costs) for unit in units])[:-1]
+    return np.split(before, ends), int(sizes[~locked].sum())
+
+
+# --- units ----------------------------------------------------------------------
+
+
+def _units(
+    scores: np.ndarray, protected: np.ndarray, *, block: _Block, rules: Rules
+) -> _Units:
+    """The units of a block; scores and protected (E, D)."""
+    d_inter = scores.shape[1]
+    rounded = rules.structure != "ragged"
+    if rules.min_atoms or rounded:
+        ranks = _ranks_within_experts(scores, protected)
+        protected = protected | (ranks >= d_inter - rules.min_atoms)
+    sizes = np.repeat(block.sizes, d_inter)
+    prices = None if block.prices is None else np.repeat(block.prices, d_inter)
+    if rules.counts_atoms_exactly:
+        costs = _costs(scores.ravel(), prices)
+        return _Units(slice(None), costs, sizes, protected.ravel())
+    n_steps = 1
+    labels = np.repeat(np.arange(len(scores)), d_inter)
+    if rounded:
+        labels, n_steps = _steps(ranks, rules=rules)
+    if prices is not None:
+        prices = np.bincount(labels, weights=prices)
+    costs = _costs(np.bincount(labels, weights=scores.ravel()), prices)
+    sizes = np.bincount(labels, weights=sizes).astype(np.int64)
+    locked = np.bincount(labels, weights=protected.ravel()) > 0
+    if rounded:
+        # They rise already, except for rounding.
+        costs = np.maximum.accumulate(costs.reshape(-1, n_steps), axis=1).ravel()
+    if rules.structure == "uniform":
+        locked[-1] = True  # a width of 0 would leave no experts at all
+    return _Units(labels, costs, sizes, locked)
+
+
+def _costs(scores: np.ndarray, prices: np.ndarray | None) -> np.ndarray:
+    """Scores per price; units without a price go first if they score 0, else last."""
+    if prices is None:
+        return scores
+    with np.errstate(divide="ignore", invalid="ignore"):
+        costs = scores / prices
+    finite: np.ndarray = np.nan_to_num(costs)  # so that locked units come last
+    return finite
+
+
+def _ranks_within_experts(scores: np.ndarray, protected: np.ndarray) -> np.ndarray:
+    """Rank of each atom in its expert (E, D): 0 goes first, protected ones last."""
+    order = np.argsort(np.where(protected, np.inf, scores), axis=1, kind="stable")
+    ranks = np.empty(order.shape, dtype=np.int32)
+    np.put_along_axis(ranks, order, np.arange(scores.shape[1])[None], axis=1)
+    return ranks
+
+
+def _steps(ranks: np.ndarray, *, rules: Rules) -> tuple[np.ndarray, int]:
+    """Each atom's step of width, and the number of steps of an expert.
+
+    Steps of `multiple` atoms are cut from the top, so that what remains after any of
+    them is a multiple; the lowest step, 0, is what is left over.
+    """
+    n_experts, d_inter = ranks.shape
+    n_steps = -(-d_inter // rules.step)
+    steps = n_steps - 1 - (d_inter - 1 - ranks) // rules.step
+    if rules.structure == "aligned":
+        steps = steps + n_steps * np.arange(n_experts)[:, None]
+    return steps.ravel(), n_steps
+
+
+# --- what the table says --------------------------------------------------------
+
+
+def _blocks(
+    table: ImportanceTable,
+    group: tuple[int, ...],
+    *,
+    sizes: dict[int, np.ndarray],
+    prices: dict[int, np.ndarray] | None,
+    rules: Rules,
+) -> list[_Block]:
+    """The rows of every layer of a group; of all layers at once for one width.
+
+    Raises:
+        SpecError: one width is asked for, and the layers' widths differ.
+    """
+    blocks, start = [], 0
+    for layer, (n_experts, d_inter) in table.shapes().items():
+        rows = slice(start, start := start + n_experts * d_inter)
+        if layer in group:
+            price = None if prices is None else prices[layer]
+            blocks.append(_Block(rows, d_inter, sizes[layer], price))
+    if rules.structure != "uniform":
+        return blocks
+    widths = {block.d_inter for block in blocks}
+    if len(widths) > 1:
+        raise SpecError(
+            "structure 'uniform' needs layers of one width, got "
+            f"{', '.join(map(str, sorted(widths)))}; use 'per_layer'"
+        )
+    # The group is every layer, so its rows follow one another.
+    whole = slice(0, start)
+    size = np.concatenate([sizes[layer] for layer in group])
+    price = None if prices is None else np.concatenate([prices[k] for k in group])
+    return [_Block(whole, blocks[0].d_inter, size, price)]
+
+
+def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
+    """What one atom of each expert counts, by layer, int64 (E,).
+
+    Args:
+        table: whose atoms are counted.
+        unit: "atoms", each 1; "parameters"; or "flops", the operations of the tokens
+            that were routed to the atom's expert while the table was measured.
+
+    Raises:
+        SpecError: operations are to be counted, and in some layer there were none.
+    """
+    shapes = table.shapes()
+    if unit == "atoms":
+        return {layer: np.ones(n, np.int64) for layer, (n, _) in shapes.items()}
+    model = _measured_model(table)
+    if unit == "parameters":
+        return {
+            layer: np.full(n, model.atom_parameters(layer), np.int64)
+            for layer, (n, _) in shapes.items()
+        }
+    routed = table.expert_tokens().groupby("layer")["tokens"]
+    sizes = {
+        layer: model.layers[layer].atom_flops * tokens.to_numpy(np.int64)
+        for layer, tokens in routed
+    }
+    idle = [str(layer) for layer, size in sizes.items() if not size.any()]
+    if idle:
+        raise SpecError(
+            f"no token was routed in layers {', '.join(idle)}, so what pruning them "
+            "saves of FLOPs is not known; calibrate on some text"
+        )
+    return sizes
+
+
+def _prices(table: ImportanceTable, rules: Rules) -> dict[int, np.ndarray] | None:
+    """What one atom's score is divided by, by layer, float64 (E,); None for nothing.
+
+    Relative to the dearest atom, so that prices that are all equal change no score.
+    """
+    shapes = table.shapes()
+    if rules.price is None:
+        if rules.structure == "ragged":
+            return None
+        return {layer: np.ones(n) for layer, (n, _) in shapes.items()}
+    prices = {layer: np.zeros(n) for layer, (n, _) in shapes.items()}
+    traffic = float(rules.price)
+    for unit, share in (("parameters", 1 - traffic), ("flops", traffic)):
+        sizes = atom_sizes(table, unit=unit)
+        total = sum(int(sizes[k].sum()) * shape[1] for k, shape in shapes.items())
+        for layer, size in sizes.items():
+            prices[layer] += share * size / total
+    dearest = max(float(price.max()) for price in prices.values())
+    return {layer: price / dearest for layer, price in prices.items()}
+
+
+def _measured_model(table: ImportanceTable) -> Architecture:
+    """The sizes of the model that `table` has all atoms of.
+
+    Raises:
+        SpecError: the table has other rows than the model has atoms.
+    """
+    model = table.architecture
+    shapes = {k: (s.n_experts, s.d_inter) for k, s in model.layers.items()}
+    if shapes != table.shapes():
+        raise SpecError(
+            "shares and prices in parameters, bytes or FLOPs need a row for each atom "
+            f"of the model, (experts, atoms) by layer {shapes}, got {table.shapes()}"
+        )
+    return model
+
+
+def protected_atoms(table: ImportanceTable, rules: Rules) -> np.ndarray:
+    """The atoms that stay for reasons other than their score, bool (rows,)."""
+    protected = np.zeros(table.n_atoms, dtype=bool)
+    if rules.exclude_layers:
+        protected |= np.isin(table.column("layer"), rules.exclude_layers)
+    if rules.protect_unrouted:
+        protected |= table.column("tokens") == 0
+    n_outliers = int(rules.protect_outliers * table.n_atoms)
+    if n_outliers:
+        peaks = table.column("max_abs_ph")
+        protected[np.argsort(peaks, kind="stable")[-n_outliers:]] = True
+    return protected

@@ -1,0 +1,186 @@
+"""Masking atoms while a context lasts, and slicing them out for good."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.hooks import masked
+from heapr_lab.models.loading import model_identity
+from heapr_lab.models.modes import copied
+from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.pruning.selection import KeepMask
+
+Downs = Mapping[int, torch.Tensor]
+"""W_down of every expert by layer, (E, D, I), in place of the model's own."""
+
+
+@contextlib.contextmanager
+def masking(
+    model: nn.Module, keep: KeepMask, downs: Downs | None = None
+) -> Iterator[nn.Module]:
+    """Run `model` as if the atoms outside `keep` were gone; its weights stay untouched.
+
+    Only forwards in the thread (or task) that entered the context are masked: a dense
+    forward of the same model in another thread stays dense. Contexts nest: an atom
+    stays where all of them keep it.
+
+    Args:
+        model: the dense model.
+        keep: what stays.
+        downs: what stands for W_down meanwhile, as `compensation` makes it.
+
+    Raises:
+        SpecError: `keep` was made for another model.
+        LayoutError: the model's experts cannot be masked exactly.
+
+    Example:
+        >>> with masking(model, keep):  # doctest: +SKIP
+        ...     pruned = model(ids).logits
+    """
+    layers = find_experts(model)
+    own = downs or {}
+    with masked(layers, keeps_of(layers, keep), [own.get(k.layer) for k in layers]):
+        yield model
+
+
+def prune(
+    model: nn.Module,
+    keep: KeepMask,
+    *,
+    downs: Downs | None = None,
+    inplace: bool = False,
+) -> nn.Module:
+    """The model with the atoms outside `keep` sliced out, so that it is smaller.
+
+    Gives the logits of `masking(model, keep, downs)`. Without `inplace` the expert
+    weights are copied once, in their sliced size, and `model` stays as it is; a pass
+    with gradients in another thread is waited for.
+
+    Raises:
+        SpecError: `keep` was made for another model, or this thread is in such a pass.
+        LayoutError: the model's experts cannot be sliced exactly.
+    """
+    layers = find_experts(model)
+    own = downs or {}
+    parts = [
+        (layer, kept, own.get(layer.layer))
+        for layer, kept in zip(layers, keeps_of(layers, keep), strict=True)
+    ]
+    if inplace:
+        for layer, kept, down in parts:
+            _replace(model, layer.name, sliced(layer, kept, down))
+        return _marked(model, keep, changed=downs is not None)
+    # A deep copy in which each experts module is already "copied": to its sliced self.
+    memo: dict[int, object] = {
+        id(layer.module): sliced(layer, kept, down) for layer, kept, down in parts
+    }
+    pruned = copied(model, memo)
+    for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
+        pruned.__dict__.pop(name, None)
+    return _marked(pruned, keep, changed=downs is not None)
+
+
+def _marked(model: nn.Module, keep: KeepMask, *, changed: bool) -> nn.Module:
+    """`model`, which from now on knows what it was pruned by."""
+    model.__dict__["heapr_keep"] = keep
+    if changed:
+        model.__dict__["heapr_weights"] = "W_down replaced, all else sliced"
+    return model
+
+
+@torch.no_grad()
+def sliced(
+    layer: ExpertsLayer, keep: torch.Tensor, down: torch.Tensor | None = None
+) -> RaggedExperts:
+    """The experts that `keep` (E, I) leaves of `layer`, copied.
+
+    W_down is that of the layer unless given, (E, D, I).
+
+    Raises:
+        SpecError: `keep` has another shape than the layer.
+    """
+    check_keep(layer, keep)
+    experts = RaggedExperts(layer.module, keep.sum(1).tolist())
+    atoms = [row.nonzero()[:, 0].to(layer.device) for row in keep]
+    rows = [layer.atom_rows(kept) for kept in atoms]
+    pairs = list(zip(range(layer.n_experts), rows, atoms, strict=True))
+    experts.up_rows.copy_(torch.cat([layer.up_rows[e][r] for e, r, _ in pairs]))
+    down = layer.down if down is None else down.to(layer.device)
+    experts.down_columns.copy_(torch.cat([down[e].T[a] for e, _, a in pairs]))
+    up_bias: Any = layer.up_bias
+    down_bias: Any = layer.down_bias
+    if experts.up_bias is not None and experts.down_bias is not None:
+        experts.up_bias.copy_(torch.cat([up_bias[e][r] for e, r, _ in pairs]))
+        experts.down_bias.copy_(down_bias)
+    return experts
+
+
+def check_keep(layer: ExpertsLayer, keep: torch.Tensor) -> None:
+    """Check that `keep` fits `layer`.
+
+    Raises:
+        SpecError: it has another shape.
+    """
+    expected = (layer.n_experts, layer.d_inter)
+    if tuple(keep.shape) != expected:
+        raise SpecError(
+            f"the mask of layer {layer.layer} has shape {tuple(keep.shape)}, expected "
+            f"{expected}: it was made for another model"
+        )
+
+
+def check_table(
+    model: nn.Module, layers: list[ExpertsLayer], table: ImportanceTable
+) -> None:
+    """Check that `table` was measured on `model`, as far as it tells.
+
+    Raises:
+        SpecError: it has other layers, or says that it is of another model.
+    """
+    shapes = {layer.layer: (layer.n_experts, layer.d_inter) for layer in layers}
+    if table.shapes() != shapes:
+        raise SpecError(
+            f"the table has layers of (experts, atoms) {table.shapes()}, the model "
+            f"{shapes}: expected the table of this model"
+        )
+    found = (table.metadata.get("spec") or {}).get("model")
+    if found is None:
+        return
+    own = model_identity(model)
+    differ = [
+        name for name in sorted({*own, *found}) if found.get(name) != own.get(name)
+    ]
+    if differ:
+        raise SpecError(
+            f"the table was measured on another model: it differs in "
+            f"{', '.join(differ)}; collect the statistics of this model, as it is"
+        )
+
+
+def keeps_of(layers: list[ExpertsLayer], keep: KeepMask) -> list[torch.Tensor]:
+    """What `keep` keeps of each of the model's MoE layers, bool (E, I).
+
+    Raises:
+        SpecError: `keep` was made for another model.
+    """
+    numbers = [layer.layer for layer in layers]
+    if list(keep.layers) != numbers:
+        raise SpecError(
+            f"the mask is for the layers {list(keep.layers)}, the model's MoE layers "
+            f"are {numbers}: the mask was made for another model"
+        )
+    keeps = [torch.from_numpy(keep.by_layer(number).copy()) for number in numbers]
+    for layer, kept in zip(layers, keeps, strict=True):
+        check_keep(layer, kept)
+    return keeps
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

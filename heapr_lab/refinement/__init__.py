@@ -1,0 +1,1 @@
+"""Beyond one shot: compensation, elimination, rounds, learned masks, recovery."""

@@ -1,0 +1,383 @@
+"""Let the atoms that stay make up for those that go: a new W_down in closed form.
+
+Removing atoms R leaves the columns K of W_down. The best W' on K in least squares over
+the calibration tokens, in terms of what a layer adds to the residual stream, is
+
+    min ‖Φ_K W'ᵀ − Φ Wᵀ‖² + λ s ‖W' − W_K‖²,   C = Φᵀ Φ,   s = mean diagonal of C_KK
+    W'_K = W_K + W_R C_RK (C_KK + λ s I)⁻¹
+
+with features Φ that are routing weight times activation (`grams`). The ridge λ pulls
+to the weights as they are, so that no sum of squares over the calibration tokens ever
+rises; it is chosen by tokens held out from the fit. Where none of those tried errs less
+on them than the weights as they are, these stay.
+
+Source: least-squares reconstruction as in OBS (Hassibi & Stork 1993) and CORP-like
+structured pruning, with HEAPr's atoms (its appendix leaves compensation to later work).
+
+Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · I.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.importance.activation_grams import (
+    FIT,
+    HELD_OUT,
+    LayerGrams,
+    default_span,
+    iter_grams,
+)
+from heapr_lab.models.experts import ExpertsLayer, find_experts, refuse_broken
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import keeps_of, prune
+from heapr_lab.repr_html import card_html
+from heapr_lab.text.calibration import CalibrationSet
+
+logger = logging.getLogger(__name__)
+
+RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""What a ridge is chosen from, relative to the mean diagonal."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Compensation:
+    """New columns of W_down for one mask."""
+
+    downs: Mapping[int, torch.Tensor] = field(repr=False)
+    """By layer (E, D, I), 0 where atoms are gone, in the model's dtype."""
+    report: pd.DataFrame
+    """By layer: ridge, whether the layer was `changed` (not where no ridge errs less on
+    held-out tokens than the weights as they are), `dropped` and `compensated` (relative
+    squared error of the layer's output on these, without and with it), `untouched`
+    experts, and `singular` solves that Cholesky could not do."""
+    settings: dict[str, Any]
+    """Plain data that determines it besides model, mask and text."""
+
+    def _facts(self) -> dict[str, str]:
+        before, after = (self.report[n].mean() for n in ("dropped", "compensated"))
+        return {
+            "layers": f"{len(self.report)}",
+            "span": str(self.settings["span"]),
+            "error of the output, dropped → compensated": f"{before:.3g} → {after:.3g}",
+        }
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
+        return f"Compensation({facts})"
+
+    def _repr_html_(self) -> str:
+        return card_html("Compensation", self._facts())
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the new weights."""
+        sha = hashlib.sha256()
+        for layer, down in self.downs.items():
+            sha.update(repr((layer, tuple(down.shape), str(down.dtype))).encode())
+            words = down.detach().cpu().contiguous().view(torch.uint8)
+            sha.update(words.numpy().tobytes())
+        return sha.hexdigest()
+
+
+def compensate(
+    model: nn.Module,
+    keep: KeepMask,
+    calibration: CalibrationSet,
+    *,
+    ridge: float | None = None,
+    span: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> nn.Module:
+    """Prune `model` and let the atoms that stay make up for the others.
+
+    Args:
+        model: the dense model; stays as it is.
+        keep: what stays.
+        calibration: the windows whose activations are made up for.
+        ridge: relative to the mean diagonal; by default chosen for each layer by
+            held-out tokens.
+        span: "expert" makes up within each expert; "layer" lets the experts of a layer
+            make up for each other, where a token goes to both. By default "layer"
+            where a layer has at most 4096 atoms and experts' outputs are added up as
+            they are, without a norm of their own.
+        progress: called with (windows done, windows in all).
+
+    Returns:
+        The pruned model, as `prune` makes it. `heapr_report` has the errors, by layer.
+
+    Raises:
+        SpecError: `keep` is of another model, the ridge is negative, or experts with
+            a norm on their output are to make up for each other.
+        LayoutError: weights are offloaded, or not finite.
+
+    Example:
+        >>> smaller = compensate(model, keep, calibration)  # doctest: +SKIP
+    """
+    found = fit_compensation(
+        model, keep, calibration, ridge=ridge, span=span, progress=progress
+    )
+    pruned = prune(model, keep, downs=found.downs)
+    pruned.__dict__["heapr_report"] = found.report
+    pruned.__dict__["heapr_weights"] = describe_weights(found, calibration)
+    return pruned
+
+
+def describe_weights(found: Compensation, calibration: CalibrationSet) -> str:
+    """What a manifest says of weights that were changed."""
+    unchanged = found.report.loc[~found.report["changed"], "layer"].tolist()
+    but = f", but for layers {', '.join(map(str, unchanged))}" if unchanged else ""
+    return (
+        f"W_down compensated by least squares (span {found.settings['span']}) on "
+        f"{calibration.n_sequences} windows of {calibration.seq_len} tokens of "
+        f"{calibration.label}{but}; all else sliced, otherwise unchanged"
+    )
+
+
+def fit_compensation(
+    model: nn.Module,
+    keep: KeepMask,
+    calibration: CalibrationSet,
+    *,
+    ridge: float | None = None,
+    span: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Compensation:
+    """The new W_down alone, to evaluate with `masking(model, keep, downs)`.
+
+    It takes the arithmetic of one forward pass; `activation_grams.iter_grams` says how
+    where the sums of all layers do not fit 4 GiB together.
+
+    Arguments and errors are those of `compensate`.
+    """
+    layers = find_experts(model)
+    keeps_of(layers, keep)  # refuse a mask of another model before the pass
+    span = span or default_span(layers)
+    check_layers(layers, span)
+    parts = [
+        solve_layers([layer], keep, {layer.layer: grams}, ridge=ridge)
+        for layer, grams in iter_grams(model, calibration, span=span, progress=progress)
+    ]
+    return Compensation(
+        {k: down for part in parts for k, down in part.downs.items()},
+        pd.concat([part.report for part in parts], ignore_index=True),
+        parts[0].settings,
+    )
+
+
+def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
+    """Make sure that weights are at hand, and outputs linear in them where need be.
+
+    Raises:
+        LayoutError: weights are offloaded, or not finite.
+        SpecError: the span needs outputs without a norm.
+    """
+    for layer in layers:
+        if layer.device.type == "meta":
+            raise LayoutError(
+                f"{layer.name} is offloaded, so its weights cannot be solved for: load "
+                "the model onto a device as a whole"
+            )
+        refuse_broken(layer)
+        if span == "layer" and layer.module.has_post_expert_norm:
+            raise SpecError(
+                f"{layer.name} normalises each expert's output, so experts cannot make "
+                "up for each other: give span='expert'"
+            )
+
+
+def solve_layers(
+    layers: Sequence[ExpertsLayer],
+    keep: KeepMask,
+    grams: Mapping[int, LayerGrams],
+    *,
+    ridge: float | None = None,
+) -> Compensation:
+    """New weights for any mask from sums that were collected once.
+
+    Raises:
+        SpecError: the ridge is negative.
+    """
+    if ridge is not None and not ridge >= 0:
+        raise SpecError(f"ridge is {ridge}, expected a number from 0, or None")
+    downs, rows = {}, []
+    for layer in layers:
+        kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
+        down, row = _solve_layer(layer, kept, grams[layer.layer], ridge)
+        downs[layer.layer] = down
+        rows.append({"layer": layer.layer, **row})
+    span = next(iter(grams.values())).span
+    return Compensation(downs, pd.DataFrame(rows), {"span": span, "ridge": ridge})
+
+
+# --- one layer --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Normal:
+    """Normal equations over some tokens: what a change X of the free columns costs."""
+
+    A: torch.Tensor
+    """Products of the free features, (f, f)."""
+    wanted: torch.Tensor
+    """Of the free features with what the gone ones added to the output, (f, D)."""
+    dropped: float
+    """Σ of squares of what the gone features added: the error without a change."""
+
+    def error(self, change: torch.Tensor) -> float:
+        """Σ of squares that is left with the change X (f, D)."""
+        gained = (change * (self.A @ change - 2 * self.wanted)).sum()
+        return self.dropped + float(gained)
+
+    def solve(self, ridge: float) -> tuple[torch.Tensor, bool]:
+        """The best change X (f, D) under the ridge; whether that was singular."""
+        if not len(self.A):
+            return self.wanted, False
+        pull = ridge * self.A.diagonal().mean()
+        return _solve(
+            self.A + pull * torch.eye(len(self.A), dtype=self.A.dtype), self.wanted
+        )
+
+    def __add__(self, other: "_Normal") -> "_Normal":
+        return _Normal(
+            self.A + other.A, self.wanted + other.wanted, self.dropped + other.dropped
+        )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Least squares of one expert, or of all of a layer."""
+
+    weight: torch.Tensor
+    """W_down of its features, (D, F) float64."""
+    kept: torch.Tensor
+    """Features that stay, (F,) bool."""
+    free: torch.Tensor
+    """Of these, whose columns may change: numbers, (f,)."""
+    fit: _Normal
+    held_out: _Normal
+    output: float
+    """Σ of squares of the output itself over the held-out tokens."""
+
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,
+        kept: torch.Tensor,
+        free: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> "_Problem":
+        """From weights (D, F), masks (F,) and both parts of the sums (2, F, F)."""
+        numbers, gone = free.nonzero()[:, 0], (~kept).nonzero()[:, 0]
+        lost = weight[:, gone]
+        parts = []
+        for part in (sums[FIT], sums[HELD_OUT]):
+            rows = part[numbers]
+            dropped = float(((lost @ part[gone][:, gone]) * lost).sum())
+            parts.append(_Normal(rows[:, numbers], rows[:, gone] @ lost.T, dropped))
+        output = float(((weight @ sums[HELD_OUT]) * weight).sum())
+        return cls(weight, kept, numbers, parts[0], parts[1], output)
+
+    @property
+    def kept_weight(self) -> torch.Tensor:
+        """The weight as it is (D, F), 0 where features are gone."""
+        return torch.where(self.kept, self.weight, 0.0)
+
+    def solved(self, ridge: float) -> tuple[torch.Tensor, bool]:
+        """The new weight (D, F) by all tokens; whether the solve was singular."""
+        total = self.fit + self.held_out
+        change, singular = total.solve(ridge)
+        if total.error(change) > total.dropped:
+            change = torch.zeros_like(change)  # rounding of a singular solve
+        new = self.kept_weight
+        new[:, self.free] += change.T
+        return new, singular
+
+
+def _solve(A: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A⁻¹ wanted by Cholesky, else the smallest solution; and whether it was that."""
+    factor, info = torch.linalg.cholesky_ex(A)
+    if not int(info):
+        found: torch.Tensor = torch.cholesky_solve(wanted, factor)
+        if torch.isfinite(found).all():
+            return found, False
+    inverse = torch.linalg.pinv(A, hermitian=True)
+    return inverse @ wanted, True
+
+
+@torch.no_grad()
+def _solve_layer(
+    layer: ExpertsLayer, kept: torch.Tensor, grams: LayerGrams, ridge: float | None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The layer's new W_down (E, D, I), and what is reported of it."""
+    enough = grams.tokens.sum(0) >= kept.sum(1)  # (E,)
+    problems = _problems(layer, kept, enough, grams)
+    tried = RIDGES if ridge is None else (ridge,)
+    errors = {ridge: _held_out_error(problems, ridge) for ridge in tried}
+    chosen = min(errors, key=errors.__getitem__)
+    dropped = sum(own.held_out.dropped for own in problems)
+    # A ridge that was asked for is taken as it is.
+    changed = ridge is not None or errors[chosen] < dropped
+    solved = [
+        own.solved(chosen) if changed else (own.kept_weight, False) for own in problems
+    ]
+    weights, singular = [weight for weight, _ in solved], sum(n for _, n in solved)
+    if dropped and not changed:
+        logger.warning(
+            "layer %d: on held-out tokens no ridge errs less than W_down as it is, "
+            "which stays; give more text",
+            layer.layer,
+        )
+    if singular:
+        logger.warning(
+            "layer %d: %d of %d solves are singular at ridge %g, the smallest "
+            "solution is taken; give a larger ridge or more text",
+            layer.layer, singular, len(problems), chosen,
+        )  # fmt: skip
+    untouched = (~enough).nonzero()[:, 0].tolist()
+    if untouched:
+        logger.warning(
+            "layer %d: experts %s see fewer tokens than they keep atoms and are left "
+            "uncompensated",
+            layer.layer, ", ".join(map(str, untouched)),
+        )  # fmt: skip
+    size = max(sum(own.output for own in problems), 1e-300)
+    row = {
+        "ridge": chosen,
+        "changed": changed,
+        "dropped": dropped / size,
+        "compensated": (errors[chosen] if changed else dropped) / size,
+        "untouched": untouched,
+        "singular": singular,
+    }
+    joined = torch.stack(weights)  # (E, D, I) or (1, D, F)
+    if grams.span == "layer":
+        joined = joined[0].unflatten(1, (layer.n_experts, -1)).movedim(1, 0)
+    return joined.to(layer.device, layer.dtype), row
+
+
+def _problems(
+    layer: ExpertsLayer, kept: torch.Tensor, enough: torch.Tensor, grams: LayerGrams
+) -> list[_Problem]:
+    down = layer.down.detach().to("cpu", torch.float64)  # (E, D, I)
+    free = kept & enough[:, None]
+    if grams.span == "layer":
+        joined = down.movedim(0, 1).flatten(1)  # (D, F)
+        flat = kept.flatten(), free.flatten()
+        return [_Problem.of(joined, *flat, grams.sums[:, 0])]
+    return [
+        _Problem.of(down[e], kept[e], free[e], grams.sums[:, e])
+        for e in range(layer.n_experts)
+    ]
+
+
+def _held_out_error(problems: list[_Problem], ridge: float) -> float:
+    """Σ of squares over the held-out tokens, of what is fitted to the others."""
+    return sum(own.held_out.error(own.fit.solve(ridge)[0]) for own in problems)

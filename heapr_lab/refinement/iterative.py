@@ -1,0 +1,186 @@
+"""Prune in rounds: a part of the atoms goes, the rest is scored anew, and so on.
+
+The second-order score of an atom is that of the dense model; when many go, what is left
+matters otherwise. Each round scores the model as the rounds before left it, compensated
+if asked, and removes up to its share of the ratio. Masks are nested.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.activation_grams import (
+    collect_grams,
+    default_span,
+    fit_at_once,
+)
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.identity import refuse_disturbed
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import exact_ratio
+from heapr_lab.pruning.ranking import GONE
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import check_table, masking
+from heapr_lab.refinement.compensation import (
+    Compensation,
+    fit_compensation,
+    solve_layers,
+)
+from heapr_lab.repr_html import card_html
+from heapr_lab.text.calibration import CalibrationSet
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rounds:
+    """What came of pruning in rounds."""
+
+    keep: KeepMask
+    """After the last round; `settings` has the number of rounds."""
+    compensation: Compensation | None
+    """For that mask, if asked for."""
+    history: pd.DataFrame
+    """By round: achieved_ratio and `passes`, forward and backward, until then."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Rounds({len(self.history)} rounds, pruning ratio "
+            f"{self.keep.achieved_ratio:.4g}, "
+            f"{'not ' if self.compensation is None else ''}compensated)"
+        )
+
+    def _repr_html_(self) -> str:
+        rounds = enumerate(self.history.itertuples(), start=1)
+        facts = {
+            f"round {number}": f"{r.achieved_ratio:.2%} gone, passes so far {r.passes}"
+            for number, r in rounds
+        }
+        facts["compensated"] = "no" if self.compensation is None else "yes"
+        return card_html("Pruning in rounds", facts)
+
+
+def prune_in_rounds(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    ratio: float,
+    rounds: int = 4,
+    compensated: bool = True,
+    span: str | None = None,
+    table: ImportanceTable | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **choice: Any,
+) -> Rounds:
+    """Select what stays at `ratio` in equal steps, each scored on what is left.
+
+    Costs one forward and backward pass for each round, and a forward pass for the
+    compensation, whose sums are those of the dense model throughout; where they do not
+    fit at once, a forward pass for each round.
+
+    Args:
+        model: the dense model; stays as it is.
+        calibration: the windows to score and to compensate on.
+        ratio: of the last round; `choice` may say what it counts.
+        rounds: 1 is `select` as it is.
+        compensated: whether what is left makes up for what went, in every round.
+        span: of the compensation, as `compensation.compensate`.
+        table: the dense model's statistics on `calibration`, where one has them.
+        progress: called with (windows done, windows in all).
+        **choice: how atoms are chosen, as `selection.select`.
+
+    Raises:
+        SpecError: `rounds` is below 1, `choice` is wrong, or something around the call
+            changes what `model` computes.
+    """
+    if rounds < 1:
+        raise SpecError(f"rounds is {rounds}, expected a whole number from 1")
+    refuse_disturbed(model, remedy="begin again with the dense model")
+    whole = exact_ratio(ratio)
+    layers = find_experts(model)
+    if table is not None:
+        check_table(model, layers, table)
+    span = span or default_span(layers)
+    at_once = fit_at_once(layers, span)
+    n_solves = 0 if not compensated else 1 if at_once else rounds
+    n_passes = rounds - (table is not None) + n_solves
+    count = _Count(progress, n_passes * calibration.n_sequences)
+    grams = None
+    if compensated and at_once:
+        grams = collect_grams(model, calibration, span=span, progress=count.step)
+        count.end()
+    keep: KeepMask | None = None
+    found: Compensation | None = None
+    rows = []
+    for number in range(1, rounds + 1):
+        if table is None or keep is not None:
+            table = _scored(model, calibration, keep, found, progress=count.step)
+            count.end()
+        part: Any = ratio if number == rounds else whole * number / rounds
+        chosen = select(table, ratio=part, **choice)
+        keep = chosen if keep is None else _within(chosen, keep)
+        if grams is not None:
+            found = solve_layers(layers, keep, grams)
+        elif compensated:
+            found = fit_compensation(
+                model, keep, calibration, span=span, progress=count.step
+            )
+            count.end()
+        rows.append({"round": number, "achieved_ratio": keep.achieved_ratio})
+    assert keep is not None
+    keep = KeepMask(keep.arrays, {**keep.settings, "rounds": rounds})
+    history = pd.DataFrame(rows).assign(passes=range(1, rounds + 1))
+    return Rounds(keep, found, history)
+
+
+def _within(chosen: KeepMask, before: KeepMask) -> KeepMask:
+    """What both keep: where atoms are protected, or counted by tokens anew."""
+    arrays = {k: chosen.by_layer(k) & before.by_layer(k) for k in chosen.layers}
+    return KeepMask(arrays, chosen.settings)
+
+
+def _scored(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    keep: KeepMask | None,
+    found: Compensation | None,
+    *,
+    progress: Callable[[int, int], None],
+) -> ImportanceTable:
+    """The statistics of the model that `keep` leaves; what is gone is marked."""
+    if keep is None:
+        return collect_statistics(model, calibration, progress=progress)
+    with masking(model, keep, None if found is None else found.downs):
+        measured = collect_statistics(model, calibration, progress=progress)
+    frame = measured.frame
+    frame[GONE] = False
+    for layer, kept in keep.arrays.items():
+        rows = frame["layer"].eq(layer).to_numpy()
+        frame.loc[rows, GONE] = ~kept.ravel()
+        norms = frame.loc[rows, "w_down_sq"].to_numpy() * kept.ravel()
+        if found is not None:
+            norms = found.downs[layer].double().square().sum(1).flatten().cpu().numpy()
+        frame.loc[rows, "w_down_sq"] = norms.astype(frame["w_down_sq"].dtype)
+    return ImportanceTable.from_frame(frame, **measured.metadata)
+
+
+class _Count:
+    """Windows done over all passes."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+        self.progress, self.total = progress, total
+        self.before = self.done = 0
+
+    def step(self, done: int, _of_pass: int) -> None:
+        """Report windows of the pass that is on."""
+        self.done = done
+        if self.progress is not None:
+            self.progress(self.before + done, self.total)
+
+    def end(self) -> None:
+        """The pass is over."""
+        self.before, self.done = self.before + self.done, 0

@@ -1,0 +1,141 @@
+"""A short recovery run: the experts of a pruned model learn from the dense model.
+
+Distillation with transformers' Trainer: the loss is KL(dense || pruned) over all
+predicted tokens of the calibration windows, which needs no labels, and only the routed
+experts' weights are trained.
+"""
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.modes import differentiating
+from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.refinement.distillation import Teacher, check_positive
+from heapr_lab.refinement.learned_masks import Progress
+from heapr_lab.text.calibration import CalibrationSet
+
+
+def recover(
+    pruned: nn.Module,
+    dense: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    n_steps: int = 200,
+    batch_size: int = 8,
+    learning_rate: float = 1e-4,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Train the experts of `pruned`, in place, to predict what `dense` predicts.
+
+    Adam without weight decay, gradients clipped to norm 1; the learning rate rises over
+    the first tenth of the steps and falls to 0 over the rest. Weights stay in their own
+    type, in which small steps can be lost: load both models in float32, on one device.
+    Nothing is written. Models that are on a GPU are trained on the first one, and the
+    process's random numbers are seeded, as Trainer does both.
+
+    Args:
+        pruned: what `prune` made of `dense`.
+        dense: the model that it was made of; left as it was.
+        calibration: the windows to train on, and no others.
+        n_steps: optimiser steps.
+        batch_size: windows of each step.
+        learning_rate: its highest value.
+        seed: of the order of the windows.
+        progress: called after each step.
+
+    Returns:
+        `pruned`.
+
+    Raises:
+        SpecError: `pruned` has no sliced experts, or a number is not positive.
+    """
+    check_positive(n_steps=n_steps, batch_size=batch_size, learning_rate=learning_rate)
+    weights = expert_weights(pruned)
+    teacher = Teacher(dense, calibration.ids, batch_size)
+    config: Any = pruned.config
+    use_cache = config.use_cache
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        differentiating(pruned, weights),
+    ):
+        arguments: Any = TrainingArguments(
+            output_dir=folder,
+            max_steps=n_steps,
+            per_device_train_batch_size=batch_size,
+            learning_rate=learning_rate,
+            lr_scheduler_type="linear",
+            warmup_steps=n_steps // 10,
+            seed=seed,
+            use_cpu=weights[0].device.type == "cpu",
+            remove_unused_columns=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        arguments._n_gpu = min(1, arguments.n_gpu)  # else it copies the model to all
+        try:
+            _Distiller(pruned, arguments, teacher, progress).train()
+        finally:
+            config.use_cache = use_cache  # which Trainer switches off
+    before = getattr(pruned, "heapr_weights", "sliced")
+    pruned.__dict__["heapr_weights"] = (
+        f"{before}; then the experts distilled from the dense model in {n_steps} steps "
+        f"of {batch_size} windows"
+    )
+    return pruned
+
+
+def expert_weights(pruned: nn.Module) -> list[nn.Parameter]:
+    """The routed experts' own weights, layer by layer.
+
+    Raises:
+        SpecError: the model has no sliced experts.
+    """
+    found = [
+        parameter
+        for module in pruned.modules()
+        if isinstance(module, RaggedExperts)
+        for parameter in module.parameters(recurse=False)
+    ]
+    if not found:
+        raise SpecError(
+            f"this {type(pruned).__name__} has no sliced experts to train: expected a "
+            "model that heapr_lab.prune returned"
+        )
+    return found
+
+
+class _Distiller(Trainer):
+    """Trains on window numbers, of which the teacher knows the tokens."""
+
+    def __init__(
+        self,
+        pruned: Any,
+        arguments: Any,
+        teacher: Teacher,
+        progress: Progress | None,
+    ) -> None:
+        windows: Any = [{"window": number} for number in range(len(teacher.ids))]
+        super().__init__(pruned, arguments, train_dataset=windows)
+        self.teacher = teacher
+        self.progress = progress
+        self.remove_callback(PrinterCallback)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], *_args: Any, **_kwargs: Any
+    ) -> torch.Tensor:
+        model.eval()  # Trainer switches to training mode, where some routers are noisy
+        return self.teacher.mean_kl(model, inputs["window"].cpu())
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self.progress is not None:
+            self.progress(self.state.global_step + 1, self.state.max_steps)
+        return loss

@@ -1,0 +1,1 @@
+"""Files on disk: written whole, checked when read, cached by their inputs."""

@@ -1,0 +1,219 @@
+"""Every path, and the results that are kept under it.
+
+Layer 1, without torch. How files are written and checked is told in `artefacts`, whose
+functions are offered here too; this module says where they lie, who may write them,
+and that a result once computed is read back instead.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import filelock
+
+from heapr_lab.errors import CacheError, SpecError, canonical_json, digest
+from heapr_lab.storage.files import (
+    cache_dir,
+    checksum,
+    load_state,
+    read_frame,
+    read_json,
+    read_metadata,
+    remedy,
+    replacing,
+    save_state,
+    share_mode,
+    write_frame,
+    write_json,
+)
+
+__all__ = [
+    "cache_dir",
+    "cache_path",
+    "cached",
+    "cached_json",
+    "checksum",
+    "figures_dir",
+    "hashed_path",
+    "lab_model_dir",
+    "load_state",
+    "lock",
+    "paper_dir",
+    "project_dir",
+    "read_frame",
+    "read_json",
+    "read_metadata",
+    "remedy",
+    "replacing",
+    "save_state",
+    "share_mode",
+    "write_frame",
+    "write_json",
+    "writing",
+]
+
+_Value = TypeVar("_Value")
+
+logger = logging.getLogger(__name__)
+
+
+# --- places ---------------------------------------------------------------------
+
+
+def project_dir() -> Path:
+    """The folder that holds `heapr_lab/`, `data/`, `figures/` and `notebooks/`."""
+    return Path(__file__).resolve().parents[2]
+
+
+def lab_model_dir(recipe: str = "bundled") -> Path:
+    """The folder of the lab model that a recipe of `lab_run` trains."""
+    name = "lab_moe" if recipe == "bundled" else f"lab_{recipe}"
+    return project_dir() / "data" / name
+
+
+def paper_dir() -> Path:
+    """The folder of the paper's published tables."""
+    return project_dir() / "data" / "paper"
+
+
+def figures_dir() -> Path:
+    """The folder of the committed figures."""
+    return project_dir() / "figures"
+
+
+def cache_path(kind: str, key: Mapping[str, Any], *, extension: str) -> Path:
+    """Where the result of kind `kind` for `key` lies, whether it exists or not."""
+    return hashed_path(kind, digest(dict(key)), extension=extension)
+
+
+def hashed_path(kind: str, sha256: str, *, extension: str) -> Path:
+    """Where the result of kind `kind` for the key with the hash `sha256` lies."""
+    return cache_dir() / kind / f"{sha256[:16]}.{extension}"
+
+
+def lock(path: Path | str) -> filelock.BaseFileLock:
+    """A lock, to be entered with `with`, among all processes and threads on `path`."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return filelock.FileLock(path.with_name(f"{path.name}.lock"))
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """The right to write the output `path`, which one process or thread has at a time.
+
+    Nobody waits for it: what the other writes would be there then. The lock lies beside
+    `path` for as long as the block takes, and ends with its process.
+
+    Raises:
+        SpecError: another has it, or nothing can be written there.
+    """
+    name = path.with_name(f".partial-{path.name}.lock")
+    guard = filelock.FileLock(name)
+    try:
+        name.parent.mkdir(parents=True, exist_ok=True)
+        guard.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise SpecError(
+            f"{path} is being written by another process or thread: wait until that "
+            "has ended, or give another name"
+        ) from error
+    except OSError as error:
+        raise SpecError(
+            f"nothing can be written to {path.parent} ({error.strerror}): give a "
+            "folder where files can be made"
+        ) from error
+    try:
+        yield
+    finally:
+        name.unlink(missing_ok=True)  # before the release: the next one makes its own
+        guard.release()
+
+
+# --- cached results -------------------------------------------------------------
+
+
+def cached(
+    kind: str,
+    key: Mapping[str, Any],
+    compute: Callable[[], _Value],
+    *,
+    read: Callable[[Path], _Value],
+    write: Callable[[Path, _Value], None],
+    extension: str = "parquet",
+) -> _Value:
+    """The stored result for `key`, or `compute()`, stored.
+
+    The result lies in `cache_dir()/kind` under the hash of `key`, with the readable
+    key in a `.key.json` file beside it. Whoever asks while another thread or process
+    computes the same waits for that result.
+
+    Args:
+        kind: the folder, such as `importance`.
+        key: every field that determines the result, as plain data.
+        compute: makes the result.
+        read: reads a result from a path; raises `CacheError` for one it cannot read.
+        write: writes a result to a path.
+        extension: the end of the file's name, without the dot.
+    """
+    path = cache_path(kind, key, extension=extension)
+    if path.exists():
+        _check_key(path, key)
+        return read(path)
+    with _waiting(path):
+        if path.exists():  # made by another while this one waited
+            _check_key(path, key)
+            return read(path)
+        value = compute()
+        # The key first: a result whose key is missing is then never one of ours.
+        write_json(_key_path(path), dict(key))
+        with replacing(path) as temporary:
+            write(temporary, value)
+        return value
+
+
+def cached_json(kind: str, key: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
+    """`cached` for a result that is plain data."""
+    return cached(
+        kind, key, compute, read=read_json, write=write_json, extension="json"
+    )
+
+
+@contextlib.contextmanager
+def _waiting(path: Path) -> Iterator[None]:
+    guard = lock(path)
+    try:
+        guard.acquire(timeout=0)
+    except filelock.Timeout:
+        logger.info("waiting for %s, which another is computing", path)
+        guard.acquire()
+    try:
+        yield
+    finally:
+        guard.release()
+
+
+def _key_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.key.json")
+
+
+def _check_key(path: Path, key: Mapping[str, Any]) -> None:
+    """Make sure that the result at `path` was made for `key`.
+
+    Raises:
+        CacheError: it was made for another key, or nothing says for which.
+    """
+    key_path = _key_path(path)
+    if not key_path.exists():
+        raise CacheError(
+            f"{path} is foreign: {key_path.name}, which would say what it was made "
+            f"for, is not beside it; {remedy(path)}"
+        )
+    stored = read_json(key_path)
+    if canonical_json(stored) != canonical_json(dict(key)):
+        raise CacheError(
+            f"{path} was made for another key, found {canonical_json(stored)}, "
+            f"expected {canonical_json(dict(key))}; {remedy(path)}"
+        )

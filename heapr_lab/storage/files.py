@@ -1,0 +1,302 @@
+"""Files: parquet, JSON and safetensors, written whole and checked when read.
+
+A file is written under a temporary name and renamed when it is finished, so that a
+name is either absent or whole. A truncated, damaged, foreign or newer file is a
+`CacheError` that names it. Nothing is ever unpickled. Used through `store`.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from heapr_lab.errors import CacheError, canonical_json
+
+SCHEMA_VERSION = 1
+"""Raised whenever files of an older version can no longer be read as they are."""
+
+_KEY = "heapr_lab"
+
+
+def cache_dir() -> Path:
+    """`$HEAPR_CACHE_DIR`, else `heapr_lab` in the user's cache folder."""
+    asked = os.environ.get("HEAPR_CACHE_DIR")
+    if asked:
+        return Path(asked).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "heapr_lab"
+
+
+def remedy(path: Path) -> str:
+    """What to do about a file that cannot be used; only the cache's are made again."""
+    if path.absolute().is_relative_to(cache_dir().absolute()):
+        return "move it away or delete it, and it will be made again"
+    return "give another file, or make it again with the command that wrote it"
+
+
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """A temporary name beside `path` that becomes `path` if the block succeeds.
+
+    Where `path` is a symbolic link, what it points to is replaced, and the link stays.
+    The temporary name begins with `.partial-` and ends like `path`, so that writers
+    which look at the extension see the right one. If the block raises, the temporary
+    file is removed and `path` is as it was.
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
+    try:
+        mode = _mode_of_new(temporary)
+        yield temporary
+        if temporary.is_file():  # safetensors makes files that nobody else may read
+            temporary.chmod(mode)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def share_mode(folder: Path, like: Path) -> None:
+    """Give the files in `folder` the permissions of the file `like`.
+
+    Safetensors' writer makes files that nobody else may read, whatever the umask.
+    """
+    mode = stat.S_IMODE(like.stat().st_mode)
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(mode)
+
+
+def _mode_of_new(path: Path) -> int:
+    """The permissions of a file that is made at `path`, which is left as it was."""
+    path.touch(exist_ok=False)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    path.unlink()
+    return mode
+
+
+# --- parquet --------------------------------------------------------------------
+
+
+def write_frame(
+    path: Path | str, frame: pd.DataFrame, metadata: Mapping[str, Any]
+) -> None:
+    """Write `frame` as parquet (zstd), with `metadata` as JSON in the schema.
+
+    Integers and values that repeat from row to row are dictionary-encoded, other
+    floats are split into byte streams, and every page carries a checksum.
+
+    Args:
+        path: the file; one of that name is replaced at once or not at all.
+        frame: any frame with string column names; its index is kept.
+        metadata: plain data.
+    """
+    header = {"schema": SCHEMA_VERSION, "metadata": dict(metadata)}
+    table = pa.Table.from_pandas(frame)
+    table = table.replace_schema_metadata(
+        {**(table.schema.metadata or {}), _KEY.encode(): canonical_json(header)}
+    )
+    repeated = [name for name in table.column_names if _repeats(table.column(name))]
+    split = [
+        field.name
+        for field in table.schema
+        if pa.types.is_floating(field.type) and field.name not in repeated
+    ]
+    with replacing(path) as temporary:
+        pq.write_table(
+            table,
+            temporary,
+            compression="zstd",
+            use_dictionary=repeated,
+            use_byte_stream_split=split,
+            write_page_checksum=True,
+            row_group_size=2**20,
+        )
+
+
+def _repeats(column: pa.ChunkedArray) -> bool:
+    """Whether a dictionary will hold the values of this column."""
+    if not pa.types.is_floating(column.type):
+        return True
+    values = column.slice(0, 2**20).to_numpy()
+    return bool(len(values) > 1 and np.mean(values[1:] == values[:-1]) > 0.75)
+
+
+def read_frame(
+    path: Path | str, columns: Sequence[str] | None = None
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The frame and the metadata that `write_frame` put into `path`.
+
+    Args:
+        path: the file.
+        columns: read only these (and the index); by default all.
+
+    Raises:
+        CacheError: the file is truncated or damaged, was not written by this package
+            or by a newer version of it, or lacks one of the columns.
+    """
+    path = Path(path)
+    with (
+        _readable(path),
+        pq.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file,
+    ):
+        schema = file.schema_arrow
+        metadata = _metadata((schema.metadata or {}).get(_KEY.encode()), path)
+        missing = [name for name in columns or () if name not in schema.names]
+        if missing:
+            raise CacheError(
+                f"{path} has no column {', '.join(missing)}; it has "
+                f"{', '.join(schema.names)}"
+            )
+        table = file.read(
+            columns=None if columns is None else list(columns),
+            use_pandas_metadata=True,
+        )
+    try:
+        return _to_pandas(table), metadata
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CacheError(
+            f"{path} is damaged: what it says of its columns cannot be read ({error}); "
+            f"{remedy(path)}"
+        ) from error
+
+
+def _to_pandas(table: pa.Table) -> pd.DataFrame:
+    """The frame of `table`, which is used up, with every column writable."""
+    # Columns that share Arrow's memory cannot be assigned to. Copied one by one, each
+    # frees its Arrow memory before the next: the peak stays near one table.
+    frame = table.to_pandas(split_blocks=True, self_destruct=True)
+    for position in range(frame.shape[1]):
+        frame.isetitem(position, frame.iloc[:, position].copy())
+    return frame
+
+
+def read_metadata(path: Path | str) -> dict[str, Any]:
+    """The metadata alone of a file of `write_frame`, without reading a row.
+
+    Raises:
+        CacheError: as `read_frame`.
+    """
+    path = Path(path)
+    with _readable(path):
+        found = pq.read_schema(path, memory_map=True).metadata or {}
+    return _metadata(found.get(_KEY.encode()), path)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, CacheError):
+        raise
+    except (pa.ArrowException, OSError, SafetensorError, UnicodeDecodeError) as error:
+        raise CacheError(
+            f"{path} cannot be read: it is truncated, damaged or of another kind "
+            f"({str(error).strip()}); {remedy(path)}"
+        ) from error
+
+
+def _metadata(header: bytes | str | None, path: Path) -> dict[str, Any]:
+    """The metadata in the header of a file, if the file is one of ours.
+
+    Raises:
+        CacheError: it is not, or is of a newer version.
+    """
+    if header is None:
+        raise CacheError(
+            f"{path} was not written by heapr_lab: it has no {_KEY!r} metadata; "
+            f"{remedy(path)}"
+        )
+    schema, metadata = _content(header)
+    if not isinstance(schema, int) or not isinstance(metadata, dict):
+        raise CacheError(
+            f"{path} is damaged: its {_KEY!r} metadata is no JSON object with schema "
+            f"and metadata; {remedy(path)}"
+        )
+    if schema > SCHEMA_VERSION:
+        raise CacheError(
+            f"{path} has schema version {schema}, this heapr_lab reads up to "
+            f"{SCHEMA_VERSION}: it was written by a newer one; upgrade heapr_lab"
+        )
+    return metadata
+
+
+def _content(header: bytes | str) -> tuple[Any, Any]:
+    """Schema version and metadata in a header; None where it has none."""
+    try:
+        content = json.loads(header)
+    except (ValueError, RecursionError):
+        return None, None
+    found = content if isinstance(content, dict) else {}
+    return found.get("schema"), found.get("metadata")
+
+
+# --- JSON -----------------------------------------------------------------------
+
+
+def write_json(path: Path | str, value: Any) -> None:
+    """Write plain data (dataclasses too) as indented JSON, whole or not at all."""
+    text = json.dumps(json.loads(canonical_json(value)), indent=2, ensure_ascii=False)
+    with replacing(path) as temporary:
+        temporary.write_text(f"{text}\n", encoding="utf-8")
+
+
+def read_json(path: Path | str) -> Any:
+    """The plain data in a JSON file.
+
+    Raises:
+        CacheError: the file is truncated or is not JSON.
+    """
+    path = Path(path)
+    with _readable(path):
+        text = path.read_text(encoding="utf-8")
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CacheError(
+            f"{path} is truncated or is not JSON ({error}); {remedy(path)}"
+        ) from error
+
+
+# --- states of interrupted passes -----------------------------------------------
+
+
+def save_state(
+    path: Path | str, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]
+) -> None:
+    """Write named arrays and plain `meta` as safetensors, whole or not at all."""
+    header = {"schema": SCHEMA_VERSION, "metadata": dict(meta)}
+    whole = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    with replacing(path) as temporary:
+        save_file(whole, temporary, metadata={_KEY: canonical_json(header)})
+
+
+def load_state(path: Path | str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays and the meta that `save_state` put into `path`.
+
+    Raises:
+        CacheError: the file is truncated, or was not written by `save_state`.
+    """
+    path = Path(path)
+    with _readable(path), safe_open(path, framework="numpy") as file:
+        meta = _metadata((file.metadata() or {}).get(_KEY), path)
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return arrays, meta

@@ -1,0 +1,328 @@
+"""Where a file came from: the marks in figures and tables, and how to read them again.
+
+A mark is the provenance as canonical JSON, after its SHA-256. It stands in a PNG file's
+Description, in a PDF file's Keywords and in a comment of Markdown and LaTeX; CSV has no
+comments, so that a CSV file is known by the files beside it that were made of it.
+Parquet files and checkpoints of this package say themselves where they came from.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heapr_lab.errors import CacheError, SpecError, canonical_json, digest
+from heapr_lab.repr_html import card_html
+from heapr_lab.storage import cache
+
+MANIFEST_FILE = "heapr_manifest.json"
+"""In the folder of a checkpoint: what was done."""
+
+_TABLE = "importance table"
+_MARK = re.compile(r"heapr-lab provenance sha256:([0-9a-f]{64})(?: (\{.*\}))?")
+_HASH = re.compile("[0-9a-f]{64}")
+_PDF_KEYWORDS = re.compile(rb"/Keywords\s*\(((?:[^\\()]|\\.)*)\)", re.DOTALL)
+
+
+@dataclass(frozen=True, repr=False)
+class Origin:
+    """Where a file came from, as `read_provenance` found it."""
+
+    file: Path
+    kind: str
+    """figure, table, rows, importance table, keep mask, comparison or checkpoint."""
+    provenance: dict[str, Any]
+    """What the file says, as plain data."""
+    spec_hash: str | None = None
+    """Of the importance table behind it."""
+    rows: Path | None = None
+    """The CSV file it was made of, where that lies beside it unchanged."""
+
+    @property
+    def importance(self) -> Path | None:
+        """The importance table in the cache; None where it is not there."""
+        if self.spec_hash is None:
+            return None
+        path = cache.hashed_path("importance", self.spec_hash, extension="parquet")
+        return path if path.is_file() else None
+
+    def facts(self) -> dict[str, Any]:
+        """All that is known, as plain data."""
+        facts: dict[str, Any] = {"file": str(self.file), "kind": self.kind}
+        facts |= {"provenance": self.provenance}
+        if self.rows is not None:
+            facts["rows"] = str(self.rows)
+        if self.spec_hash is not None:
+            facts["importance"] = self._measured()
+        return facts
+
+    def _measured(self) -> dict[str, Any]:
+        """The table behind the file, and how it was measured if the cache has it."""
+        found: dict[str, Any] = {"spec_hash": self.spec_hash}
+        path = self.importance
+        if path is None:
+            return found | {"file": None}
+        found["file"] = str(path)
+        if self.kind == _TABLE:  # it says so itself
+            return found
+        return found | _measurement(cache.read_metadata(path))
+
+    def lines(self) -> dict[str, str]:
+        """`facts` for reading: a text for each that is known, by names with dots."""
+        facts = self.facts()
+        flat = _flat(facts.pop("provenance") | facts)
+        first = {name: flat.pop(name) for name in ("file", "kind")}
+        shown = {name: value for name, value in flat.items() if value is not None}
+        return {name: _text(value) for name, value in (first | shown).items()}
+
+    def __repr__(self) -> str:
+        behind = "none" if self.spec_hash is None else self.spec_hash[:16]
+        return f"Origin({self.kind} {str(self.file)!r}, importance table {behind})"
+
+    def _repr_html_(self) -> str:
+        return card_html("Provenance", self.lines())
+
+
+def _flat(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        whole = f"{before}{name}"
+        flat |= _flat(value, f"{whole}.") if isinstance(value, dict) else {whole: value}
+    return flat
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else canonical_json(value)
+
+
+# --- marks ------------------------------------------------------------------------
+
+
+def mark(provenance: Mapping[str, Any]) -> str:
+    """The one line that a file carries: hash and JSON of `provenance`, ASCII.
+
+    Example:
+        >>> mark({"ratio": 0.25})[-14:]
+        '{"ratio":0.25}'
+    """
+    plain = dict(provenance)
+    # A comment of Markdown ends with the first `-->`.
+    text = canonical_json(plain).replace(">", r"\u003e")
+    return f"heapr-lab provenance sha256:{digest(plain)} {text}"
+
+
+def _read_mark(text: str, path: Path) -> dict[str, Any]:
+    """The provenance in the mark in `text`.
+
+    Raises:
+        CacheError: there is no mark, it has only the hash, or it was changed.
+    """
+    found = _MARK.search(text)
+    if found is None:
+        raise CacheError(
+            f"{path} has no mark of heapr_lab: expected a file that heapr_lab wrote "
+            "and nothing has converted since"
+        )
+    sha256, said = found.groups()
+    if said is None:
+        raise CacheError(
+            f"{path} has only the hash of its provenance, sha256:{sha256}: it was "
+            "written by an older heapr_lab; make it again with `heapr-lab figures`"
+        )
+    try:
+        provenance: dict[str, Any] = json.loads(said)
+    except (ValueError, RecursionError):
+        provenance = {}
+    if digest(provenance) != sha256:
+        raise CacheError(
+            f"the mark of {path} was changed after it was written: expected a "
+            f"provenance with sha256:{sha256}; make the file again"
+        )
+    return provenance
+
+
+# --- reading ----------------------------------------------------------------------
+
+
+def read_provenance(path: Path | str) -> Origin:
+    """Where a file of heapr_lab came from.
+
+    Args:
+        path: a figure (png, pdf), a table (md, tex, csv), an importance table or a keep
+            mask (parquet), or the folder of a checkpoint.
+
+    Raises:
+        SpecError: there is no such file, or files of its kind say nothing.
+        CacheError: the file is damaged, or heapr_lab did not write it.
+    """
+    path = Path(path)
+    if path.is_dir() or path.suffix.lower() == ".parquet":
+        with _whole(path):
+            return _of_checkpoint(path) if path.is_dir() else _of_parquet(path)
+    if not path.is_file():
+        raise SpecError(f"there is no file {path}; give the path of one")
+    suffix = path.suffix.lower()
+    if suffix == ".csv":
+        return _of_rows(path)
+    if suffix not in _TEXTS:
+        raise SpecError(
+            f"{path} is of a kind that heapr_lab does not write: expected png, pdf, "
+            "md, tex, csv, parquet, or the folder of a checkpoint"
+        )
+    kind = "figure" if suffix in {".png", ".pdf"} else "table"
+    provenance = _read_mark(_TEXTS[suffix](path), path)
+    rows = _rows_of(path, provenance)
+    return Origin(path, kind, provenance, _hash(provenance, "importance"), rows)
+
+
+def _hash(said: Mapping[str, Any], name: str) -> str | None:
+    """The SHA-256 that `said` has under `name`, if it is one."""
+    found = said.get(name)
+    return found if isinstance(found, str) and _HASH.fullmatch(found) else None
+
+
+def _png_text(path: Path) -> str:
+    """The Description of a PNG file.
+
+    Raises:
+        CacheError: it is damaged, or not a PNG file.
+    """
+    from PIL import PngImagePlugin
+
+    try:
+        with PngImagePlugin.PngImageFile(path) as image:
+            return str(image.text.get("Description", ""))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise CacheError(
+            f"{path} cannot be read as PNG ({error}); make it again"
+        ) from error
+
+
+def _pdf_text(path: Path) -> str:
+    """The Keywords of a PDF file as matplotlib writes it, uncompressed."""
+    found = _PDF_KEYWORDS.findall(path.read_bytes())
+    return re.sub(rb"\\(.)", rb"\1", found[-1]).decode("latin-1") if found else ""
+
+
+def _plain_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+_TEXTS: dict[str, Callable[[Path], str]] = {
+    ".png": _png_text,
+    ".pdf": _pdf_text,
+    ".md": _plain_text,
+    ".tex": _plain_text,
+}
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """What a file or manifest has to say, which may lack a part of it.
+
+    Raises:
+        CacheError: it does.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CacheError(
+            f"{path} is damaged: what it says of its origin lacks a part, or has one "
+            f"of another kind ({error}); {cache.remedy(path)}"
+        ) from error
+
+
+def _of_parquet(path: Path) -> Origin:
+    """Of an importance table, a keep mask or a comparison of the panel.
+
+    Raises:
+        SpecError: there is no such file.
+        CacheError: it is none of them.
+    """
+    if not path.is_file():
+        raise SpecError(f"there is no file {path}; give the path of one")
+    metadata = cache.read_metadata(path)
+    match metadata.get("kind"):
+        case "ImportanceTable":
+            said = _measurement(metadata)
+            return Origin(path, _TABLE, said, _hash(said, "spec_hash"))
+        case "KeepMask":
+            said = {**metadata["settings"], "fingerprint": metadata["fingerprint"]}
+            return Origin(path, "keep mask", said, _hash(said, "table"))
+        case "comparison":
+            said = {name: metadata[name] for name in ("model", "pins", "importance")}
+            return Origin(path, "comparison", said, _hash(said, "importance"))
+        case other:
+            raise CacheError(
+                f"{path} holds {other or 'another kind of table'}, expected an "
+                "importance table, a keep mask or a comparison"
+            )
+
+
+def _measurement(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What an importance table says of how it was measured."""
+    found = {name: metadata.get(name) for name in ("N", "spec", "spec_hash")}
+    return {**found, **(metadata.get("provenance") or {})}
+
+
+def _of_checkpoint(folder: Path) -> Origin:
+    """Of a checkpoint, by its manifest.
+
+    Raises:
+        CacheError: there is none.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise CacheError(
+            f"{folder} is not a checkpoint of heapr_lab: {MANIFEST_FILE} is not in it; "
+            "expected a folder that save_pruned or `heapr-lab prune` wrote"
+        )
+    said: dict[str, Any] = cache.read_json(path)
+    behind = _hash(said, "importance") or _hash(said["selection"], "table")
+    return Origin(folder, "checkpoint", said, behind)
+
+
+# --- the rows a file was made of --------------------------------------------------
+
+
+def rows_digest(text: str) -> str:
+    """What a provenance knows the text of a CSV file by."""
+    return digest(text)
+
+
+def _holds(path: Path, rows: Any) -> bool:
+    return path.is_file() and rows_digest(path.read_bytes().decode()) == rows
+
+
+def _rows_of(path: Path, provenance: Mapping[str, Any]) -> Path | None:
+    """The CSV file that `path` was made of, if it lies beside it unchanged."""
+    beside = path.with_suffix(".csv"), path.parent / "data" / f"{path.stem}.csv"
+    rows = provenance.get("data")
+    return next((found for found in beside if _holds(found, rows)), None)
+
+
+def _of_rows(path: Path) -> Origin:
+    """Of a CSV file, by the marked file that was made of it.
+
+    Raises:
+        CacheError: no such file lies beside it, or it was made of other rows.
+    """
+    above = path.parent.parent if path.parent.name == "data" else path.parent
+    beside = [path.with_suffix(".md"), above / f"{path.stem}.png"]
+    marked = [found for found in beside if found.is_file()]
+    for found in marked:
+        provenance = _read_mark(_TEXTS[found.suffix](found), found)
+        if _holds(path, provenance.get("data")):
+            return Origin(path, "rows", provenance, _hash(provenance, "importance"))
+    if marked:
+        raise CacheError(
+            f"{path} has other rows than {marked[0]} was made of: one of them was "
+            "changed; make both again"
+        )
+    raise CacheError(
+        f"{path} says nothing itself, for CSV has no comments: expected beside it "
+        f"{' or '.join(map(str, beside))}, which says where its rows came from"
+    )

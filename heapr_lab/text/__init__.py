@@ -1,0 +1,1 @@
+"""The text that models read: corpora, tokens, calibration and test windows."""

@@ -1,0 +1,314 @@
+"""Windows of token ids to calibrate and to test on.
+
+The paper's calibration (appendix): a whole corpus joined by a blank line, tokenised,
+cut into consecutive windows, of which n are drawn without replacement with a seed.
+With one seed the draws are nested: the first 8 of 128 windows are the 8 of a smaller
+set.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from heapr_lab.errors import CorpusError, SpecError, canonical_json, whole_number
+from heapr_lab.repr_html import card_html
+from heapr_lab.storage import cache
+from heapr_lab.text.corpora import Corpus, load_corpus, source_key
+from heapr_lab.text.tokenization import tokenise
+
+_TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CalibrationSet:
+    """Token windows, with where they came from."""
+
+    ids: torch.Tensor
+    """Token ids, LongTensor (n_sequences, seq_len)."""
+    provenance: dict[str, Any]
+    """Corpus, source, split, seed and the like: recorded, never used."""
+
+    def __post_init__(self) -> None:
+        """Check the shape.
+
+        Raises:
+            SpecError: `ids` is not a LongTensor of at least 1 × 2.
+        """
+        if self.ids.dtype != torch.long:
+            raise SpecError(
+                f"ids is a {self.ids.dtype} tensor, expected a LongTensor; "
+                "CalibrationSet.from_ids converts other whole numbers"
+            )
+        token_windows(self.ids)
+
+    @classmethod
+    def from_ids(cls, ids: Any) -> "CalibrationSet":
+        """A set of token ids one already has: whole numbers (n_sequences, seq_len).
+
+        Raises:
+            SpecError: `ids` has another type or shape.
+        """
+        return cls(token_windows(ids), {"corpus": "token ids given by the caller"})
+
+    @property
+    def n_sequences(self) -> int:
+        """Windows."""
+        return self.ids.shape[0]
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of each window."""
+        return self.ids.shape[1]
+
+    @property
+    def n_predicted(self) -> int:
+        """Tokens that have a loss: the first of a window is not predicted."""
+        return self.n_sequences * (self.seq_len - 1)
+
+    @property
+    def label(self) -> str:
+        """Corpus and split, for people."""
+        return f"{self.provenance['corpus']} {self.provenance.get('split', '')}".strip()
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the ids and their shape, as they are when it is asked for."""
+        sha = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
+        sha.update(self._words().tobytes())
+        return sha.hexdigest()
+
+    def window_fingerprints(self) -> list[str]:
+        """8 bytes of each window's SHA-256 as hexadecimal digits, in order."""
+        hashes = (hashlib.sha256(window.tobytes()) for window in self._words())
+        return [found.hexdigest()[:16] for found in hashes]
+
+    def _words(self) -> np.ndarray:
+        return self.ids.cpu().numpy().astype("<i8")
+
+    def __repr__(self) -> str:
+        return (
+            f"CalibrationSet({self.label}: {self.n_sequences:,} windows of "
+            f"{self.seq_len:,} tokens)"
+        )
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "text": self.label,
+            "windows": f"{self.n_sequences:,} of {self.seq_len:,} tokens",
+            "predicted tokens": f"{self.n_predicted:,}",
+        }
+        if "seed" in self.provenance:
+            facts["seed of the draw"] = str(self.provenance["seed"])
+        return card_html("Calibration set", facts)
+
+
+def token_windows(ids: Any) -> torch.Tensor:
+    """Token ids as a LongTensor (n_windows, seq_len).
+
+    Args:
+        ids: whole numbers in a tensor, an array or lists.
+
+    Raises:
+        SpecError: they are not whole numbers, or not in at least one window of at
+            least two.
+    """
+    try:
+        tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise SpecError(
+            f"ids cannot be read as token ids ({error}): expected whole numbers in "
+            "windows of one length, (n_windows, seq_len)"
+        ) from error
+    kind, shape = tensor.dtype, tuple(tensor.shape)
+    whole = not (kind == torch.bool or kind.is_floating_point or kind.is_complex)
+    if not whole or len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
+        raise SpecError(
+            f"ids are {kind} of shape {shape}, expected whole numbers (n_windows, "
+            "seq_len) in at least one window of at least 2 tokens"
+        )
+    return tensor.long()
+
+
+def load_calibration(
+    corpus: str,
+    tokenizer: Any,
+    *,
+    n_sequences: int = 128,
+    seq_len: int = 2048,
+    seed: int = 0,
+    split: str = "train",
+) -> CalibrationSet:
+    """Draw calibration windows as the paper does.
+
+    Args:
+        corpus: a corpus name or path (see `heapr_lab.text.corpora`), or a weighted
+            mixture such as `"0.7*pydocs + 0.3*ptb"`, which shares out `n_sequences`.
+        tokenizer: a transformers tokenizer.
+        n_sequences: windows to draw.
+        seq_len: tokens of each.
+        seed: of the draw.
+        split: `train`, `validation` or `test`.
+
+    Raises:
+        SpecError: a number is not positive, the seed too large, or the mixture cannot
+            be read.
+        CorpusError: a corpus cannot be had, or has fewer windows than asked for; the
+            message gives the number available.
+    """
+    whole_number(n_sequences, name="n_sequences")
+    whole_number(seq_len, name="seq_len", least=2)
+    check_seed(seed)
+    parts, sources = [], []
+    for name, count in _shares(corpus, n_sequences).items():
+        text = load_corpus(name, split=split)
+        windows = _windows(text, tokenizer, seq_len)
+        if count > len(windows):
+            raise CorpusError(
+                f"{name} ({split}) has {len(windows)} windows of {seq_len} tokens, "
+                f"{count} were asked for: ask for at most {len(windows)}, or shorter"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randperm(len(windows), generator=generator)[:count]
+        parts.append(windows[drawn])
+        sources.append(text.provenance | {"n_sequences": count})
+    provenance = {"corpus": corpus, "split": split, "seed": seed, "sources": sources}
+    return CalibrationSet(torch.cat(parts), provenance)
+
+
+def load_windows(
+    corpus: str,
+    tokenizer: Any,
+    *,
+    seq_len: int = 2048,
+    n_sequences: int | None = None,
+    split: str = "test",
+) -> CalibrationSet:
+    """The first consecutive windows of a split: what perplexity is measured on.
+
+    Args:
+        corpus: a corpus name or path.
+        tokenizer: a transformers tokenizer.
+        seq_len: tokens of each window.
+        n_sequences: windows to take; by default all.
+        split: `train`, `validation` or `test`.
+
+    Raises:
+        SpecError: a number is not positive.
+        CorpusError: the corpus cannot be had, or has fewer windows than asked for.
+    """
+    whole_number(seq_len, name="seq_len", least=2)
+    if n_sequences is not None:
+        whole_number(n_sequences, name="n_sequences")
+    text = load_corpus(corpus, split=split)
+    windows = _windows(text, tokenizer, seq_len)
+    wanted = len(windows) if n_sequences is None else n_sequences
+    if wanted > len(windows) or not len(windows):
+        raise CorpusError(
+            f"{corpus} ({split}) has {len(windows)} windows of {seq_len} tokens, "
+            f"{wanted or 1} were asked for"
+        )
+    provenance = {"corpus": corpus, "split": split, "sources": [text.provenance]}
+    return CalibrationSet(windows[:wanted], provenance)
+
+
+def check_seed(seed: int) -> None:
+    """Make sure that windows can be drawn with `seed`.
+
+    Raises:
+        SpecError: it has more than 64 bits.
+    """
+    if not -(2**63) <= seed < 2**63:
+        raise SpecError(f"seed is {seed}, expected a whole number from -2⁶³ to 2⁶³ - 1")
+
+
+def corpora_of(corpus: str) -> tuple[str, ...]:
+    """The corpora of a mixture, or the one that is no mixture.
+
+    Raises:
+        SpecError: the mixture cannot be read.
+
+    Example:
+        >>> corpora_of("0.7*pydocs + 0.3*ptb")
+        ('pydocs', 'ptb')
+    """
+    return tuple(_shares(corpus, 1))
+
+
+def windows_key(corpus: str, *, split: str) -> tuple[Hashable, ...]:
+    """What tells a corpus or mixture, with its texts as they are now, from any other.
+
+    Raises:
+        SpecError: the mixture cannot be read.
+    """
+    return corpus, *(source_key(name, split=split) for name in corpora_of(corpus))
+
+
+def _shares(corpus: str, n_sequences: int) -> dict[str, int]:
+    """How many windows each corpus of a mixture gives (largest remainders).
+
+    Raises:
+        SpecError: the mixture cannot be read.
+    """
+    terms = corpus.split("+")
+    matches = [_TERM.fullmatch(term) for term in terms]
+    if not any(matches):
+        return {corpus.strip(): n_sequences}
+    if not all(matches):
+        raise SpecError(
+            f"cannot read the mixture {corpus!r}: expected weights and names, such as "
+            "'0.7*pydocs + 0.3*ptb'"
+        )
+    weights = {match[2]: float(match[1]) for match in matches if match}
+    total = sum(weights.values())
+    if len(weights) != len(terms) or not 0 < min(weights.values()) <= total < math.inf:
+        raise SpecError(
+            f"mixture {corpus[:80]!r} repeats a corpus or has a weight of 0, or one "
+            "that is too large"
+        )
+    exact = {name: n_sequences * weight / total for name, weight in weights.items()}
+    counts = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: n_sequences - sum(counts.values())]:
+        counts[name] += 1
+    return counts
+
+
+def _windows(corpus: Corpus, tokenizer: Any, seq_len: int) -> torch.Tensor:
+    """Consecutive windows (n, seq_len); the last, incomplete one is dropped."""
+    ids = torch.from_numpy(_token_ids(corpus, tokenizer))
+    n_windows = len(ids) // seq_len
+    width = min(seq_len, len(ids) + 1)  # where it is less, there is no window at all
+    return ids[: n_windows * width].view(n_windows, width).long()
+
+
+def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:
+    """Ids of the joined corpus without special tokens, int32; kept in the cache."""
+    key = {"corpus": corpus.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+
+    return cache.cached(
+        "tokens",
+        key,
+        lambda: tokenise(corpus.joined(), tokenizer),
+        read=lambda path: cache.load_state(path)[0]["ids"],
+        write=lambda path, ids: cache.save_state(path, {"ids": ids}, {}),
+        extension="safetensors",
+    )
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 of everything that determines a tokenizer's ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        plain = json.loads(backend.to_str())
+        # Left over from whoever called it last, and set anew by every call.
+        text = canonical_json(plain | {"truncation": None, "padding": None})
+    else:  # a slow tokenizer: its vocabulary and class stand for it
+        text = repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
+    return hashlib.sha256(text.encode()).hexdigest()

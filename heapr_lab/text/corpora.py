@@ -1,0 +1,394 @@
+"""Named sources of English text, each with a fingerprint and honest provenance.
+
+A corpus is a tuple of texts (documents or lines) of one split. Names:
+
+====================== ====================================================
+`pydocs`               docstrings of the standard library and of installed
+                       scientific packages, harvested on this machine
+`pydocs:torch`         the same of one package (`pydocs:stdlib`, ...)
+`wikitext2`            WikiText-2, raw
+`wikitext2:tokenized`  WikiText-2 with `<unk>`
+`ptb`                  Penn Treebank, word level
+`c4`                   English C4
+a path                 a `.txt`, `.jsonl` or `.parquet` file of your own
+====================== ====================================================
+
+The named data sets are read from `$HEAPR_DATA_DIR` where their folder lies in it,
+else from the hub through `datasets`. Nothing is ever replaced by something else: a
+corpus that cannot be had is a `CorpusError` that says how to get it.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from heapr_lab import hub
+from heapr_lab.errors import CorpusError
+from heapr_lab.repr_html import card_html
+from heapr_lab.text.pydocs import PYDOCS_PACKAGES, harvested
+
+SPLITS = ("train", "validation", "test")
+_FILE_TYPES = (".txt", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One split of one named text source."""
+
+    name: str
+    """The name it was asked for by."""
+    split: str
+    """`train`, `validation` or `test`."""
+    texts: tuple[str, ...] = field(repr=False)
+    """Documents or lines, in the order of the source."""
+    source: str = field(repr=False)
+    """Where the texts came from: a folder, a hub data set, package versions."""
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "split": self.split,
+            "texts": f"{len(self.texts):,}",
+            "characters": f"{sum(map(len, self.texts)):,}",
+            "source": self.source,
+        }
+        return card_html(f"Corpus {self.name}", facts)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the texts, each followed by a zero byte."""
+        sha = hashlib.sha256()
+        for text in self.texts:
+            sha.update(text.encode())
+            sha.update(b"\0")
+        return sha.hexdigest()
+
+    def joined(self) -> str:
+        """The whole split as one string, texts separated by a blank line.
+
+        Source: HEAPr, appendix on the calibration data.
+        """
+        return "\n\n".join(self.texts)
+
+    @property
+    def provenance(self) -> dict[str, str | int]:
+        """What a cache or a figure records of this corpus."""
+        return {
+            "name": self.name,
+            "split": self.split,
+            "source": self.source,
+            "n_texts": len(self.texts),
+            "fingerprint": self.fingerprint,
+        }
+
+
+@dataclass(frozen=True)
+class _Dataset:
+    """Where a named data set lies, locally and on the hub."""
+
+    folder: str
+    column: str
+    local: dict[str, str]
+    hub_path: str
+    hub_name: str | None
+    hub_splits: dict[str, str]
+    hub_revision: str | None = None
+
+
+_SAME = {split: split for split in SPLITS}
+_DATASETS = {
+    "wikitext2": _Dataset(
+        folder="wikitext2_raw",
+        column="text",
+        local={"train": "train_head", "validation": "validation", "test": "test"},
+        hub_path="Salesforce/wikitext",
+        hub_name="wikitext-2-raw-v1",
+        hub_splits=_SAME,
+    ),
+    "wikitext2:tokenized": _Dataset(
+        folder="wikitext2_tokenized",
+        column="text",
+        local=_SAME,
+        hub_path="Salesforce/wikitext",
+        hub_name="wikitext-2-v1",
+        hub_splits=_SAME,
+    ),
+    "ptb": _Dataset(
+        folder="ptb",
+        column="sentence",
+        local=_SAME,
+        hub_path="ptb-text-only/ptb_text_only",
+        hub_name=None,
+        hub_splits=_SAME,
+        # Its main branch is a script, which `datasets` no longer runs.
+        hub_revision="refs/convert/parquet",
+    ),
+    # Both the local sample and one hub shard have a single split: documents are
+    # dealt into three by the hash of each, as those of `pydocs` are.
+    "c4": _Dataset(
+        folder="c4_sample",
+        column="text",
+        local={"train": "train"},
+        hub_path="allenai/c4",
+        hub_name="en",
+        hub_splits={"train": "train"},
+    ),
+}
+_C4_SHARD = "en/c4-train.00000-of-01024.json.gz"
+
+
+def corpus_names() -> list[str]:
+    """Every name that `load_corpus` knows, `pydocs` domains included.
+
+    A name listed here may still be unobtainable on this machine.
+    """
+    domains = [f"pydocs:{package}" for package in PYDOCS_PACKAGES]
+    return ["pydocs", *domains, *_DATASETS]
+
+
+def load_corpus(name: str, *, split: str = "train") -> Corpus:
+    """The texts of one split of the corpus called `name`.
+
+    Args:
+        name: a name from the module's table, or the path of a file. A file holds one
+            split only, and is taken as it is for whichever split is asked for.
+        split: `train`, `validation` or `test`.
+
+    Raises:
+        CorpusError: the name is unknown, or the corpus cannot be had here; the message
+            says how to get it.
+    """
+    if split not in SPLITS:
+        raise CorpusError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
+    if Path(name).suffix in _FILE_TYPES:
+        return _file_corpus(Path(name), split)
+    return _named_corpus(name, split, _source_file(name, split))
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file or folder as it is now: another one once it is written to or replaced."""
+
+    path: Path
+    state: tuple[int, ...]
+    """Device, inode, size, and when it changed; nothing where it is not there."""
+
+    @classmethod
+    def at(cls, path: Path) -> "_File":
+        """The file that `path` names from this folder."""
+        path = path.absolute()
+        try:
+            now = path.stat()
+        except (OSError, ValueError):  # whoever reads it says what is wrong
+            return cls(path, ())
+        times = now.st_mtime_ns, now.st_ctime_ns
+        return cls(path, (now.st_dev, now.st_ino, now.st_size, *times))
+
+
+def source_key(name: str, *, split: str) -> Hashable:
+    """What tells the texts of a corpus from those it had when it was last asked for.
+
+    Without reading them: the file that they are in, as it is now.
+    """
+    return name, split, _source_file(name, split)
+
+
+def _source_file(name: str, split: str) -> _File | None:
+    """The local file that a corpus is read from, or where `datasets` looks first."""
+    if Path(name).suffix in _FILE_TYPES:
+        return _File.at(Path(name))
+    if name not in _DATASETS:
+        return None
+    dataset = _DATASETS[name]
+    folder = _local_folder(dataset, os.environ.get("HEAPR_DATA_DIR"))
+    if folder is None:
+        return _File.at(Path(dataset.hub_path))
+    stem = dataset.local["train" if _single(dataset) else split]
+    return _File.at(folder / f"{stem}.parquet")
+
+
+@functools.lru_cache(maxsize=32)
+def _named_corpus(name: str, split: str, file: _File | None) -> Corpus:
+    if name == "pydocs" or name.startswith("pydocs:"):
+        texts, source = harvested(name.partition(":")[2])
+        return _hash_split(name, split, texts, source)
+    if file is not None:
+        return _dataset_corpus(name, split, file)
+    raise CorpusError(
+        f"corpus {name!r} is unknown: expected one of {', '.join(corpus_names())}, "
+        "or the path of a .txt, .jsonl or .parquet file"
+    )
+
+
+def _hash_split(name: str, split: str, texts: Iterable[str], source: str) -> Corpus:
+    """Deal whole texts into 90/5/5 per cent by a hash of each, so that none leaks."""
+    kept = tuple(text for text in texts if _split_of(text) == split)
+    return Corpus(name, split, kept, f"{source}; split by hash of each text")
+
+
+def _split_of(text: str) -> str:
+    bucket = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) % 100
+    return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
+
+
+# --- data sets and files --------------------------------------------------------
+
+
+def _dataset_corpus(name: str, split: str, file: _File) -> Corpus:
+    dataset = _DATASETS[name]
+    if file.path.suffix:
+        return _local_corpus(name, split, dataset, file.path)
+    return _hub_corpus(name, split, dataset)
+
+
+def _local_folder(dataset: _Dataset, data_dir: str | None) -> Path | None:
+    if not data_dir:
+        return None
+    folder = Path(data_dir) / dataset.folder
+    return folder if folder.is_dir() else None
+
+
+def _single(dataset: _Dataset) -> bool:
+    """Whether it has one local split, which is dealt into three."""
+    return set(dataset.local) == {"train"}
+
+
+def _local_corpus(name: str, split: str, dataset: _Dataset, path: Path) -> Corpus:
+    texts = _read_parquet_column(path, dataset.column)
+    source = f"{dataset.folder}/{path.name}"
+    if _single(dataset):
+        return _hash_split(name, split, texts, source)
+    return Corpus(name, split, texts, source)
+
+
+_not_on_hub: dict[tuple[str, Path], str] = {}
+"""Data sets that could not be had: asked for once, for a hub that lacks one is slow."""
+
+
+def _hub_corpus(name: str, split: str, dataset: _Dataset) -> Corpus:
+    hub.answers()  # where it does not, `datasets` looks on the disk alone
+    import datasets  # slow to import, and reads then whether it is offline
+
+    asked = name, Path.cwd()
+    if asked in _not_on_hub:
+        raise CorpusError(_not_on_hub[asked])
+    single = set(dataset.hub_splits) == {"train"}
+    hub_split = dataset.hub_splits["train" if single else split]
+    try:
+        rows = datasets.load_dataset(
+            dataset.hub_path,
+            dataset.hub_name if not single else None,
+            split=hub_split,
+            revision=dataset.hub_revision,
+            data_files={"train": _C4_SHARD} if single else None,
+        )
+    except Exception as error:
+        _not_on_hub[asked] = (
+            f"corpus {name!r} is neither in $HEAPR_DATA_DIR "
+            f"(now {os.environ.get('HEAPR_DATA_DIR')!r}; expected the folder "
+            f"{dataset.folder!r} in it) nor can it be had from the hub data set "
+            f"{dataset.hub_path!r} ({type(error).__name__}: {error}). Set the "
+            "variable, or connect to the hub, and start again."
+        )
+        raise CorpusError(_not_on_hub[asked]) from error
+    texts = tuple(rows[dataset.column])
+    source = f"hub:{dataset.hub_path} {dataset.hub_name or ''} {hub_split}".strip()
+    if single:
+        return _hash_split(name, split, texts, f"{source} ({_C4_SHARD})")
+    return Corpus(name, split, texts, source)
+
+
+def _file_corpus(path: Path, split: str) -> Corpus:
+    if not path.is_file():
+        raise CorpusError(f"corpus file {str(path)!r} does not exist")
+    if path.suffix == ".txt":
+        texts = tuple(text.strip() for text in re.split(r"\n\s*\n", _read_utf8(path)))
+        texts = tuple(text for text in texts if text)
+    elif path.suffix == ".jsonl":
+        texts = _read_jsonl(path)
+    else:
+        texts = _read_parquet_column(path, None)
+    if not texts:
+        raise CorpusError(f"corpus file {str(path)!r} holds no text")
+    _check_unicode(texts, path)
+    return Corpus(str(path), split, texts, f"file {path.name}, used whole")
+
+
+def _check_unicode(texts: tuple[str, ...], path: Path) -> None:
+    """Make sure that every text can be written as UTF-8 again.
+
+    Raises:
+        CorpusError: one of them has half of a surrogate pair, as JSON may.
+    """
+    for number, text in enumerate(texts, start=1):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CorpusError(
+                f"corpus file {str(path)!r}, text {number}: {error.reason} (character "
+                f"{error.start}): half of a pair that is one character; mend the text"
+            ) from error
+
+
+def _read_jsonl(path: Path) -> tuple[str, ...]:
+    texts = []
+    for number, line in enumerate(_read_utf8(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorpusError(
+                f"{path}, line {number}: expected a JSON object with a 'text' field "
+                f"({str(error)[:80] or type(error).__name__})"
+            ) from error
+        texts.append(text)
+    return tuple(texts)
+
+
+def _read_utf8(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"corpus file {str(path)!r} is not UTF-8 ({error}): convert it"
+        ) from error
+    except OSError as error:
+        raise CorpusError(
+            f"corpus file {str(path)!r} cannot be read ({error.strerror})"
+        ) from error
+
+
+def _read_parquet_column(path: Path, column: str | None) -> tuple[str, ...]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+        column = column or next((n for n in ("text", "sentence") if n in names), None)
+        if column not in names:
+            raise CorpusError(
+                f"{path} has the columns {names}, expected one called 'text'"
+            )
+        cells = pq.read_table(path, columns=[column])[column]
+    except (OSError, pa.ArrowException) as error:
+        raise CorpusError(f"cannot read the corpus file {path}: {error}") from error
+    if cells.null_count or not (
+        pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
+    ):
+        raise CorpusError(
+            f"{path}: column {column!r} is of type {cells.type} and lacks "
+            f"{cells.null_count} of {len(cells)} values, expected a text in each row"
+        )
+    try:
+        return tuple(cells.to_pylist())
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"{path}: column {column!r} is not UTF-8 ({error}): convert it"
+        ) from error

@@ -1,0 +1,234 @@
+"""Write the pruned model of a workbench: one way for the panel and the command line.
+
+Weights are written in the type of the files the model came from, whatever type it was
+loaded in, and perplexities are those of the weights as they are written.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
+from heapr_lab.checkpoints.uniform import uniform_width
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models import architecture
+from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.models.sources import Source, dtype_name, weights_bytes
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.refinement.compensation import Compensation, describe_weights
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.workbench import Workbench
+
+Report = Callable[[int, int, str], None]
+"""Called with (done, total, what is done); what it raises ends the work."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What stays, and the weights that make up for the rest, if any."""
+
+    keep: KeepMask
+    compensation: Compensation | None = None
+    windows: CalibrationSet | None = None
+    """What the compensation was fitted to."""
+
+
+def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
+    """`keep` with the model it is for, by which it is recognised later."""
+    identity = (table.metadata.get("spec") or {}).get("model")
+    return replace(keep, settings={**keep.settings, "model": identity})
+
+
+# --- what is said of a checkpoint ----------------------------------------------------
+
+
+def savings(
+    keep: KeepMask,
+    table: ImportanceTable,
+    *,
+    seq_len: int | None = None,
+    source: Source | None = None,
+    written: Path | None = None,
+) -> dict[str, Any]:
+    """`architecture.summary` as plain numbers, with the bytes of files where there are.
+
+    Args:
+        keep: what stays.
+        table: where it was selected from.
+        seq_len: as `architecture.summary`.
+        source: the files of the dense model; `bytes_before` is theirs.
+        written: folder of the pruned checkpoint, if it was written; `bytes_after` is
+            that of its files then. `bytes_after_is` says what it is.
+    """
+    each = None
+    if source is not None:
+        each = source.n_bytes / table.architecture.n_parameters
+    row = architecture.summary(
+        keep, table, seq_len=seq_len, bytes_per_parameter=each
+    ).iloc[0]
+    whole = ("parameters_before", "parameters_after", "bytes_before", "bytes_after")
+    numbers = {str(name): float(value) for name, value in row.items()}
+    numbers |= {name: round(numbers[name]) for name in (*whole, "seq_len")}
+    told = f"an estimate, {numbers['bytes_per_parameter']:.4g} bytes per parameter"
+    if written is not None:
+        numbers["bytes_after"] = weights_bytes(written)
+        told = "that of the files"
+    return {**numbers, "bytes_after_is": told}
+
+
+def facts_of(
+    table: ImportanceTable,
+    keep: KeepMask,
+    *,
+    source: Source | None,
+    seq_len: int | None = None,
+) -> dict[str, Any]:
+    """What manifest and card say of the importance, and of what is saved.
+
+    Sizes of the new files are the manifest's own, `files`.
+    """
+    saved = savings(keep, table, seq_len=seq_len, source=source)
+    facts = {
+        "calibration": describe_calibration(table),
+        "importance": table.metadata.get("spec_hash"),
+        "savings": {k: v for k, v in saved.items() if not k.startswith("bytes_")},
+    }
+    return facts if source is None else facts | {"bytes_before": source.n_bytes}
+
+
+def describe_calibration(table: ImportanceTable) -> str:
+    """What `table` was measured on, in a line."""
+    made = (table.metadata.get("provenance") or {}).get("calibration") or {}
+    if not {"n_sequences", "seq_len", "corpus"} <= made.keys():
+        return "not recorded"
+    text = "{n_sequences} windows of {seq_len} tokens of {corpus}".format(**made)
+    split = f" ({made['split']})" if "split" in made else ""
+    return text + split + (f", seed {made['seed']}" if "seed" in made else "")
+
+
+def stored_dtype(bench: Workbench) -> Any:
+    """The type that weights are written in: that of the files, if they are here."""
+    model: Any = bench.model
+    return (bench.source and bench.source.dtype) or model.dtype
+
+
+def check_width(keep: KeepMask, bench: Workbench) -> None:
+    """Refuse a uniform width before anything is run that writing would refuse at last.
+
+    Raises:
+        SpecError: the type of the files needs another multiple.
+    """
+    if structure_of(keep) == "uniform":
+        uniform_width(keep, stored_dtype(bench))
+
+
+# --- writing -------------------------------------------------------------------------
+
+
+def slice_checkpoint(
+    out: Path,
+    source: Path,
+    keep: KeepMask,
+    *,
+    base: str,
+    facts: dict[str, Any],
+    report: Report,
+) -> None:
+    """Slice the files in `source` into `out`; the model is never loaded."""
+    prune_folder(
+        source,
+        keep,
+        out,
+        base=base,
+        facts=facts,
+        progress=lambda done, total: report(done, total, "slicing: byte"),
+    )
+
+
+def write_checkpoint(
+    out: Path,
+    made: Chosen,
+    bench: Workbench,
+    *,
+    facts: dict[str, Any],
+    corpora: Sequence[str],
+    base: str | None = None,
+    report: Report,
+) -> None:
+    """Write the pruned model of `bench` to the folder `out`.
+
+    Args:
+        out: a new folder.
+        made: what stays, and the weights that make up for the rest.
+        bench: the dense model, which stays as it is.
+        facts: of `facts_of`.
+        corpora: whose test splits the card's perplexities are measured on, with the
+            weights as they are written.
+        base: name of the dense model; by default where it was loaded from.
+        report: called as it goes.
+    """
+    compensation = made.compensation
+    downs = None if compensation is None else compensation.downs
+    pruned: Any = prune(bench.model, made.keep, downs=downs)
+    if compensation is not None:
+        assert made.windows is not None
+        pruned.__dict__["heapr_weights"] = describe_weights(compensation, made.windows)
+        errors = compensation.report.to_dict("records")
+        facts = facts | {"compensation": compensation.settings, "errors": errors}
+    source, stored = bench.source, stored_dtype(bench)
+    _round_experts(pruned, stored)
+    change = {name: _perplexities(bench, pruned, name, report) for name in corpora}
+    if stored != pruned.dtype:
+        _cast_for_files(pruned, stored)
+    report(1, 1, f"writing {out} in {dtype_name(stored)}")
+    save_pruned(
+        pruned,
+        out,
+        tokenizer=bench.tokenizer,
+        base=base,
+        source=None if source is None else source.folder,
+        facts=facts | ({"perplexity": change} if change else {}),
+    )
+
+
+def _perplexities(
+    bench: Workbench, pruned: Any, corpus: str, report: Report
+) -> tuple[float, float]:
+    """On the test split of `corpus`, of the dense model and of `pruned`."""
+    windows = bench.test_windows(corpus)
+
+    def told(name: str) -> Callable[[int, int], None]:
+        text = f"perplexity on {corpus}, {name}: window"
+        return lambda done, total: report(done, total, text)
+
+    dense = bench.perplexity(None, windows, progress=told("dense"))
+    after = evaluate_perplexity(pruned, windows.ids, progress=told("as written"))
+    return dense.value, after.value
+
+
+def _round_experts(model: Any, dtype: Any) -> None:
+    """Round the experts' weights, which may have changed, as the files will have them.
+
+    All others are those of the files already.
+    """
+    for module in model.modules():
+        if isinstance(module, RaggedExperts):
+            _cast(module._parameters, dtype, back=True)
+
+
+def _cast(tensors: Any, dtype: Any, *, back: bool = False) -> None:
+    """Cast floating tensors of a dictionary in place, or round them to `dtype`."""
+    for tensor in tensors.values():
+        if tensor is not None and tensor.is_floating_point():
+            rounded = tensor.data.to(dtype)
+            tensor.data = rounded.to(tensor.dtype) if back else rounded
+
+
+def _cast_for_files(model: Any, dtype: Any) -> None:
+    """Cast what is saved, but for what the family keeps in float32."""
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    state = model.state_dict(keep_vars=True)
+    _cast({k: v for k, v in state.items() if not any(n in k for n in kept)}, dtype)

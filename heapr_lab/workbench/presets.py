@@ -1,0 +1,55 @@
+"""The two methods: what is done where nothing else is asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from heapr_lab.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Method:
+    """An estimator, and whether the weights that stay are compensated."""
+
+    estimator: str
+    of_table: str
+    """Estimator where there is a table alone, and no text to run the model on."""
+    compensated: bool
+    """Whether pruned atoms are compensated, where there is text to do it on."""
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "best": Method("elimination", of_table="shrunk", compensated=True),
+        "paper": Method("heapr", of_table="heapr", compensated=False),
+    }
+)
+DEFAULT = "best"
+"""Of the command line, and of what the panel exports."""
+
+
+def find_method(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if name not in METHODS:
+        raise SpecError(f"method {name!r}: expected one of {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def describe_estimator(estimator: str) -> str:
+    """Whose estimator it is, as the command line names methods.
+
+    Example:
+        >>> describe_estimator("heapr")
+        'heapr: the estimator of --method paper'
+    """
+    for name, method in METHODS.items():
+        default = ", the command line's default" if name == DEFAULT else ""
+        if estimator == method.estimator:
+            return f"{estimator}: the estimator of --method {name}{default}"
+        if estimator == method.of_table:
+            return f"{estimator}: the estimator of --method {name} for a table alone"
+    return f"{estimator}: of neither method, --estimator {estimator}"

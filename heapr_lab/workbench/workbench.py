@@ -1,0 +1,552 @@
+"""The stages, composed under the cache: what notebooks and the command line call.
+
+A `Workbench` holds a loaded model with a profile (how much to calibrate and to
+evaluate); a `Setting` says how atoms are chosen. Everything a workbench is asked is
+computed once and read from the cache afterwards, in whatever notebook.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from heapr_lab.errors import CorpusError, SpecError, digest
+from heapr_lab.evaluation.harness import continuation_task, items_fingerprint, run_tasks
+from heapr_lab.evaluation.perplexity import (
+    Divergence,
+    Perplexity,
+    evaluate_divergence,
+    evaluate_perplexity,
+    exp_nll,
+)
+from heapr_lab.importance.collect import Progress, collect_statistics, statistics_spec
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models import architecture
+from heapr_lab.models.identity import check_unchanged, refuse_disturbed, weights_state
+from heapr_lab.models.loading import LAB, load_model, model_identity
+from heapr_lab.models.sources import Source, source_of
+from heapr_lab.progress import progress_bar
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.refinement.elimination import COLUMN as ELIMINATION
+from heapr_lab.refinement.elimination import eliminate, elimination_spec
+from heapr_lab.repr_html import card_html
+from heapr_lab.storage import cache
+from heapr_lab.text.calibration import (
+    CalibrationSet,
+    load_calibration,
+    load_windows,
+    tokenizer_fingerprint,
+    windows_key,
+)
+from heapr_lab.text.corpora import load_corpus
+
+EVALUATION_SCHEMA = 2
+"""Raised whenever the same input would give other numbers."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much text a run calibrates and evaluates on."""
+
+    name: str
+    n_sequences: int
+    """Calibration windows."""
+    seq_len: int
+    """Tokens of each window, calibration and test."""
+    n_test: int | None
+    """Test windows of each corpus; None takes all."""
+    n_items: int
+    """Items of the continuation task."""
+    n_seeds: int = 3
+    """Calibration draws where error bars are shown."""
+
+    def _repr_html_(self) -> str:
+        test = "all" if self.n_test is None else f"{self.n_test:,}"
+        facts = {
+            "calibration windows": f"{self.n_sequences:,} of {self.seq_len:,} tokens",
+            "test windows of a corpus": test,
+            "items of the continuation task": f"{self.n_items:,}",
+            "calibration draws": f"{self.n_seeds}",
+        }
+        return card_html(f"Profile {self.name}", facts)
+
+
+PROFILES = {
+    "small": Profile("small", 8, 64, 4, 8, n_seeds=2),
+    "lab": Profile("lab", 128, 256, 32, 80),
+    "paper": Profile("paper", 128, 2048, None, 500),
+}
+"""`small` for tests, `lab` for the lab model, `paper` as the paper calibrates."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a pruned model is made: what is measured, how atoms are ranked and cut."""
+
+    ratio: float
+    estimator: str = "heapr"
+    scope: str = "global"
+    granularity: str = "atom"
+    structure: str = "ragged"
+    multiple: int | None = None
+    calibration: str = "pydocs"
+    n_sequences: int | None = None
+    """Calibration windows; None takes the profile's number."""
+    seed: int = 0
+
+    def _repr_html_(self) -> str:
+        facts = {
+            name.replace("_", " "): str(value)
+            for name, value in asdict(self).items()
+            if value is not None
+        }
+        return card_html("Setting", facts)
+
+
+class Workbench:
+    """A model with everything that can be asked of it, answered through the cache."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, *, name: str, profile: Profile
+    ) -> None:
+        """Wrap a loaded model.
+
+        Args:
+            model: a causal language model of transformers, in eval mode.
+            tokenizer: its tokenizer.
+            name: how figures and tables call it.
+            profile: how much text to use.
+        """
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.profile = profile
+        self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
+        self._table: tuple[tuple[str, ...], ImportanceTable] | None = None
+        self._tokenizer: tuple[tuple[Any, int], str] | None = None
+        self._identity: tuple[str, dict[str, str]] | None = None
+
+    def __repr__(self) -> str:
+        return f"Workbench({self.name!r}, profile {self.profile.name!r})"
+
+    def _repr_html_(self) -> str:
+        profile = self.profile
+        facts = {
+            "model": f"{self.name} ({type(self.model).__name__})",
+            "parameters": f"{sum(p.numel() for p in self.model.parameters()):,}",
+            "profile": f"{profile.name}: {profile.n_sequences:,} calibration windows "
+            f"of {profile.seq_len:,} tokens",
+        }
+        return card_html("Workbench", facts)
+
+    @property
+    def tokenizer_id(self) -> str:
+        """What the cache knows the tokenizer by."""
+        state = self._tokenizer_state
+        if self._tokenizer is None or self._tokenizer[0] != state:
+            self._tokenizer = state, tokenizer_fingerprint(self.tokenizer)
+        return self._tokenizer[1]
+
+    @property
+    def _tokenizer_state(self) -> tuple[Any, int]:
+        """What changes when another tokenizer is given, or tokens are added to it."""
+        return self.tokenizer, len(self.tokenizer)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What the cache knows the model by: its configuration and weights as they are.
+
+        Found anew where they have changed since it was last asked for.
+
+        Raises:
+            SpecError: a mask, autocast or hooks around the call change what the model
+                computes: the cache could not tell such results from its own.
+        """
+        return dict(self._state_and_identity()[1])
+
+    def _state_and_identity(self) -> tuple[str, dict[str, str]]:
+        """The state of the weights that the identity was found in, and the identity."""
+        refuse_disturbed(
+            self.model,
+            remedy="give the mask as an argument: perplexity(keep, windows) and the "
+            "others mean this model, dense (None) or with that mask",
+        )
+        state = weights_state(self.model)
+        if self._identity is None or self._identity[0] != state:
+            self._identity = state, model_identity(self.model)
+        return self._identity
+
+    @functools.cached_property
+    def source(self) -> Source | None:
+        """The files that the model was loaded from; None where they are not here."""
+        return source_of(self.model)
+
+    # --- importance ---
+
+    def calibration_set(self, setting: Setting) -> CalibrationSet:
+        """The windows that `setting` calibrates on."""
+        corpus, seed, seq_len = setting.calibration, setting.seed, self.profile.seq_len
+        n_sequences = self._n_sequences(setting)
+        return self._remembered(
+            (windows_key(corpus, split="train"), n_sequences, seq_len, seed),
+            lambda: load_calibration(
+                corpus,
+                self.tokenizer,
+                n_sequences=n_sequences,
+                seq_len=seq_len,
+                seed=seed,
+            ),
+        )
+
+    def importance(self, setting: Setting | None = None) -> ImportanceTable:
+        """The statistics of every atom on `setting`'s calibration windows.
+
+        With the scores of `eliminate`, where its estimator is `elimination`.
+        """
+        setting = setting or Setting(0.0)
+        windows = self.calibration_set(setting)
+        eliminated = setting.estimator == ELIMINATION
+        # The last table is kept, with the ranks it remembers; one, for it can be large.
+        key = digest(self.identity), windows.fingerprint, str(eliminated)
+        if self._table is None or self._table[0] != key:
+            made = self._eliminated if eliminated else self.measure
+            self._table = key, made(windows)
+        return self._table[1]
+
+    def _eliminated(self, windows: CalibrationSet) -> ImportanceTable:
+        """The table of `windows` with the scores of `eliminate`."""
+        table = self.measure(windows)
+
+        def compute() -> ImportanceTable:
+            with progress_bar(f"elimination on {windows.label}", "window") as bar:
+                return eliminate(self.model, table, windows, progress=bar)
+
+        return cache.cached(
+            "importance",
+            elimination_spec(table, windows),
+            compute,
+            read=ImportanceTable.read,
+            write=lambda path, made: made.write(path),
+        )
+
+    def measure(
+        self, windows: CalibrationSet, *, batch_size: int | None = None
+    ) -> ImportanceTable:
+        """The statistics of every atom on windows one already has."""
+        spec = statistics_spec(self.identity, windows)
+        state = cache.cache_path("importance", spec, extension="state")
+
+        def compute() -> ImportanceTable:
+            with progress_bar(f"importance on {windows.label}", "window") as bar:
+                return collect_statistics(
+                    self.model,
+                    windows,
+                    batch_size=batch_size,
+                    progress=bar,
+                    state=state,
+                )
+
+        return cache.cached(
+            "importance",
+            spec,
+            compute,
+            read=ImportanceTable.read,
+            write=lambda path, table: table.write(path),
+        )
+
+    def keep(self, setting: Setting) -> KeepMask:
+        """The mask that `setting` selects."""
+        return select(
+            self.importance(setting),
+            ratio=setting.ratio,
+            estimator=setting.estimator,
+            scope=setting.scope,
+            granularity=setting.granularity,
+            structure=setting.structure,
+            multiple=setting.multiple,
+        )
+
+    # --- evaluation ---
+
+    def test_windows(self, corpus: str) -> CalibrationSet:
+        """The held-out windows that perplexity on `corpus` is measured on."""
+        seq_len, n_test = self.profile.seq_len, self.profile.n_test
+        return self._remembered(
+            (windows_key(corpus, split="test"), n_test, seq_len),
+            lambda: load_windows(
+                corpus, self.tokenizer, seq_len=seq_len, n_sequences=n_test
+            ),
+        )
+
+    def perplexity(
+        self,
+        keep: KeepMask | None,
+        windows: CalibrationSet,
+        *,
+        progress: Progress | None = None,
+    ) -> Perplexity:
+        """Perplexity of the masked model, or of the dense one where `keep` is None.
+
+        `progress` is called with (windows done, windows in all), where it is computed;
+        by default a bar shows it.
+        """
+
+        def compute() -> dict[str, Any]:
+            # The mask is entered in the thread that runs the model: it is the thread's.
+            with self._pruned(keep), progress_bar(windows.label, "window") as bar:
+                result = evaluate_perplexity(
+                    self.model, windows.ids, progress=progress or bar
+                )
+            return {"nll": result.nll, "n_tokens": result.n_tokens}
+
+        found = self._evaluated("perplexity", keep, windows.fingerprint, compute)
+        return Perplexity(
+            value=exp_nll(found["nll"]), nll=found["nll"], n_tokens=found["n_tokens"]
+        )
+
+    def divergence(self, keep: KeepMask, windows: CalibrationSet) -> Divergence:
+        """KL(dense || pruned) and top-1 agreement: they move before perplexity."""
+
+        def compute() -> dict[str, Any]:
+            with progress_bar(f"KL on {windows.label}", "window") as bar:
+                result = evaluate_divergence(
+                    self.model, keep, windows.ids, progress=bar
+                )
+            return asdict(result)
+
+        return Divergence(
+            **self._evaluated("divergence", keep, windows.fingerprint, compute)
+        )
+
+    def continuation_accuracy(
+        self,
+        keep: KeepMask | None,
+        corpus: str = "pydocs",
+        *,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Accuracy on the four-way continuation task of `corpus`: value, stderr, n."""
+        text = load_corpus(corpus, split="test")
+        n_items = self.profile.n_items
+        key = {
+            "task": "continuation",
+            "corpus": text.fingerprint,
+            "n_items": n_items,
+            "tokenizer": self.tokenizer_id,
+        }
+        return self._accuracy(
+            keep,
+            lambda: continuation_task(text, n_items=n_items),
+            key,
+            progress=progress,
+        )
+
+    def task_accuracy(
+        self,
+        keep: KeepMask | None,
+        task: str,
+        *,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Accuracy on a task of the harness: value, stderr, n.
+
+        `continuation`, of a corpus after a colon or of pydocs, is one. The profile's
+        number of items is asked; a result is kept for these very items. `progress` is
+        called with (requests done, in all), where it is computed.
+        """
+        name, _, corpus = task.partition(":")
+        if name == "continuation":
+            return self.continuation_accuracy(
+                keep, corpus or "pydocs", progress=progress
+            )
+        n_items = self.profile.n_items
+        key = {
+            "task": task,
+            "n_items": n_items,
+            "tokenizer": self.tokenizer_id,
+            **items_fingerprint(task, limit=n_items),
+        }
+        return self._accuracy(keep, lambda: task, key, limit=n_items, progress=progress)
+
+    def _accuracy(
+        self,
+        keep: KeepMask | None,
+        task: Callable[[], Any],
+        key: dict[str, Any],
+        *,
+        limit: int | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        def compute() -> dict[str, Any]:
+            with self._pruned(keep), progress_bar(key["task"], "choice") as bar:
+                frame = run_tasks(
+                    self.model,
+                    self.tokenizer,
+                    [task()],
+                    limit=limit,
+                    batch_size=64,
+                    progress=progress or bar,
+                )
+            row = frame[frame["metric"] == "acc"].iloc[0]
+            return {
+                "value": float(row["value"]),
+                "stderr": float(row["stderr"]),
+                "n": int(row["n"]),
+            }
+
+        return dict(self._evaluated("accuracy", keep, digest(key), compute))
+
+    def evaluate(
+        self,
+        setting: Setting | None,
+        corpora: Sequence[str],
+        *,
+        accuracy: bool = True,
+        keep: KeepMask | None = None,
+    ) -> pd.DataFrame:
+        """Tidy results of one setting, or of the dense model where it is None.
+
+        Columns: those of `Setting`, achieved_ratio, model, dataset, metric (perplexity,
+        nll, accuracy), value, stderr. The dense model has estimator `dense`, ratio 0.
+
+        Args:
+            setting: what is evaluated.
+            corpora: where perplexity is measured, on the test split.
+            accuracy: whether the continuation task is run too.
+            keep: the mask, where it is not the one that `setting` selects here.
+        """
+        if keep is None and setting is not None:
+            keep = self.keep(setting)
+        rows: list[dict[str, Any]] = []
+        for corpus in corpora:
+            result = self.perplexity(keep, self.test_windows(corpus))
+            rows.append(_row(corpus, "perplexity", result.value))
+            rows.append(_row(corpus, "nll", result.nll))
+        if accuracy:
+            found = self.continuation_accuracy(keep)
+            rows.append(
+                _row("continuation", "accuracy", found["value"], found["stderr"])
+            )
+        return pd.DataFrame(rows).assign(**self.columns(setting, keep))
+
+    def savings(self, setting: Setting) -> pd.DataFrame:
+        """One row: what `setting` saves of parameters, bytes and FLOPs."""
+        keep = self.keep(setting)
+        table = self.importance(setting)
+        saved = architecture.summary(
+            keep, table, bytes_per_parameter=self.stored_bytes_per_parameter(table)
+        )
+        return saved.assign(**self.columns(setting, keep))
+
+    def stored_bytes_per_parameter(self, table: ImportanceTable) -> float | None:
+        """Of the files that the model was loaded from; None where they are not here."""
+        if self.source is None:
+            return None
+        return self.source.n_bytes / table.architecture.n_parameters
+
+    def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
+        """What a row of results says of how its model was made."""
+        setting = setting or Setting(0.0, estimator="dense")
+        columns = asdict(setting) | {"n_sequences": self._n_sequences(setting)}
+        achieved = 0.0 if keep is None else keep.achieved_ratio
+        return columns | {"achieved_ratio": achieved, "model": self.name}
+
+    def _n_sequences(self, setting: Setting) -> int:
+        given = setting.n_sequences
+        return self.profile.n_sequences if given is None else given
+
+    def _remembered(
+        self, key: tuple[Any, ...], compute: Callable[[], CalibrationSet]
+    ) -> CalibrationSet:
+        """Windows that were loaded before with this tokenizer, or `compute()`."""
+        key = *key, *self._tokenizer_state
+        if key not in self._windows:
+            self._windows[key] = compute()
+        return self._windows[key]
+
+    def _pruned(self, keep: KeepMask | None) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if keep is None else masking(self.model, keep)
+
+    def _evaluated(
+        self,
+        kind: str,
+        keep: KeepMask | None,
+        data: str,
+        compute: Callable[[], dict[str, Any]],
+    ) -> dict[str, Any]:
+        state, identity = self._state_and_identity()
+        key = {
+            "schema": EVALUATION_SCHEMA,
+            "model": identity,
+            "keep": None if keep is None else keep.fingerprint,
+            "data": data,
+        }
+
+        def of_one_model() -> dict[str, Any]:
+            found = compute()
+            check_unchanged(self.model, state)
+            return found
+
+        return dict(cache.cached_json(kind, key, of_one_model))
+
+
+def _row(
+    dataset: str, metric: str, value: float, stderr: float = math.nan
+) -> dict[str, Any]:
+    return {"dataset": dataset, "metric": metric, "value": value, "stderr": stderr}
+
+
+def open_workbench(
+    name_or_path: str = LAB,
+    *,
+    profile: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Workbench:
+    """Load a model and put it on the bench.
+
+    Args:
+        name_or_path: a hub id, a local folder, or `lab`.
+        profile: a name of `PROFILES`; by default `lab` for the lab model, else `paper`.
+        device: as `load_model`.
+        dtype: as `load_model`.
+
+    Raises:
+        SpecError: there is no such profile or model.
+    """
+    chosen = profile_of(name_or_path, profile)
+    model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
+    name = "lab model" if name_or_path == LAB else str(name_or_path)
+    return Workbench(model, tokenizer, name=name, profile=chosen)
+
+
+def profile_of(name_or_path: str, profile: str | None) -> Profile:
+    """The profile of that name; by default `lab` for the lab model, else `paper`.
+
+    Raises:
+        SpecError: there is no such profile.
+    """
+    chosen = profile or ("lab" if name_or_path == LAB else "paper")
+    if chosen not in PROFILES:
+        raise SpecError(f"profile is {chosen!r}, expected one of {', '.join(PROFILES)}")
+    return PROFILES[chosen]
+
+
+def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Those of `names` whose test split can be had here, and why the others cannot."""
+    found, skipped = [], {}
+    for name in names:
+        try:
+            load_corpus(name, split="test")
+        except CorpusError as error:
+            skipped[name] = str(error)
+        else:
+            found.append(name)
+    return found, skipped

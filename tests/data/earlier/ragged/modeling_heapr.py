@@ -1,0 +1,560 @@
+"""Experts of different widths: how they run, and how transformers loads and saves them.
+
+This file stands alone: every pruned checkpoint carries a copy of it, so that people
+without heapr_lab can load it with `trust_remote_code=True`. Importing it registers the
+checkpoint format with transformers, as a "quantization" named heapr: the one hook that
+may change modules before weights are loaded into them.
+
+Shapes: E n_experts, D d_expert, w_e atoms kept of expert e, W = sum of w_e.
+"""
+
+import copy
+import functools
+import itertools
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+METHOD = "heapr"
+FORMAT_VERSION = 1
+CODE_NAME = "modeling_heapr"
+"""Name of the copy of this file in a checkpoint."""
+
+# --- experts ----------------------------------------------------------------------
+
+
+class RaggedExperts(nn.Module):
+    """The kept atoms of one layer's experts, packed one expert after the other.
+
+    Takes the place of the family's own experts module and its arguments. An expert
+    without atoms gives its output bias, or nothing.
+    """
+
+    family: Any
+    """The family's own module without weights: activation, gating and norm."""
+
+    def __init__(self, module: Any, widths: list[int]) -> None:
+        """Room for `widths` (E,) atoms of the experts in `module`, not yet filled."""
+        super().__init__()
+        weight = module.down_proj
+        d_expert = weight.shape[2 if module.is_transposed else 1]
+        n_kept, factor = sum(widths), 2 if module.has_gate else 1
+        self.heapr_widths = list(widths)
+        """Atoms of each expert, (E,)."""
+        self.starts = [0, *itertools.accumulate(widths)]
+        """Number of the first atom of each expert, and W."""
+        self.factor = factor
+        """Rows of the input projection for each atom: 2 with a gate, else 1."""
+        self.d_expert = d_expert
+        # Not a submodule, so that its own submodules have the names they had.
+        self.__dict__["family"] = _without_weights(module)
+        for name, child in self.family.named_children():
+            self.add_module(name, child)
+
+        def empty(*shape: int) -> nn.Parameter:
+            made = torch.empty(*shape, dtype=weight.dtype, device=weight.device)
+            return nn.Parameter(made)
+
+        self.up_rows = empty(factor * n_kept, d_expert)
+        """Rows of the input projection, in the family's own order for each expert."""
+        self.down_columns = empty(n_kept, d_expert)
+        """Columns of W_down as rows."""
+        self.up_bias = empty(factor * n_kept) if module.has_bias else None
+        self.down_bias = empty(len(widths), d_expert) if module.has_bias else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """The routed experts' weighted sum.
+
+        Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
+        """
+        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        tokens = torch.bincount(experts, minlength=len(self.heapr_widths)).tolist()
+        routed = (order // top_k_index.shape[-1]).split(tokens)  # tokens of each expert
+        p = top_k_weights.reshape(-1)[order][:, None].split(tokens)
+        # Each expert's output is added where it belongs while it is still in the cache:
+        # nothing as large as all routed rows is ever made.
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        total = torch.zeros_like(hidden_states, dtype=wide)
+        for expert, own in enumerate(routed):
+            if len(own):
+                out = self._expert(expert, hidden_states[own]) * p[expert]
+                total.index_add_(0, own, out.to(wide))
+        return total.to(hidden_states.dtype)
+
+    def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        atoms = slice(self.starts[expert], self.starts[expert + 1])
+        rows = slice(self.factor * atoms.start, self.factor * atoms.stop)
+        up_bias = None if self.up_bias is None else self.up_bias[rows]
+        h = activate(self.family, F.linear(x, self.up_rows[rows], up_bias))
+        out = h @ self.down_columns[atoms]
+        if self.down_bias is not None:
+            out = out + self.down_bias[expert]
+        if self.family.has_post_expert_norm:
+            out = self.family.post_expert_norm(out)
+        return out
+
+
+def activate(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Atom activations h from the input projection's output, (n, I).
+
+    Shapes: rows (n, 2I) in the family's own order, or (n, I) without a gate.
+    """
+    h: torch.Tensor
+    h = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    return h
+
+
+def _without_weights(module: nn.Module) -> Any:
+    """A copy that keeps activation, gating and norm, but no expert weights."""
+    shell = copy.copy(module)
+    shell._parameters = dict.fromkeys(module._parameters)
+    shell._modules = copy.deepcopy(module._modules)  # a norm's weights are its own
+    return shell
+
+
+# --- files: one tensor for each expert, packed when it is loaded ------------------
+
+ROWS, COLUMNS, BIAS = "rows", "columns", "bias"
+"""Input projection and its bias; W_down; output bias, which has no atoms."""
+
+
+class Pack(ConversionOps):
+    """Tensors of each expert, one expert after the other: what `Unpack` undoes.
+
+    Of the input projection an expert has one tensor, or two with a gate; their rows
+    follow each other, or take turns where the family has them interleaved.
+    """
+
+    def __init__(self, widths: list[int], kind: str, *, interleaved: bool) -> None:
+        self.widths, self.kind, self.interleaved = widths, kind, interleaved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pack":
+        return self  # transformers copies it for each tensor, and it has no state
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **_kwargs: Any,
+    ) -> dict[str, Any]:
+        """Join what transformers collected for one target.
+
+        Raises:
+            ValueError: a tensor is missing or has another width than config.json says.
+        """
+        found = [input_dict.pop(name, []) for name in source_patterns]
+        for name, tensors in zip(source_patterns, found, strict=True):
+            self._check(name, tensors)
+        parts = [self._joined(own) for own in zip(*found, strict=True)]
+        return {target_patterns[0]: torch.cat(parts)}
+
+    def _check(self, name: str, tensors: list[torch.Tensor]) -> None:
+        if self.kind == BIAS:
+            widths = self.widths[: len(tensors)]
+        else:
+            axis = 1 if self.kind == COLUMNS else 0
+            widths = [tensor.shape[axis] for tensor in tensors]
+        if widths != self.widths:
+            raise ValueError(
+                f"{name}: found the widths {widths}, config.json says {self.widths}; "
+                "a file of the checkpoint is missing, or is of another checkpoint"
+            )
+
+    def _joined(self, own: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if self.kind == BIAS:
+            return own[0][None]
+        if self.kind == COLUMNS:
+            return own[0].T
+        if self.interleaved and len(own) == 2:
+            return torch.stack(own, dim=1).flatten(0, 1)
+        return torch.cat(own)
+
+    @property
+    def reverse_op(self) -> "Pack":
+        """What saving does."""
+        return Unpack(self.widths, self.kind, interleaved=self.interleaved)
+
+
+class Unpack(Pack):
+    """A packed tensor back to the tensors of each expert."""
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **_kwargs: Any,
+    ) -> dict[str, Any]:
+        """Split what was packed, by name."""
+        packed = input_dict.pop(source_patterns[0])
+        packed = packed[0] if isinstance(packed, list) else packed
+        n_parts = len(target_patterns)
+        sizes = [1 if self.kind == BIAS else n_parts * w for w in self.widths]
+        found = {}
+        for expert, rows in enumerate(packed.split(sizes)):
+            for name, tensor in zip(
+                target_patterns, self._parts(rows, n_parts), strict=True
+            ):
+                found[name.replace("*", str(expert))] = tensor.contiguous()
+        return found
+
+    def _parts(self, rows: torch.Tensor, n_parts: int) -> tuple[torch.Tensor, ...]:
+        if self.kind == BIAS:
+            return (rows[0],)
+        if self.kind == COLUMNS:
+            return (rows.T,)
+        if n_parts == 1:
+            return (rows,)
+        if self.interleaved:
+            return rows[0::2], rows[1::2]
+        return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+    @property
+    def reverse_op(self) -> Pack:
+        """What loading does."""
+        return Pack(self.widths, self.kind, interleaved=self.interleaved)
+
+
+def expert_conversions(
+    path: str, module: RaggedExperts, family: list[Any]
+) -> list[WeightConverter]:
+    """How the tensors of each expert become those of `module`, which is at `path`.
+
+    Args:
+        path: of the experts module in its model.
+        module: the module.
+        family: the conversions of the model's family, whose names for the tensors of
+            an expert are kept; where it has none they are `gate_proj`, `up_proj` and
+            `down_proj`.
+    """
+    shell = module.family
+    here = path[path.find("layers.") :]
+    ups = (
+        ["gate_proj.weight", "up_proj.weight"] if shell.has_gate else ["up_proj.weight"]
+    )
+    up_target = "gate_up_proj" if shell.has_gate else "up_proj"
+    rows = _own_names(family, here, up_target) or [f"{here}.*.{name}" for name in ups]
+    columns = _own_names(family, here, "down_proj") or [f"{here}.*.down_proj.weight"]
+    interleaved = not shell.is_concatenated
+
+    def packed(sources: list[str], target: str, kind: str) -> WeightConverter:
+        op = Pack(module.heapr_widths, kind, interleaved=interleaved)
+        return WeightConverter(sources, f"{here}.{target}", [op])
+
+    found = [packed(rows, "up_rows", ROWS), packed(columns, "down_columns", COLUMNS)]
+    if shell.has_bias:
+        biases = [name.replace(".weight", ".bias") for name in rows]
+        found.append(packed(biases, "up_bias", ROWS))
+        bias = columns[0].replace(".weight", ".bias")
+        found.append(packed([bias], "down_bias", BIAS))
+    return found
+
+
+def _own_names(family: list[Any], here: str, target: str) -> list[str] | None:
+    """Patterns of the tensors that the family merges into `target` of the module."""
+    for conversion in family:
+        if not isinstance(conversion, WeightConverter):
+            continue
+        goal, sources = conversion.target_patterns[0], conversion.source_patterns
+        end = f"{here}.{target}"
+        if end.endswith(goal) and all(".*." in source for source in sources):
+            prefix = end[: len(end) - len(goal)]
+            return [prefix + source for source in sources]
+    return None
+
+
+def _of_experts(conversion: Any) -> bool:
+    """Whether a family's conversion is of whole experts, which a pruned model lacks."""
+    return isinstance(conversion, WeightConverter) and any(
+        target.endswith((".gate_up_proj", ".up_proj", ".down_proj"))
+        and "experts" in target
+        for target in conversion.target_patterns
+    )
+
+
+# --- registration -----------------------------------------------------------------
+
+
+class HeaprConfig(QuantizationConfigMixin):
+    """What config.json says of a pruned model, under `quantization_config`."""
+
+    def __init__(
+        self,
+        widths: dict[str, list[int]] | None = None,
+        format_version: int = FORMAT_VERSION,
+        **facts: Any,
+    ) -> None:
+        """The `widths` of the experts in each experts module, by its path."""
+        self.quant_method: Any = METHOD
+        self.widths = widths or {}
+        self.format_version = format_version
+        self.facts = facts
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        version = {"quant_method": METHOD, "format_version": self.format_version}
+        return {**version, **self.facts, "widths": self.widths}
+
+
+class HeaprQuantizer(HfQuantizer):
+    """Makes room for ragged experts before weights are loaded."""
+
+    requires_calibration = True
+    quantization_config: HeaprConfig
+
+    def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
+        """Refuse what was written by a later version.
+
+        Raises:
+            ValueError: it was.
+        """
+        found = self.quantization_config.format_version
+        if found > FORMAT_VERSION:
+            raise ValueError(
+                f"the checkpoint has format version {found}, this version of heapr_lab "
+                f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
+            )
+
+    def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
+        """Put ragged experts where the model has whole ones.
+
+        Raises:
+            ValueError: the widths are not those of this model's experts.
+        """
+        every = self.quantization_config.widths
+        modules = {
+            name: module
+            for name, module in model.named_modules()
+            if hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+        }
+        check_widths(every, {n: len(m.down_proj) for n, m in modules.items()}, model)
+        for path, widths in every.items():
+            parent, _, name = path.rpartition(".")
+            ragged = RaggedExperts(modules[path], widths)
+            setattr(model.get_submodule(parent), name, ragged)
+        base: Any = type(model)
+        model.__class__ = with_code(base)  # which refuses holes
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
+        finish(model)
+        return model
+
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: Any
+    ) -> list[Any]:
+        """The family's conversions, with those of its experts replaced."""
+        kept = [c for c in weight_conversions if not _of_experts(c)]
+        for path in self.quantization_config.widths:
+            module = model.get_submodule(path)
+            kept += expert_conversions(path, module, weight_conversions)
+        return kept
+
+    def is_serializable(self) -> bool:
+        """Whether the model can be saved: yes."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the model can be trained: yes, nothing is quantised."""
+        return True
+
+
+def check_widths(widths: Any, n_experts: dict[str, int], model: Any) -> None:
+    """Check that `widths` has those of every expert of `model`, and no others.
+
+    Args:
+        widths: what config.json says.
+        n_experts: number of experts of each experts module, by its path.
+        model: for the message.
+
+    Raises:
+        ValueError: it has not.
+    """
+    found = widths if isinstance(widths, dict) else {}
+    differing = sorted(found.keys() ^ n_experts.keys())
+    if differing:
+        path = differing[0]
+        said, true = ("widths", "no") if path in found else ("no widths", "such")
+        raise ValueError(
+            f"config.json has {said} of {path!r}, but {type(model).__name__} has "
+            f"{true} experts there; it is of another model, or damaged"
+        )
+    for path, own in found.items():
+        counts = isinstance(own, list) and all(type(w) is int and w >= 0 for w in own)
+        if not counts or len(own) != n_experts[path]:
+            raise ValueError(
+                f"config.json has the widths {str(own)[:60]} of {path!r}, expected "
+                f"{n_experts[path]} counts of atoms: take the config.json that the "
+                "checkpoint was written with"
+            )
+
+
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(METHOD)(HeaprConfig)
+    register_quantizer(METHOD)(HeaprQuantizer)
+
+
+def finish(model: Any) -> None:
+    """Let `model` be trained, moved and cast as any other, and saved with its code."""
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            module.config._is_quantized = False
+    model.is_quantized = False
+    base: Any = type(model)
+    model.__class__ = with_code(base)
+
+
+# --- holes ------------------------------------------------------------------------
+
+_LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
+
+
+def refuse_holes(
+    model: Any,
+    *,
+    missing: Collection[str],
+    mismatched: Collection[str] = (),
+    unexpected: Collection[str] = (),
+) -> None:
+    """Refuse what transformers would fill at random, or leave out, and only warn of.
+
+    Args:
+        model: the model that is loaded.
+        missing: its parameters and buffers that no file has.
+        mismatched: those that a file has in another shape.
+        unexpected: tensors in the files that the model has not; only those of its own
+            decoder layers are refused.
+
+    Raises:
+        ValueError: there is one.
+    """
+    stray = _of_own_layers(model, unexpected)
+    found = {
+        "lacks": sorted(missing),
+        "has in other shapes": sorted(mismatched),
+        "has, but config.json does not,": stray,
+    }
+    said = [
+        f"{verb} {len(names)} of its weights ({', '.join(names[:3])}"
+        f"{', ...' if len(names) > 3 else ''})"
+        for verb, names in found.items()
+        if names
+    ]
+    if said:
+        raise ValueError(
+            f"the checkpoint of this {type(model).__name__} {' and '.join(said)}: its "
+            "files are not whole, or config.json is of another model; download it "
+            "again, or make it anew"
+        )
+
+
+def _of_own_layers(model: Any, names: Collection[str]) -> list[str]:
+    """Those of `names` that are of the decoder layers of `model`, sorted.
+
+    Layers beyond the last that predict further tokens are left out by design.
+    """
+    places = [_LAYER.match(name) for name in model.state_dict()]
+    prefixes = {place[1] for place in places if place}
+    config = model.config.get_text_config()
+    n_layers = 1 + max((int(place[2]) for place in places if place), default=-1)
+    further = range(n_layers, n_layers + _n_predicting(config))
+    return sorted(
+        name
+        for name in names
+        if (place := _LAYER.match(name))
+        and place[1] in prefixes
+        and int(place[2]) not in further
+    )
+
+
+def _n_predicting(config: Any) -> int:
+    return int(getattr(config, "num_nextn_predict_layers", None) or 0)
+
+
+# --- code -------------------------------------------------------------------------
+
+
+class CarriesCode:
+    """Saves a copy of this file with the model, for people without heapr_lab.
+
+    And is never loaded with holes.
+    """
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """What transformers leaves out of its report, before it is refused."""
+        super()._adjust_missing_and_unexpected_keys(loading_info)  # type: ignore[misc]
+        model: Any = self
+        missing = loading_info.missing_keys
+        if type(self).__name__ not in (model.config.architectures or ()):
+            # A new head, as of a classifier, is meant to be trained.
+            prefix = f"{model.base_model_prefix}."
+            missing = {name for name in missing if name.startswith(prefix)}
+        mismatched = {name for name, *_ in loading_info.mismatched_keys}
+        loading_info.mismatched_keys.clear()  # or a report without names is raised
+        refuse_holes(
+            self,
+            missing=missing,
+            mismatched=mismatched,
+            unexpected=loading_info.unexpected_keys,
+        )
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to do: `save_pretrained` names the code itself."""
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """As transformers', with the code."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        code = f"{CODE_NAME}.{type(self).__name__}"
+        config.auto_map = {"AutoModelForCausalLM": code}
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        target = Path(save_directory) / f"{CODE_NAME}.py"
+        if target.resolve() != Path(__file__).resolve():
+            shutil.copyfile(__file__, target)
+        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def with_code(base: Any) -> Any:
+    """`base`, a model class of transformers, that saves its code too."""
+    if issubclass(base, CarriesCode):
+        return base
+    # Of the same module and name, so that transformers treats it as its own.
+    body = {"__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (CarriesCode, base), body)
+
+
+def __getattr__(name: str) -> Any:
+    """The class that `auto_map` in config.json asks for.
+
+    Raises:
+        AttributeError: transformers has no such class.
+    """
+    base = getattr(transformers, name, None)
+    if not isinstance(base, type):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return with_code(base)

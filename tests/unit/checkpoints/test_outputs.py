@@ -1,0 +1,382 @@
+"""One writer for each output, which is whole or has no name; nothing is lost."""
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from keeps import random_keep, widths_keep
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tiny_folder import write_model
+
+from heapr_lab.checkpoints import save, slice_plan
+from heapr_lab.checkpoints.gguf import write_gguf
+from heapr_lab.checkpoints.save import (
+    MANIFEST_FILE,
+    check_new,
+    partial_of,
+    prune_folder,
+    save_pruned,
+)
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.models.folders import read_weights
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.storage import cache
+
+BUSY = "is being written by another process or thread: wait"
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in several files, with its tokenizer."""
+    folder = write_model(tmp_path_factory.mktemp("outputs") / "moe")
+    read_weights(folder).save_pretrained(folder, max_shard_size="12KB")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.fixture
+def keep(source: Path) -> KeepMask:
+    """What stays of it."""
+    return random_keep(read_weights(source))
+
+
+@pytest.fixture
+def pruned(source: Path, keep: KeepMask) -> Any:
+    """What is left of it."""
+    return prune(read_weights(source), keep)
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    """The hash of every file."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
+
+
+def stopping(
+    work: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[threading.Thread, threading.Event, list[Any]]:
+    """A thread in which `work(progress=...)` waits for the event; and its result."""
+    begun, go_on, results = threading.Event(), threading.Event(), []
+
+    def wait(*_counts: int) -> None:
+        begun.set()
+        assert go_on.wait(20)
+
+    def run() -> None:
+        results.append(work(*args, progress=wait, **kwargs))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(20)
+    return thread, go_on, results
+
+
+# --- two writers ------------------------------------------------------------------
+
+
+def test_a_second_slicing_is_refused_at_once(
+    source: Path, keep: KeepMask, tmp_path: Path
+) -> None:
+    """Of the same or another mask; the first one ends as if alone."""
+    out, other = tmp_path / "out", random_keep(read_weights(source), seed=1)
+    thread, go_on, results = stopping(prune_folder, source, keep, out)
+    for mask in (keep, other):
+        with pytest.raises(SpecError, match=BUSY):
+            prune_folder(source, mask, out)
+    with pytest.raises(SpecError, match=BUSY):
+        check_new(out)
+    go_on.set()
+    thread.join()
+    assert results == [out]
+    prune_folder(source, keep, tmp_path / "alone")
+    assert files_in(out) == files_in(tmp_path / "alone")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "alone"}
+
+
+def test_saving_twice_at_once_loses_nothing(
+    pruned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused, rather than clearing away what the first has written."""
+    out, describe, refused = tmp_path / "out", save.describe, []
+
+    def again(*args: Any, **kwargs: Any) -> None:
+        if not refused:
+            with pytest.raises(SpecError, match=BUSY) as error:
+                save_pruned(pruned, out)
+            refused.append(error)
+        describe(*args, **kwargs)
+
+    monkeypatch.setattr(save, "describe", again)
+    save_pruned(pruned, out)
+    assert len(refused) == 1
+    assert read_weights(out)
+    with pytest.raises(SpecError, match="not empty"):
+        save_pruned(pruned, out)
+    assert read_weights(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_second_gguf_is_refused(source: Path, tmp_path: Path) -> None:
+    """And one that is there is not replaced."""
+    uniform = widths_keep(read_weights(source), 4, structure="uniform")
+    prune_folder(source, uniform, tmp_path / "uniform")
+    path = tmp_path / "x.gguf"
+    thread, go_on, results = stopping(write_gguf, tmp_path / "uniform", path)
+    with pytest.raises(SpecError, match=BUSY):
+        write_gguf(tmp_path / "uniform", path)
+    go_on.set()
+    thread.join()
+    assert results == [path]
+    whole = path.read_bytes()
+    with pytest.raises(SpecError, match="there already"):
+        write_gguf(tmp_path / "uniform", path)
+    assert path.read_bytes() == whole
+    assert {path.name for path in tmp_path.iterdir()} == {"uniform", "x.gguf"}
+
+
+def killed(work: Callable[..., Any], *args: Any, after: int) -> None:
+    """Run `work(progress=...)` in a process that kills itself at a call of progress."""
+
+    def die(*_counts: int) -> None:
+        calls.append(None)
+        if len(calls) > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    calls: list[None] = []
+    process = FORK.Process(target=work, args=args, kwargs={"progress": die})
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("after", [0, 1, 10, 30, 40])
+def test_a_killed_slicing_goes_on(
+    after: int, source: Path, keep: KeepMask, tmp_path: Path
+) -> None:
+    """Its lock ends with it; nobody finds half a folder, and the end is the same."""
+    out = tmp_path / "out"
+    killed(prune_folder, source, keep, out, after=after)
+    assert not out.exists()
+    assert partial_of(out).is_dir()
+    prune_folder(source, keep, out)
+    prune_folder(source, keep, tmp_path / "alone")
+    assert files_in(out) == files_in(tmp_path / "alone")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "alone"}
+
+
+def test_a_finished_file_that_was_changed_is_written_again(
+    source: Path, keep: KeepMask, tmp_path: Path
+) -> None:
+    """Of the right size, as after a power cut: its hash tells."""
+    out = tmp_path / "out"
+    killed(prune_folder, source, keep, out, after=40)
+    first = min(partial_of(out).glob("model-*"))
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-64] + bytes(64))
+    prune_folder(source, keep, out)
+    assert (out / first.name).read_bytes() == whole
+
+
+def save_and_die(pruned: Any, out: Path, progress: Callable[..., None]) -> None:
+    """A saving that is killed when the weights are written."""
+    save.describe = lambda *_args, **_kwargs: progress()
+    save_pruned(pruned, out)
+
+
+def test_a_killed_saving_leaves_nothing_in_the_way(pruned: Any, tmp_path: Path) -> None:
+    """What it left is cleared away by the next; a folder of another name is not."""
+    out = tmp_path / "out"
+    killed(save_and_die, pruned, out, after=0)
+    (left,) = tmp_path.glob(".partial-*-out")
+    other = tmp_path / ".partial-0123abcd-my-out"
+    other.mkdir()
+    save_pruned(pruned, out)
+    assert not left.exists()
+    names = {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"}
+    assert names == {"out", other.name}
+
+
+# --- what the disk does -----------------------------------------------------------
+
+
+def test_a_changed_file_is_found_after_the_renaming(
+    source: Path, keep: KeepMask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte, of the weights that the manifest tells the hash of."""
+    share = cache.share_mode
+
+    def spoil(folder: Path, like: Path) -> None:
+        share(folder, like)
+        file = min(folder.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+
+    monkeypatch.setattr(cache, "share_mode", spoil)
+    with pytest.raises(CacheError, match=r"model-00001.* is not what was written"):
+        prune_folder(source, keep, tmp_path / "out")
+    with pytest.raises(CacheError, match="is not what was written"):
+        save_pruned(prune(read_weights(source), keep), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_the_manifest_has_the_hash_of_every_file(
+    sliced: bool, source: Path, keep: KeepMask, pruned: Any, tmp_path: Path
+) -> None:
+    """And sizes: what a reader needs to check a copy."""
+    out = tmp_path / "out"
+    if sliced:
+        prune_folder(source, keep, out)
+    else:
+        save_pruned(pruned, out, max_shard_size="12KB")
+    manifest = json.loads((out / MANIFEST_FILE).read_text())
+    found = {n: h for n, h in files_in(out).items() if n.endswith(".safetensors")}
+    assert len(found) > 1
+    assert manifest["sha256"] == found
+    assert manifest["files"] == {n: (out / n).stat().st_size for n in found}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_files_have_the_permissions_that_new_files_have(
+    umask: int, source: Path, keep: KeepMask, pruned: Any, tmp_path: Path
+) -> None:
+    """The weights too, which safetensors' writer keeps to their owner."""
+    before = os.umask(umask)
+    try:
+        save_pruned(pruned, tmp_path / "saved")
+        prune_folder(source, keep, tmp_path / "sliced")
+    finally:
+        os.umask(before)
+    files = list(tmp_path.glob("*/*"))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
+    assert tmp_path / "saved" / "model.safetensors" in files
+
+
+@pytest.mark.parametrize("error", [OSError, SafetensorError])
+def test_a_full_disk_while_saving(
+    error: type[Exception], pruned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, nothing left behind, and the model can be saved elsewhere."""
+
+    def full(*_args: Any, **_kwargs: Any) -> None:
+        raise error(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save.KeepMask, "write", full)
+        with pytest.raises(SpecError, match=r"out could not be written: .*No space"):
+            save_pruned(pruned, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    save_pruned(pruned, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space"), KeyboardInterrupt()]
+)
+def test_a_full_disk_while_slicing(
+    error: BaseException,
+    source: Path,
+    keep: KeepMask,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is finished stays, for the same call to go on with; so after Control-C."""
+    data, pieces = slice_plan.Piece.data, []
+
+    def full(self: Any, file: Any) -> Any:
+        pieces.append(self)
+        if len(pieces) == 30:
+            raise error
+        return data(self, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slice_plan.Piece, "data", full)
+        with pytest.raises((SpecError, KeyboardInterrupt), match=r"No space|^$"):
+            prune_folder(source, keep, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == [".partial-out"]
+    finished = partial_of(tmp_path / "out").glob("model-*")
+    done = {path: path.stat().st_mtime_ns for path in finished}
+    assert done
+    prune_folder(source, keep, tmp_path / "out")
+    for path, modified in done.items():
+        assert (tmp_path / "out" / path.name).stat().st_mtime_ns == modified
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_a_target_that_appears_meanwhile_is_left_alone(
+    sliced: bool,
+    source: Path,
+    keep: KeepMask,
+    pruned: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And so is the finished checkpoint, under the name that the message gives."""
+    out, share = tmp_path / "out", cache.share_mode
+
+    def appear(folder: Path, like: Path) -> None:
+        share(folder, like)
+        out.mkdir()
+        (out / "theirs").write_text("mine!")
+
+    monkeypatch.setattr(cache, "share_mode", appear)
+    make = (
+        (lambda: prune_folder(source, keep, out))
+        if sliced
+        else (lambda: save_pruned(pruned, out))
+    )
+    with pytest.raises(SpecError, match="appeared while it was written") as error:
+        make()
+    assert (out / "theirs").read_text() == "mine!"
+    (partial,) = tmp_path.glob(".partial-*")
+    assert str(partial) in str(error.value)
+    assert read_weights(partial)
+
+
+def test_odd_targets(
+    pruned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link leads to where the folder is made; below a file nothing can be made."""
+    (tmp_path / "disk").mkdir()
+    for name in ("there", "not_yet"):
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+    (tmp_path / "disk" / "there").mkdir()
+    for name in ("there", "not_yet"):
+        save_pruned(pruned, tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert read_weights(tmp_path / "disk" / name)
+    monkeypatch.chdir(tmp_path / "disk")
+    save_pruned(pruned, Path("relative"))
+    assert {p.name for p in Path.cwd().iterdir()} == {"there", "not_yet", "relative"}
+    check_new(tmp_path / "disk" / "new")
+    (tmp_path / "file").write_text("mine")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SpecError, match=r"not empty|nothing can be written"):
+            save_pruned(pruned, wrong)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_saving_into_the_folder_it_was_loaded_from(pruned: Any, tmp_path: Path) -> None:
+    """Refused by `save_pruned`; transformers' own way leaves the weights whole."""
+    out = save_pruned(pruned, tmp_path / "out")
+    before = load_file(out / "model.safetensors")
+    loaded = read_weights(out)
+    loaded.heapr_keep = pruned.heapr_keep
+    with pytest.raises(SpecError, match="not empty"):
+        save_pruned(loaded, out)
+    loaded.save_pretrained(out)
+    after = load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

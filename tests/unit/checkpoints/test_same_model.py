@@ -1,0 +1,144 @@
+"""Whether a table or a mask is of a model is told from all of its experts' weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from safetensors.torch import load_file, save_file
+from tiny_folder import write_model
+
+from heapr_lab.checkpoints.slice_files import squared_norms
+from heapr_lab.checkpoints.uniform import skeleton_of
+from heapr_lab.cli.headless import own_mask, own_table
+from heapr_lab.errors import SpecError, digest
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.folders import read_weights
+from heapr_lab.models.loading import model_identity
+from heapr_lab.pruning.selection import select
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.export import with_model
+
+EXPERTS = "model.layers.1.mlp.experts"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model."""
+    return write_model(tmp_path_factory.mktemp("same") / "moe")
+
+
+def table_of(source: Path, dtype: torch.dtype = torch.float32) -> ImportanceTable:
+    """A table of the model in a folder, measured in a type."""
+    model = read_weights(source, dtype=dtype)
+    return collect_statistics(model, CalibrationSet.from_ids(tiny_ids()))
+
+
+@pytest.fixture(scope="module")
+def table(source: Path) -> Path:
+    """The table of the model, in a file."""
+    path = source.parent / "table.parquet"
+    table_of(source).write(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", "mixtral", "gpt_oss", "granitemoe", "nemotron_h"]
+)
+def test_norms_in_files_are_those_of_the_model(family: str, tmp_path: Path) -> None:
+    """Of every expert and each of its matrices, however they are laid out."""
+    model: Any = tiny_model(family, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "x")
+    found = squared_norms(tmp_path / "x", skeleton_of(model.config))
+    layers = {layer.layer: layer for layer in find_experts(model)}
+    assert found.keys() == layers.keys()
+    for number, norms in found.items():
+        expected = layers[number].squared_norms()
+        assert norms.keys() == expected.keys()
+        for column, values in norms.items():
+            np.testing.assert_allclose(values, expected[column].numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_table_of_the_model_is_taken(
+    dtype: torch.dtype, source: Path, tmp_path: Path
+) -> None:
+    """Also where it was measured in a type that rounds the weights."""
+    table_of(source, dtype).write(tmp_path / "table.parquet")
+    assert own_table(tmp_path / "table.parquet", source, name="moe").n_atoms == 64
+
+
+def permuted(tensors: Tensors) -> None:
+    """Swap two experts, and their rows of the router: the same function."""
+    names = [name for name in tensors if name.startswith(f"{EXPERTS}.2.")]
+    for name in names:
+        other = name.replace(".2.", ".3.")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+    router = EXPERTS.replace("experts", "gate.weight")
+    tensors[router] = tensors[router][[0, 1, 3, 2]].contiguous()
+
+
+def scaled(name: str, *, along: int) -> Callable[[Tensors], None]:
+    """What makes the last atom of expert 3 a thousandth larger in one matrix."""
+
+    def change(tensors: Tensors) -> None:
+        weight = tensors[f"{EXPERTS}.3.{name}.weight"]
+        weight.select(along, -1).mul_(1.001)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expert"),
+    [
+        (permuted, 2),
+        (scaled("down_proj", along=1), 3),
+        (scaled("up_proj", along=0), 3),
+        (scaled("gate_proj", along=0), 3),
+    ],
+)
+def test_a_table_of_a_twin_is_refused(
+    change: Callable[[Tensors], None],
+    expert: int,
+    source: Path,
+    table: Path,
+    tmp_path: Path,
+) -> None:
+    """Experts in another order, or one atom that differs: both are named."""
+    read_weights(source).save_pretrained(tmp_path / "twin")
+    file = tmp_path / "twin" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(SpecError, match=f"weights of expert {expert} in layer 1"):
+        own_table(table, tmp_path / "twin", name="twin")
+
+
+def test_what_was_made_before_is_refused_with_what_to_do(
+    source: Path, table: Path, tmp_path: Path
+) -> None:
+    """Not as another model's: its hash of weights cannot be compared."""
+    new = ImportanceTable.read(table)
+    spec = new.metadata["spec"]
+    old_model = {**spec["model"], "weights": "0" * 64}
+    old_spec = {**spec, "model": old_model}
+    facts = {**new.metadata, "spec": old_spec, "spec_hash": digest(old_spec)}
+    old = ImportanceTable(new.frame, facts)
+    old.write(tmp_path / "old.parquet")
+    with pytest.raises(SpecError, match=r"earlier version .* `heapr-lab score`"):
+        own_table(tmp_path / "old.parquet", source, name="moe")
+
+    bench: Any = SimpleNamespace(identity=model_identity(read_weights(source)))
+    path, keep = tmp_path / "mask.parquet", select(new, ratio=0.5)
+    with_model(keep, old).write(path)
+    with pytest.raises(SpecError, match=r"earlier version .* `heapr-lab prune`"):
+        own_mask(path, bench, name="moe")
+    with_model(keep, new).write(path)
+    assert own_mask(path, bench, name="moe") == keep

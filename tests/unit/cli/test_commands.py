@@ -1,0 +1,387 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import TINY, refused, run, text_of
+from tiny_folder import write_model, write_text
+
+from heapr_lab.cli import headless
+from heapr_lab.errors import CacheError
+from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.workbench import budgets
+
+COMMANDS = (
+    "score", "prune", "export-gguf", "evaluate", "figures", "reproduce",
+    "train-lab-model",
+)  # fmt: skip
+N_ATOMS = 2 * 4 * 8
+"""Layers, experts, atoms of the tiny model."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model `moe`, another one `other`, a text `text.txt`, and a table of `moe`."""
+    root = tmp_path_factory.mktemp("cli")
+    write_model(root / "moe")
+    write_model(root / "other", seed=1)
+    write_text(root / "text.txt")
+    run("score", root / "moe", "--out", root / "table.parquet", *text_of(root))
+    return root
+
+
+def prune(root: Path, *arguments: object) -> dict[str, Any]:
+    """What `prune --json` says of the tiny model with its table."""
+    table = ("--importance", root / "table.parquet", *TINY)
+    return dict(json.loads(run("prune", root / "moe", *table, "--json", *arguments)))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command: str) -> None:
+    """The help of every command shows how to call it, ready to be copied."""
+    assert f"\n    heapr-lab {command}" in run(command, "--help")
+
+
+def test_help_names_every_estimator() -> None:
+    """The help of `prune` names all estimators there are."""
+    text = run("prune", "--help")
+    assert [name for name in ESTIMATORS if name not in text] == []
+
+
+def test_help_needs_no_torch() -> None:
+    """The command line is there before torch, transformers or pandas are imported."""
+    code = (
+        "import sys, heapr_lab.cli.app;"
+        "sys.exit(len({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_score_writes_the_table(folder: Path) -> None:
+    """`score --out` writes all atoms; a batch size changes nothing but the speed."""
+    table = ImportanceTable.read(folder / "table.parquet")
+    assert table.n_atoms == N_ATOMS
+    assert table.metadata["N"] == 8 * 31  # windows, predicted tokens of each
+
+    output = run("score", folder / "moe", "--batch-size", 3, "--json", *text_of(folder))
+    facts = json.loads(output)
+    assert facts["spec_hash"] == table.metadata["spec_hash"]
+    assert facts["atoms"] == N_ATOMS
+
+
+def test_score_with_a_batch_size_measures_in_such_batches(folder: Path) -> None:
+    """A given batch size is used, and recorded."""
+    out = folder / "batches.parquet"
+    run("score", folder / "moe", "--batch-size", 3, "--seed", 5, "--out", out,
+        *text_of(folder))  # fmt: skip
+    assert ImportanceTable.read(out).metadata["provenance"]["batch_size"] == 3
+
+
+def test_prune_counts_and_writes_the_mask(folder: Path) -> None:
+    """`prune` removes ⌊r · n⌋ atoms, says what that saves, and writes that mask."""
+    out = folder / "mask.parquet"
+    facts = prune(folder, "--ratio", 0.3, "--out", out)
+    assert facts["atoms_kept"] == N_ATOMS - 19  # 0.3 · 64 = 19.2
+    removed = facts["parameters_before"] - facts["parameters_after"]
+    assert removed == 19 * 3 * 16  # atoms, matrices, d_model
+    assert KeepMask.read(out).n_removed == 19
+
+
+@pytest.mark.parametrize("structure", ["ragged", "aligned", "per_layer", "uniform"])
+def test_prune_writes_a_checkpoint_that_evaluate_reads(
+    folder: Path, tmp_path: Path, structure: str
+) -> None:
+    """From the table alone; perplexity is that of the mask on the dense model."""
+    out, mask = tmp_path / "pruned", tmp_path / "mask.parquet"
+    chosen = ("--ratio", 0.5, "--structure", structure, "--multiple", 4)
+    if structure == "ragged":
+        chosen = chosen[:-2]
+    prune(folder, *chosen, "--out", mask)
+    prune(folder, *chosen, "--out", out)
+    assert KeepMask.read(out / "heapr_keep.parquet") == KeepMask.read(mask)
+    text = ("--corpora", folder / "text.txt", *TINY, "--json")
+    sliced = json.loads(run("evaluate", out, *text))["results"]
+    masked = json.loads(run("evaluate", folder / "moe", "--mask", mask, *text))
+    for own, other in zip(sliced, masked["results"], strict=True):
+        assert own["value"] == pytest.approx(other["value"], rel=1e-5)
+    card = (out / "README.md").read_text()
+    assert "8 windows of 32 tokens" in card
+    assert "| perplexity | not measured |" in card
+
+
+def test_the_card_gives_perplexity_where_the_model_was_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Measured on the calibration corpus by default, on others on demand."""
+    text = str(folder / "text.txt")
+    run("prune", folder / "moe", "--ratio", 0.4, "--out", tmp_path / "a",
+        *text_of(folder))  # fmt: skip
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert f"| perplexity of these weights, {text} |" in card
+    manifest = json.loads((tmp_path / "a" / "heapr_manifest.json").read_text())
+    dense, pruned = manifest["perplexity"][text]
+    assert dense != pruned
+    saved = manifest["savings"]
+    removed = saved["parameters_before"] - saved["parameters_after"]
+    assert removed == 25 * 3 * 16  # ⌊0.4 · 64⌋ atoms, matrices, d_model
+
+
+def test_the_method_is_the_best_that_the_inputs_allow(
+    folder: Path, tmp_path: Path
+) -> None:
+    """With text a checkpoint is compensated; `paper` is HEAPr, sliced; both say so."""
+    base = ("prune", folder / "moe", "--ratio", 0.4, "--json")
+    best = json.loads(run(*base, "--out", tmp_path / "best", *text_of(folder)))
+    assert (best["estimator"], best["compensated"]) == ("elimination", True)
+    paper = json.loads(
+        run(*base, "--out", tmp_path / "p", "--method", "paper", *text_of(folder))
+    )
+    assert (paper["estimator"], paper["compensated"]) == ("heapr", False)
+    table = prune(folder, "--ratio", 0.4, "--out", tmp_path / "table")
+    assert (table["estimator"], table["compensated"]) == ("shrunk", False)
+    weights = [
+        json.loads((tmp_path / name / "heapr_manifest.json").read_text())["weights"]
+        for name in ("best", "p", "table")
+    ]
+    assert weights[0].startswith("W_down compensated by least squares")
+    assert weights[1:] == ["sliced, otherwise unchanged"] * 2
+    evaluated = ("--corpora", folder / "text.txt", *TINY, "--json")
+    rows = json.loads(run("evaluate", tmp_path / "best", *evaluated))["results"]
+    manifest = json.loads((tmp_path / "best" / "heapr_manifest.json").read_text())
+    (change,) = manifest["perplexity"].values()
+    found = next(row["value"] for row in rows if row["metric"] == "perplexity")
+    assert found == pytest.approx(change[1], rel=1e-4)
+
+
+def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) -> None:
+    """The card of what was calibrated on a mixture has a perplexity of each part."""
+    write_text(tmp_path / "more.txt", n_texts=16)
+    parts = [str(folder / "text.txt"), str(tmp_path / "more.txt")]
+    mixture = f"0.5*{parts[0]} + 0.5*{parts[1]}"
+    run(
+        "prune", folder / "moe", "--ratio", 0.4, "--out", tmp_path / "out",
+        "--corpus", mixture, *TINY,
+    )  # fmt: skip
+    manifest = json.loads((tmp_path / "out" / "heapr_manifest.json").read_text())
+    assert list(manifest["perplexity"]) == parts
+    message = refused(
+        "prune", folder / "moe", "--max-rise", 0.1, "--corpus", mixture, *TINY
+    )
+    assert "is a mixture" in message
+
+
+def test_prune_in_rounds_and_by_flops(folder: Path, tmp_path: Path) -> None:
+    """Rounds need the model; a share of FLOPs, with a price, does not."""
+    mask = tmp_path / "mask.parquet"
+    run("prune", folder / "moe", "--ratio", 0.5, "--rounds", 2, "--out", mask,
+        *text_of(folder))  # fmt: skip
+    assert KeepMask.read(mask).settings["rounds"] == 2
+    facts = prune(folder, "--ratio", 0.4, "--of", "flops", "--price", 0.5)
+    assert facts["routed_flops_reduction"] >= 0.4
+    message = refused(
+        "prune", folder / "moe", "--ratio", 0.5, "--rounds", 2,
+        "--importance", folder / "table.parquet",
+    )  # fmt: skip
+    assert "leave --importance out" in message
+    message = refused("prune", folder / "moe", "--ratio", 0.5, "--method", "worst")
+    assert "expected one of best, paper" in message
+
+
+def test_prune_to_a_perplexity(folder: Path, tmp_path: Path) -> None:
+    """The ratio found keeps the limit; it needs the model, and no ratio beside it."""
+    mask = tmp_path / "mask.parquet"
+    asked = ("--max-rise", 0.001, "--out", mask, *text_of(folder), "--json")
+    facts = json.loads(run("prune", folder / "moe", *asked))
+    assert 0 < facts["achieved_ratio"] < 1
+    text = ("--corpora", folder / "text.txt", *TINY, "--json")
+    dense, pruned = (
+        json.loads(run("evaluate", folder / "moe", *text, *more))["results"][0]["value"]
+        for more in ((), ("--mask", mask))
+    )
+    assert pruned <= 1.001 * dense
+    message = refused("prune", folder / "moe", "--max-rise", 0.1, "--ratio", 0.1)
+    assert "give --ratio, --max-rise or --max-latency" in message
+    table = ("--importance", folder / "table.parquet")
+    assert "run the model" in refused("prune", folder / "moe", "--max-rise", 1, *table)
+
+
+def test_prune_to_a_latency(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest ratio that is fast enough; here time is what parameters are left."""
+
+    def timed(_prompts: Any, dense: Any, pruned: Any) -> list[list[float]]:
+        sizes = [sum(p.numel() for p in m.parameters()) for m in (dense, pruned)]
+        return [[float(size)] for size in sizes]
+
+    monkeypatch.setattr(budgets, "decoding_rounds", timed)
+    asked = ("--max-latency", 0.9, "--method", "paper", *text_of(folder), "--json")
+    facts = json.loads(run("prune", folder / "moe", *asked))
+    assert 0.1 <= facts["parameter_reduction"] < 0.15
+    table = ("--importance", folder / "table.parquet")
+    message = refused("prune", folder / "moe", "--max-latency", 0.9, *table)
+    assert "run the model" in message
+
+
+def test_what_is_wrong_is_refused_before_the_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ratio, a structure, a price, a folder that is there."""
+    monkeypatch.setattr(headless, "open_bench", lambda *_args, **_kwargs: 1 / 0)
+    for wrong in (
+        ("--ratio", 25),
+        ("--ratio", 0.2, "--structure", "round"),
+        ("--ratio", 0.2, "--price", 2),
+        ("--ratio", 0.2, "--estimator", "guess"),
+        ("--ratio", 0.2, "--out", folder),
+    ):
+        refused("prune", folder / "moe", *wrong)
+
+
+def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) -> None:
+    """`export-gguf` writes what `prune --structure uniform` left; once."""
+    out, file = tmp_path / "pruned", tmp_path / "new" / "pruned.gguf"
+    chosen = ("--ratio", 0.5, "--structure", "uniform", "--multiple", 4)
+    prune(folder, *chosen, "--out", out)
+    facts = json.loads(run("export-gguf", out, "--out", file, "--json"))
+    assert facts == {"out": str(file), "bytes": file.stat().st_size}
+    assert "there already" in refused("export-gguf", out, "--out", file)
+
+
+def test_score_with_elimination(folder: Path) -> None:
+    """Its table has the estimator and a hash, by which a mask of it leads to it."""
+    out, mask = folder / "eliminated.parquet", folder / "eliminated_mask.parquet"
+    asked = ("--eliminate", "--out", out, "--json", *text_of(folder))
+    facts = json.loads(run("score", folder / "moe", *asked))
+    assert "elimination" in ImportanceTable.read(out).estimators
+    how = ("--estimator", "elimination", "--ratio", 0.4, "--out", mask)
+    run("prune", folder / "moe", *how, *text_of(folder))
+    found = json.loads(run("provenance", mask, "--json"))["importance"]
+    assert found["spec_hash"] == facts["spec_hash"]
+    assert found["file"] is not None
+
+
+def test_prune_takes_the_importance_from_the_cache(folder: Path) -> None:
+    """Without a file, `prune` selects what it selects with the file of `score`."""
+    out, how = folder / "cached.parquet", ("--ratio", 0.4, "--estimator", "shrunk")
+    run("prune", folder / "moe", *how, "--out", out, *text_of(folder))
+    prune(folder, *how, "--out", folder / "given.parquet")
+    assert KeepMask.read(out) == KeepMask.read(folder / "given.parquet")
+
+
+def test_evaluate_dense_and_pruned(folder: Path) -> None:
+    """A mask changes the loss and has a divergence; the numbers are valid JSON."""
+    mask, text = folder / "half.parquet", folder / "text.txt"
+    prune(folder, "--ratio", 0.5, "--out", mask)
+    arguments = ("evaluate", folder / "moe", "--corpora", text, *TINY, "--json")
+    dense = json.loads(run(*arguments))["results"]
+    pruned = json.loads(run(*arguments, "--mask", mask, "--kl"))["results"]
+    loss = [
+        next(row["value"] for row in rows if row["metric"] == "nll")
+        for rows in (dense, pruned)
+    ]
+    assert abs(loss[1] - loss[0]) > 1e-3  # half of a random model does matter
+    assert next(row["value"] for row in pruned if row["metric"] == "kl") > 1e-3
+    assert all(row["stderr"] is None for row in pruned)
+
+
+def test_evaluate_a_task(folder: Path) -> None:
+    """The continuation task of a text gives an accuracy with its standard error."""
+    task = f"continuation:{folder / 'text.txt'}"
+    arguments = ("--corpora", "", "--tasks", task, "--limit", 8, *TINY, "--json")
+    (row,) = json.loads(run("evaluate", folder / "moe", *arguments))["results"]
+    assert row["metric"] == "acc"
+    assert row["value"] * 8 == pytest.approx(round(row["value"] * 8))
+    assert row["stderr"] >= 0
+
+
+def test_text_output(folder: Path) -> None:
+    """Without `--json` there is a line for each fact."""
+    table = ("--importance", folder / "table.parquet")
+    lines = run("prune", folder / "moe", "--ratio", 0.3, *table).splitlines()
+    assert ["atoms", "kept", "45"] in [line.split() for line in lines]
+
+
+def test_foreign_table_is_refused(folder: Path) -> None:
+    """A table of other weights is refused before a mask is written."""
+    out = folder / "never.parquet"
+    table = ("--importance", folder / "table.parquet")
+    message = refused("prune", folder / "other", "--ratio", 0.3, *table, "--out", out)
+    assert "was made for another model" in message
+    assert "weights" in message
+    assert not out.exists()
+
+
+def test_foreign_mask_is_refused(folder: Path) -> None:
+    """A mask that fits in shape, but was selected for other weights, is refused."""
+    mask = folder / "own.parquet"
+    prune(folder, "--ratio", 0.3, "--out", mask)
+    message = refused("evaluate", folder / "other", "--mask", mask, *TINY)
+    assert "was made for another model" in message
+
+
+def test_errors_are_one_line(folder: Path) -> None:
+    """A model that does not exist: one line on standard error, exit status 2."""
+    message = refused("score", folder / "nothing", *text_of(folder))
+    assert message.startswith("heapr-lab: cannot load the model")
+    assert message.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--ratio", 25), "25"),
+        (("--ratio", 0.3, "--estimator", "camera"), "layer"),
+        (("--ratio", 0.3, "--estimator", "nonsense"), "nonsense"),
+        (("--ratio", 0.3, "--structure", "diagonal"), "diagonal"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    folder: Path, arguments: tuple[object, ...], text: str
+) -> None:
+    """What cannot be selected is said in one line that names the culprit."""
+    table = ("--importance", folder / "table.parquet")
+    message = refused("prune", folder / "moe", *table, *arguments)
+    assert text in message
+    assert message.count("\n") == 0
+
+
+def test_kl_needs_a_mask(folder: Path) -> None:
+    """`--kl` without a mask is refused."""
+    text = ("--corpora", folder / "text.txt")
+    assert "--mask" in refused("evaluate", folder / "moe", "--kl", *text, *TINY)
+
+
+def test_a_table_is_no_mask(folder: Path) -> None:
+    """The file of the wrong command is told by what it holds."""
+    table = folder / "table.parquet"
+    message = refused("evaluate", folder / "moe", "--mask", table, *TINY)
+    assert "holds ImportanceTable, expected a KeepMask" in message
+
+
+def test_mask_files(tmp_path: Path) -> None:
+    """A mask comes back from its file with every bit and setting, or not at all."""
+    arrays = {1: [[True, False, True]], 4: [[False, False], [True, True]]}
+    keep = KeepMask.from_arrays(arrays, estimator="heapr", ratio=0.25)
+    path = tmp_path / "mask.parquet"
+    keep.write(path)
+    again = KeepMask.read(path)
+    assert again == keep
+    assert again.settings == {"estimator": "heapr", "ratio": 0.25}
+
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CacheError, match=r"mask\.parquet"):
+        KeepMask.read(path)
+
+
+def test_training_checks_its_options_first(tmp_path: Path) -> None:
+    """A bad number of steps is refused before any corpus is read."""
+    message = refused("train-lab-model", "--steps", 0, "--work", tmp_path)
+    assert "--steps" in message
+    message = refused("train-lab-model", "--start-from", tmp_path, "--work", tmp_path)
+    assert "--steps" in message
+    assert list(tmp_path.iterdir()) == []

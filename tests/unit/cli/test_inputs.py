@@ -1,0 +1,208 @@
+"""Tokens, windows and counts that a model cannot be asked with are one line each."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from families import D_VOCAB, tiny_ids, tiny_model
+from keeps import full_keep, random_keep
+from tiny_folder import write_tokenizer
+from torch import nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+from heapr_lab.errors import SpecError
+from heapr_lab.evaluation.harness import run_tasks
+from heapr_lab.evaluation.perplexity import evaluate_divergence, evaluate_perplexity
+from heapr_lab.importance.activation_grams import collect_grams
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.folders import read_tokenizer
+from heapr_lab.pruning.selection import select
+from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.workbench import PROFILES, Setting, Workbench
+
+IDS = tiny_ids(n_sequences=4)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A tiny qwen2_moe, whose positions are rotary and meant up to 64."""
+    return tiny_model("qwen2_moe")
+
+
+# --- token ids --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [D_VOCAB, D_VOCAB + 1000, -1])
+def test_ids_outside_the_vocabulary_are_named(model: nn.Module, bad: int) -> None:
+    """Before anything runs, also where they are in the last of many windows."""
+    ids = IDS.clone()
+    ids[3, 5] = bad
+    windows = CalibrationSet.from_ids(ids)
+    done: list[Any] = []
+
+    def note(*counts: int) -> None:
+        done.append(counts)
+
+    keep = full_keep(model)
+    for call in (
+        lambda: evaluate_perplexity(model, ids, batch_size=1, progress=note),
+        lambda: evaluate_divergence(model, keep, ids, batch_size=1, progress=note),
+        lambda: collect_statistics(model, windows, batch_size=1, progress=note),
+        lambda: collect_grams(model, windows, progress=note),
+        lambda: fit_compensation(model, keep, windows, progress=note),
+    ):
+        said = f"token id {bad} at window 3, position 5 .* vocabulary of {D_VOCAB}"
+        with pytest.raises(SpecError, match=said):
+            call()
+    assert not done
+
+
+@pytest.mark.parametrize("kind", ["int32", "array", "lists"])
+def test_perplexity_takes_any_whole_numbers(model: nn.Module, kind: str) -> None:
+    """The same number as of a LongTensor."""
+    ids = {"int32": IDS.int(), "array": IDS.numpy(), "lists": IDS.tolist()}[kind]
+    assert evaluate_perplexity(model, ids) == evaluate_perplexity(model, IDS)
+    keep = random_keep(model)
+    expected = evaluate_divergence(model, keep, IDS)
+    assert evaluate_divergence(model, keep, ids) == expected
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [IDS.float(), IDS[:, :1], IDS[:, :0], IDS[:0], IDS[0], [[]], "12", IDS.bool()],
+)
+def test_what_is_not_windows_is_refused(model: nn.Module, ids: Any) -> None:
+    """Floats, windows of one token or none, and no windows at all."""
+    for call in (
+        lambda: evaluate_perplexity(model, ids),
+        lambda: evaluate_divergence(model, full_keep(model), ids),
+        lambda: CalibrationSet.from_ids(ids),
+    ):
+        with pytest.raises(SpecError, match="expected whole numbers"):
+            call()
+
+
+# --- counts -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+def test_batch_sizes_are_whole_numbers_from_one(model: nn.Module, size: Any) -> None:
+    """In a pass, in an evaluation and in a task."""
+    said = "batch_size must be a whole number from 1, got"
+    windows = CalibrationSet.from_ids(IDS)
+    keep = full_keep(model)
+    for call in (
+        lambda: collect_statistics(model, windows, batch_size=size),
+        lambda: evaluate_perplexity(model, IDS, batch_size=size),
+        lambda: evaluate_divergence(model, keep, IDS, batch_size=size),
+        lambda: run_tasks(model, None, "piqa", batch_size=size),
+    ):
+        with pytest.raises(SpecError, match=said):
+            call()
+    assert evaluate_perplexity(model, IDS, batch_size=np.int64(2)).n_tokens == 32
+
+
+@pytest.mark.parametrize("limit", [0, -1, 0.5])
+def test_limits_of_tasks_are_whole_numbers(model: nn.Module, limit: Any) -> None:
+    """The harness would take a half as a share, and 0 as all."""
+    with pytest.raises(SpecError, match="limit must be a whole number from 1"):
+        run_tasks(model, None, "piqa", limit=limit)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_setting_without_windows_is_refused(
+    model: nn.Module, number: int, tmp_path: Path
+) -> None:
+    """Zero is not the profile's number."""
+    write_tokenizer(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
+    bench = Workbench(model, tokenizer, name="toy", profile=PROFILES["small"])
+    setting = Setting(0.25, calibration="pydocs", n_sequences=number)
+    with pytest.raises(SpecError, match=f"n_sequences must be .* got {number}"):
+        bench.calibration_set(setting)
+
+
+def test_sums_of_layers_that_are_not_there(model: nn.Module) -> None:
+    """Named, also beside one that is there."""
+    with pytest.raises(SpecError, match=r"layers \[9\] have no routed experts"):
+        collect_grams(model, CalibrationSet.from_ids(IDS), layers=[0, 9])
+
+
+# --- positions --------------------------------------------------------------------
+
+
+def test_long_windows_of_rotary_positions_are_told_once(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond 64 positions: one warning for each model; up to them: none."""
+    evaluate_perplexity(model, tiny_ids(seq_len=64))
+    assert not caplog.text
+    for _ in range(2):
+        collect_statistics(model, CalibrationSet.from_ids(tiny_ids(seq_len=65)))
+        evaluate_perplexity(model, tiny_ids(seq_len=66))
+    assert [record.message for record in caplog.records] == [
+        "windows of 65 tokens are longer than the 64 positions that "
+        "Qwen2MoeForCausalLM was made for"
+    ]
+    assert caplog.records[0].levelno == logging.WARNING
+    evaluate_perplexity(tiny_model("qwen2_moe"), tiny_ids(seq_len=65))
+    assert len(caplog.records) == 2
+
+
+def test_long_windows_of_learned_positions_are_refused() -> None:
+    """There is no position 17 to look up."""
+    config = GPTNeoConfig(
+        vocab_size=D_VOCAB,
+        max_position_embeddings=16,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=2,
+        attention_types=[[["global"], 1]],
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPTNeoForCausalLM(config).eval()
+    assert evaluate_perplexity(model, tiny_ids(seq_len=16)).n_tokens == 45
+    with pytest.raises(SpecError, match=r"the 16 positions .* give seq_len=16 or less"):
+        evaluate_perplexity(model, tiny_ids(seq_len=17))
+
+
+# --- layers -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table() -> ImportanceTable:
+    """Three layers of an expert with two atoms."""
+    keys = {"layer": [0, 0, 1, 1, 12, 12], "expert": 0, "atom": [0, 1] * 3}
+    sums = {"tokens": 1, "sum_h2": 1.0, "sum_g2": [6.0, 1.0, 5.0, 2.0, 4.0, 3.0]}
+    return ImportanceTable.from_frame(pd.DataFrame({**keys, **sums}))
+
+
+@pytest.mark.parametrize(
+    "layers", [[1.7], "12", ["1"], [True], [None], 1, [-1], b"\x01", [1.0]]
+)
+def test_layers_are_whole_numbers(table: ImportanceTable, layers: Any) -> None:
+    """1.7 is not layer 1, and "12" is not the layers 1 and 2."""
+    with pytest.raises(SpecError, match=r"exclude_layers must be .*got"):
+        select(table, ratio=0.1, exclude_layers=layers)
+
+
+def test_keys_of_layer_ratios_are_whole_numbers(table: ImportanceTable) -> None:
+    """As those of exclude_layers are."""
+    for own in ({1.7: 0.5}, {"1": 0.5}, {True: 0.5}):
+        with pytest.raises(SpecError, match="layer_ratios must be a whole number"):
+            select(table, ratio=0.1, layer_ratios=own)
+
+
+def test_layers_of_numpy_are_layers(table: ImportanceTable) -> None:
+    """An array, a range, a generator."""
+    expected = select(table, ratio=0.3, exclude_layers=[0, 1])
+    for layers in (np.array([1, 0]), range(2), (layer for layer in (0, 1))):
+        assert select(table, ratio=0.3, exclude_layers=layers) == expected
+    own = select(table, ratio=0.5, layer_ratios={np.int16(1): 0.5})
+    assert own == select(table, ratio=0.5, layer_ratios={1: 0.5})

@@ -1,0 +1,262 @@
+"""The harness: continuation items, sources of tasks, packed contexts."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from families import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from heapr_lab.errors import CorpusError, SpecError
+from heapr_lab.evaluation.continuation import continuation_items
+from heapr_lab.evaluation.harness import SEVEN_TASKS, continuation_task, run_tasks
+from heapr_lab.text.corpora import Corpus
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
+WORD = re.compile(r"[a-z]+(?P<text>\d+)x(?P<place>\d+)")
+local_tasks = pytest.mark.skipif(
+    not Path(os.environ.get("HEAPR_TASKS_DIR", "none")).is_dir(),
+    reason="the tasks' items are not in $HEAPR_TASKS_DIR",
+)
+
+
+def corpus_of(n_texts, *, n_words=70):
+    """Texts of numbered words: word j of text i is `<word><i>x<j>`."""
+    texts = tuple(
+        " ".join(f"{WORDS[j % 5]}{i}x{j}" for j in range(n_words))
+        for i in range(n_texts)
+    )
+    return Corpus("numbered", "test", texts, "made here")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|end|>": 0} | {c: i for i, c in enumerate(alphabet, start=1)}
+    bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<|end|>")
+
+
+def byte_model(family="qwen2_moe", **changes):
+    """A tiny model over the bytes, float32."""
+    return tiny_model(
+        family,
+        dtype=torch.float32,
+        vocab_size=257,
+        max_position_embeddings=2048,
+        **changes,
+    )
+
+
+# --- items --------------------------------------------------------------------------
+
+
+def test_items_are_cut_at_words():
+    """48 words, then the text's own next 12, among 12 of three other texts."""
+    items = continuation_items(corpus_of(9), n_items=8)
+    assert len(items) == 8
+    for item in items.itertuples():
+        right = item.choices[item.gold]
+        words = [WORD.fullmatch(word) for word in (item.context + right).split()]
+        assert len({word["text"] for word in words}) == 1
+        first = int(words[0]["place"])
+        places = [int(word["place"]) for word in words]
+        assert places == list(range(first, first + 60))
+        sources = [{WORD.fullmatch(w)["text"] for w in c.split()} for c in item.choices]
+        assert [len(c.split()) for c in item.choices] == [12] * 4
+        assert all(len(texts) == 1 for texts in sources)
+        assert len(set.union(*sources)) == 4
+
+
+def test_items_depend_on_the_seed_alone():
+    """The same seed gives the same items, another one others."""
+    corpus = corpus_of(30)
+    first = continuation_items(corpus, n_items=20, seed=3)
+    pd.testing.assert_frame_equal(first, continuation_items(corpus, n_items=20, seed=3))
+    other = continuation_items(corpus, n_items=20, seed=4)
+    assert (first["context"] != other["context"]).any()
+    assert first["gold"].nunique() == 4
+
+
+def test_choices_begin_with_the_same_break():
+    """The white space before a choice is that of the right one, whatever it was."""
+    texts = [text.replace(" ", "\n    ") for text in corpus_of(3).texts]
+    mixed = Corpus("mixed", "test", (*texts, *corpus_of(6).texts[3:]), "made here")
+    items = continuation_items(mixed, n_items=6)
+    breaks = [
+        {choice[: len(choice) - len(choice.lstrip())] for choice in choices}
+        for choices in items["choices"]
+    ]
+    assert all(len(found) == 1 for found in breaks)
+    assert {"\n    ", " "} == set.union(*breaks)
+
+
+def test_short_texts_are_joined():
+    """Lines of 25 words: three of them make a passage, so 12 lines make four."""
+    lines = corpus_of(12, n_words=25)
+    assert len(continuation_items(lines, n_items=4)) == 4
+    with pytest.raises(SpecError, match=r"n_items is 5, expected 4 to 4.*4 passages"):
+        continuation_items(lines, n_items=5)
+
+
+# --- running ------------------------------------------------------------------------
+
+
+def test_prompts_are_the_items(tokenizer):
+    """The harness asks for exactly the texts of the items, white space included."""
+    corpus = corpus_of(6)
+    task = continuation_task(corpus, n_items=5, seed=1)
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    items = continuation_items(corpus, n_items=5, seed=1)
+    expected = [
+        (item.context, choice) for item in items.itertuples() for choice in item.choices
+    ]
+    assert [request.args for request in task.instances] == expected
+
+
+def test_accuracy_is_that_of_the_likelihoods(tokenizer):
+    """Accuracy, by hand: the share of items whose right choice is the likeliest."""
+    model, corpus = byte_model(), corpus_of(12)
+    items = continuation_items(corpus, n_items=10)
+    right, right_norm = [], []
+    for item in items.itertuples():
+        scores = []
+        for choice in item.choices:
+            n_context = len(tokenizer(item.context).input_ids)
+            ids = torch.tensor([tokenizer(item.context + choice).input_ids])
+            with torch.no_grad():
+                log_p = model(ids).logits.log_softmax(-1)[0, n_context - 1 : -1]
+            scores.append(log_p.gather(1, ids[0, n_context:, None]).sum().item())
+        lengths = [len(choice) for choice in item.choices]
+        norm = [s / n for s, n in zip(scores, lengths, strict=True)]
+        right.append(scores.index(max(scores)) == item.gold)
+        right_norm.append(norm.index(max(norm)) == item.gold)
+    heard = []
+    frame = run_tasks(
+        model,
+        tokenizer,
+        [continuation_task(corpus, n_items=10)],
+        progress=lambda done, total: heard.append((done, total)),
+    ).set_index("metric")
+    assert frame.loc["acc", "value"] == pytest.approx(sum(right) / 10)
+    assert frame.loc["acc_norm", "value"] == pytest.approx(sum(right_norm) / 10)
+    variance = pd.Series(right).astype(float).var()
+    assert frame.loc["acc", "stderr"] == pytest.approx((variance / 10) ** 0.5)
+    assert set(frame["n"]) == {10}
+    assert set(frame["source"]) == {"numbered test: made here"}
+    assert heard == [(done, 40) for done in range(1, 41)]
+    assert tokenizer.pad_token is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "packs"),
+    [
+        ("qwen2_moe", {}, True),
+        ("deepseek_v3", {}, True),
+        ("granitemoe", {"logits_scaling": 3.0}, True),
+        ("gpt_oss", {}, False),
+        ("qwen3_next", {}, False),
+    ],
+)
+def test_packed_contexts_change_nothing(tokenizer, caplog, family, changes, packs):
+    """Where contexts are shared the answers are the harness's own to 1e-4."""
+    from lm_eval.models.huggingface import HFLM
+
+    from heapr_lab.evaluation.harness_model import PackingHFLM
+
+    model = byte_model(family, **changes)
+    task = continuation_task(corpus_of(9, n_words=62), n_items=7)
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    ours = PackingHFLM(model, tokenizer, n_requests_at_once=8)
+    assert ours.packs == packs
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
+    expected = theirs.loglikelihood(task.instances, disable_tqdm=True)
+    got = ours.loglikelihood(task.instances)
+    assert [a[0] for a in got] == pytest.approx([a[0] for a in expected], rel=1e-4)
+    assert [a[1] for a in got] == [a[1] for a in expected]
+    assert pd.Series([a[0] for a in got]).std() > 1
+    assert "by itself" not in caplog.text
+
+
+def test_packing_that_would_be_wrong_is_not_used(tokenizer, caplog):
+    """A recurrent layer sees past a mask: the first item shows it, the harness runs."""
+    from lm_eval.models.huggingface import HFLM
+
+    from heapr_lab.evaluation.harness_model import PackingHFLM
+
+    model = byte_model("qwen3_next")
+    task = continuation_task(corpus_of(9, n_words=62), n_items=4)
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    ours = PackingHFLM(model, tokenizer)
+    ours.packs = True
+    got = ours.loglikelihood(task.instances)
+    assert "Qwen3NextForCausalLM does not take packed contexts" in caplog.text
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
+    expected = theirs.loglikelihood(task.instances, disable_tqdm=True)
+    assert [a[0] for a in got] == pytest.approx([a[0] for a in expected], rel=1e-4)
+
+
+def test_limit(tokenizer):
+    """Only the first items are run, and n says so."""
+    task = continuation_task(corpus_of(9), n_items=8)
+    frame = run_tasks(byte_model(), tokenizer, [task], limit=3)
+    assert set(frame["n"]) == {3}
+
+
+# --- the paper's tasks --------------------------------------------------------------
+
+
+@local_tasks
+def test_seven_tasks_run_from_local_items(tokenizer, tmp_path, monkeypatch):
+    """Each task gives acc from its parquet; a part of a task is labelled as one."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    frame = run_tasks(
+        byte_model(), tokenizer, SEVEN_TASKS, limit=2, batch_size=64
+    ).set_index("task")
+    assert list(frame.index.unique()) == [
+        name if name != "hellaswag" else "hellaswag (1000 of 10042)"
+        for name in SEVEN_TASKS
+    ]
+    assert "acc" in set(frame.loc["piqa", "metric"])
+    assert set(frame["n"]) == {2}
+    assert frame.loc["mathqa", "source"].iloc[0] == "zero_shot/mathqa/test.parquet"
+
+
+@local_tasks
+def test_prompts_are_the_stock_ones(tmp_path, monkeypatch):
+    """Prompt and choices of ARC-Easy are those of the stock definition."""
+    from heapr_lab.evaluation import harness
+
+    task = harness._load(["arc_easy"])["tasks"]["arc_easy"]
+    doc = task.eval_docs[0]
+    assert len(task.eval_docs) == 2376
+    assert task.doc_to_text(doc) == f"Question: {doc['question']}\nAnswer:"
+    assert task.doc_to_choice(doc) == doc["choices"]["text"]
+
+
+def test_a_task_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
+    """Neither here nor, offline, on the hub: the error says how to get it."""
+    monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path))
+    with pytest.raises(CorpusError, match=r"'piqa' cannot be had.*HEAPR_TASKS_DIR"):
+        run_tasks(byte_model(), tokenizer, ["piqa"])
+
+
+def test_no_tasks(tokenizer):
+    """An empty list is an error that names tasks."""
+    with pytest.raises(SpecError, match="no tasks given; for example openbookqa"):
+        run_tasks(byte_model(), tokenizer, [])
+
+
+def test_the_harness_is_imported_late():
+    """Importing the module does not import lm_eval."""
+    code = "import sys, heapr_lab as h; h.run_tasks; sys.exit('lm_eval' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

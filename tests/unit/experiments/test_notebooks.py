@@ -1,0 +1,212 @@
+"""`notebooks`: parameters, normalising, and what is run when."""
+
+import contextlib
+import multiprocessing
+from concurrent.futures import Executor, ProcessPoolExecutor
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.experiments.notebooks import (
+    beside_paper,
+    execute_all,
+    execute_notebook,
+    normalise,
+    read_notebook,
+    replace_parameters,
+    sources_digest,
+    what_was_found,
+)
+
+
+def _notebook(*sources: str) -> nbformat.NotebookNode:
+    cells = [new_code_cell(source) for source in sources]
+    cells[0].metadata["tags"] = ["parameters"]
+    return new_notebook(cells=cells)
+
+
+def _written(folder: Path, *sources: str, name: str = "a.ipynb") -> Path:
+    path = folder / name
+    path.write_text(nbformat.writes(_notebook(*sources)), encoding="utf-8")
+    return path
+
+
+def processes(n: int) -> contextlib.AbstractContextManager[Executor | None]:
+    """A pool of so many processes; None for none."""
+    if n == 0:
+        return contextlib.nullcontext()
+    return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
+
+
+class TestParameters:
+    """Literals of the parameters cell are replaced."""
+
+    def test_replaces_only_the_literal(self) -> None:
+        """Comments, names and the other lines stay."""
+        notebook = _notebook('WORD = "größe"  # why\nCOUNT = 1\nEMPTY = None')
+        replace_parameters(
+            notebook, {"WORD": 'a "b"\\c', "EMPTY": True}, name="a.ipynb"
+        )
+        assert notebook.cells[0].source == (
+            'WORD = "a \\"b\\"\\\\c"  # why\nCOUNT = 1\nEMPTY = True'
+        )
+
+    def test_unknown_names_are_refused(self) -> None:
+        """A misspelt parameter is an error that names those there are."""
+        with pytest.raises(SpecError, match=r"no parameter MODLE; .* MODEL, PROFILE"):
+            replace_parameters(
+                _notebook("MODEL = 'lab'\nPROFILE = 'lab'"),
+                {"MODLE": "x"},
+                name="a.ipynb",
+            )
+
+    def test_anything_but_literals_is_refused(self) -> None:
+        """A parameter that is computed could not be replaced."""
+        with pytest.raises(SpecError, match=r"line 2 .* 'B = A'"):
+            replace_parameters(_notebook("A = 1\nB = A"), {"A": 2}, name="a.ipynb")
+
+    def test_the_tag_is_required(self) -> None:
+        """A notebook without a parameters cell is an error, not left as it is."""
+        with pytest.raises(SpecError, match="0 cells tagged 'parameters'"):
+            replace_parameters(new_notebook(), {}, name="a.ipynb")
+
+
+class TestNormalise:
+    """What differs between runs goes; what a cell says stays."""
+
+    def test_outputs(self) -> None:
+        """Pieces of stdout join, stderr, views, timings and versions go."""
+        notebook = _notebook("1")
+        view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1f"}}
+        notebook.cells[0].metadata["execution"] = {"iopub.execute_input": "now"}
+        notebook.cells[0].outputs = [
+            new_output("stream", name="stdout", text="one "),
+            new_output("stream", name="stderr", text="Loading 10 %"),
+            new_output("stream", name="stdout", text="two"),
+            new_output("display_data", view),
+            new_output("display_data", {**view, "text/plain": "Panel()"}),
+        ]
+        notebook.metadata = nbformat.from_dict(
+            {"widgets": {"state": {}}, "language_info": {"version": "3.11.9"}}
+        )
+        normalise(notebook)
+        cell = notebook.cells[0]
+        assert cell.metadata == {"tags": ["parameters"]}
+        assert [output.get("text") for output in cell.outputs] == ["one two", None]
+        assert cell.outputs[1].data == {"text/plain": "Panel()"}
+        assert notebook.metadata.language_info == {"name": "python"}
+        assert "widgets" not in notebook.metadata
+
+
+class TestExecute:
+    """Notebooks that need nothing but a kernel."""
+
+    def test_runs_with_parameters_and_records_what_it_ran(self, tmp_path: Path) -> None:
+        """Outputs, sources and inputs stand in the file, and it can be read."""
+        path = _written(tmp_path, "A = 1", "import os\nprint(A, os.getcwd())")
+        execute_notebook(path, parameters={"A": 5}, inputs="abc")
+        notebook = read_notebook(path)
+        assert notebook.cells[0].source == "A = 5"
+        assert notebook.cells[1].outputs[0].text == f"5 {tmp_path}\n"
+        assert notebook.metadata.heapr_lab == {
+            "sources": sources_digest(notebook),
+            "inputs": "abc",
+        }
+
+    def test_a_failing_cell_leaves_the_file(self, tmp_path: Path) -> None:
+        """The error names notebook, cell and cause; no byte is changed."""
+        path = _written(tmp_path, "A = 0", "1 / A", "A")
+        before = path.read_bytes()
+        with pytest.raises(HeaprLabError, match=r"a.ipynb, cell 2 .*ZeroDivision"):
+            execute_notebook(path, parameters={})
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_a_cell_that_hangs_is_named(self, tmp_path: Path) -> None:
+        """The time limit is for one cell, and ends the run."""
+        path = _written(tmp_path, "A = 0", "import time\ntime.sleep(600)")
+        with pytest.raises(HeaprLabError, match=r"cell 2 failed: .*timed out"):
+            execute_notebook(path, parameters={}, timeout=2)
+
+    def test_only_what_changed_is_executed(self, tmp_path: Path) -> None:
+        """Sources, parameters and inputs each bring a notebook back."""
+        path = _written(tmp_path, "A = 1", "A")
+        seen: list[tuple[int, int]] = []
+        settings = {"parameters": {"A": 1}, "inputs": "x"}
+        assert execute_all(
+            tmp_path, **settings, progress=lambda *step: seen.append(step)
+        ) == [path]
+        first = path.read_bytes()
+        assert execute_all(tmp_path, **settings) == []
+        assert execute_all(tmp_path, **settings, force=True) == [path]
+        assert path.read_bytes() == first
+        assert seen == [(1, 1)]
+        assert execute_all(tmp_path, parameters={"A": 1}, inputs="y") == [path]
+        assert execute_all(tmp_path, parameters={"A": 2}, inputs="y") == [path]
+        edited = read_notebook(path)
+        edited.cells[1].source = "A + 1"
+        path.write_text(nbformat.writes(edited), encoding="utf-8")
+        assert execute_all(tmp_path, parameters={"A": 2}, inputs="y") == [path]
+
+    @pytest.mark.parametrize("n_processes", [0, 2])
+    def test_one_that_fails_keeps_none_from_running(
+        self, tmp_path: Path, n_processes: int
+    ) -> None:
+        """The others are written; all that failed are named, in order, at the end."""
+        sources = {"a": "1 / A", "b": "A", "c": "undefined", "d": "A + 1"}
+        paths = {
+            name: _written(tmp_path, "A = 0", source, name=f"{name}.ipynb")
+            for name, source in sources.items()
+        }
+        before = paths["a"].read_bytes()
+        seen: list[tuple[int, int]] = []
+        with (
+            processes(n_processes) as executor,
+            pytest.raises(HeaprLabError) as error,
+        ):
+            execute_all(
+                tmp_path,
+                parameters={},
+                executor=executor,
+                progress=lambda *step: seen.append(step),
+            )
+        message = str(error.value)
+        assert message.startswith("2 of 4 notebooks failed:")
+        assert message.index("a.ipynb, cell 2") < message.index("c.ipynb, cell 2")
+        assert "ZeroDivisionError" in message
+        assert "NameError" in message
+        assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+        assert paths["a"].read_bytes() == before
+        for name, text in {"b": "0", "d": "1"}.items():
+            outputs = read_notebook(paths[name]).cells[1].outputs
+            assert outputs[0].data["text/plain"] == text
+
+    def test_what_is_no_notebook_is_named(self, tmp_path: Path) -> None:
+        """A damaged file is an error with its name."""
+        path = tmp_path / "a.ipynb"
+        path.write_text("{")
+        with pytest.raises(HeaprLabError, match=r"a.ipynb is not a notebook"):
+            execute_all(tmp_path, parameters={})
+
+
+def test_the_paper_stands_beside_ours() -> None:
+    """Each row says that the two are not comparable."""
+    frame = beside_paper({"windows": (128, 8)})
+    assert frame.loc[0].tolist() == [
+        "windows",
+        128,
+        8,
+        "not comparable (other model and data)",
+    ]
+
+
+def test_what_does_not_hold_here_is_reported() -> None:
+    """A finding is a row of a table, whether it holds or not."""
+    frame = what_was_found({"more is more": (1.5, True), "less is more": (-1, False)})
+    assert frame.to_numpy().tolist() == [
+        ["more is more", 1.5, "yes"],
+        ["less is more", -1, "no"],
+    ]

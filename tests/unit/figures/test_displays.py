@@ -1,0 +1,198 @@
+"""Displays: every figure is its rows, its Axes, and a picture in a notebook."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import figure_rows as rows
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from heapr_lab import figures
+from heapr_lab.errors import SpecError
+from heapr_lab.figures import KINDS, Display
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel import magic
+
+PLOTS = {
+    name.removeprefix("plot_") for name in figures.__all__ if name.startswith("plot_")
+}
+OF_OTHER_ROWS = {"score_bins": "score_histogram", "width_cells": "widths"}
+"""Plot functions that share a kind with the one its name is of."""
+
+
+@pytest.fixture(autouse=True)
+def _close_figures() -> Iterator[None]:
+    mpl.use("Agg")
+    yield
+    plt.close("all")
+
+
+def display_of(kind: str) -> Display:
+    """A display of each kind, made of small results."""
+    results, savings = rows.evaluation_rows(), rows.saving_rows()
+    widths = pd.DataFrame([[4, 0], [1, 3]], index=[1, 3])
+    made: dict[str, tuple[Any, ...]] = {
+        "atomic_expert": (),
+        "bins": (rows.bins_frame(),),
+        "boundary": (results, savings),
+        "calibration_size": (results,),
+        "cost": (rows.cost_rows(),),
+        "damage": (rows.measured_damage(),),
+        "granularity": (results, savings),
+        "layer_ratios": ({0.25: rows.Keep(0.4, 0.1), 0.5: rows.Keep(0.7, 0.3)},),
+        "main": (results,),
+        "pareto": (rows.measured_front(),),
+        "quality": (rows.measured_quality(),),
+        "scope": (results,),
+        "score_histogram": (pd.Series([0.0, 1.0, 2.0], name="heapr"), 1.5),
+        "structures": (rows.measured_structures(),),
+        "widths": (widths, widths),
+    }
+    return Display.from_results(kind, *made[kind])
+
+
+def test_every_plot_has_a_kind() -> None:
+    """What can be plotted can be displayed, and nothing else."""
+    assert {OF_OTHER_ROWS.get(name, name) for name in PLOTS} == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_display_is_drawn_where_it_is_told(kind: str) -> None:
+    """`plot(ax)` returns that Axes with something on it, and names its figure."""
+    display = display_of(kind)
+    assert isinstance(display.frame, pd.DataFrame)
+    assert len(display.frame)
+    figure, (ax, other) = plt.subplots(1, 2)
+    assert display.plot(ax=ax) is ax
+    assert ax.has_data() or ax.texts
+    assert not other.has_data()
+    assert display.figure_ is figure
+    assert display.axes_ == [ax]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_display_shows_itself_without_pyplot(kind: str) -> None:
+    """All panels as PNG, once, and no figure is left for a cell to show again."""
+    display = display_of(kind)
+    assert display._repr_png_().startswith(b"\x89PNG")
+    assert plt.get_fignums() == []
+    assert display.axes_ == display.figure_.axes
+    assert display._repr_png_() == display_of(kind)._repr_png_()
+
+
+def test_a_panel_is_chosen_by_what_it_is_of() -> None:
+    """Rows of several panels: the first, or the one that is asked for."""
+    display = display_of("structures")
+    heights = [
+        [height for line in ax.get_lines() for height in map(float, line.get_ydata())]
+        for ax in (display.plot(), display.plot(ratio=0.4))
+    ]
+    assert heights == [pytest.approx([0, 0, 1, 2, 3])] * 2
+    with pytest.raises(SpecError, match=r"no panel with ratio 0\.3; there is 0\.2, 0"):
+        display.plot(ratio=0.3)
+    assert display_of("cost").plot(quantity="peak_bytes").get_xlabel().endswith("↓")
+
+
+def test_an_unknown_kind_names_those_there_are() -> None:
+    """In both constructors."""
+    with pytest.raises(SpecError, match=r"no figure 'speed'; there is atomic_expert,"):
+        Display("speed", pd.DataFrame())
+    with pytest.raises(SpecError, match="no figure 'speed'"):
+        Display.from_results("speed")
+
+
+def test_a_display_is_saved_with_its_rows(tmp_path: Path) -> None:
+    """Picture, vector graphic and rows; the rows read back as they were."""
+    display = display_of("layer_ratios")
+    paths = display.save(tmp_path / "new" / "v1.5", provenance={"by": "me"})
+    assert [path.name for path in paths] == ["v1.5.png", "v1.5.pdf", "v1.5.csv"]
+    pd.testing.assert_frame_equal(pd.read_csv(paths[2]), display.frame)
+
+
+def test_a_display_is_read_without_seeing_it() -> None:
+    """The picture has words for it, and the card says what rows there are."""
+    shown = display_of("layer_ratios")._repr_html_()
+    assert 'alt="layer_ratios, drawn from the rows in .frame"' in shown
+    assert "ratio, achieved_ratio, layer, layer_ratio" in shown
+
+
+# --- %load_ext heapr_lab ----------------------------------------------------------
+
+
+_KERNEL = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+
+class Kernel(InteractiveShell):
+    kernel = object()
+    def enable_gui(self, gui=None):
+        pass
+
+shell = Kernel()
+shell.run_line_magic("load_ext", "heapr_lab")
+import matplotlib.figure
+figure = matplotlib.figure.Figure()
+figure.add_subplot()
+data, _ = shell.display_formatter.format(figure)
+print("torch" in sys.modules, "image/png" in data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "shown"),
+    [("", True), ("module://matplotlib_inline.backend_inline", True), ("Agg", False)],
+)
+def test_a_kernel_shows_figures_unless_told_otherwise(
+    backend: str, shown: bool, tmp_path: Path
+) -> None:
+    """Where nothing or inline was chosen a figure is a PNG; torch is not imported."""
+    own = {"IPYTHONDIR": str(tmp_path), "MPLBACKEND": backend}
+    said = subprocess.run(
+        [sys.executable, "-c", _KERNEL],
+        check=True,
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout.split() == ["False", str(shown)]
+
+
+def test_the_extension_adds_a_magic_and_takes_it_away() -> None:
+    """`%load_ext`, `%unload_ext`; in a terminal the backend stays undecided."""
+    shell = InteractiveShell()
+    before = mpl.get_backend(auto_select=False)
+    shell.run_line_magic("load_ext", "heapr_lab")
+    assert shell.find_line_magic("heapr") is not None
+    assert mpl.get_backend(auto_select=False) == before
+    shell.run_line_magic("unload_ext", "heapr_lab")
+    assert shell.find_line_magic("heapr") is None
+
+
+def test_the_magic_takes_a_variable_or_a_name() -> None:
+    """A variable of the notebook is meant where there is one, else a model or file."""
+    frame = pd.DataFrame()
+    variables = {"table": frame}
+    assert magic.source_of(" table ", variables) is frame
+    assert magic.source_of("lab", variables) == "lab"
+    assert magic.source_of('"my table.parquet"', variables) == "my table.parquet"
+    with pytest.raises(SpecError, match=r"needs to be told .*%heapr lab"):
+        magic.source_of("  ", variables)
+
+
+def test_the_magic_explores_what_it_is_given() -> None:
+    """`%heapr table` is the panel of that table."""
+    columns = ["sum_h2", "sum_g2", "sum_hg2", "tokens"]
+    numbers = pd.DataFrame(1.0, index=range(4), columns=columns)
+    keys = {"layer": 0, "expert": [0, 0, 1, 1], "atom": [0, 1, 0, 1]}
+    shell = InteractiveShell()
+    shell.user_ns["table"] = ImportanceTable.from_frame(numbers.assign(**keys), N=2)
+    shell.run_line_magic("load_ext", "heapr_lab")
+    panel = shell.run_line_magic("heapr", "table")
+    assert type(panel).__name__ == "Explorer"

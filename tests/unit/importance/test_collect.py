@@ -1,0 +1,385 @@
+"""A pass over the calibration windows: what it counts, survives and refuses."""
+
+import copy
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from families import FAMILIES, tiny_ids, tiny_model
+from keeps import logits_of
+from torch import nn
+
+from heapr_lab.errors import CacheError, CoverageError, HeaprLabError, LayoutError
+from heapr_lab.importance import collect
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.likelihood import token_nll
+from heapr_lab.text.calibration import CalibrationSet
+
+ROUNDING = 1e-12
+"""float64: the order of some hundred additions."""
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
+
+
+def assert_same(
+    got: ImportanceTable, expected: ImportanceTable, *, rtol: float = ROUNDING
+) -> None:
+    """Both tables have the same rows and, to `rtol`, the same numbers."""
+    pd.testing.assert_frame_equal(got.frame, expected.frame, rtol=rtol, atol=0)
+    assert got.metadata["N"] == expected.metadata["N"]
+
+
+class InterruptError(Exception):
+    """Stands for whatever ends a pass early."""
+
+
+def interrupt_at(window: int) -> collect.Progress:
+    """A progress callback that raises when `window` windows are done."""
+
+    def progress(done: int, total: int) -> None:
+        if done >= window:
+            raise InterruptError
+
+    return progress
+
+
+# --- what is counted --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, None])
+def test_the_batch_size_does_not_matter(family: str, batch_size: int | None) -> None:
+    """Batches of 1, 2 (with a rest of 1), 3, or by default: the table of one batch."""
+    model = tiny_model(family)
+    whole = collect_statistics(model, WINDOWS, batch_size=5)
+    parts = collect_statistics(model, WINDOWS, batch_size=batch_size)
+    assert_same(parts, whole)
+    assert parts.metadata["spec_hash"] == whole.metadata["spec_hash"]
+
+
+def test_every_token_of_every_window_is_counted() -> None:
+    """5 windows of 9 tokens to 2 experts each: 90 routed in each layer, N = 5·8."""
+    done = []
+    table = collect_statistics(
+        tiny_model("qwen2_moe"),
+        WINDOWS,
+        batch_size=2,
+        progress=lambda *counts: done.append(counts),
+    )
+    assert done == [(2, 5), (4, 5), (5, 5)]
+    experts = table.frame.drop_duplicates(["layer", "expert"])
+    assert experts.groupby("layer")["tokens"].sum().to_dict() == {0: 90, 1: 90}
+    assert table.metadata["N"] == 40
+    assert len(table.frame) == 2 * 4 * 8
+    # The routing weights of a token need not add up to 1, but no more than that.
+    assert (experts["sum_p"] <= experts["tokens"]).all()
+
+
+def test_two_halves_merge_to_the_whole() -> None:
+    """The tables of windows 0-1 and 2-4 add up to that of all five."""
+    model, ids = tiny_model("mixtral"), WINDOWS.ids
+    whole = collect_statistics(model, WINDOWS, batch_size=5)
+    halves = [
+        collect_statistics(model, CalibrationSet.from_ids(part), batch_size=2)
+        for part in (ids[:2], ids[2:])
+    ]
+    merged = halves[0].merge(halves[1])
+    assert_same(merged, whole)
+    assert not np.allclose(halves[0].frame["sum_h2"], whole.frame["sum_h2"])
+
+
+def test_auxiliary_losses_are_off() -> None:
+    """A model set to add its load-balancing loss gives the table of the plain loss."""
+    model = tiny_model("qwen2_moe", router_aux_loss_coef=10.0)
+    plain = collect_statistics(model, WINDOWS, batch_size=5)
+    model.config.output_router_logits = True
+    with_loss = model(WINDOWS.ids, labels=WINDOWS.ids)
+    assert with_loss.aux_loss is not None
+    plain_loss = token_nll(model, WINDOWS.ids).mean()
+    assert with_loss.loss > plain_loss + 1
+    asked = collect_statistics(model, WINDOWS, batch_size=5)
+    pd.testing.assert_frame_equal(asked.frame, plain.frame)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)]
+)
+def test_lower_precision_is_close_to_float64(dtype: torch.dtype, rtol: float) -> None:
+    """float32 and bf16 tables are near the float64 table of the same weights."""
+    low = tiny_model("qwen2_moe", seed=2).to(dtype)
+    exact = copy.deepcopy(low).to(torch.float64)
+    got = collect_statistics(low, WINDOWS, batch_size=2)
+    expected = collect_statistics(exact, WINDOWS, batch_size=2)
+    assert {str(t) for t in got.frame.dtypes} == {"int16", "int32", "int64", "float32"}
+    assert expected.frame["sum_h2"].dtype == np.float64
+    for column in ("tokens", "sum_p", "sum_h2", "sum_g2", "sum_abs_h", "sum_p_out"):
+        true = expected.frame[column].to_numpy()
+        error = np.linalg.norm(got.frame[column] - true) / np.linalg.norm(true)
+        assert error < rtol, f"{column}: {error:.2g}"
+    norms = ["w_down_sq", "w_up_sq", "w_gate_sq"]
+    np.testing.assert_allclose(got.frame[norms], expected.frame[norms], rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, 1e-9)]
+)
+def test_a_gpu_gives_the_table_of_the_cpu(
+    family: str, dtype: torch.dtype, rtol: float
+) -> None:
+    """The same model measured on CUDA and on the CPU gives the same table."""
+    model = tiny_model(family).to(dtype)
+    expected = collect_statistics(model, WINDOWS, batch_size=2)
+    got = collect_statistics(model.to("cuda"), WINDOWS, batch_size=2)
+    assert got.metadata["spec_hash"] == expected.metadata["spec_hash"]
+    assert got.metadata["provenance"]["device"].startswith("cuda")
+    for column in got.frame.columns:
+        near, true = got.frame[column].to_numpy(), expected.frame[column].to_numpy()
+        error = np.linalg.norm(near - true) / max(np.linalg.norm(true), 1e-30)
+        assert error < rtol, f"{column}: {error:.2g}"
+
+
+# --- the model afterwards ---------------------------------------------------------
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    """Modes, requires_grad, gradients, weights, hooks and implementation stay."""
+    model = tiny_model("qwen2_moe")
+    model.train()
+    model.model.layers[0].eval()
+    model.lm_head.weight.requires_grad_(False)
+    modes = {name: module.training for name, module in model.named_modules()}
+    required = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert len(set(modes.values())) == len(set(required.values())) == 2
+    weights = {name: t.clone() for name, t in model.state_dict().items()}
+
+    def check() -> None:
+        assert modes == {name: m.training for name, m in model.named_modules()}
+        assert required == {n: p.requires_grad for n, p in model.named_parameters()}
+        assert all(p.grad is None for p in model.parameters())
+        assert all(torch.equal(t, weights[n]) for n, t in model.state_dict().items())
+        assert not model.get_input_embeddings()._forward_hooks
+        assert model.config._experts_implementation == "eager"
+
+    collect_statistics(model, WINDOWS, batch_size=2)
+    check()
+    with pytest.raises(InterruptError):
+        collect_statistics(model, WINDOWS, batch_size=2, progress=interrupt_at(2))
+    check()
+
+
+def test_dropout_does_not_disturb() -> None:
+    """A model in training mode with dropout is measured as in eval mode."""
+    model = tiny_model("qwen2_moe", attention_dropout=0.5)
+    expected = collect_statistics(model, WINDOWS, batch_size=5)
+    again = collect_statistics(model.train(), WINDOWS, batch_size=5)
+    pd.testing.assert_frame_equal(again.frame, expected.frame)
+
+
+def test_it_measures_where_gradients_are_off() -> None:
+    """Called under no_grad, as notebooks do, it measures all the same."""
+    model = tiny_model("qwen2_moe")
+    expected = collect_statistics(model, WINDOWS, batch_size=5)
+    with torch.no_grad():
+        got = collect_statistics(model, WINDOWS, batch_size=5)
+    pd.testing.assert_frame_equal(got.frame, expected.frame)
+
+
+# --- interrupted passes -----------------------------------------------------------
+
+
+@pytest.fixture
+def saving_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the state after every batch, whatever that costs."""
+    monkeypatch.setattr(collect, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(collect, "_SAVE_SHARE", float("inf"))
+
+
+@pytest.mark.usefixtures("saving_always")
+@pytest.mark.parametrize("window", range(2, 6))
+def test_an_interrupted_pass_goes_on(window: int, tmp_path: Path) -> None:
+    """Stopped at any window and resumed with other batches, the table is the same."""
+    model, state = tiny_model("qwen2_moe"), tmp_path / "pass.state"
+    expected = collect_statistics(model, WINDOWS, batch_size=1)
+    with pytest.raises(InterruptError):
+        collect_statistics(
+            model, WINDOWS, batch_size=1, state=state, progress=interrupt_at(window)
+        )
+    assert state.exists()
+    done = []
+    table = collect_statistics(
+        model,
+        WINDOWS,
+        batch_size=2,
+        state=state,
+        progress=lambda *counts: done.append(counts[0]),
+    )
+    assert_same(table, expected)
+    # The batch in which it stopped was not saved yet.
+    assert table.metadata["provenance"]["resumed_at"] == window - 1
+    assert done[0] == min(window + 1, 5)
+    assert not state.exists()
+
+
+@pytest.mark.usefixtures("saving_always")
+def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
+    """Another model's or calibration set's state is an error, and is left alone."""
+    model, state = tiny_model("qwen2_moe"), tmp_path / "pass.state"
+    with pytest.raises(InterruptError):
+        collect_statistics(
+            model, WINDOWS, batch_size=1, state=state, progress=interrupt_at(3)
+        )
+    content = state.read_bytes()
+    other_windows = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seed=9))
+    for other, windows in (
+        (tiny_model("qwen2_moe", seed=1), WINDOWS),
+        (model, other_windows),
+    ):
+        with pytest.raises(CacheError, match=r"pass\.state is the state of another"):
+            collect_statistics(other, windows, batch_size=1, state=state)
+    assert state.read_bytes() == content
+    state.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CacheError, match=r"pass\.state"):
+        collect_statistics(model, WINDOWS, batch_size=1, state=state)
+
+
+def test_the_state_is_not_saved_more_often_than_every_minute(tmp_path: Path) -> None:
+    """A pass shorter than the interval writes no state at all."""
+    assert collect._SAVE_SECONDS == 60
+    assert collect._SAVE_SHARE == 0.02
+    state = tmp_path / "pass.state"
+    with pytest.raises(InterruptError):
+        collect_statistics(
+            tiny_model("qwen2_moe"),
+            WINDOWS,
+            batch_size=1,
+            state=state,
+            progress=interrupt_at(5),
+        )
+    assert not state.exists()
+
+
+KILLED = """
+    import sys, time
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from families import tiny_ids, tiny_model
+    from heapr_lab import importance
+    from heapr_lab.text.calibration import CalibrationSet
+    importance._SAVE_SECONDS, importance._SAVE_SHARE = 0.0, float("inf")
+    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=400))
+    def progress(done, total):
+        print(done, flush=True)
+    importance.collect_statistics(
+        tiny_model("qwen2_moe"), windows, batch_size=1, state=Path({state!r}),
+        progress=progress,
+    )
+"""
+
+
+def test_a_killed_process_goes_on(tmp_path: Path) -> None:
+    """A process killed at a random moment leaves a state from which to resume."""
+    state = tmp_path / "pass.state"
+    code = textwrap.dedent(
+        KILLED.format(tests=str(Path(__file__).parents[2]), state=str(state))
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != "3":
+        assert process.poll() is None
+    time.sleep(random.SystemRandom().uniform(0, 0.3))
+    os.kill(process.pid, signal.SIGKILL)
+    process.stdout.close()
+    assert process.wait(30) == -signal.SIGKILL
+    model = tiny_model("qwen2_moe")
+    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=400))
+    table = collect_statistics(model, windows, batch_size=50, state=state)
+    assert 2 <= table.metadata["provenance"]["resumed_at"] < 400
+    assert_same(table, collect_statistics(model, windows, batch_size=50))
+    assert not state.exists()
+
+
+# --- what is refused --------------------------------------------------------------
+
+
+def test_non_finite_gradients_name_layer_and_windows() -> None:
+    """float16 gradients that overflow are an error, though the loss is finite."""
+    model = tiny_model("qwen2_moe").to(torch.float16)
+    with torch.no_grad():
+        # Logits of order 1, but 6e4 · (p - 1) summed over tokens is beyond 65504.
+        model.model.norm.weight.fill_(1e-4)
+        model.lm_head.weight.copy_(model.lm_head.weight.sign() * 6e4)
+    assert torch.isfinite(logits_of(model, WINDOWS.ids)).all()
+    text = r"non-finite gradients in layer \d on windows 0 to 1: use bfloat16"
+    with pytest.raises(HeaprLabError, match=text):
+        collect_statistics(model, WINDOWS, batch_size=2)
+
+
+def test_expert_parallel_models_are_refused_by_name() -> None:
+    """A rank that sees only its own experts cannot measure."""
+    model = tiny_model("mixtral")
+    find_experts(model)[1].module._is_expert_parallel = True
+    with pytest.raises(LayoutError, match=r"layers\.1\S*\.experts is expert-parallel"):
+        collect_statistics(model, WINDOWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_experts_are_refused_by_name(dtype: torch.dtype) -> None:
+    """Weights of a type without ordinary arithmetic are named with their type."""
+    model = tiny_model("qwen3_moe", dtype=torch.float32)
+    module = find_experts(model)[0].module
+    quantised = (module.down_proj.data * 10).to(dtype)
+    module.down_proj = nn.Parameter(quantised, requires_grad=False)
+    text = rf"layers\.0\S*\.experts\.down_proj is quantised \({dtype}\)"
+    with pytest.raises(LayoutError, match=text):
+        collect_statistics(model, WINDOWS)
+
+
+def test_packed_experts_are_refused_by_name() -> None:
+    """Experts whose fused weight is gone, as after 4-bit packing, are refused."""
+    model = tiny_model("qwen3_moe", dtype=torch.float32)
+    module = find_experts(model)[0].module
+    del module.down_proj
+    module.down_proj = nn.Parameter(torch.zeros(4, 16), requires_grad=False)
+    with pytest.raises(LayoutError, match=r"layers\.0\S*\.experts .*has no fused 3-D"):
+        collect_statistics(model, WINDOWS)
+
+
+def test_unfused_experts_are_refused_by_name() -> None:
+    """A list of expert modules, as before transformers 5, is not measured."""
+    model = tiny_model("qwen2_moe")
+    block = model.model.layers[1].mlp
+    block.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+    with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.experts \(ModuleList\)"):
+        collect_statistics(model, WINDOWS)
+
+
+def test_a_dense_model_is_refused() -> None:
+    """A model without experts is told apart, with what was expected."""
+    model = tiny_model("llama")
+    with pytest.raises(LayoutError, match="found 0 MoE layers in LlamaForCausalLM"):
+        collect_statistics(model, WINDOWS)
+
+
+def test_a_layer_left_out_of_the_forward_is_an_error() -> None:
+    """Layers found must be layers run: one that is skipped is named."""
+    model = tiny_model("qwen2_moe")
+    model.model.layers[1].mlp.forward = lambda x: x
+    with pytest.raises(CoverageError, match="layer 1 took part 0 times"):
+        collect_statistics(model, WINDOWS, batch_size=2)

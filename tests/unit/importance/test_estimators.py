@@ -1,0 +1,171 @@
+"""Each estimator is the expression that it says it is, on numbers done by hand."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.estimators import (
+    ESTIMATORS,
+    PER_ROUTED_TOKEN,
+    PER_TOKEN,
+    complete_options,
+    score,
+    unit_of,
+)
+
+# One expert with T = 2 routed tokens of N = 4 predicted ones, one expert with none.
+FRAME = pd.DataFrame(
+    {
+        "layer": [0, 0],
+        "expert": [0, 1],
+        "atom": [0, 0],
+        "tokens": [2, 0],
+        "sum_h2": [10.0, 0.0],
+        "sum_g2": [4.0, 0.0],
+        "sum_hg": [1.0, 0.0],
+        "sum_hg2": [6.0, 0.0],
+        "sum_ph2": [2.0, 0.0],
+        "max_abs_ph": [3.0, 0.0],
+        "w_down_sq": [5.0, 7.0],
+        "w_up_sq": [1.0, 2.0],
+        "w_gate_sq": [0.5, 0.25],
+    }
+)
+N = {"N": 4}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("heapr", 0.5 * 10 / 2 * 4 / 2),  # ½ · 5 · 2
+        ("heapr_total", 0.5 * 10 * 4 / 2 / 4),  # ½ · 40 / 2 / 4
+        ("fisher", 0.5 * 6 / 4),
+        ("weighted", 0.5 * 2 / 2 * 4 / 2),  # ½ · 1 · 2
+        # One atom has the layer's mean gradient, so that shrinking changes nothing.
+        ("shrunk", 0.5 * 2 / 2 * 4 / 2),
+        ("taylor", (-1 + 0.5 * 6) / 4),
+        ("camera", 5 * (0.1 * 2 + 0.9 * 3**2)),
+    ],
+)
+def test_score_by_hand(estimator: str, expected: float) -> None:
+    """A routed atom scores the formula, an atom without tokens 0."""
+    assert score(FRAME, N, estimator=estimator) == pytest.approx([expected, 0.0])
+
+
+def test_shrunk_is_halfway_to_the_layer() -> None:
+    """Two layers; in the first, gradients per ‖w_down‖² of 4 / 1 and 4 / 4, T = 2.
+
+    Their mean variance over the layer's atoms and tokens is (4 + 1) / (2 + 2).
+    """
+    columns = {
+        "layer": [0, 0, 3],
+        "expert": [0, 0, 0],
+        "atom": [0, 1, 0],
+        "tokens": [2, 2, 5],
+        "sum_ph2": [2.0, 6.0, 5.0],
+        "sum_g2": [4.0, 4.0, 10.0],
+        "w_down_sq": [1.0, 4.0, 2.0],
+    }
+    variance = (4 / 1 + 4 / 4) / (2 + 2)
+    expected = [
+        0.5 * 2 / 2 * (4 / 2 * variance * 1) ** 0.5,
+        0.5 * 6 / 2 * (4 / 2 * variance * 4) ** 0.5,
+        0.5 * 5 / 5 * 10 / 5,
+    ]
+    found = score(pd.DataFrame(columns), {}, estimator="shrunk")
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ["heapr", "heapr_total", "fisher", "taylor"])
+def test_unrouted_scores_zero(estimator: str) -> None:
+    """Without routed tokens a second-order score is 0 whatever the sums hold."""
+    stale = FRAME.assign(sum_h2=1.0, sum_g2=1.0, sum_hg=1.0, sum_hg2=1.0)
+    routed, unrouted = score(stale, N, estimator=estimator)
+    assert routed != 0
+    assert unrouted == 0
+
+
+def test_controls() -> None:
+    """Magnitude adds the squared norms, frequency is the tokens."""
+    assert score(FRAME, {}, estimator="magnitude").tolist() == [6.5, 9.25]
+    assert score(FRAME, {}, estimator="frequency").tolist() == [2.0, 0.0]
+
+
+def test_random_follows_its_seed() -> None:
+    """The same seed gives the same scores, another seed others."""
+    by_seed = [
+        score(FRAME, {}, estimator="random", options={"seed": seed}).tolist()
+        for seed in (0, 0, 1)
+    ]
+    assert by_seed[0] == by_seed[1]
+    assert by_seed[0] != by_seed[2]
+
+
+def test_camera_alpha_weighs_the_peak() -> None:
+    """Alpha 0 leaves the energy, alpha 1 the squared peak."""
+    scores = [
+        score(FRAME, {}, estimator="camera", options={"alpha": alpha})[0]
+        for alpha in (0.0, 1.0)
+    ]
+    assert scores == [5 * 2.0, 5 * 9.0]
+
+
+def test_magnitude_without_gates() -> None:
+    """A model without gates scores by two norms; a lost gate column is an error."""
+    frame = FRAME.drop(columns="w_gate_sq")
+    layers = {"0": {"n_matrices": 2}}
+    plain = score(frame, {"architecture": {"layers": layers}}, estimator="magnitude")
+    assert plain.tolist() == [6.0, 9.0]
+    gated = {"architecture": {"layers": {"0": {"n_matrices": 3}}}}
+    with pytest.raises(SpecError, match="needs column w_gate_sq"):
+        score(frame, gated, estimator="magnitude")
+
+
+def test_missing_column_is_named() -> None:
+    """What the estimator lacks is named, not guessed."""
+    with pytest.raises(SpecError, match="'heapr' needs column sum_g2"):
+        score(FRAME.drop(columns="sum_g2"), N)
+
+
+@pytest.mark.parametrize("estimator", ["heapr_total", "fisher", "taylor"])
+def test_missing_predicted_tokens_is_an_error(estimator: str) -> None:
+    """Estimators per predicted token do not run without N."""
+    with pytest.raises(SpecError, match="number of predicted tokens"):
+        score(FRAME, {}, estimator=estimator)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_finite_names_column_and_atom(value: float) -> None:
+    """A score that is not finite is an error with the column and the atom."""
+    frame = FRAME.assign(sum_g2=[value, 0.0])
+    with pytest.raises(SpecError, match=r"column sum_g2, at .* \(0, 0, 0\)"):
+        score(frame, N)
+
+
+def test_unknown_names_are_errors() -> None:
+    """Unknown estimators and options, and bad values, are named."""
+    with pytest.raises(
+        SpecError, match="unknown estimator 'snip'; choose one of heapr"
+    ):
+        score(FRAME, N, estimator="snip")
+    with pytest.raises(SpecError, match="'heapr' has no option alpha; it has none"):
+        score(FRAME, N, options={"alpha": 0.5})
+    with pytest.raises(SpecError, match=r"alpha must be a number in \[0, 1\], got 2"):
+        complete_options("camera", {"alpha": 2})
+    with pytest.raises(SpecError, match="seed must be a whole number from 0, got -1"):
+        complete_options("random", {"seed": -1})
+
+
+def test_descriptions_and_needs() -> None:
+    """Every estimator is described in one line, and only camera stays in a layer."""
+    assert all("\n" not in e.description for e in ESTIMATORS.values())
+    assert [name for name, e in ESTIMATORS.items() if e.within_layer] == ["camera"]
+
+
+def test_units_follow_what_a_score_is_divided_by() -> None:
+    """Losses are nats per token, means over routed tokens nats per routed token."""
+    for name, estimator in ESTIMATORS.items():
+        assert estimator.per_predicted_token == (estimator.unit == PER_TOKEN), name
+    assert unit_of("heapr") == unit_of("shrunk") == PER_ROUTED_TOKEN
+    assert unit_of("magnitude") == unit_of(None) == unit_of("my own score")

@@ -1,0 +1,393 @@
+"""Training the lab model: resumable to the bit, balanced, on schedule."""
+
+import dataclasses
+import json
+import math
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heapr_lab.errors import CacheError, CorpusError, SpecError
+from heapr_lab.lab_model import train
+from heapr_lab.lab_model.run_folder import DECAY_MIXTURE, MIXTURE, RECIPES, TrainSpec
+from heapr_lab.lab_model.train import (
+    balance_losses,
+    build_lab_model,
+    learning_rate_at,
+    train_bundled,
+    train_lab_model,
+)
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.loading import load_model
+
+SPEC = TrainSpec(
+    d_vocab=300,
+    d_model=16,
+    d_inter=8,
+    d_shared=8,
+    n_layers=2,
+    n_experts=4,
+    top_k=2,
+    n_heads=2,
+    seq_len=16,
+    batch_size=2,
+    n_steps=8,
+    warmup_steps=2,
+    decay_fraction=0.25,
+    n_threads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """Two small files of words and of numbers, three to one."""
+    folder = tmp_path_factory.mktemp("corpora")
+    words, numbers = folder / "words.txt", folder / "numbers.txt"
+    words.write_text("\n\n".join(f"the {w} of the house" for w in dir(list)))
+    numbers.write_text("\n\n".join(str(n * n) for n in range(300)))
+    return {str(words): 0.75, str(numbers): 0.25}
+
+
+class StopError(Exception):
+    """Stands for a killed run."""
+
+
+def stop_at(step: int) -> Callable[[int, int, float], None]:
+    """A callback that ends the run in step `step`."""
+
+    def on_step(done: int, n_steps: int, loss: float) -> None:
+        if done == step:
+            raise StopError
+
+    return on_step
+
+
+# --- training ---------------------------------------------------------------------
+
+
+def test_two_runs_do_not_share_a_folder(
+    tmp_path: Path, mixture: dict[str, float]
+) -> None:
+    """Neither the model's nor the state's: the second is refused, the first goes on."""
+    out, work = tmp_path / "out", tmp_path / "work"
+    refused = []
+
+    def again(step: int, _n_steps: int, _loss: float) -> None:
+        for names in ((out, tmp_path / "other"), (tmp_path / "other", work)):
+            with pytest.raises(SpecError, match="is being written by another") as error:
+                train_lab_model(names[0], spec=SPEC, work=names[1], mixture=mixture)
+            refused.append(error)
+
+    train_lab_model(out, spec=SPEC, work=work, mixture=mixture, on_step=again)
+    assert len(refused) == 2 * SPEC.n_steps
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "work"}
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()}
+    assert modes == {stat.S_IMODE((out / "training.json").stat().st_mode)}
+
+
+def test_a_resumed_run_is_the_uninterrupted_run(
+    tmp_path: Path, mixture: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped twice and resumed, weights and optimizer state are equal to the bit."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    losses: dict[int, float] = {}
+    train_lab_model(
+        whole / "out",
+        spec=SPEC,
+        work=whole,
+        mixture=mixture,
+        on_step=lambda step, _n, loss: losses.update({step: loss}),
+    )
+    monkeypatch.setattr(train, "_SAVE_SECONDS", -1.0)  # after every step
+    for step in (3, 6):
+        with pytest.raises(StopError):
+            train_lab_model(
+                parts / "out",
+                spec=SPEC,
+                work=parts,
+                mixture=mixture,
+                on_step=stop_at(step),
+            )
+    again: dict[int, float] = {}
+    train_lab_model(
+        parts / "out",
+        spec=SPEC,
+        work=parts,
+        mixture=mixture,
+        on_step=lambda step, _n, loss: again.update({step: loss}),
+    )
+    assert sorted(losses) == list(range(1, 9))
+    # Step 6 was not saved when the run stopped in it, so it is done again.
+    assert again == {step: losses[step] for step in (6, 7, 8)}
+    for name in ("state.safetensors", "out/model.safetensors"):
+        expected, got = load_file(whole / name), load_file(parts / name)
+        assert expected.keys() == got.keys()
+        assert all(torch.equal(got[key], expected[key]) for key in expected)
+
+
+def test_the_written_model_is_the_trained_one(
+    tmp_path: Path, mixture: dict[str, float]
+) -> None:
+    """A stock checkpoint in bf16 with its tokenizer, and what it was trained on."""
+    out = train_lab_model(
+        tmp_path / "out", spec=SPEC, work=tmp_path / "work", mixture=mixture
+    )
+    model, tokenizer = load_model(out, device="cpu", dtype="bfloat16")
+    assert type(model).__name__ == "Qwen2MoeForCausalLM"
+    trained = load_file(tmp_path / "work" / "state.safetensors")
+    W = model.model.layers[0].mlp.experts.down_proj
+    master = trained["model.model.layers.0.mlp.experts.down_proj"]
+    assert torch.equal(W, master.to(torch.bfloat16))
+    untrained = build_lab_model(SPEC).model.layers[0].mlp.experts.down_proj
+    assert not torch.equal(master, untrained)
+    text = "the append of the house"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    training = json.loads((out / "training.json").read_text())
+    assert training["mixture"] == mixture
+    assert training["n_tokens"] == 8 * 2 * 16
+    assert [corpus["n_texts"] for corpus in training["corpora"]] == [
+        len(dir(list)),
+        300,
+    ]
+
+
+def test_a_run_goes_on_from_an_earlier_model(
+    tmp_path: Path, mixture: dict[str, float]
+) -> None:
+    """It begins with that model's weights and tokenizer, and says so."""
+    first = train_lab_model(
+        tmp_path / "first", spec=SPEC, work=tmp_path / "w1", mixture=mixture
+    )
+    work = tmp_path / "w2"
+    spec = dataclasses.replace(SPEC, seed=1, learning_rate=0.0, precision="bfloat16")
+    second = train_lab_model(
+        tmp_path / "second", spec=spec, work=work, mixture=mixture, start_from=first
+    )
+    expected, got = (
+        load_file(folder / "model.safetensors") for folder in (first, second)
+    )
+    # Nothing is learned at a rate of zero.
+    assert all(torch.equal(got[key], expected[key]) for key in expected)
+    assert (work / "tokenizer.json").read_text() == (
+        first / "tokenizer.json"
+    ).read_text()
+    training = json.loads((second / "training.json").read_text())
+    assert training["went_on_from"] == json.loads((first / "training.json").read_text())
+    wider = dataclasses.replace(SPEC, d_inter=16)
+    with pytest.raises(CacheError, match="other shapes"):
+        train_lab_model(
+            tmp_path / "no",
+            spec=wider,
+            work=tmp_path / "w3",
+            mixture=mixture,
+            start_from=first,
+        )
+
+
+def test_bundled_runs_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixture: dict[str, float]
+) -> None:
+    """Two runs with a folder each; what stays is the second one's model."""
+    monkeypatch.setattr(train, "MIXTURE", mixture)
+    monkeypatch.setattr(train, "DECAY_MIXTURE", mixture)
+    runs = [SPEC, dataclasses.replace(SPEC, seed=1, n_steps=4)]
+    steps: list[int] = []
+    train_bundled(
+        tmp_path / "out",
+        work=tmp_path / "work",
+        runs=runs,
+        on_step=lambda step, _n, _loss: steps.append(step),
+    )
+    assert steps == [*range(1, 9), *range(1, 5)]
+    training = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert training["spec"]["n_steps"] == 4
+    assert training["went_on_from"]["spec"]["n_steps"] == 8
+    assert (tmp_path / "work" / "model-1" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_either_precision_learns_alike(
+    tmp_path: Path, mixture: dict[str, float], precision: str
+) -> None:
+    """Parameters stay float32; bfloat16 arithmetic moves the loss by its rounding."""
+    losses: dict[str, list[float]] = {"float32": [], precision: []}
+    for name, found in losses.items():
+        found.clear()
+        train_lab_model(
+            tmp_path / name,
+            spec=dataclasses.replace(SPEC, precision=name),
+            work=tmp_path / f"{name}-work",
+            mixture=mixture,
+            on_step=lambda _step, _n, loss, found=found: found.append(loss),
+        )
+    np.testing.assert_allclose(losses[precision], losses["float32"], rtol=5e-3)
+    state = load_file(tmp_path / f"{precision}-work" / "state.safetensors")
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+def test_learning_lowers_the_loss(tmp_path: Path, mixture: dict[str, float]) -> None:
+    """From ln 300 = 5.7 nats downwards."""
+    losses: list[float] = []
+    train_lab_model(
+        tmp_path / "out",
+        spec=dataclasses.replace(SPEC, n_steps=60),
+        work=tmp_path / "work",
+        mixture=mixture,
+        on_step=lambda _s, _n, loss: losses.append(loss),
+    )
+    assert losses[0] == pytest.approx(math.log(300), abs=0.3)
+    assert sum(losses[-5:]) / 5 < losses[0] - 1
+
+
+def test_a_run_with_other_settings_is_refused(
+    tmp_path: Path, mixture: dict[str, float]
+) -> None:
+    """Seed, mixture or corpora changed: not resumed; longer, or on 2 threads: is."""
+    train_lab_model(tmp_path / "out", spec=SPEC, work=tmp_path, mixture=mixture)
+    state = (tmp_path / "state.safetensors").read_bytes()
+    words, numbers = mixture
+    for spec, shares in (
+        (dataclasses.replace(SPEC, seed=1), mixture),
+        (SPEC, {words: 0.5, numbers: 0.5}),
+        (SPEC, {words: 1.0}),
+    ):
+        with pytest.raises(CacheError, match="unfinished run with other settings"):
+            train_lab_model(tmp_path / "out", spec=spec, work=tmp_path, mixture=shares)
+    assert (tmp_path / "state.safetensors").read_bytes() == state
+    steps: list[int] = []
+    train_lab_model(
+        tmp_path / "out",
+        spec=dataclasses.replace(SPEC, n_steps=10, n_threads=2),
+        work=tmp_path,
+        mixture=mixture,
+        on_step=lambda step, _n, _loss: steps.append(step),
+    )
+    torch.set_num_threads(1)
+    assert steps == [9, 10]
+
+
+def test_the_decay_has_a_mixture_of_its_own(
+    tmp_path: Path, mixture: dict[str, float]
+) -> None:
+    """Of 8 steps the last 2 decay: only their losses depend on the decay mixture."""
+    words, numbers = mixture
+    losses: dict[str, list[float]] = {"same": [], "numbers": []}
+    for name, late in (("same", None), ("numbers", {words: 0.0, numbers: 1.0})):
+        train_lab_model(
+            tmp_path / name / "out",
+            spec=SPEC,
+            work=tmp_path / name,
+            mixture=mixture,
+            decay_mixture=late,
+            on_step=lambda _s, _n, loss, name=name: losses[name].append(loss),
+        )
+    assert losses["same"][:6] == losses["numbers"][:6]
+    assert losses["same"][6:] != losses["numbers"][6:]
+
+
+def test_a_corpus_that_cannot_be_had_ends_the_run(tmp_path: Path) -> None:
+    """Nothing is trained on less than was asked for."""
+    absent = str(tmp_path / "absent.txt")
+    with pytest.raises(CorpusError, match="absent"):
+        train_lab_model(
+            tmp_path / "out", spec=SPEC, work=tmp_path, mixture={absent: 1.0}
+        )
+
+
+def test_the_batch_of_a_step_is_always_the_same() -> None:
+    """It depends on seed and step alone, and follows the shares of the corpora."""
+    streams = {"a": torch.zeros(100), "b": torch.ones(100)}
+    shares = {"a": 0.75, "b": 0.25}
+    spec = dataclasses.replace(SPEC, batch_size=500)
+    first = train._batch(streams, shares, spec, 7)
+    assert first.shape == (500, 16)
+    assert torch.equal(train._batch(streams, shares, spec, 7), first)
+    assert not torch.equal(train._batch(streams, shares, spec, 8), first)
+    # 500 draws of 1/4: standard deviation 0.02.
+    assert first[:, 0].double().mean().item() == pytest.approx(0.25, abs=0.08)
+
+
+@pytest.mark.parametrize("shares", [MIXTURE, DECAY_MIXTURE])
+def test_the_bundled_mixtures_are_distributions(shares: dict[str, float]) -> None:
+    """The shares add up to 1, over the same corpora."""
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares.keys() == MIXTURE.keys()
+
+
+# --- losses and schedule ----------------------------------------------------------
+
+
+def test_the_balance_loss_of_an_even_load_is_one() -> None:
+    """Each of 4 experts chosen once with P = 1/4: 4 · 4 · (1/4 · 1/4) = 1."""
+    logits = torch.eye(4) * 3
+    balance, _ = balance_losses([logits], top_k=1)
+    assert balance.item() == pytest.approx(1)
+
+
+def test_the_balance_loss_of_a_collapsed_router() -> None:
+    """All to expert 0 with probability 1: E·(1·1) = 4; with top-2, f_0 = 1/2: 2."""
+    logits = torch.tensor([[100.0, 1.0, 0.0, -1.0]]).expand(6, 4)
+    assert balance_losses([logits], top_k=1)[0].item() == pytest.approx(4)
+    assert balance_losses([logits], top_k=2)[0].item() == pytest.approx(2)
+
+
+def test_balance_is_asked_of_each_layer() -> None:
+    """Two layers that collapse on different experts do not make up for each other."""
+    layers = [torch.full((6, 4), -100.0) for _ in range(4)]
+    for expert, logits in enumerate(layers):
+        logits[:, expert] = 100.0
+    assert balance_losses(layers, top_k=1)[0].item() == pytest.approx(4)
+
+
+def test_the_z_loss_by_hand() -> None:
+    """Logits 0 for 4 experts: (ln 4)²; a layer with ln-partition 2 beside it: mean."""
+    zero = torch.zeros(3, 4)
+    two = torch.full((3, 4), 2 - math.log(4))
+    z = balance_losses([zero, two], top_k=1)[1].item()
+    assert z == pytest.approx((math.log(4) ** 2 + 4) / 2)
+
+
+def test_the_balance_loss_pushes_towards_balance() -> None:
+    """Its gradient lowers the overloaded expert's logits."""
+    logits = torch.tensor([[2.0, 0.0, 0.0, 0.0]]).repeat(5, 1).requires_grad_()
+    balance_losses([logits], top_k=1)[0].backward()
+    assert (logits.grad[:, 0] > 0).all()
+    assert (logits.grad[:, 1:] < 0).all()
+
+
+def test_the_learning_rate_warms_up_stays_and_decays() -> None:
+    """Warmup 4 of 100 steps, decay over the last 20, by hand."""
+    spec = TrainSpec(n_steps=100, warmup_steps=4, decay_fraction=0.2, learning_rate=1.0)
+    rates = [learning_rate_at(step, spec) for step in range(100)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert set(rates[4:81]) == {1.0}
+    assert rates[81:] == pytest.approx([step / 20 for step in range(19, 0, -1)])
+
+
+def test_the_length_does_not_matter_before_the_decay() -> None:
+    """The first 75 of 100 steps are those of a run of 200."""
+    short = TrainSpec(n_steps=100, decay_fraction=0.25)
+    long = TrainSpec(n_steps=200, decay_fraction=0.25)
+    for step in range(75):
+        assert learning_rate_at(step, short) == learning_rate_at(step, long)
+
+
+def test_the_wide_recipe_is_of_another_family() -> None:
+    """Qwen3-MoE: no shared expert, and experts of 256 atoms."""
+    small = dataclasses.replace(RECIPES["wide"][0], d_vocab=300, n_layers=1)
+    model = build_lab_model(small)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    (layer,) = find_experts(model)
+    assert (layer.n_experts, layer.d_inter) == (16, 256)
+    assert not any("shared" in name for name, _ in model.named_parameters())
+
+
+def test_an_unknown_family_is_refused() -> None:
+    """The message lists what there is."""
+    with pytest.raises(SpecError, match=r"'gpt2': expected one of \['qwen2_moe'"):
+        build_lab_model(dataclasses.replace(SPEC, family="gpt2"))

@@ -1,0 +1,112 @@
+"""Parameters, bytes and operations of a model small enough to count by hand."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture, LayerShape, summary
+from heapr_lab.pruning.masks import KeepMask
+
+# Layer 1: gated, d_expert 4: an atom has 12 parameters and costs 24 operations.
+# Layer 3: no gate, 1 bias an atom, d_expert 5: 11 parameters and 20 operations.
+MODEL = Architecture(
+    n_parameters=1000,
+    bytes_per_parameter=2,
+    d_model=4,
+    layers={
+        1: LayerShape(n_experts=2, d_inter=3, d_expert=4, top_k=1),
+        3: LayerShape(
+            n_experts=2, d_inter=2, d_expert=5, n_matrices=2, atom_biases=1, top_k=2
+        ),
+    },
+    other_weights_per_token=100,
+    attention_width=10,
+)
+KEEP = KeepMask.from_arrays(
+    {1: [[True, True, False], [False, False, False]], 3: [[True, True], [True, False]]}
+)
+TOKENS = pd.DataFrame(
+    {"layer": [1, 1, 3, 3], "expert": [0, 1, 0, 1], "tokens": [9, 3, 12, 12]}
+)
+
+
+def test_parameters_and_bytes() -> None:
+    """Pruned atoms take their rows, columns and biases along, nothing else."""
+    assert MODEL.atom_parameters(1) == 3 * 4
+    assert MODEL.atom_parameters(3) == 2 * 5 + 1
+    assert MODEL.routed_parameters == 6 * 12 + 4 * 11
+    assert MODEL.routed_share == pytest.approx(0.116)
+    assert MODEL.parameters() == 1000
+    assert MODEL.parameters(KEEP) == 1000 - 4 * 12 - 1 * 11
+    assert MODEL.size_bytes(KEEP) == 2 * 941
+
+
+def test_dense_flops() -> None:
+    """Before pruning each layer costs top_k experts, however the tokens spread."""
+    # Layer 1: 1 · 3 · 24 = 72; layer 3: 2 · 2 · 20 = 80.
+    assert MODEL.routed_flops_per_token() == pytest.approx(152)
+    assert MODEL.routed_flops_per_token(None, TOKENS) == pytest.approx(152)
+    # 2 · 100 other, 2 · 8 · 10 attention.
+    assert MODEL.flops_per_token(seq_len=8) == pytest.approx(200 + 160 + 152)
+
+
+def test_pruned_flops_follow_the_routing() -> None:
+    """An expert's atoms count as often as tokens were routed to it."""
+    # Layer 1: (9 · 2 + 3 · 0) / 12 · 24 = 36.
+    # Layer 3: (12 · 2 + 12 · 1) / 12 · 20 = 60.
+    assert MODEL.routed_flops_per_token(KEEP, TOKENS) == pytest.approx(96)
+    assert MODEL.routed_flops_saved(KEEP, TOKENS) == pytest.approx(1 - 96 / 152)
+    # Equal shares: layer 1: (2 + 0) / 2 · 24 = 24.
+    assert MODEL.routed_flops_per_token(KEEP) == pytest.approx(24 + 60)
+    nowhere = TOKENS.assign(tokens=[0, 0, 12, 12])
+    assert MODEL.routed_flops_per_token(KEEP, nowhere) == pytest.approx(24 + 60)
+
+
+def test_summary_compares_before_and_after() -> None:
+    """One row with the counts before and after, and the shares saved."""
+    frame = pd.concat(
+        TOKENS[TOKENS["layer"] == layer].merge(
+            pd.DataFrame({"atom": range(shape.d_inter)}), how="cross"
+        )
+        for layer, shape in MODEL.layers.items()
+    )
+    table = ImportanceTable.from_frame(frame, architecture=MODEL.to_dict())
+    row = summary(KEEP, table, seq_len=8).iloc[0]
+    assert (row["parameters_before"], row["parameters_after"]) == (1000, 941)
+    assert row["parameter_reduction"] == pytest.approx(0.059)
+    assert (row["bytes_before"], row["bytes_after"]) == (2000, 1882)
+    assert row["flops_before"] == pytest.approx(512)
+    assert row["flops_after"] == pytest.approx(512 - 56)
+    assert row["flops_reduction"] == pytest.approx(56 / 512)
+    assert row["routed_flops_reduction"] == pytest.approx(56 / 152)
+
+
+def test_dict_round_trip() -> None:
+    """An architecture comes back from its plain data; other data is refused."""
+    plain = MODEL.to_dict()
+    assert list(plain["layers"]) == ["1", "3"]
+    assert Architecture.from_dict(plain) == MODEL
+    del plain["d_model"]
+    with pytest.raises(SpecError, match=r"not an architecture: .*d_model"):
+        Architecture.from_dict(plain)
+
+
+def test_mask_of_another_model_is_refused() -> None:
+    """A mask with another shape or layer is named."""
+    other = KeepMask.from_arrays({1: np.ones((2, 4), bool), 3: np.ones((2, 2), bool)})
+    with pytest.raises(
+        SpecError, match=r"in layer 1 it has .* \(2, 4\), the model \(2"
+    ):
+        MODEL.parameters(other)
+    with pytest.raises(SpecError, match=r"in layer 3 it has .* None"):
+        MODEL.parameters(KeepMask.from_arrays({1: np.ones((2, 3), bool)}))
+    with pytest.raises(SpecError, match="layer 2 has no routed experts"):
+        MODEL.atom_parameters(2)
+
+
+def test_tokens_of_another_model_are_refused() -> None:
+    """Tokens that lack an expert are an error."""
+    with pytest.raises(SpecError, match="1 rows for layer 3, expected one for each"):
+        MODEL.flops_per_token(KEEP, TOKENS.iloc[:3], seq_len=8)

@@ -1,0 +1,289 @@
+"""Folders of models: their code is never run, and damage is named in one line."""
+
+import ast
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from keeps import random_keep, widths_keep
+from tiny_folder import write_model
+from transformers import AutoConfig
+
+import heapr_lab
+from heapr_lab.checkpoints.gguf import write_gguf
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.checkpoints.uniform import skeleton_of
+from heapr_lab.cli.headless import own_table
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.lab_model.run_folder import begin_from
+from heapr_lab.models.folders import build, read_config, read_tokenizer, read_weights
+from heapr_lab.models.loading import load_model
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.workbench.workbench import open_workbench
+
+PACKAGE = Path(heapr_lab.__file__).parent
+READERS = {"from_pretrained", "from_config"}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 8}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer."""
+    return write_model(tmp_path_factory.mktemp("folders") / "dense")
+
+
+@pytest.fixture
+def folder(dense: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(dense, tmp_path / "moe"))
+
+
+def change(path: Path, **changes: Any) -> None:
+    """Change settings in a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# --- code -------------------------------------------------------------------------
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    """Calls in a file by which transformers reads or builds something."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr in READERS:
+            yield node
+
+
+def test_every_call_says_that_code_is_not_trusted() -> None:
+    """`trust_remote_code=False` stands in each call, and there are such calls."""
+    found = {path.name: list(calls(path)) for path in PACKAGE.rglob("*.py")}
+    assert {name for name, nodes in found.items() if nodes} == {"folders.py"}
+    for node in found["folders.py"]:
+        (said,) = [k.value for k in node.keywords if k.arg == "trust_remote_code"]
+        assert ast.literal_eval(said) is False
+
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+Path({mark!r}).touch()
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+class Config(Qwen2MoeConfig):
+    model_type = "my_own"
+class Model(Qwen2MoeForCausalLM):
+    config_class = Config
+"""
+
+
+@pytest.fixture
+def foreign(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with code of its own; whoever is asked says yes."""
+    (folder / "evil.py").write_text(CODE.format(mark=str(tmp_path / "ran")))
+    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    change(folder / "config.json", model_type="my_own", auto_map=classes)
+    tokenizers = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    change(
+        folder / "tokenizer_config.json",
+        auto_map=tokenizers,
+        tokenizer_class="EvilTokenizer",
+    )
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda *_text: "y")
+    return folder
+
+
+def test_code_in_a_folder_is_never_run(foreign: Path, tmp_path: Path) -> None:
+    """Nor is anybody asked whether to: an unknown model type is an error."""
+    table = tmp_path / "table.parquet"
+    for attempt in (
+        lambda: load_model(foreign),
+        lambda: open_workbench(foreign, profile="small"),
+        lambda: read_tokenizer(foreign),
+        lambda: read_weights(foreign),
+        lambda: write_gguf(foreign, tmp_path / "x.gguf"),
+        lambda: prune_folder(foreign, None, tmp_path / "out"),  # type: ignore[arg-type]
+        lambda: own_table(table, foreign, name="x"),
+        lambda: begin_from(tmp_path, foreign, torch.nn.Linear(1, 1)),
+    ):
+        with pytest.raises((HeaprLabError, FileNotFoundError)):
+            attempt()
+        assert not (tmp_path / "ran").exists()
+    with pytest.raises(SpecError, match="trust_remote_code"):
+        load_model(foreign)
+
+
+def test_code_beside_a_known_type_is_not_run(foreign: Path, tmp_path: Path) -> None:
+    """The class of transformers is taken, as it is for our own checkpoints."""
+    change(foreign / "config.json", model_type="qwen2_moe")
+    shutil.copy(foreign / "tokenizer_config.json", tmp_path)
+    change(foreign / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    model, _ = load_model(foreign)
+    assert type(model).__module__ == "transformers.models.qwen2_moe.modeling_qwen2_moe"
+    config = read_config(foreign)
+    build(config)
+    skeleton_of(config)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pruned_checkpoint_loads_without_its_code(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names code for those without heapr_lab, which is not looked at here."""
+    model, _ = load_model(dense, device="cpu")
+    save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
+    code = tmp_path / "pruned" / "modeling_heapr.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{code.read_text()}")
+    monkeypatch.setattr("builtins.input", lambda *_text: "y")
+    loaded, _ = load_model(tmp_path / "pruned", device="cpu")
+    assert any(hasattr(m, "heapr_widths") for m in loaded.modules())
+    assert not (tmp_path / "ran").exists()
+
+
+# --- damage -----------------------------------------------------------------------
+
+DAMAGED_JSON = ("", "{", '{"a": ', "[]", "null", '"text"', "\0\1", "[" * 100_000)
+
+
+def one_line(error: pytest.ExceptionInfo[SpecError]) -> str:
+    """The message, which is one line."""
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("text", DAMAGED_JSON, ids=range(len(DAMAGED_JSON)))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ],
+)
+def test_a_damaged_file_is_named(name: str, text: str, folder: Path) -> None:
+    """Whatever stands in it instead of an object."""
+    (folder / name).write_text(text)
+    with pytest.raises(SpecError) as error:
+        load_model(folder, device="cpu")
+    assert str(folder / name) in one_line(error)
+    assert "download it again" in one_line(error)
+
+
+ABSURD = [
+    ({"model_type": None}, "names no model_type"),
+    ({"model_type": 5}, "names no model_type"),
+    ({"model_type": "nonsense"}, "nonsense"),
+    ({"vocab_size": "many"}, "vocab_size"),
+    ({"hidden_size": -1}, "-1"),
+    ({"num_attention_heads": 0}, "zero"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, but .* 2 layers"),
+    ({"num_experts": 10**3}, "has in other shapes|lacks"),
+    ({"hidden_act": "nonsense"}, "nonsense"),
+    ({"rope_parameters": 5}, "rope_parameters"),
+    ({"dtype": "nonsense"}, "nonsense"),
+    ({"quantization_config": {"quant_method": "heapr"}}, "no widths of"),
+    ({"quantization_config": {"quant_method": "heapr", "widths": 5}}, "no widths of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ABSURD)
+def test_absurd_settings_are_named(
+    changes: dict[str, Any], message: str, folder: Path
+) -> None:
+    """Before they are built, where that would take for ever."""
+    change(folder / "config.json", layer_types=None, **changes)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    with pytest.raises(SpecError, match=message) as error:
+        load_model(folder, device="cpu")
+    assert "config.json" in one_line(error)
+
+
+def test_a_folder_without_a_vocabulary_is_refused(folder: Path) -> None:
+    """Transformers would make a tokenizer that knows no word, and say nothing."""
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(SpecError, match=r"there is no tokenizer in .*moe: expected"):
+        load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_damage_is_found_before_a_file_is_written(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    """By slicing and by the writer of GGUF, too."""
+    model, _ = load_model(folder, device="cpu")
+    keep = widths_keep(model, 4, structure="uniform")
+    prune_folder(folder, keep, tmp_path / "uniform")
+    for where in (folder, tmp_path / "uniform"):
+        (where / name).write_text('{"a": ')
+    with pytest.raises(SpecError, match=name):
+        prune_folder(folder, keep, tmp_path / "out")
+    with pytest.raises(SpecError, match=name):
+        write_gguf(tmp_path / "uniform", tmp_path / "x.gguf")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"moe", "uniform"}
+
+
+INDEXES = [
+    "", "{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": []}',
+    '{"weight_map": {}}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": null}}',
+    '{"weight_map": {"a": "../moe.safetensors"}}', '{"weight_map": {"a": "/etc/x"}}',
+    "[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", INDEXES, ids=range(len(INDEXES)))
+def test_a_damaged_index_is_named(text: str, folder: Path, tmp_path: Path) -> None:
+    """Also one that names files elsewhere."""
+    (folder / "model.safetensors").rename(tmp_path / "moe.safetensors")
+    (folder / "model.safetensors.index.json").write_text(text)
+    for attempt in (lambda: load_model(folder), lambda: read_config(folder)):
+        with pytest.raises(
+            SpecError, match=r"model\.safetensors\.index\.json"
+        ) as error:
+            attempt()
+        one_line(error)
+
+
+def test_a_model_that_cannot_be_built_is_one_line() -> None:
+    """A configuration without a model for language."""
+    config = AutoConfig.for_model("vit")
+    with pytest.raises(SpecError, match="ViTConfig"):
+        skeleton_of(config)
+
+
+# --- tokenizer --------------------------------------------------------------------
+
+
+def test_the_manifest_says_why_there_is_no_tokenizer(
+    dense: Path, tmp_path: Path
+) -> None:
+    """None at hand, none in the base model; or that there is one."""
+    pruned, _ = load_model(dense, device="cpu")
+    keep = random_keep(pruned)
+    model = tiny_model("qwen2_moe", dtype=torch.float32)
+    save_pruned(prune(model, random_keep(model)), tmp_path / "nameless")
+    model.save_pretrained(tmp_path / "base")
+    prune_folder(tmp_path / "base", random_keep(model), tmp_path / "without")
+    prune_folder(dense, keep, tmp_path / "sliced")
+    save_pruned(prune(pruned, keep), tmp_path / "saved")
+    said, cards = {}, {}
+    for name in ("nameless", "without", "sliced", "saved"):
+        said[name] = json.loads((tmp_path / name / "heapr_manifest.json").read_text())
+        cards[name] = (tmp_path / name / "README.md").read_text()
+    assert "base model has no name" in said["nameless"]["tokenizer"]
+    assert "there is no tokenizer in base" in said["without"]["tokenizer"]
+    assert str(tmp_path) not in json.dumps(said)
+    assert "| tokenizer | none: there is no tokenizer in base" in cards["without"]
+    for name in ("sliced", "saved"):
+        assert said[name]["tokenizer"] == "saved with the weights"
+        assert (tmp_path / name / "tokenizer.json").is_file()
+        assert "| tokenizer | saved with the weights |" in cards[name]

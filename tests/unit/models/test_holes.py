@@ -1,0 +1,271 @@
+"""A checkpoint that lacks a weight is refused by name, however it is loaded."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, tiny_model
+from keeps import random_keep
+from safetensors.torch import load_file, save_file
+from tiny_folder import write_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.lab_model.run_folder import begin_from
+from heapr_lab.models.folders import read_weights
+from heapr_lab.models.loading import load_model
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import prune
+
+ROUTER = "model.layers.0.mlp.gate.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model, one of its prunings, and the same two in several files."""
+    root = tmp_path_factory.mktemp("holes")
+    write_model(root / "dense")
+    model = read_weights(root / "dense", dtype=torch.float32)
+    model.save_pretrained(root / "dense_shards", max_shard_size="12KB")
+    for file in root.glob("dense/tokenizer*"):
+        shutil.copy(file, root / "dense_shards")
+    keep = random_keep(model)
+    save_pruned(prune(model, keep), root / "ragged")
+    save_pruned(prune(model, keep), root / "ragged_shards", max_shard_size="12KB")
+    keep.write(root / "keep.parquet")
+    return {path.name: path for path in root.iterdir()}
+
+
+def without(name: str) -> Callable[[Path], None]:
+    """What takes the tensor `name` out of the file in a folder."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE)
+        del tensors[name]
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+    return change
+
+
+def reshaped(name: str) -> Callable[[Path], None]:
+    """What halves the tensor `name` in the file in a folder."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE)
+        tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+    return change
+
+
+def half_of_the_index(folder: Path) -> None:
+    """Keep the first half of the files that the index names."""
+    index = json.loads((folder / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    kept = files[: len(files) // 2]
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v in kept}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def configured(**changes: Any) -> Callable[[Path], None]:
+    """What changes config.json; None takes a setting away."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | changes
+        kept = {name: value for name, value in config.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(kept))
+
+    return change
+
+
+def with_widths(new: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """What changes the widths in config.json."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        quantization = config["quantization_config"]
+        quantization["widths"] = new(quantization["widths"])
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def damaged(source: Path, into: Path, damage: Callable[[Path], None]) -> Path:
+    """A copy of a folder, damaged."""
+    shutil.copytree(source, into)
+    damage(into)
+    return into
+
+
+deeper = configured(num_hidden_layers=3, layer_types=None)
+shallower = configured(num_hidden_layers=1, layer_types=None)
+HOLES = [
+    ("", without(ROUTER), f"lacks 1 of its weights .{ROUTER}"),
+    ("", without(NORM), f"lacks 1 of its weights .{NORM}"),
+    ("", reshaped(ROUTER), f"has in other shapes 1 of its weights .{ROUTER}"),
+    ("_shards", half_of_the_index, "lacks|num_hidden_layers 2"),
+    ("", deeper, "model.layers.2|num_hidden_layers 3, but .* have 2 layers"),
+    ("", shallower, r"config.json does not, \d+ of its weights .model.layers.1"),
+]
+WIDTHS = [
+    (lambda _: {}, "no widths of 'model.layers.0.mlp.experts'"),
+    (lambda _: None, "no widths of 'model.layers.0.mlp.experts'"),
+    (lambda w: dict(list(w.items())[:1]), "no widths of 'model.layers.1.mlp.experts'"),
+    (lambda w: {n: own[:-1] for n, own in w.items()}, "expected 4 counts of atoms"),
+    (lambda w: {n: ["8"] * 4 for n in w}, "expected 4 counts of atoms"),
+    (lambda w: {n: [-1, *own[1:]] for n, own in w.items()}, "expected 4 counts"),
+]
+
+
+@pytest.mark.parametrize(("kind", "damage", "message"), HOLES)
+def test_load_model_fills_no_holes(
+    kind: str, damage: Any, message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of the dense model: the missing weight is named, nothing is made up."""
+    folder = damaged(folders[f"dense{kind}"], tmp_path / "x", damage)
+    with pytest.raises(SpecError, match=message):
+        load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize(("kind", "damage", "message"), HOLES)
+def test_slicing_copies_no_holes(
+    kind: str, damage: Any, message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """`prune --importance` refuses them before anything is written."""
+    folder = damaged(folders[f"dense{kind}"], tmp_path / "x", damage)
+    keep = KeepMask.read(folders["keep.parquet"])
+    if damage is shallower:
+        keep = KeepMask({0: keep.by_layer(0)})
+    with pytest.raises((LayoutError, SpecError), match=message):
+        prune_folder(folder, keep, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "damage", "message"), HOLES)
+def test_pruned_checkpoints_have_no_holes(
+    kind: str, damage: Any, message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """With transformers alone, with the code of the checkpoint, and with ours."""
+    folder = damaged(folders[f"ragged{kind}"], tmp_path / "x", damage)
+    alike = f"{message}|has no experts there|no widths of"
+    for options in ({}, {"trust_remote_code": True}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises((ValueError, RuntimeError), match=alike):
+            AutoModelForCausalLM.from_pretrained(folder, **options)
+    with pytest.raises(SpecError, match=alike):
+        read_weights(folder)
+
+
+@pytest.mark.parametrize(("new", "message"), WIDTHS)
+def test_widths_are_those_of_every_expert(
+    new: Any, message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Empty, of one layer, of other numbers of experts, not numbers at all."""
+    folder = damaged(folders["ragged"], tmp_path / "x", with_widths(new))
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+ALONE = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "heapr_lab":
+            raise ImportError(name)
+sys.meta_path.insert(0, Hidden())
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    except ValueError as error:
+        print(error)
+    else:
+        print("loaded")
+"""
+
+
+def test_the_copy_of_the_code_fills_no_holes(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Where heapr_lab is not installed, the module in the checkpoint refuses them."""
+    empty = damaged(folders["ragged"], tmp_path / "a", with_widths(lambda _: {}))
+    router = damaged(folders["ragged"], tmp_path / "b", without(ROUTER))
+    paths = [str(path) for path in (folders["ragged"], router, empty)]
+    cache = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *paths],
+        check=True, capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, **cache, "PYTHONPATH": ""},
+    )  # fmt: skip
+    whole, first, second = done.stdout.splitlines()
+    assert whole == "loaded"
+    assert f"lacks 1 of its weights ({ROUTER})" in first
+    assert "no widths of 'model.layers.0.mlp.experts'" in second
+
+
+def test_a_run_begins_from_a_whole_model(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Training goes on from no model with holes."""
+    folder = damaged(folders["dense"], tmp_path / "x", without(NORM))
+    with pytest.raises(SpecError, match=NORM):
+        begin_from(tmp_path, folder, tiny_model("qwen2_moe"))
+
+
+# --- what is whole ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_models_of_every_family_pass(family: str, tmp_path: Path) -> None:
+    """Loaded, and sliced, as their own class saves them."""
+    model: Any = tiny_model(family, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "x")
+    read_weights(tmp_path / "x")
+    prune_folder(tmp_path / "x", random_keep(model), tmp_path / "out")
+    read_weights(tmp_path / "out")
+
+
+def test_a_tied_head_is_no_hole(tmp_path: Path) -> None:
+    """Embedding and head are one tensor, of which the files have either name."""
+    model: Any = tiny_model("qwen3_moe", dtype=torch.float32, tie_word_embeddings=True)
+    keep = random_keep(model)
+    model.save_pretrained(tmp_path / "x")
+    assert "lm_head.weight" not in load_file(tmp_path / "x" / SINGLE)
+    prune_folder(tmp_path / "x", keep, tmp_path / "out")
+    for name in ("x", "out"):
+        loaded = read_weights(tmp_path / name)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    configured(tie_word_embeddings=False)(tmp_path / "x")
+    with pytest.raises(LayoutError, match=r"lacks 1 of its weights .lm_head\.weight"):
+        prune_folder(tmp_path / "x", keep, tmp_path / "again")
+    with pytest.raises(SpecError, match=r"lacks 1 of its weights .lm_head\.weight"):
+        read_weights(tmp_path / "x")
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As transformers leaves them out: they are no part of the model."""
+    model: Any = tiny_model("glm4_moe", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "x")
+    tensors = load_file(tmp_path / "x" / SINGLE)
+    more = {n.replace(".2.", ".3."): t.clone() for n, t in tensors.items()}
+    save_file(tensors | more, tmp_path / "x" / SINGLE, metadata={"format": "pt"})
+    configured(num_nextn_predict_layers=0)(tmp_path / "x")
+    with pytest.raises(SpecError, match=r"config.json does not, .*model\.layers\.3"):
+        read_weights(tmp_path / "x")
+    configured(num_nextn_predict_layers=1)(tmp_path / "x")
+    read_weights(tmp_path / "x")
+
+
+def test_a_new_head_is_no_hole(folders: dict[str, Path]) -> None:
+    """A classifier is made of a pruned model as of any other."""
+    model = AutoModelForSequenceClassification.from_pretrained(folders["ragged"])
+    assert model.score.weight.shape == (2, 16)

@@ -1,0 +1,300 @@
+"""One experts function: which forward is masked, and what the probe counts."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, tiny_ids, tiny_model
+from keeps import logits_of, random_keep
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen2MoeForCausalLM
+
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.hooks import IMPLEMENTATION, probed
+from heapr_lab.models.likelihood import token_nll
+from heapr_lab.pruning.selection import KeepMask
+from heapr_lab.pruning.surgery import masking
+
+N_ROUNDS = 25
+IDS = tiny_ids()
+SINGLE_INSIDE = {"qwen3_next", "laguna"}
+"""Families that compute a part of their attention in float32, whatever their type."""
+
+
+def in_threads(*jobs: Callable[[], None]) -> None:
+    """Run the jobs at the same time and raise what any of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    if errors:
+        raise errors[0]
+
+
+def implementation(model: nn.Module) -> str | None:
+    """What the model's experts run through now."""
+    return model.config._experts_implementation
+
+
+# --- masks ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_dense_and_masked_forwards_at_once(family: str) -> None:
+    """A dense and two differently masked threads on one model are all right."""
+    model = tiny_model(family)
+    keeps = [None, random_keep(model, seed=1), random_keep(model, seed=2)]
+
+    def forward(keep: KeepMask | None) -> torch.Tensor:
+        if keep is None:
+            return logits_of(model, IDS)
+        with masking(model, keep):
+            return logits_of(model, IDS)
+
+    expected = [forward(keep) for keep in keeps]
+    assert not torch.allclose(expected[0], expected[1])
+    assert not torch.allclose(expected[1], expected[2])
+    barrier = threading.Barrier(len(keeps), timeout=30)
+
+    def job(keep: KeepMask | None, right: torch.Tensor) -> Callable[[], None]:
+        def loop() -> None:
+            for _ in range(N_ROUNDS):
+                barrier.wait()
+                assert torch.allclose(forward(keep), right, rtol=1e-10, atol=1e-10)
+
+        return loop
+
+    in_threads(*map(job, keeps, expected))
+    assert implementation(model) == "eager"
+
+
+class Recorded(TorchFunctionMode):
+    """Notes every function whose result autograd records."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func` and look at what comes back."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.grad_fn is not None:
+            self.names.append(func.__name__)
+        return result
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_entering_a_mask_leaves_autograd_alone(family: str) -> None:
+    """Views that autograd records, made by two threads at once, can deadlock torch."""
+    model = tiny_model(family)
+    keep = random_keep(model)
+    with Recorded() as views:
+        find_experts(model)[0].up_rows.transpose(0, 1)
+    assert views.names  # of the test itself: so they would have been seen
+    with Recorded() as recorded, masking(model, keep), probed(find_experts(model)):
+        pass
+    assert recorded.names == []
+
+
+def test_a_dense_forward_while_another_thread_masks() -> None:
+    """A forward begun and ended inside another thread's mask is dense."""
+    model = tiny_model("mixtral")
+    keep = random_keep(model)
+    dense = logits_of(model, IDS)
+    entered, seen = threading.Event(), threading.Event()
+
+    def mask() -> None:
+        with masking(model, keep):
+            entered.set()
+            assert seen.wait(30)
+            assert not torch.allclose(logits_of(model, IDS), dense)
+
+    def look() -> None:
+        assert entered.wait(30)
+        try:
+            assert implementation(model) == IMPLEMENTATION
+            assert torch.equal(logits_of(model, IDS), dense)
+        finally:
+            seen.set()
+
+    in_threads(mask, look)
+    assert implementation(model) == "eager"
+
+
+def test_nested_masks_keep_what_both_keep() -> None:
+    """Inside two masks an atom stays where both keep it; outside, the outer rules."""
+    model = tiny_model("qwen2_moe")
+    first, second = random_keep(model, seed=1), random_keep(model, seed=2)
+    both = KeepMask.from_arrays(
+        {k: first.by_layer(k) & second.by_layer(k) for k in first.layers}
+    )
+    with masking(model, both):
+        expected = logits_of(model, IDS)
+    with masking(model, first):
+        outer = logits_of(model, IDS)
+        with masking(model, second):
+            assert torch.equal(logits_of(model, IDS), expected)
+        assert torch.equal(logits_of(model, IDS), outer)
+    assert not torch.allclose(outer, expected)
+
+
+def test_two_models_are_masked_apart() -> None:
+    """Masks of two models inside each other do not mix."""
+    one, two = tiny_model("qwen2_moe", seed=0), tiny_model("qwen2_moe", seed=3)
+    keep_one, keep_two = random_keep(one, seed=1), random_keep(two, seed=2)
+    with masking(one, keep_one):
+        masked_one = logits_of(one, IDS)
+    with masking(two, keep_two):
+        masked_two = logits_of(two, IDS)
+    with masking(one, keep_one), masking(two, keep_two):
+        assert torch.equal(logits_of(one, IDS), masked_one)
+        assert torch.equal(logits_of(two, IDS), masked_two)
+
+
+def test_models_that_share_a_config_are_masked_apart() -> None:
+    """One config object behind two models neither breaks nor switches off a mask."""
+    one = tiny_model("qwen2_moe")
+    two = Qwen2MoeForCausalLM(one.config).to(torch.float64).eval()
+    assert two.config is one.config
+    keep = random_keep(one)
+    dense_one, dense_two = logits_of(one, IDS), logits_of(two, IDS)
+    with masking(one, keep):
+        masked = logits_of(one, IDS)
+        assert torch.equal(logits_of(two, IDS), dense_two)
+        with masking(two, keep):
+            assert not torch.allclose(logits_of(two, IDS), dense_two)
+        assert torch.equal(logits_of(one, IDS), masked)
+    assert torch.equal(logits_of(one, IDS), dense_one)
+    assert implementation(one) == "eager"
+
+
+def test_the_implementation_comes_back_after_an_exception() -> None:
+    """Whatever happens inside, the model runs through what it ran through before."""
+    model = tiny_model("qwen2_moe", dtype=torch.float32)
+    keep = random_keep(model)
+    for name in ("eager", "grouped_mm", "batched_mm"):
+        model.set_experts_implementation(name)
+        dense = logits_of(model, IDS)
+        with pytest.raises(KeyError), masking(model, keep):
+            raise KeyError
+        assert implementation(model) == name
+        assert torch.equal(logits_of(model, IDS), dense)
+        with pytest.raises(KeyError), probed(find_experts(model)):
+            raise KeyError
+        assert implementation(model) == name
+
+
+# --- the probe --------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A decoder layer that is run again in the backward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.n_forwards = 0
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def _counted(self, *args: object, **kwargs: object) -> object:
+        self.n_forwards += 1
+        return self.layer(*args, **kwargs)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """The layer's own output."""
+        return checkpoint(self._counted, *args, use_reentrant=False, **kwargs)
+
+
+def sums(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, np.ndarray]:
+    """Every running sum after a backward pass over each batch."""
+    model.requires_grad_(False)
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda _module, _args, output: output.requires_grad_(True)
+    )
+    with probed(find_experts(model)) as probes:
+        for ids in batches:
+            token_nll(model, ids).sum().backward()
+    hook.remove()
+    return {
+        f"{number}.{name}": tensor.numpy()
+        for number, probe in probes.items()
+        for name, tensor in probe.moments.state().items()
+    }
+
+
+def assert_same(
+    got: dict[str, np.ndarray], expected: dict[str, np.ndarray], *, rtol: float = 1e-10
+) -> None:
+    """Both have the same sums, by default to float64 rounding."""
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        # Signed sums cancel: their rounding is that of the largest among them.
+        atol = rtol * np.abs(values).max()
+        np.testing.assert_allclose(
+            got[name], values, rtol=rtol, atol=atol, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "gpt_oss"])
+def test_checkpointing_counts_once(family: str) -> None:
+    """A forward that runs twice under activation checkpointing is counted once."""
+    model = tiny_model(family)
+    expected = sums(model, [IDS])
+    layers = model.model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = Checkpointed(layer)
+    got = sums(model, [IDS])
+    assert [layer.n_forwards for layer in layers] == [2] * len(layers)
+    assert got["0.tokens"].sum() == IDS.numel() * 2
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sums_do_not_depend_on_the_batches(family: str) -> None:
+    """One batch of 3 windows, and 1 and 2 windows, give the same sums and maxima."""
+    model = tiny_model(family)
+    # What runs in float32 is rounded anew in a batch of another size.
+    rtol = 1e-5 if family in SINGLE_INSIDE else 1e-10
+    got = sums(model, [IDS[:1], IDS[1:]])
+    assert_same(got, sums(model, [IDS]), rtol=rtol)
+
+
+def test_only_passes_with_gradients_are_probed() -> None:
+    """Forwards without gradients leave no trace, and neither do other models."""
+    model, other = tiny_model("qwen2_moe"), tiny_model("qwen2_moe", seed=3)
+    with probed(find_experts(model)) as probes:
+        logits_of(model, IDS)
+        token_nll(other, IDS).sum().backward()
+    assert all(probe.moments.experts["tokens"].sum() == 0 for probe in probes.values())
+
+
+def test_a_probe_inside_a_mask_sees_the_masked_model() -> None:
+    """Measured inside a mask, dropped atoms have activation 0 and the others do not."""
+    model = tiny_model("qwen2_moe")
+    keep = random_keep(model)
+    with masking(model, keep):
+        got = sums(model, [IDS])
+    h2 = got["0.sum_h2"]
+    routed = got["0.tokens"] > 0
+    assert (h2[~keep.by_layer(0)] == 0).all()
+    assert (h2[routed][keep.by_layer(0)[routed]] > 0).all()

@@ -1,0 +1,346 @@
+"""What is active around a call never passes for the model as it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import full_keep, random_keep
+from tiny_folder import write_model, write_text
+from torch import nn
+
+from heapr_lab.cli.headless import own_table
+from heapr_lab.errors import CacheError, HeaprLabError, SpecError
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.identity import identity_in_force, weights_state
+from heapr_lab.models.loading import model_identity
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.refinement.elimination import eliminate
+from heapr_lab.refinement.iterative import prune_in_rounds
+from heapr_lab.refinement.learned_masks import learn_mask
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=6))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A tiny qwen2_moe in float32."""
+    return tiny_model("qwen2_moe", dtype=torch.float32)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
+    """A workbench with a cache of its own."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    write_model(tmp_path / "moe")
+    return open_workbench(str(tmp_path / "moe"), profile="small")
+
+
+def spec_of(model: nn.Module) -> dict[str, Any]:
+    """What a table that is measured now says it is of."""
+    return collect_statistics(model, WINDOWS).metadata["spec"]
+
+
+# --- tables -----------------------------------------------------------------------
+
+
+def test_a_table_of_a_masked_model_says_so(model: nn.Module) -> None:
+    """Dense, one mask, another, and replaced weights: four models; all kept: dense."""
+    dense, keep = spec_of(model), random_keep(model)
+    found = fit_compensation(model, keep, WINDOWS)
+    identities = [dense["model"]]
+    for mask, downs in [
+        (keep, None),
+        (random_keep(model, seed=1), None),
+        (keep, found.downs),
+    ]:
+        with masking(model, mask, downs):
+            identities.append(identity_in_force(model))
+    assert len({str(identity) for identity in identities}) == 4
+    with masking(model, keep):
+        assert spec_of(model) == dense | {"model": identities[1]}
+    with masking(model, full_keep(model)):
+        assert spec_of(model) == dense
+    assert identity_in_force(model) == dense["model"]
+
+
+def test_nested_masks_are_known_by_what_they_keep(model: nn.Module) -> None:
+    """A mask within itself is itself; within another it is both."""
+    keep, other = random_keep(model), random_keep(model, seed=1)
+    with masking(model, keep):
+        once = identity_in_force(model)
+        with masking(model, keep):
+            assert identity_in_force(model) == once
+        with masking(model, other):
+            assert identity_in_force(model) != once
+
+
+def test_a_mask_of_another_model_changes_nothing(model: nn.Module) -> None:
+    """Masks belong to the modules of their model."""
+    other = tiny_model("qwen2_moe", dtype=torch.float32, seed=1)
+    dense = spec_of(model)
+    with masking(other, random_keep(other)):
+        assert spec_of(model) == dense
+
+
+def test_masked_and_dense_tables_do_not_merge(model: nn.Module) -> None:
+    """Other windows, one of them under a mask."""
+    dense = collect_statistics(model, WINDOWS)
+    with masking(model, random_keep(model)):
+        masked = collect_statistics(
+            model, CalibrationSet.from_ids(tiny_ids(n_sequences=2, seed=5))
+        )
+    with pytest.raises(SpecError, match="differ in model"):
+        dense.merge(masked)
+
+
+def test_a_masked_pass_does_not_go_on_from_a_dense_state(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of an interrupted pass is one of the dense model."""
+    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SHARE", float("inf"))
+    state = tmp_path / "pass.state"
+
+    def stop(done: int, _total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_statistics(model, WINDOWS, batch_size=1, state=state, progress=stop)
+    assert state.exists()
+    with (
+        masking(model, random_keep(model)),
+        pytest.raises(CacheError, match="state of another pass"),
+    ):
+        collect_statistics(model, WINDOWS, batch_size=1, state=state)
+
+
+def test_the_command_line_takes_no_masked_table(bench: Workbench) -> None:
+    """`--importance` means the model as it is."""
+    folder = Path(bench.model.name_or_path)
+    windows = CalibrationSet.from_ids(tiny_ids())
+    with masking(bench.model, random_keep(bench.model)):
+        table = collect_statistics(bench.model, windows)
+    table.write(folder / "masked.parquet")
+    collect_statistics(bench.model, windows).write(folder / "dense.parquet")
+    own_table(folder / "dense.parquet", folder, name="moe")
+    with pytest.raises(SpecError, match="while a mask was active"):
+        own_table(folder / "masked.parquet", folder, name="moe")
+
+
+# --- the workbench ----------------------------------------------------------------
+
+
+def calls(bench: Workbench) -> dict[str, Callable[[], Any]]:
+    """Everything of a workbench that is kept in the cache."""
+    keep, text = random_keep(bench.model), CalibrationSet.from_ids(tiny_ids(seed=3))
+    corpus = str(write_text(Path(bench.model.name_or_path) / "own.txt"))
+    setting = Setting(0.25, calibration=corpus)
+    return {
+        "perplexity": lambda: bench.perplexity(None, text),
+        "masked perplexity": lambda: bench.perplexity(keep, text),
+        "divergence": lambda: bench.divergence(keep, text),
+        "measure": lambda: bench.measure(text),
+        "importance": lambda: bench.importance(setting),
+        "keep": lambda: bench.keep(setting),
+        "accuracy": lambda: bench.continuation_accuracy(None, corpus),
+    }
+
+
+def numbers(bench: Workbench) -> dict[str, Any]:
+    """What every call gives."""
+    found = {name: call() for name, call in calls(bench).items()}
+    return {
+        name: result.frame.to_csv() if hasattr(result, "frame") else result
+        for name, result in found.items()
+    }
+
+
+def test_a_workbench_refuses_inside_a_mask(bench: Workbench) -> None:
+    """Every call, whether its result is in the cache or not; nothing is stored."""
+    for asked in ("before", "after"):
+        with masking(bench.model, random_keep(bench.model)):
+            for call in calls(bench).values():
+                with pytest.raises(SpecError, match="give the mask as an argument"):
+                    call()
+        if asked == "before":
+            first = numbers(bench)
+    assert numbers(bench) == first
+    dense = evaluate_perplexity(bench.model, tiny_ids(seed=3))
+    assert first["perplexity"] == dense
+
+
+def test_a_workbench_in_a_mask_of_another_model(bench: Workbench) -> None:
+    """It answers: nothing of its own model is masked."""
+    other = tiny_model("qwen2_moe", seed=1)
+    with masking(other, random_keep(other)):
+        assert bench.perplexity(None, WINDOWS).n_tokens == WINDOWS.n_predicted
+
+
+def test_weights_changed_in_place_are_another_model(bench: Workbench) -> None:
+    """Every number is that of the weights as they are; back again, as before."""
+    first = numbers(bench)
+    layer = find_experts(bench.model)[0]
+    kept = layer.down.detach().clone()
+    with torch.no_grad():
+        layer.down.mul_(3)
+    changed = numbers(bench)
+    dense = evaluate_perplexity(bench.model, tiny_ids(seed=3))
+    assert changed["perplexity"] == dense
+    different = {name for name in first if first[name] != changed[name]}
+    assert different >= {"perplexity", "divergence", "measure", "importance"}
+    with torch.no_grad():
+        layer.down.copy_(kept)
+    assert numbers(bench) == first
+
+
+def changes(model: Any) -> dict[str, Callable[[], Any]]:
+    """Ways in which the weights or the configuration of a model change."""
+    layer = find_experts(model)[1]
+    weights = {name: t.clone() for name, t in model.state_dict().items()}
+    weights["lm_head.weight"][3, 5] += 1
+    return {
+        "one atom": lambda: layer.down[2, :, 4].zero_(),
+        "one value": lambda: layer.up_rows[1, 3, 7].add_(1),
+        "by .data": lambda: layer.module.down_proj.data.mul_(2),
+        "one atom by .data": lambda: layer.module.down_proj.data[2, :, 4].zero_(),
+        "load_state_dict": lambda: model.load_state_dict(weights),
+        "a new tensor": lambda: setattr(
+            model.lm_head, "weight", nn.Parameter(weights["lm_head.weight"] * 2)
+        ),
+        "half precision": model.bfloat16,
+        "the configuration": lambda: setattr(model.config, "rms_norm_eps", 1e-3),
+    }
+
+
+@pytest.mark.parametrize("name", changes(tiny_model("qwen2_moe")))
+def test_every_change_of_weights_is_seen(model: nn.Module, name: str) -> None:
+    """A change by whatever way changes the state, which is steady otherwise."""
+    bench = Workbench(model, None, name="toy", profile=None)
+    before = weights_state(model), bench.identity
+    assert (weights_state(model), bench.identity) == before
+    change = changes(model)[name]
+    with torch.no_grad():
+        change()
+    assert weights_state(model) != before[0]
+    assert bench.identity == model_identity(model)
+
+
+# --- autocast and hooks -----------------------------------------------------------
+
+
+def test_autocast_is_refused(bench: Workbench) -> None:
+    """By everything that keeps what it finds; the message names dtype and remedy."""
+    model, windows = bench.model, WINDOWS
+    table = collect_statistics(model, windows)
+    keep = random_keep(model)
+    kept = calls(bench) | {
+        "statistics": lambda: collect_statistics(model, windows),
+        "compensation": lambda: fit_compensation(model, keep, windows),
+        "elimination": lambda: eliminate(model, table, windows),
+        "rounds": lambda: prune_in_rounds(model, windows, ratio=0.5),
+        "learning": lambda: learn_mask(model, table, windows, ratio=0.5, n_steps=1),
+    }
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for name, call in kept.items():
+            with pytest.raises(SpecError, match="autocast to bfloat16"):
+                pytest.fail(f"{name} gave {call()}")
+    with torch.autocast("cpu", enabled=False):
+        collect_statistics(model, windows)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+    ],
+)
+def test_hooks_are_refused(bench: Workbench, register: str) -> None:
+    """A hook of the user's own may change anything; without it, all is as before."""
+    first = bench.perplexity(None, WINDOWS)
+    block = bench.model.model.layers[1]
+    handle = getattr(block, register)(lambda *_: None)
+    for call in (lambda: bench.perplexity(None, WINDOWS), lambda: spec_of(bench.model)):
+        with pytest.raises(SpecError, match=r"'model.layers.1' has a hook.*remove"):
+            call()
+    handle.remove()
+    assert bench.perplexity(None, WINDOWS) == first
+
+
+def test_hooks_of_transformers_are_known(bench: Workbench) -> None:
+    """Those that a model is given when it is asked for its states only watch."""
+    bench.model(tiny_ids(), output_hidden_states=True, output_attentions=True)
+    bench.model.enable_input_require_grads()
+    assert any(m._forward_hooks for m in bench.model.modules())
+    assert bench.perplexity(None, WINDOWS).n_tokens == WINDOWS.n_predicted
+
+
+# --- learning from the dense model ------------------------------------------------
+
+
+def test_a_dense_teacher_is_not_masked(model: nn.Module) -> None:
+    """What learns from the dense model refuses to begin inside a mask."""
+    table = collect_statistics(model, WINDOWS)
+    with (
+        masking(model, random_keep(model)),
+        pytest.raises(SpecError, match="a mask is active here"),
+    ):
+        learn_mask(model, table, WINDOWS, ratio=0.5, n_steps=1)
+    with (
+        masking(model, random_keep(model)),
+        pytest.raises(SpecError, match="a mask is active here"),
+    ):
+        prune_in_rounds(model, WINDOWS, ratio=0.5)
+
+
+# --- while it runs ----------------------------------------------------------------
+
+
+def test_weights_that_change_during_a_pass(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is of no one model: an error, and nothing is kept."""
+    model, first = bench.model, bench.perplexity(None, WINDOWS)
+    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SHARE", float("inf"))
+    state = tmp_path / "pass.state"
+
+    def train(done: int, _total: int) -> None:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+
+    for call in (
+        lambda: bench.perplexity(random_keep(model), WINDOWS, progress=train),
+        lambda: collect_statistics(
+            model, WINDOWS, batch_size=2, progress=train, state=state
+        ),
+    ):
+        with pytest.raises(HeaprLabError, match="weights of the model changed"):
+            call()
+    assert not state.exists()
+    again = bench.perplexity(None, WINDOWS)
+    assert again == evaluate_perplexity(model, WINDOWS.ids) != first
+
+
+def test_the_default_type_changes_no_number(model: nn.Module) -> None:
+    """Labels that the model draws are the same under torch.set_default_dtype."""
+    expected = collect_statistics(model, WINDOWS, labels="model")
+    before = torch.get_default_dtype()
+    try:
+        for kind in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(kind)
+            got = collect_statistics(model, WINDOWS, labels="model")
+            pd.testing.assert_frame_equal(got.frame, expected.frame)
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,115 @@
+"""Log-likelihoods: chunks, gradients, refusals."""
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.models.likelihood import final_states, iter_log_probs, token_nll
+
+ROUNDING = 1e-12
+"""float64, sums of a few dozen terms."""
+
+
+def input_gradient(model, ids, **options):
+    """Gradient of the summed nll at the embedding's output."""
+    kept = []
+
+    def keep(_module, _args, output):
+        kept.append(output.detach().requires_grad_())
+        return kept[0]
+
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        token_nll(model, ids, **options).sum().backward()
+    finally:
+        hook.remove()
+    return kept[0].grad
+
+
+@pytest.fixture
+def model():
+    """A tiny qwen2_moe whose parameters want no gradient."""
+    return tiny_model("qwen2_moe").requires_grad_(False)
+
+
+def test_shape_and_type(model):
+    """One number for each predicted token; float64 of float64, float32 of bfloat16."""
+    ids = tiny_ids(n_sequences=3, seq_len=9)
+    nll = token_nll(model, ids)
+    assert (nll.shape, nll.dtype) == ((3, 8), torch.float64)
+    assert token_nll(model.bfloat16(), ids).dtype == torch.float32
+
+
+def test_chunks_change_nothing(model):
+    """Chunks of 5 of 24 tokens, the last one short, give what one chunk gives."""
+    ids = tiny_ids()
+    whole, parts = token_nll(model, ids), token_nll(model, ids, chunk_tokens=5)
+    torch.testing.assert_close(parts, whole, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_chunked_gradient(model):
+    """The gradient at the embedding is the same with the head run again in chunks."""
+    ids = tiny_ids()
+    whole = input_gradient(model, ids)
+    parts = input_gradient(model, ids, chunk_tokens=5)
+    assert whole[:, :-1].abs().min() > 0  # the last token predicts nothing
+    torch.testing.assert_close(parts, whole, rtol=1e-9, atol=ROUNDING)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_logits_never_exist_whole(model):
+    """The head sees at most `chunk_tokens` tokens at once, in both directions."""
+    seen = []
+    hook = model.lm_head.register_forward_hook(
+        lambda _module, _args, output: seen.append(output.shape[:-1].numel())
+    )
+    input_gradient(model, tiny_ids(n_sequences=3, seq_len=9), chunk_tokens=5)
+    hook.remove()
+    assert max(seen) == 5
+    assert sum(seen) == 3 + 2 * 24  # one position a window, then twice all tokens
+
+
+def test_the_model_is_left_alone(model):
+    """Neither modules nor attributes of the model are replaced."""
+    before = dict(model.__dict__), dict(model.named_modules())
+    token_nll(model, tiny_ids())
+    assert before == (model.__dict__, dict(model.named_modules()))
+
+
+def test_log_probs_come_in_chunks(model):
+    """They are normalised, and the chunks cover the positions in order."""
+    ids = tiny_ids(n_sequences=2, seq_len=6)
+    with torch.no_grad():
+        states = final_states(model, ids)[:, :-1]
+        chunks = list(iter_log_probs(model, states, chunk_tokens=4))
+        nll = token_nll(model, ids)
+    assert [len(chunk) for chunk in chunks] == [4, 4, 2]
+    log_p = torch.cat(chunks)
+    torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(10).double())
+    own = -log_p.gather(1, ids[:, 1:].reshape(-1, 1)).view(2, 5)
+    torch.testing.assert_close(own, nll)
+
+
+def test_infinite_logits_are_an_error(model):
+    """A model that overflows is an error that names the first token concerned."""
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("inf"))
+    with pytest.raises(HeaprLabError, match=r"24 of 24 tokens.*window 0, position 1"):
+        token_nll(model, tiny_ids())
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [torch.zeros(3, dtype=torch.long), torch.zeros(2, 1, dtype=int), torch.zeros(2, 4)],
+)
+def test_wrong_ids(model, ids):
+    """Ids of another shape or type are refused with what was found."""
+    with pytest.raises(SpecError, match="expected whole numbers"):
+        token_nll(model, ids)
+
+
+def test_a_model_without_head(model):
+    """A bare body is refused by name."""
+    with pytest.raises(LayoutError, match="Qwen2MoeModel has no body apart"):
+        token_nll(model.model, tiny_ids())

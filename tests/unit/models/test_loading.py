@@ -1,0 +1,127 @@
+"""Loading from a folder in the hub's layout, and telling models apart."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import logits_of
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.loading import load_model, model_identity
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny qwen2_moe with its tokenizer, saved in several shards."""
+    path = tmp_path_factory.mktemp("hub") / "tiny-moe"
+    model = tiny_model("qwen2_moe", dtype=torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="8KB")
+    word_level = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    word_level.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=word_level).save_pretrained(path)
+    return path
+
+
+def test_a_sharded_folder_loads(folder: Path) -> None:
+    """All shards are read, in eval mode, in float32 on the CPU by default."""
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    model, tokenizer = load_model(folder, device="cpu")
+    assert tokenizer("b a b")["input_ids"] == [1, 0, 1]
+    assert not model.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    saved = tiny_model("qwen2_moe", dtype=torch.bfloat16).float()
+    ids = tiny_ids()
+    torch.testing.assert_close(
+        logits_of(model, ids), logits_of(saved, ids), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float64])
+def test_the_type_can_be_chosen(folder: Path, dtype: str | torch.dtype) -> None:
+    """By name or as torch's own."""
+    model, _ = load_model(str(folder), device="cpu", dtype=dtype)
+    expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert next(model.parameters()).dtype == expected
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float31", "Tensor"])
+def test_a_type_without_arithmetic_is_refused(folder: Path, dtype: str) -> None:
+    """The message lists the names there are."""
+    with pytest.raises(SpecError, match=rf"dtype is '{dtype}', expected 'auto'"):
+        load_model(folder, dtype=dtype)
+
+
+def test_a_wrong_name_is_an_error_that_says_what_is_expected(tmp_path: Path) -> None:
+    """Neither a folder, nor a name on the hub, nor a folder without a model."""
+    for name in ("nobody/no-such-model", str(tmp_path / "absent"), str(tmp_path)):
+        with pytest.raises(SpecError) as caught:
+            load_model(name)
+        assert repr(name) in str(caught.value)
+        assert "local folder in the hub's layout, or 'lab'" in str(caught.value)
+
+
+def test_a_damaged_shard_is_an_error_that_names_the_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A truncated weight file is not a traceback from the depths."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    shard = min(broken.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(SpecError, match="broken"):
+        load_model(broken)
+
+
+# --- identity ---------------------------------------------------------------------
+
+
+def test_the_identity_is_the_models_wherever_it_lies(folder: Path) -> None:
+    """The same weights, loaded twice or copied elsewhere, are the same model."""
+    first, _ = load_model(folder, device="cpu")
+    second, _ = load_model(folder, device="cpu")
+    second.config._name_or_path = "elsewhere"
+    second.set_experts_implementation("eager")
+    assert model_identity(first) == model_identity(second)
+    json.dumps(model_identity(first))
+
+
+def test_the_identity_changes_with_any_weight() -> None:
+    """One changed value of any parameter or stored buffer is another model."""
+    model = tiny_model("deepseek_v3")
+    identity = model_identity(model)
+    tensors = model.state_dict()
+    assert any("e_score_correction_bias" in name for name in tensors)
+    for tensor in tensors.values():
+        last = tensor.view(-1)[-1:]
+        before = last.clone()
+        last += 0.5
+        assert model_identity(model)["weights"] != identity["weights"]
+        last.copy_(before)
+    assert model_identity(model) == identity
+
+
+def test_the_identity_changes_with_type_class_and_config() -> None:
+    """Numbers depend on each of them."""
+    model = tiny_model("qwen2_moe")
+    identity = model_identity(model)
+    other = tiny_model("qwen2_moe", num_experts_per_tok=1)
+    assert model_identity(other)["weights"] == identity["weights"]
+    assert model_identity(other)["config"] != identity["config"]
+    assert model_identity(tiny_model("mixtral"))["class"] != identity["class"]
+    assert model_identity(model.to(torch.bfloat16))["dtype"] == "bfloat16"
+
+
+def test_the_weights_are_the_same_in_float32_and_bfloat16(folder: Path) -> None:
+    """A mask that was selected on the CPU serves the same checkpoint on a GPU."""
+    found = [
+        model_identity(load_model(folder, device="cpu", dtype=dtype)[0])
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["dtype"] != found[1]["dtype"]

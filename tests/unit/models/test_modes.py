@@ -1,0 +1,203 @@
+"""Evaluation mode and gradients: put back, shared by threads, one pass at a time."""
+
+import contextlib
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pandas as pd
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import random_keep
+from torch import nn
+
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.modes import differentiating, evaluating
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.text.calibration import CalibrationSet
+
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
+PATIENCE = 30
+"""Seconds after which a thread that should have gone on has not."""
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A tiny qwen2_moe in float64."""
+    return tiny_model("qwen2_moe")
+
+
+def test_evaluating_restores_training_mode(model: nn.Module) -> None:
+    """Only modules that were in training mode are put back into it."""
+    model.model.layers[0].train()
+    training = [module.training for module in model.modules()]
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+    assert [module.training for module in model.modules()] == training
+    assert any(training)
+    assert not all(training)
+
+
+def test_flags_come_back_after_an_exception(model: nn.Module) -> None:
+    """Inside, only what is trained requires gradients; an error changes nothing."""
+    weight = model.model.norm.weight
+    with contextlib.suppress(KeyError), differentiating(model, [weight]):
+        assert [p for p in model.parameters() if p.requires_grad] == [weight]
+        assert not any(module.training for module in model.modules())
+        weight.grad = torch.ones_like(weight)
+        raise KeyError
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+# --- threads ----------------------------------------------------------------------
+
+
+def test_the_last_evaluation_puts_training_mode_back(model: nn.Module) -> None:
+    """The first of two threads ends while the second still evaluates."""
+    model.train()
+    entered, left = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with evaluating(model):
+            assert entered.wait(PATIENCE)
+        left.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(first)
+        with evaluating(model):
+            entered.set()
+            assert left.wait(PATIENCE)
+            assert not any(module.training for module in model.modules())
+        done.result()
+    assert all(module.training for module in model.modules())
+
+
+def test_two_threads_evaluate_a_model_in_training_mode(model: nn.Module) -> None:
+    """With dropout of a half, both get the perplexity of evaluation mode."""
+    model = tiny_model("qwen2_moe", attention_dropout=0.5)
+    expected = evaluate_perplexity(model, WINDOWS.ids, batch_size=1)
+    model.train()
+    started, ended = threading.Event(), threading.Event()
+
+    def until_another_started(_done: int, _total: int) -> None:
+        assert started.wait(PATIENCE)
+
+    def after_the_other_ended(_done: int, _total: int) -> None:
+        started.set()
+        assert ended.wait(PATIENCE)
+
+    def first() -> float:
+        result = evaluate_perplexity(
+            model, WINDOWS.ids, batch_size=1, progress=until_another_started
+        )
+        ended.set()
+        return result.nll
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(first)
+        second = evaluate_perplexity(
+            model, WINDOWS.ids, batch_size=1, progress=after_the_other_ended
+        )
+        assert other.result() == second.nll == expected.nll
+    assert all(module.training for module in model.modules())
+
+
+def test_two_passes_on_one_model_take_turns(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two threads that collect at the same time get the table of one; one waits."""
+    caplog.set_level(logging.INFO, logger="heapr_lab.models.modes")
+    alone = collect_statistics(model, WINDOWS, batch_size=1)
+
+    def slowly(_done: int, _total: int) -> None:
+        time.sleep(0.05)
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(
+                collect_statistics, model, WINDOWS, batch_size=1, progress=slowly
+            )
+            for _ in range(2)
+        ]
+        tables = [job.result(PATIENCE) for job in jobs]
+    for table in tables:
+        pd.testing.assert_frame_equal(table.frame, alone.frame)
+    assert "waiting for another pass" in caplog.text
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_perplexity_beside_a_pass(model: nn.Module) -> None:
+    """A thread evaluates in the middle of another's pass; both numbers are right."""
+    table = collect_statistics(model, WINDOWS, batch_size=1)
+    nll = evaluate_perplexity(model, WINDOWS.ids).nll
+    found = []
+
+    def evaluate_there(done: int, _total: int) -> None:
+        if done == 2:
+            with ThreadPoolExecutor(1) as pool:
+                job = pool.submit(evaluate_perplexity, model, WINDOWS.ids)
+                found.append(job.result(PATIENCE).nll)
+
+    beside = collect_statistics(model, WINDOWS, batch_size=1, progress=evaluate_there)
+    assert found == [nll]
+    pd.testing.assert_frame_equal(beside.frame, table.frame)
+
+
+def test_a_pass_within_a_pass_is_refused(model: nn.Module) -> None:
+    """In one thread it could only wait for itself."""
+
+    def again(_done: int, _total: int) -> None:
+        collect_statistics(model, WINDOWS)
+
+    with pytest.raises(SpecError, match="in this thread already"):
+        collect_statistics(model, WINDOWS, progress=again)
+    collect_statistics(model, WINDOWS)  # and the model is free again
+
+
+def test_a_copy_made_beside_a_pass(model: nn.Module) -> None:
+    """It waits, and has the modes and flags of the model, and no hook of the pass."""
+    model.train()
+    model.lm_head.weight.requires_grad_(False)
+    made, jobs = [], []
+
+    def prune_there(done: int, _total: int) -> None:
+        if done == 2:
+            jobs.append(pool.submit(prune, model, random_keep(model)))
+
+    with ThreadPoolExecutor(1) as pool:
+        collect_statistics(model, WINDOWS, batch_size=1, progress=prune_there)
+        with evaluating(model):
+            made = [jobs[0].result(PATIENCE), prune(model, random_keep(model))]
+    for pruned in made:
+        assert all(module.training for module in pruned.modules())
+        frozen = {n for n, p in pruned.named_parameters() if not p.requires_grad}
+        assert frozen == {"lm_head.weight"}
+        assert not pruned.get_input_embeddings()._forward_hooks
+
+
+# --- inference mode ---------------------------------------------------------------
+
+
+def test_it_measures_in_inference_mode(model: nn.Module) -> None:
+    """The block changes nothing, with windows that were made in it, too."""
+    expected = collect_statistics(model, WINDOWS, batch_size=2)
+    with torch.inference_mode():
+        windows = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
+        got = collect_statistics(model, windows, batch_size=2)
+        nll = evaluate_perplexity(model, windows.ids).nll
+    assert windows.ids.is_inference()
+    pd.testing.assert_frame_equal(got.frame, expected.frame)
+    assert nll == evaluate_perplexity(model, WINDOWS.ids).nll
+
+
+def test_weights_of_inference_mode_are_refused() -> None:
+    """No gradient passes them: one line, with what to do."""
+    with torch.inference_mode():
+        model = tiny_model("qwen2_moe")
+    with pytest.raises(LayoutError, match="load the model outside"):
+        collect_statistics(model, WINDOWS)

@@ -1,0 +1,222 @@
+"""Files of weights that are not what they should be: refused by name, or the same."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny_ids
+from keeps import logits_of, random_keep
+from safetensors.torch import load_file, save_file
+from tiny_folder import write_model
+
+from heapr_lab.checkpoints.save import prune_folder
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.models.folders import read_weights
+from heapr_lab.models.loading import load_model, model_folder
+from heapr_lab.pruning.masks import KeepMask
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in several files."""
+    folder = write_model(tmp_path_factory.mktemp("sources") / "moe")
+    read_weights(folder).save_pretrained(folder, max_shard_size="12KB")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def keep(source: Path) -> KeepMask:
+    """What stays of it."""
+    return random_keep(read_weights(source))
+
+
+def shards(folder: Path) -> list[Path]:
+    """The files of weights."""
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def truncated(folder: Path) -> None:
+    """Lose the last byte of a file."""
+    path = shards(folder)[1]
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def longer(folder: Path) -> None:
+    """Add a byte to a file."""
+    path = shards(folder)[1]
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def emptied(folder: Path) -> None:
+    """Leave nothing of a file."""
+    shards(folder)[1].write_bytes(b"")
+
+
+def swapped(folder: Path) -> None:
+    """Let two files change names."""
+    one, two = shards(folder)[:2]
+    one.rename(folder / "x")
+    two.rename(one)
+    (folder / "x").rename(two)
+
+
+def missing(folder: Path) -> None:
+    """Lose a file."""
+    shards(folder)[1].unlink()
+
+
+def dangling(folder: Path) -> None:
+    """Let a file be a link to nowhere."""
+    path = shards(folder)[1]
+    path.unlink()
+    path.symlink_to(folder / "nowhere")
+
+
+def a_folder(folder: Path) -> None:
+    """Let a folder have the name of a file."""
+    path = shards(folder)[1]
+    path.unlink()
+    path.mkdir()
+
+
+def changed_header(change: Callable[[str], str]) -> Callable[[Path], None]:
+    """What changes the text of a header, padded to its length."""
+
+    def damage(folder: Path) -> None:
+        path = shards(folder)[1]
+        raw = path.read_bytes()
+        end = 8 + int.from_bytes(raw[:8], "little")
+        text = change(raw[8:end].decode().rstrip())
+        text += " " * (-len(text) % 8)
+        head = len(text).to_bytes(8, "little") + text.encode()
+        path.write_bytes(head + raw[end:])
+
+    return damage
+
+
+def twice(text: str) -> str:
+    """A header with its last tensor once more, elsewhere."""
+    header = json.loads(text)
+    name = list(header)[-1]
+    again = {**header[name], "data_offsets": [0, 4]}
+    return f'{text[:-1]},"{name}":{json.dumps(again)}}}'
+
+
+def other_shape(text: str) -> str:
+    """A header whose last tensor has more values than bytes."""
+    header = json.loads(text)
+    header[list(header)[-1]]["shape"] = [10**6]
+    return json.dumps(header)
+
+
+def text_shape(text: str) -> str:
+    """A header whose last tensor has text as its shape."""
+    header = json.loads(text)
+    header[list(header)[-1]]["shape"] = "16"
+    return json.dumps(header)
+
+
+def outside(folder: Path) -> None:
+    """Let the index name a file beside the folder, which is there and whole."""
+    path = shards(folder)[1]
+    shutil.move(path, folder.parent / path.name)
+    index = (folder / INDEX).read_text()
+    (folder / INDEX).write_text(index.replace(path.name, f"../{path.name}"))
+
+
+DAMAGES = {
+    "truncated": (truncated, "model-00002"),
+    "longer": (longer, "model-00002"),
+    "emptied": (emptied, "model-00002"),
+    "swapped": (swapped, "of different versions"),
+    "missing": (missing, "model-00002"),
+    "dangling": (dangling, "model-00002"),
+    "a folder": (a_folder, "model-00002"),
+    "tensor twice": (changed_header(twice), "model-00002"),
+    "other shape": (changed_header(other_shape), "model-00002"),
+    "text as shape": (changed_header(text_shape), "model-00002"),
+    "no header": (changed_header(lambda _: "[]"), "model-00002"),
+    "deep header": (changed_header(lambda _: "[" * 10**5), "model-00002"),
+    "outside": (outside, r"\.\./model-00002"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files_are_named(
+    name: str, source: Path, keep: KeepMask, tmp_path: Path
+) -> None:
+    """In one line, by loading and by slicing, which writes nothing."""
+    damage, message = DAMAGES[name]
+    folder = tmp_path / "moe"
+    shutil.copytree(source, folder)
+    damage(folder)
+    for attempt in (
+        lambda: load_model(folder),
+        lambda: model_folder(folder),
+        lambda: prune_folder(folder, keep, tmp_path / "out"),
+    ):
+        with pytest.raises(HeaprLabError, match=message) as error:
+            attempt()
+        assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_links_to_files_are_files(source: Path, keep: KeepMask, tmp_path: Path) -> None:
+    """As in the hub's cache, where every file is a link; what is written is not."""
+    folder = tmp_path / "linked"
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).symlink_to(path)
+    before = {path: path.read_bytes() for path in source.iterdir()}
+    model, _ = load_model(folder, device="cpu")
+    ids = tiny_ids()
+    assert torch.equal(logits_of(model, ids), logits_of(read_weights(source), ids))
+    for name in ("linked", "plain"):
+        prune_folder(
+            folder if name == "linked" else source, keep, tmp_path / f"{name}1"
+        )
+    for path in (tmp_path / "linked1").glob("model-*"):
+        assert not path.is_symlink()
+        assert path.read_bytes() == (tmp_path / "plain1" / path.name).read_bytes()
+    assert {path: path.read_bytes() for path in source.iterdir()} == before
+
+
+def test_a_folder_is_not_pruned_into_itself(
+    source: Path, keep: KeepMask, tmp_path: Path
+) -> None:
+    """Nor through a link, nor into a file of it; below it is a place like any other."""
+    folder = tmp_path / "moe"
+    shutil.copytree(source, folder)
+    (tmp_path / "link").symlink_to(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for out in (folder, tmp_path / "link", folder / "config.json", folder / "x" / ".."):
+        with pytest.raises(SpecError, match="is there and not empty"):
+            prune_folder(folder, keep, out)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert prune_folder(folder, keep, folder / "pruned")
+    assert read_weights(folder)
+
+
+def test_the_single_file_counts_where_there_are_both(
+    source: Path, keep: KeepMask, tmp_path: Path
+) -> None:
+    """Loading and slicing read the same one of two sets of weights."""
+    folder = tmp_path / "moe"
+    shutil.copytree(source, folder)
+    tensors = {k: v for path in shards(folder) for k, v in load_file(path).items()}
+    doubled = {name: tensor * 2 for name, tensor in tensors.items()}
+    save_file(doubled, folder / "model.safetensors", metadata={"format": "pt"})
+    model, _ = load_model(folder, device="cpu")
+    norm = "model.norm.weight"
+    assert torch.equal(model.state_dict()[norm], doubled[norm])
+    prune_folder(folder, keep, tmp_path / "out")
+    assert torch.equal(
+        load_file(tmp_path / "out" / "model.safetensors")[norm], doubled[norm]
+    )
+    assert not (tmp_path / "out" / INDEX).exists()

@@ -1,0 +1,143 @@
+"""The hash of weights sees every change, and is the same wherever the tensor lies."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_model
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.models import weights_hash
+from heapr_lab.models.loading import model_identity
+from heapr_lab.models.weights_hash import BLOCK, block_sums, multipliers
+
+N_EXPERTS, D_MODEL, D_INTER = 4, 24, 96
+
+
+def sums_one_by_one(words: list[int]) -> bytes:
+    """The slow twin: Python's integers, modulo 2^64."""
+    odd = [int(number) for number in multipliers()]
+    starts = range(0, len(words), BLOCK)
+    blocks = [words[start : start + BLOCK] for start in starts]
+    sums = [sum(o * w for o, w in zip(odd, b, strict=False)) % 2**64 for b in blocks]
+    return b"".join(found.to_bytes(8, "little") for found in sums)
+
+
+@pytest.mark.parametrize("n", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+def test_sums_are_those_of_exact_integers(n: int) -> None:
+    """Of whole blocks, of a last one that is not, and of none."""
+    values = torch.randn(n)
+    words = values.view(torch.int32).tolist()
+    assert block_sums(values) == sums_one_by_one(words)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "uint8", "int64", "bool"])
+def test_every_type_is_read_as_its_bytes(dtype: str) -> None:
+    """Whatever their size: an odd number of bytes, or a view that begins at one."""
+    values = (torch.randn(1003) * 9).to(getattr(torch, dtype))
+    for tensor in (values, values[1:]):
+        raw = tensor.numpy().tobytes()
+        raw += b"\0" * (-len(raw) % 4)
+        words = np.frombuffer(raw, "<i4").tolist()
+        assert block_sums(tensor) == sums_one_by_one(words)
+
+
+def test_bfloat16_is_the_float32_of_the_same_values() -> None:
+    """A checkpoint in bfloat16 has one hash in both; rounding changes it."""
+    values = torch.randn(3, 5, 700)
+    half = values.bfloat16()
+    assert block_sums(half) == block_sums(half.float())
+    assert block_sums(half) != block_sums(values)
+
+
+def test_devices_add_up_the_same() -> None:
+    """What a GPU computes, computed here: the two ways agree to the bit."""
+    for dtype in (torch.float32, torch.bfloat16):
+        words, _ = weights_hash._words(torch.randn(70 * BLOCK).to(dtype))
+        blocks = words.view(-1, BLOCK)
+        ours, theirs = (
+            sums(blocks)
+            for sums in (weights_hash.sums_on_cpu, weights_hash.sums_on_device)
+        )
+        assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_hash() -> None:
+    """Of a model that lies there, and of one tensor larger than what is widened."""
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    here = model_identity(model)
+    assert model_identity(model.cuda()) == here
+    values = torch.randn(70 * BLOCK + 5)
+    assert block_sums(values.cuda()) == block_sums(values)
+
+
+def test_no_two_places_can_be_swapped_unseen() -> None:
+    """Two words differ by less than 2^33, so that the numbers of places may not agree.
+
+    (o_i - o_j)(w_i - w_j) is 0 modulo 2^64 only if 2^33 divides o_i - o_j.
+    """
+    assert len(np.unique(multipliers() & np.int64(2**33 - 1))) == BLOCK
+    assert (multipliers() & 1).all()
+
+
+def changes(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """200 zeroed atoms, and swaps and flipped bits, of W_down (E, D, I)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(size: int, n: int = 1) -> list[int]:
+        return list(torch.randperm(size, generator=generator)[:n])
+
+    for _ in range(200):
+        (expert,), (atom,) = drawn(N_EXPERTS), drawn(D_INTER)
+        new = weight.clone()
+        new[expert, :, atom] = 0
+        yield "zeroed atom", new
+    for axis, size in enumerate(weight.shape):
+        for _ in range(40):
+            one, two = drawn(size, 2)
+            order = torch.arange(size)
+            order[one], order[two] = two, one
+            yield f"swapped along axis {axis}", weight.index_select(axis, order)
+    for _ in range(100):
+        new = weight.clone()
+        bits = new.view(-1).view({2: torch.int16, 4: torch.int32}[weight.itemsize])
+        (place,), (bit,) = drawn(bits.numel()), drawn(8 * weight.itemsize - 1)
+        bits[place] ^= 1 << int(bit)
+        yield "flipped bit", new
+    yield "negated", -weight
+    yield "turned", weight.mT.contiguous().reshape(weight.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_change_is_seen(dtype: torch.dtype) -> None:
+    """Zeroed atoms, swapped experts, rows and columns, one bit."""
+    weight = torch.randn(N_EXPERTS, D_MODEL, D_INTER).to(dtype)
+    assert weight.numel() > 2 * BLOCK
+    before = block_sums(weight)
+    unseen = [what for what, new in changes(weight) if block_sums(new) == before]
+    assert unseen == []
+
+
+def test_one_zeroed_atom_is_another_model() -> None:
+    """Of 200 in a W_down of 65,536 values; 4096 of them would tell of most only."""
+    model = tiny_model("mixtral", hidden_size=128, intermediate_size=128)
+    identity = model_identity(model)["weights"]
+    W_down = model.state_dict()["model.layers.0.mlp.experts.down_proj"]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        expert = int(torch.randint(4, (), generator=generator))
+        atom = int(torch.randint(128, (), generator=generator))
+        before = W_down[expert, :, atom].clone()
+        W_down[expert, :, atom] = 0
+        assert model_identity(model)["weights"] != identity
+        W_down[expert, :, atom] = before
+    assert model_identity(model)["weights"] == identity
+
+
+def test_weights_that_are_not_here_have_no_hash() -> None:
+    """A model on the meta device is refused, with the name of a weight."""
+    model = tiny_model("qwen3_moe").to("meta")
+    with pytest.raises(LayoutError, match="offloaded"):
+        model_identity(model)

@@ -1,0 +1,79 @@
+import importlib.util
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_folder import write_model
+from typer.testing import CliRunner
+
+from heapr_lab.cli.app import app as command_line
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.panel import app
+
+
+def source(name: str, folder: Path) -> str:
+    """The Python that shows the panel of `name`."""
+    return app.panel_source(
+        name, profile="small", device="cpu", dtype="float32", folder=folder
+    )
+
+
+def invoke(*arguments: str) -> Any:
+    """The result of `heapr-lab app`."""
+    return CliRunner().invoke(command_line, ["app", *arguments])
+
+
+def test_the_kernel_opens_the_model_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder is named in full, for the kernel starts elsewhere, with the options."""
+    write_model(tmp_path / "moe")
+    monkeypatch.chdir(tmp_path)
+    code = source("moe", tmp_path)
+    assert f"os.chdir({str(tmp_path)!r})" in code
+    options = "profile='small', device='cpu', dtype='float32'"
+    assert f"open_workbench({str(tmp_path / 'moe')!r}, {options})" in code
+    assert "open_workbench('lab', " in source("lab", tmp_path)
+    compile(code, "cell", "exec")
+
+
+def test_what_is_not_there_is_said_before_anything_is_served(tmp_path: Path) -> None:
+    """A missing or damaged table, a missing model, an unknown profile."""
+    (tmp_path / "bad.parquet").write_text("nothing")
+    with pytest.raises(SpecError, match=r"no table .*none\.parquet; make one"):
+        source(str(tmp_path / "none.parquet"), tmp_path)
+    with pytest.raises(CacheError):
+        source(str(tmp_path / "bad.parquet"), tmp_path)
+    with pytest.raises(SpecError, match="cannot get the files of the model"):
+        source(str(tmp_path / "none"), tmp_path)
+    with pytest.raises(SpecError, match="profile is 'huge'"):
+        app.panel_source(
+            "lab", profile="huge", device="cpu", dtype="auto", folder=tmp_path
+        )
+
+
+def test_without_voila_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line and exit status 2, as for every error that was foreseen."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(app, "panel_source", lambda *_, **__: "")
+    result = invoke("lab", "--no-browser")
+    assert result.exit_code == 2
+    assert "pip install 'heapr-lab[app]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port that was asked for is used, or none."""
+    monkeypatch.setattr(app, "panel_source", lambda *_, **__: "")
+    with socket.socket() as other:
+        other.bind((app.HOST, 0))
+        other.listen()
+        result = invoke("lab", "--no-browser", "--port", str(other.getsockname()[1]))
+    assert result.exit_code == 2
+    assert "give another one with --port" in result.stderr
+
+
+def test_help_has_examples() -> None:
+    """The help shows how to call it, ready to be copied."""
+    assert "\n    heapr-lab app" in invoke("--help").stdout

@@ -1,0 +1,335 @@
+"""What the panel shows is of what is chosen, or says that it is not."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+from random_tables import random_table
+
+from heapr_lab.errors import SpecError
+from heapr_lab.panel.compare_tab import CompareTab
+from heapr_lab.panel.controls import layer_numbers, read_ratio
+from heapr_lab.panel.jobs import STALE
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.pictures import ChoicePicture, LossPicture
+from heapr_lab.panel.session import POINT_COLUMNS, Choice, PruningSession
+
+
+def press(job: Any) -> str:
+    """What stands below a button after it was pressed."""
+    job.button.click()
+    job.wait(60)
+    return str(job.error.value)
+
+
+def is_stale(widget: Any) -> bool:
+    """Whether a widget is grey."""
+    return STALE in widget._dom_classes
+
+
+# --- what is typed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio"),
+    [
+        ("0.4", 0.4), ("40%", 0.4), ("40 %", 0.4), ("0,4", 0.4), (" .5 ", 0.5),
+        ("0.333", 0.333), ("33.3%", 0.333), ("1e-3", 0.001), ("0", 0.0),
+        ("0.995", 0.995), ("1%", 0.01),
+    ],
+)  # fmt: skip
+def test_ratios_are_read_exactly(text: str, ratio: float) -> None:
+    """Fractions and per cent, with a point or a comma, to the last digit."""
+    assert read_ratio(text) == ratio
+
+
+@pytest.mark.parametrize(
+    "text", ["40", "1", "100%", "-0.1", "", "half", "nan", "inf", "1,000.5", "0.4.1"]
+)
+def test_ratios_that_are_none_are_refused(text: str) -> None:
+    """Never another number in their place; what a 40 was meant to be is suggested."""
+    with pytest.raises(SpecError, match="expected a fraction from 0 to below 1"):
+        read_ratio(text)
+    with pytest.raises(SpecError, match=r"write 0\.40 or 40%"):
+        read_ratio("40")
+
+
+@pytest.mark.parametrize("text", ["7-5", "5-", "-5", "1-2-3", "1.5", "²"])
+def test_layers_that_are_none_are_refused(text: str) -> None:
+    """A range has two ends, the lower first."""
+    with pytest.raises(SpecError, match=r"layers"):
+        layer_numbers(text)
+    assert layer_numbers("5 - 7,0") == (0, 5, 6, 7)
+
+
+def test_the_box_says_what_is_chosen() -> None:
+    """The slider shows the nearest step; the choice is what stands in the box."""
+    panel = explore(random_table(2, 4, 16))
+    controls = panel.controls
+    for text, ratio in (("0.333", 0.333), ("40%", 0.4), ("1e-3", 0.001)):
+        controls.ratio.value = text
+        assert panel.session.choice.ratio == ratio
+        assert controls.slider.value == round(100 * ratio)
+        assert controls.ratio.value == text
+        assert panel.error.value == ""
+    controls.slider.value = 30
+    assert controls.ratio.value == "0.3"
+    assert panel.session.choice.ratio == 0.3
+    controls.ratio.value = "40"
+    assert "write 0.40 or 40%" in panel.error.value
+    assert controls.slider.value == 30
+    controls.slider.value = 50
+    assert panel.error.value == ""
+
+
+def test_a_move_of_the_slider_selects_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One selection and one picture, as the box and the slider follow each other."""
+    panel = explore(random_table(2, 4, 16))
+    drawn: list[float] = []
+    draw = panel._picture.draw
+
+    def counted(keep: Any, **how: str) -> bytes:
+        drawn.append(keep.achieved_ratio)
+        return draw(keep, **how)
+
+    monkeypatch.setattr(panel._picture, "draw", counted)
+    panel.controls.slider.value = 50
+    panel.controls.ratio.value = "0.75"
+    assert drawn == [0.5, 0.75]
+
+
+# --- what is out of date --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["floor", "ratio", "layers"])
+def test_an_infeasible_choice_greys_the_old_picture(how: str) -> None:
+    """Picture and table are said to be old, until the choice is feasible again."""
+    panel = explore(random_table(2, 4, 16), choice=Choice(ratio=0.5))
+    before = panel.controls.floor.value, panel.controls.ratio.value, ""
+    boxes = panel.controls.floor, panel.controls.ratio, panel.controls.whole
+    number = ["floor", "ratio", "layers"].index(how)
+    boxes[number].value = (16, "40", "1-0")[number]
+    assert 'role="alert"' in panel.error.value
+    assert "Out of date" in panel.status.value
+    assert "heapr, 0.5 of the atoms" in panel.status.value
+    assert is_stale(panel.picture)
+    assert is_stale(panel.behind)
+    assert panel.numbers.value == ""
+    boxes[number].value = before[number]
+    assert not is_stale(panel.picture)
+    assert not is_stale(panel.behind)
+    assert "Out of date" not in panel.status.value
+
+
+def test_nothing_goes_on_with_the_choice_of_before(
+    panel: Explorer, tmp_path: Path
+) -> None:
+    """Evaluate, Export, Pin and Inspect refuse while the settings are infeasible."""
+    panel.controls.ratio.value = "40"
+    panel.export.folder.value = str(tmp_path / "pruned")
+    for job in (panel.evaluation.job, panel.export.job, panel.inspection.compare):
+        assert "infeasible" in press(job)
+    panel.comparison.pin_button.click()
+    assert "infeasible" in panel.comparison.message.value
+    assert panel.comparison.pins == []
+    assert panel.session.points.empty
+    assert not (tmp_path / "pruned").exists()
+    assert "Nothing can be written" in panel.export.note.value
+    panel.controls.ratio.value = "40%"
+    assert press(panel.evaluation.job) == ""
+    assert len(panel.session.points) == 2
+
+
+def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> None:
+    """And no longer when both are again what the result was made of."""
+    tab = panel.inspection
+    panel.tabs.selected_index = 2
+    tab.text.value = "aaab bbba abab"
+    panel.controls.ratio.value = "0.4"
+    assert press(tab.compare) == press(tab.route) == press(tab.show_contexts) == ""
+    shown = tab.compared, tab.routed, tab.contexts_view
+    stale = [is_stale(each._view) for each in shown]
+    assert stale == [False] * 3
+    panel.controls.ratio.value = "0.8"
+    assert all("Out of date" in each.note.value for each in shown)
+    panel.controls.ratio.value = "0.4"
+    assert [each.note.value for each in shown] == [""] * 3
+    tab.text.value = ""
+    assert "no tokens" in press(tab.compare)
+    assert is_stale(tab.compared._view)
+    assert not is_stale(tab.contexts_view._view)  # the text does not matter to it
+    tab.atom.value += 1
+    assert is_stale(tab.contexts_view._view)
+    tab.text.value = "aaab bbba abab"
+    assert not is_stale(tab.compared._view)
+    panel.controls.ratio.value = "40"
+    assert is_stale(tab.compared._view)
+
+
+def test_a_failed_export_says_nothing_of_the_last(
+    panel: Explorer, tmp_path: Path
+) -> None:
+    """`Written to` goes with the next press, whatever comes of that."""
+    panel.controls.ratio.value = "0.4"
+    panel.export.folder.value = str(tmp_path / "pruned")
+    assert press(panel.export.job) == ""
+    assert "Written to" in panel.export.command.value
+    assert "not empty" in press(panel.export.job)
+    assert panel.export.command.value == ""
+
+
+def test_a_failed_gguf_file_is_made_alone(panel: Explorer, tmp_path: Path) -> None:
+    """The checkpoint is there, which is said, and is not written a second time."""
+    folder, file = tmp_path / "pruned", tmp_path / "pruned.gguf"
+    panel.controls.ratio.value = "0.5"
+    panel.controls.structure.value = "uniform"
+    panel.controls.multiple.value = 4
+    panel.export.folder.value = str(folder)
+    panel.export.gguf.value = True
+    file.write_text("in the way")
+    told = press(panel.export.job)
+    assert f"the checkpoint is written to {folder}" in told
+    assert "there already" in told
+    assert "Written to" in panel.export.command.value
+    weights = folder / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    file.unlink()
+    assert press(panel.export.job) == ""
+    assert file.stat().st_size > 10_000
+    assert weights.stat().st_mtime_ns == before
+    panel.export.gguf.value = False
+    assert "not empty" in press(panel.export.job)
+
+
+def test_what_was_measured_is_not_predicted(panel: Explorer) -> None:
+    """At an evaluated ratio it says measured, with the number; between, predicted."""
+    for ratio in ("0.3", "0.6"):
+        panel.controls.ratio.value = ratio
+        assert press(panel.evaluation.job) == ""
+    loss = panel.session.points["delta_nll"].iloc[-1]
+    assert f"Measured on {panel.evaluation.corpora.options[0]}: Δloss {loss:.3g}" in (
+        panel.prediction.value
+    )
+    assert "measured Δloss" in panel.numbers.value
+    assert "redicted" not in panel.prediction.value + panel.numbers.value
+    panel.controls.ratio.value = "0.45"
+    assert "measured" not in panel.numbers.value
+    assert "Measured" not in panel.prediction.value
+
+
+# --- what is drawn --------------------------------------------------------------------
+
+
+def points_of(*rows: dict[str, Any]) -> pd.DataFrame:
+    """Points of a session, each with a loss of its own unless it has an accuracy."""
+    made = []
+    for number, row in enumerate(rows):
+        plain = vars(Choice(0.25 + 0.01 * number)) | {
+            "achieved_ratio": 0.25 + 0.01 * number, "dataset": "pydocs",
+        }  # fmt: skip
+        loss = 0.1 * (number + 1)
+        if "accuracy" not in row:
+            plain |= {"nll": 3 + loss, "delta_nll": loss, "perplexity": np.exp(3)}
+        made.append(plain | row)
+    return pd.DataFrame(made, columns=list(POINT_COLUMNS))
+
+
+def test_each_choice_has_its_own_colour_and_marker() -> None:
+    """Of the same corpus and estimator; the legend says what tells them apart."""
+    picture = LossPicture()
+    picture.draw(
+        points_of(
+            {},
+            {"dataset": "ptb"},
+            {"structure": "uniform", "multiple": 8},
+            {"min_atoms": 3},
+            {"exclude_layers": (0, 2)},
+            {"of": "model"},
+        )
+    )
+    lines = [line for line in picture.ax.get_lines() if "paper" not in line.get_label()]
+    labels = [line.get_label() for line in lines]
+    assert labels == [
+        "pydocs: heapr, global, by atom, ragged",
+        "ptb: heapr, global, by atom, ragged",
+        "pydocs: heapr, global, by atom, uniform, multiples of 8",
+        "pydocs: heapr, global, by atom, ragged, at least 3 atoms each",
+        "pydocs: heapr, global, by atom, ragged, layers 0, 2 whole",
+        "pydocs: heapr, global, by atom, ragged, of the parameters (model)",
+    ]
+    looks = [(to_hex(line.get_color()), line.get_marker()) for line in lines]
+    assert looks[0] == looks[1]  # one choice
+    assert lines[0].get_linestyle() != lines[1].get_linestyle()  # two corpora
+    colors, markers = zip(*looks[1:], strict=True)
+    assert len(set(colors)) == len(set(markers)) == 5
+
+
+def test_accuracy_is_drawn_in_a_chart_of_its_own() -> None:
+    """Per cent, with standard errors and a line for the dense model, below the loss."""
+    picture = LossPicture()
+    task = {"dataset": "continuation", "stderr": 0.05}
+    alone = picture.draw(points_of({}))
+    dense = {"estimator": "dense", "ratio": 0.0, "achieved_ratio": 0.0}
+    both = picture.draw(
+        points_of({}, {**task, **dense, "accuracy": 0.7}, {**task, "accuracy": 0.5})
+    )
+    assert height_of(both) == 2 * height_of(alone)
+    ((curve, _, bars),) = [c.lines for c in picture.accuracy.containers]
+    assert curve.get_ydata().tolist() == [50.0]
+    (segment,) = bars[0].get_segments()
+    assert np.ptp(segment[:, 1]) == pytest.approx(2 * 5)
+    (line,) = [n for n in picture.accuracy.get_lines() if "dense" in n.get_label()]
+    assert set(line.get_ydata()) == {70.0}
+    assert picture.accuracy.get_ylabel() == "accuracy, masked [%] ↑"
+    assert height_of(picture.draw(points_of({}))) == height_of(alone)
+    assert len(picture.accuracy.get_lines()) == 0
+
+
+def height_of(png: bytes) -> int:
+    """Of a PNG file, in pixels."""
+    return int.from_bytes(png[20:24], "big")
+
+
+def test_pins_have_one_colour_and_corpora_one_marker() -> None:
+    """In both charts of the comparison, with a legend for each."""
+    session = PruningSession(random_table(2, 4, 16))
+    tab = CompareTab(session)
+    for ratio in (0.25, 0.5):
+        session.choose(Choice(ratio=ratio))
+        tab.pin()
+    frame = tab.frame().assign(**{"Δloss pydocs": [0.1, 0.2], "Δloss ptb": [0.3, 0.4]})
+    figure = tab.figure(frame)
+    left, right = figure.axes
+    of_pins = [line.get_color() for line in left.get_lines()]
+    assert len(set(of_pins)) == 2
+    dots = [line for line in right.get_lines() if len(line.get_xdata())]
+    looks = {(dot.get_color(), dot.get_marker()) for dot in dots}
+    assert len(dots) == len(looks) == 4
+    assert {dot.get_color() for dot in dots} == set(of_pins)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["A", "B"]
+    assert [line.get_color() for line in legend.get_lines()] == of_pins
+    corpora = [text.get_text() for text in right.get_legend().get_texts()]
+    assert corpora == ["pydocs", "ptb"]
+
+
+def test_whole_experts_stand_in_the_histogram_of_whole_experts() -> None:
+    """Their summed scores, and all that go are below the cut where all sizes agree."""
+    table = random_table(2, 4, 16)
+    session = PruningSession(table)
+    session.choose(Choice(ratio=0.5, granularity="expert"))
+    picture = ChoicePicture(table)
+    picture.draw(session.keep, estimator="heapr", granularity="expert")
+    bins = picture.figure.axes[2]
+    every, gone = (stairs.get_data().values for stairs in bins.patches)
+    assert (every.sum(), gone.sum()) == (8, 4)
+    (cut,) = {float(x) for x in bins.get_lines()[0].get_xdata()}
+    sums = np.log10(table.scores("heapr").reshape(8, 16).sum(1))
+    assert (sums <= cut).sum() == 4
+    assert bins.get_ylabel() == "whole experts [count]"
+    assert bins.get_xlabel() == "log10 of the score [nats per routed token]"
+    picture.draw(session.keep, estimator="heapr")
+    assert bins.get_ylabel() == "atomic experts [count]"

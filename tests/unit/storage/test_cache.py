@@ -1,0 +1,383 @@
+"""Files are whole or absent, what is foreign is refused, and results are made once."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.storage import cache as store
+from heapr_lab.storage.files import SCHEMA_VERSION
+
+FRAME = pd.DataFrame(
+    {
+        "layer": np.array([0, 0, 1], dtype=np.int16),
+        "tokens": np.array([5, 5, 7], dtype=np.int64),
+        "sum_h2": np.array([0.5, -1.25, 3.0], dtype=np.float32),
+        "note": ["a", "b", "a"],
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test's own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder))
+    return folder
+
+
+# --- places ---------------------------------------------------------------------
+
+
+def test_cache_dir_without_setting_is_the_users_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """$HEAPR_CACHE_DIR comes first, then $XDG_CACHE_HOME, then ~/.cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert store.cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv("HEAPR_CACHE_DIR")
+    assert store.cache_dir() == tmp_path / "xdg" / "heapr_lab"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store.cache_dir() == tmp_path / ".cache" / "heapr_lab"
+
+
+def test_the_papers_tables_are_in_their_place() -> None:
+    """paper_dir holds the published tables."""
+    frame = pd.read_csv(store.paper_dir() / "cost.csv")
+    assert "gpu_minutes" in frame.columns
+
+
+def test_cache_path_depends_on_every_field_of_the_key() -> None:
+    """Another value, field or kind is another path; the order of fields is not."""
+    paths = {
+        store.cache_path(kind, key, extension="json")
+        for kind in ("a", "b")
+        for key in ({"x": 1}, {"x": 2}, {"x": 1, "y": None})
+    }
+    assert len(paths) == 6
+    left = store.cache_path("a", {"x": 1, "y": 2}, extension="json")
+    assert left == store.cache_path("a", {"y": 2, "x": 1}, extension="json")
+
+
+# --- parquet --------------------------------------------------------------------
+
+
+def test_frame_round_trip_keeps_values_types_and_metadata(tmp_path: Path) -> None:
+    """What is read is what was written, columns chosen or not, and can be changed."""
+    path = tmp_path / "deep" / "x.parquet"
+    store.write_frame(path, FRAME, {"N": 3, "spec": {"dtype": "float32"}})
+    frame, metadata = store.read_frame(path)
+    pd.testing.assert_frame_equal(frame, FRAME)
+    assert metadata == {"N": 3, "spec": {"dtype": "float32"}}
+    assert store.read_metadata(path) == metadata
+    some, _ = store.read_frame(path, ["sum_h2"])
+    pd.testing.assert_frame_equal(some, FRAME[["sum_h2"]])
+    some.loc[0, "sum_h2"] = 9.0
+    assert some["sum_h2"].tolist() == [9.0, -1.25, 3.0]
+
+
+def test_frame_round_trip_keeps_another_index(tmp_path: Path) -> None:
+    """An index that is not a plain range comes back, with chosen columns too."""
+    indexed = FRAME.set_index(pd.Index([7, 3, 5], name="row"))
+    store.write_frame(tmp_path / "x.parquet", indexed, {})
+    pd.testing.assert_frame_equal(
+        store.read_frame(tmp_path / "x.parquet", ["layer"])[0], indexed[["layer"]]
+    )
+
+
+def test_missing_column_is_named(tmp_path: Path) -> None:
+    """Asking for a column that is not there names it and those that are."""
+    path = tmp_path / "x.parquet"
+    store.write_frame(path, FRAME, {})
+    with pytest.raises(CacheError, match="no column max_abs_h; it has layer, tokens"):
+        store.read_frame(path, ["layer", "max_abs_h"])
+
+
+def test_metadata_that_is_not_plain_leaves_no_file(tmp_path: Path) -> None:
+    """Metadata that JSON cannot hold is refused before anything is written."""
+    with pytest.raises(SpecError):
+        store.write_frame(tmp_path / "x.parquet", FRAME, {"bad": {1, 2}})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_truncated_parquet_is_refused_and_left_alone(
+    tmp_path: Path, share: float
+) -> None:
+    """A file cut short anywhere is an error that names it, and is not touched."""
+    path = tmp_path / "cut.parquet"
+    store.write_frame(path, FRAME, {})
+    left = path.read_bytes()[: int(share * path.stat().st_size)]
+    path.write_bytes(left)
+    with pytest.raises(CacheError, match=r"cut\.parquet cannot be read"):
+        store.read_frame(path)
+    with pytest.raises(CacheError, match=r"cut\.parquet cannot be read"):
+        store.read_metadata(path)
+    assert path.read_bytes() == left
+
+
+def test_a_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    """Damage inside a data page fails its checksum; no wrong number is returned."""
+    path = tmp_path / "x.parquet"
+    frame = pd.DataFrame({"x": np.arange(5000, dtype=np.float32) ** 2})
+    store.write_frame(path, frame, {})
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(CacheError, match=r"x\.parquet cannot be read"):
+        store.read_frame(path)
+
+
+def test_foreign_parquet_is_refused(tmp_path: Path) -> None:
+    """A parquet file of another program has no metadata of ours and is refused."""
+    path = tmp_path / "theirs.parquet"
+    FRAME.to_parquet(path)
+    with pytest.raises(CacheError, match=r"theirs\.parquet was not written by"):
+        store.read_frame(path)
+
+
+def test_newer_parquet_is_refused(tmp_path: Path) -> None:
+    """A file of a later schema version asks for an upgrade."""
+    header = json.dumps({"schema": SCHEMA_VERSION + 1, "metadata": {}})
+    table = pa.table({"x": [1]}).replace_schema_metadata({"heapr_lab": header})
+    path = tmp_path / "later.parquet"
+    pq.write_table(table, path)
+    with pytest.raises(CacheError, match=r"later\.parquet has schema version 2"):
+        store.read_frame(path)
+
+
+def test_missing_file_is_not_a_damaged_one(tmp_path: Path) -> None:
+    """A file that does not exist is a FileNotFoundError, for every reader."""
+    for read in (store.read_frame, store.read_json, store.load_state):
+        with pytest.raises(FileNotFoundError):
+            read(tmp_path / "nowhere")
+
+
+# --- atomic writes --------------------------------------------------------------
+
+
+def test_an_exception_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
+    """A writer that fails half-way leaves what was there, and no rest of its own."""
+    path = tmp_path / "x.txt"
+    path.write_text("old")
+
+    def write_half() -> None:
+        with store.replacing(path) as temporary:
+            temporary.write_text("ne")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_kill_while_writing_leaves_nothing_that_looks_finished(
+    tmp_path: Path,
+) -> None:
+    """After a process dies half-way through a write, the name does not exist."""
+    path = tmp_path / "x.parquet"
+    code = (
+        "import os, sys\nfrom heapr_lab import store\n"
+        "with store.replacing(sys.argv[1]) as temporary:\n"
+        "    temporary.write_text('half')\n    os._exit(9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    assert done.returncode == 9
+    assert not path.exists()
+    assert [rest.name.startswith(".partial-") for rest in tmp_path.iterdir()] == [True]
+
+
+def test_the_right_to_write_passes_on(tmp_path: Path) -> None:
+    """After the block, also after one that failed; other outputs are free."""
+
+    def use() -> None:
+        with store.writing(tmp_path / "x"), store.writing(tmp_path / "y"):
+            with (
+                pytest.raises(SpecError, match="is being written by another"),
+                store.writing(tmp_path / "x"),
+            ):
+                pass
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            use()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- JSON and states ------------------------------------------------------------
+
+
+def test_json_round_trip_and_truncation(tmp_path: Path) -> None:
+    """Plain data comes back; half a file is refused by name."""
+    path = tmp_path / "x.json"
+    store.write_json(path, {"b": [1, 2.5, None], "a": "ℓ"})
+    assert store.read_json(path) == {"b": [1, 2.5, None], "a": "ℓ"}
+    path.write_text(path.read_text("utf-8")[:10], "utf-8")
+    with pytest.raises(CacheError, match=r"x\.json is truncated"):
+        store.read_json(path)
+
+
+def test_state_round_trip(tmp_path: Path) -> None:
+    """Arrays of any layout and shape come back exactly, with the meta."""
+    arrays = {
+        "transposed": np.arange(6.0).reshape(2, 3).T,
+        "scalar": np.array(7, dtype=np.int64),
+        "empty": np.zeros((0, 4), dtype=np.float32),
+    }
+    store.save_state(tmp_path / "s.safetensors", arrays, {"batch": 3})
+    loaded, meta = store.load_state(tmp_path / "s.safetensors")
+    assert meta == {"batch": 3}
+    assert loaded.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(loaded[name], array, strict=True)
+
+
+def test_truncated_state_is_refused(tmp_path: Path) -> None:
+    """A state cut short names the file, whether header or data is cut."""
+    path = tmp_path / "s.safetensors"
+    store.save_state(path, {"x": np.arange(100.0)}, {})
+    whole = path.read_bytes()
+    for length in (0, 5, 40, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CacheError, match=r"s\.safetensors cannot be read"):
+            store.load_state(path)
+
+
+# --- cached results -------------------------------------------------------------
+
+
+def cached_answer(key: dict[str, int], made: list[int]) -> int:
+    """A cached computation that notes that it ran."""
+
+    def compute() -> int:
+        made.append(1)
+        return key["x"] * 10
+
+    return int(store.cached_json("answers", key, compute))
+
+
+def test_a_result_is_computed_once_per_key(cache: Path) -> None:
+    """The second asking reads; another key computes; the key is readable beside."""
+    made: list[int] = []
+    assert [cached_answer({"x": x}, made) for x in (4, 4, 5)] == [40, 40, 50]
+    assert len(made) == 2
+    path = store.cache_path("answers", {"x": 4}, extension="json")
+    assert store.read_json(path) == 40
+    assert store.read_json(path.with_name(f"{path.name}.key.json")) == {"x": 4}
+
+
+def test_a_failed_computation_stores_nothing() -> None:
+    """After an exception the next asking computes, and finds no lock held."""
+    with pytest.raises(ZeroDivisionError):
+        store.cached_json("answers", {"x": 4}, lambda: 1 // 0)
+    assert cached_answer({"x": 4}, []) == 40
+
+
+def test_a_truncated_result_is_refused_and_never_replaced() -> None:
+    """A damaged file under a result's name is named, not recomputed over."""
+    cached_answer({"x": 4}, [])
+    path = store.cache_path("answers", {"x": 4}, extension="json")
+    path.write_text('{"val')
+    made: list[int] = []
+    with pytest.raises(CacheError, match=path.name):
+        cached_answer({"x": 4}, made)
+    assert made == []
+    assert path.read_text() == '{"val'
+
+
+def test_a_foreign_result_is_refused_and_never_replaced() -> None:
+    """A readable file that this cache did not put there is not taken for a result."""
+    path = store.cache_path("answers", {"x": 4}, extension="json")
+    path.parent.mkdir(parents=True)
+    path.write_text("41")
+    with pytest.raises(CacheError, match=rf"{path.name} is foreign"):
+        cached_answer({"x": 4}, [])
+    assert path.read_text() == "41"
+
+
+def test_a_result_of_another_key_is_refused() -> None:
+    """The stored key is compared with the key asked for, not only its hash."""
+    cached_answer({"x": 4}, [])
+    path = store.cache_path("answers", {"x": 4}, extension="json")
+    store.write_json(path.with_name(f"{path.name}.key.json"), {"x": 3})
+    with pytest.raises(CacheError, match=r'found {"x":3}, expected {"x":4}'):
+        cached_answer({"x": 4}, [])
+
+
+COMPUTE_SLOWLY = """
+import sys, time
+from pathlib import Path
+from heapr_lab import store
+
+def compute():
+    with Path(sys.argv[1]).open("a") as file:
+        file.write("computed\\n")
+    time.sleep(0.5)
+    return 42
+
+print("ready", flush=True)
+sys.stdin.readline()
+print(store.cached_json("slow", {"x": 1}, compute))
+"""
+
+
+def test_two_processes_that_ask_at_once_compute_once(tmp_path: Path) -> None:
+    """The second waits for the first, and both get the result."""
+    counter = tmp_path / "counter"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMPUTE_SLOWLY, str(counter)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ),
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    answers = []
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        answers.append(process.communicate(timeout=60)[0])
+    assert answers == ["42\n", "42\n"]
+    assert counter.read_text() == "computed\n"
+
+
+def test_two_threads_that_ask_at_once_compute_once() -> None:
+    """The lock holds between threads of one process too."""
+    made: list[int] = []
+    inside = threading.Event()
+    answers: list[int] = []
+
+    def compute() -> int:
+        made.append(1)
+        inside.wait(0.3)  # nobody sets it: time for the other to come and wait
+        return 42
+
+    def ask() -> None:
+        answers.append(store.cached_json("slow", {"x": 2}, compute))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert answers == [42, 42]
+    assert made == [1]

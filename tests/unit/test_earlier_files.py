@@ -1,0 +1,72 @@
+"""Files of before the package had wings are read, and found in the cache, as they were.
+
+`tests/data/earlier` was written by version 0.1.0 of November 2026, whose modules all
+stood side by side: a tiny model, what was cached for it, and what was saved of it.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_folder import write_text
+from transformers import AutoModelForCausalLM
+
+import heapr_lab
+from heapr_lab import ImportanceTable, KeepMask, Setting, open_workbench
+
+EARLIER = Path(__file__).parents[1] / "data" / "earlier"
+SETTING = Setting(0.5, calibration="text.txt")
+
+
+@pytest.fixture
+def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the files, in use as the cache, beside the text of then."""
+    folder = tmp_path / "earlier"
+    shutil.copytree(EARLIER, folder)
+    write_text(folder / "text.txt")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder / "cache"))
+    return folder
+
+
+def never(*_: object, **__: object) -> None:
+    """Stands for what must not be computed again."""
+    pytest.fail("computed again, though it is in the cache")
+
+
+def test_an_earlier_cache_answers(
+    earlier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics and perplexity are found under the keys of then."""
+    bench = open_workbench(str(earlier / "dense"), profile="small")
+    for name in ("collect_statistics", "evaluate_perplexity"):
+        monkeypatch.setattr(f"heapr_lab.workbench.workbench.{name}", never)
+    keep = bench.keep(SETTING)
+    assert keep.fingerprint == KeepMask.read(earlier / "mask.parquet").fingerprint
+    found = bench.perplexity(keep, bench.test_windows("text.txt"))
+    assert found.n_tokens == 252
+
+
+def test_earlier_tables_and_masks_are_read(earlier: Path) -> None:
+    """The table selects the mask that was selected then."""
+    table = ImportanceTable.read(earlier / "importance.parquet")
+    mask = KeepMask.read(earlier / "mask.parquet")
+    keep = heapr_lab.select(table, ratio=0.5)
+    assert keep.fingerprint == mask.fingerprint
+    assert keep.settings == mask.settings
+
+
+def test_an_earlier_checkpoint_is_loaded(earlier: Path) -> None:
+    """Its logits are those of the dense model of then under its mask."""
+    pruned = AutoModelForCausalLM.from_pretrained(earlier / "ragged")
+    dense, _ = heapr_lab.load_model(str(earlier / "dense"))
+    ids = torch.arange(12).reshape(2, 6)
+    with (
+        torch.no_grad(),
+        heapr_lab.masking(
+            dense, KeepMask.read(earlier / "ragged" / "heapr_keep.parquet")
+        ),
+    ):
+        expected = dense(ids).logits
+        torch.testing.assert_close(pruned(ids).logits, expected)

@@ -1,0 +1,152 @@
+"""What notebooks show for the objects people get: readable, escaped, in any theme."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from families import tiny_model
+
+import heapr_lab
+from heapr_lab.evaluation.loss_prediction import fit_damage
+from heapr_lab.evaluation.perplexity import Divergence, Perplexity
+from heapr_lab.figures import Display
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.refinement.compensation import Compensation
+from heapr_lab.refinement.iterative import Rounds
+from heapr_lab.storage.provenance import Origin
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.corpora import Corpus
+from heapr_lab.workbench.workbench import PROFILES, Setting, Workbench
+
+NASTY = "<script>alert('&')</script>"
+_ROWS = {"layer": [0, 0], "expert": [0, 0], "atom": [0, 1], "sum_hg2": [2.0, 6]}
+_SHAPE = LayerShape(n_experts=2, d_inter=3, d_expert=4)
+
+
+def keep_mask() -> KeepMask:
+    """One of two atoms stays."""
+    said = {"scope": "global", "granularity": "atom", "structure": "ragged"}
+    return KeepMask.from_arrays({0: [[True, False]]}, estimator=NASTY, **said)
+
+
+def shown_objects() -> dict[str, tuple[Any, list[str]]]:
+    """An object of each class, and what its card must say."""
+    history = pd.DataFrame({"achieved_ratio": [0.25, 0.5], "passes": [1, 3]})
+    report = pd.DataFrame({"dropped": [0.1, 0.3], "compensated": [0.1, 0.1]})
+    windows = CalibrationSet(
+        torch.zeros(3, 5, dtype=torch.long), {"corpus": NASTY, "seed": 7}
+    )
+    bench = Workbench(
+        tiny_model("mixtral"), None, name=NASTY, profile=PROFILES["small"]
+    )
+    frame = pd.DataFrame(
+        {"ratio": 0.5, "achieved_ratio": 0.5, NASTY: 1, "layer": [0], "layer_ratio": 1}
+    )
+    made: list[tuple[Any, list[str]]] = [
+        (keep_mask(), ["50.00%", "1 of 2"]),
+        (ImportanceTable.from_frame(pd.DataFrame(_ROWS), N=1234), ["1,234", "2"]),
+        (windows, ["3 of 5 tokens", "12", "7"]),
+        (Corpus(NASTY, "test", ("ab", "c"), NASTY), ["test", "2", "3"]),
+        (Perplexity(20.1, 3.0, 4321), ["20.1", "3.0000", "4,321"]),
+        (Divergence(0.0123, 0.99, 4321), ["0.0123", "99.00%", "4,321"]),
+        (fit_damage([(1, 0.01), (4, 0.05), (10, 1)]), ["3", "1 to 10", "0.01 to 1"]),
+        (Architecture(100, 2, 4, {0: _SHAPE}, 10, 8), ["100", "72.0%", "2 × 3, 1"]),
+        (Rounds(keep_mask(), None, history), ["25.00%", "50.00%", "so far 3"]),
+        (
+            Compensation({}, report, {"span": "layer"}),
+            ["2", "layer", "0.2 → 0.1"],
+        ),
+        (PROFILES["small"], ["8 of 64 tokens", "4"]),
+        (Setting(0.25, calibration=NASTY), ["0.25", "heapr", "global"]),
+        (bench, ["small: 8 calibration windows of 64 tokens", "Mixtral"]),
+        (Display("layer_ratios", frame), ["1", "achieved_ratio", "layer_ratios"]),
+        (Origin(Path(NASTY), "figure", {"a": {"b": NASTY}}), ["figure", "a.b"]),
+    ]
+    return {type(value).__name__: (value, said) for value, said in made}
+
+
+SHOWN = shown_objects()
+
+
+class Reader(HTMLParser):
+    """Texts and colours of a page; what is opened must be closed in turn."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.texts: list[str] = []
+        self.styles: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note its colours, and that it is open."""
+        self.tags.add(tag)
+        said = dict(attrs)
+        self.texts.append(said.get("alt") or "")
+        self.styles.append(said.get("style") or "")
+        if tag != "img":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        """It must be the one that was opened last."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Note it."""
+        self.texts.append(data)
+
+
+def colours(style: str) -> list[str]:
+    """Colours in a style that no variable of the theme stands before."""
+    plain = re.sub(r"var\((?:[^()]|\([^()]*\))*\)", "", style)
+    properties = [part.split(":", 1) for part in plain.split(";") if ":" in part]
+    return [
+        value
+        for name, value in properties
+        if re.search("color|background|border$", name)
+        and re.search(r"#|rgb|hsl|\b(black|white|gr[ae]y|red|blue|green)\b", value)
+    ]
+
+
+def test_colours_are_found() -> None:
+    """The check below sees a colour of its own, and not the fallback of a variable."""
+    own = "color:#333;border:1px solid rgb(1,2,3);background:white;padding:1px"
+    assert len(colours(own)) == 3
+    assert colours("color:var(--jp-x, rgba(1,2,3,.5));width:3px") == []
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_card_is_well_formed_escaped_and_of_any_theme(name: str) -> None:
+    """Key numbers are said, markup in names is text, no colour ignores the theme."""
+    value, said = SHOWN[name]
+    page = Reader(value._repr_html_())
+    text = " ".join(page.texts)
+    assert [number for number in said if number not in text] == []
+    assert page.tags <= {"div", "strong", "table", "tr", "td", "span", "img"}
+    assert [colour for style in page.styles for colour in colours(style)] == []
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_repr_is_short(name: str) -> None:
+    """One line that begins with the class."""
+    line = repr(SHOWN[name][0])
+    assert line.startswith(f"{name}(")
+    assert len(line) < 300
+    assert "\n" not in line
+    assert " object at 0x" not in line
+
+
+def test_every_public_class_is_shown() -> None:
+    """Of the public names that are classes, errors aside."""
+    public = [getattr(heapr_lab, name) for name in heapr_lab.__all__]
+    classes = {value.__name__ for value in public if isinstance(value, type)}
+    assert classes - set(SHOWN) == {"HeaprLabError"}

@@ -1,0 +1,221 @@
+"""Windows as the paper draws them, mixtures, and what cannot be drawn."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from heapr_lab.errors import CorpusError, SpecError
+from heapr_lab.text.calibration import (
+    CalibrationSet,
+    load_calibration,
+    load_windows,
+    tokenizer_fingerprint,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A character is a token, and its id is its code point (0 to 255)."""
+    vocabulary = {chr(code): code for code in range(256)}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(255)))
+    model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token=chr(0), bos_token=chr(1)
+    )
+
+
+def text_of(ids: torch.Tensor) -> str:
+    """The characters of a window."""
+    return "".join(chr(code) for code in ids.tolist())
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> str:
+    """A file of 30 paragraphs, each `0a0a`, `1b1b`, ...; 178 characters joined."""
+    paragraphs = [f"{i % 10}{chr(ord('a') + i % 26)}" * 2 for i in range(30)]
+    path = tmp_path / "letters.txt"
+    path.write_text("\n\n".join(paragraphs))
+    return str(path)
+
+
+def test_windows_are_cut_from_the_joined_text(
+    letters: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Blank lines between texts, no special tokens, the incomplete rest dropped."""
+    windows = load_windows(letters, tokenizer, seq_len=12)
+    joined = Path(letters).read_text()
+    assert len(joined) == 30 * 4 + 29 * 2 == 178
+    assert windows.ids.shape == (14, 12)
+    assert [text_of(row) for row in windows.ids] == [
+        joined[12 * i : 12 * (i + 1)] for i in range(14)
+    ]
+    assert text_of(windows.ids[0]) == "0a0a\n\n1b1b\n\n"
+    first = load_windows(letters, tokenizer, seq_len=12, n_sequences=3)
+    assert torch.equal(first.ids, windows.ids[:3])
+
+
+def test_calibration_draws_windows_without_replacement(
+    letters: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """All windows drawn are all windows, in an order that the seed decides."""
+    every = load_windows(letters, tokenizer, seq_len=12).ids.tolist()
+    draws = [
+        load_calibration(letters, tokenizer, n_sequences=14, seq_len=12, seed=seed).ids
+        for seed in (0, 0, 1)
+    ]
+    assert all(sorted(draw.tolist()) == sorted(every) for draw in draws)
+    assert torch.equal(draws[0], draws[1])
+    assert draws[0].tolist() != draws[2].tolist()
+    assert draws[0].tolist() != every
+
+
+def test_draws_of_one_seed_are_nested(
+    letters: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A smaller set is the beginning of a larger one."""
+    largest = load_calibration(letters, tokenizer, n_sequences=14, seq_len=12, seed=3)
+    for n_sequences in range(1, 14):
+        smaller = load_calibration(
+            letters, tokenizer, n_sequences=n_sequences, seq_len=12, seed=3
+        )
+        assert torch.equal(smaller.ids, largest.ids[:n_sequences])
+
+
+def test_asking_for_too_many_names_the_number(
+    letters: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The error says how many windows there are."""
+    text = r"has 14 windows of 12 tokens, 15 were asked for"
+    with pytest.raises(CorpusError, match=text):
+        load_calibration(letters, tokenizer, n_sequences=15, seq_len=12)
+    with pytest.raises(CorpusError, match=text):
+        load_windows(letters, tokenizer, n_sequences=15, seq_len=12)
+    with pytest.raises(CorpusError, match=r"has 0 windows of 200 tokens, 1 were"):
+        load_windows(letters, tokenizer, seq_len=200)
+
+
+@pytest.mark.parametrize("numbers", [(0, 12), (-1, 12), (2.0, 12), (3, 1), (3, 0)])
+def test_numbers_that_make_no_sense_are_refused(
+    letters: str, tokenizer: PreTrainedTokenizerFast, numbers: tuple[int, int]
+) -> None:
+    """A window has two tokens at least, a set one window."""
+    n_sequences, seq_len = numbers
+    for load in (load_calibration, load_windows):
+        with pytest.raises(SpecError, match=r"must be a whole number from [12], got"):
+            load(letters, tokenizer, n_sequences=n_sequences, seq_len=seq_len)
+
+
+def test_a_mixture_shares_out_the_windows(
+    tmp_path: Path, letters: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """0.7 and 0.3 of 5 windows are 3.5 and 1.5: 4 and 1 by the larger remainder."""
+    digits = tmp_path / "digits.txt"
+    digits.write_text("0123456789" * 20)
+    mixture = f"0.7*{letters} + 0.3*{digits}"
+    drawn = load_calibration(mixture, tokenizer, n_sequences=5, seq_len=12)
+    numeric = [text_of(row).isdigit() for row in drawn.ids]
+    assert numeric == [False] * 4 + [True]
+    assert [s["n_sequences"] for s in drawn.provenance["sources"]] == [4, 1]
+    alone = load_calibration(letters, tokenizer, n_sequences=4, seq_len=12)
+    assert torch.equal(drawn.ids[:4], alone.ids)
+    # Weights are relative: 7 to 3 is 0.7 to 0.3.
+    again = load_calibration(
+        f"7*{letters}+3*{digits}", tokenizer, n_sequences=5, seq_len=12
+    )
+    assert again.fingerprint == drawn.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("mixture", "text"),
+    [
+        ("0.5*pydocs + ptb", "cannot read the mixture"),
+        ("0.5*pydocs + much*ptb", "cannot read the mixture"),
+        ("1.2.3*pydocs + 1*ptb", "cannot read the mixture"),
+        ("0.5*ptb + 0.5*ptb", "repeats a corpus"),
+        ("0*pydocs + 1*ptb", "weight of 0"),
+    ],
+)
+def test_unreadable_mixtures_are_refused(
+    mixture: str, text: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Before any corpus is loaded, with the mixture in the message."""
+    with pytest.raises(SpecError, match=text):
+        load_calibration(mixture, tokenizer)
+
+
+def test_from_ids_takes_what_it_is_given() -> None:
+    """5 windows of 9 tokens predict 5·8; the fingerprint is that of ids and shape."""
+    ids = torch.arange(45).view(5, 9)
+    given = CalibrationSet.from_ids(ids)
+    assert (given.n_sequences, given.seq_len, given.n_predicted) == (5, 9, 40)
+    assert given.fingerprint == CalibrationSet.from_ids(ids.clone()).fingerprint
+    others = [ids.view(9, 5), ids.roll(1), ids[:4]]
+    prints = {CalibrationSet.from_ids(other).fingerprint for other in others}
+    assert len(prints | {given.fingerprint}) == 4
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.zeros(2, 4),
+        torch.zeros(2, 4, dtype=torch.bool),
+        [[1.0, 2.0]],
+        [[1, 2, 3], [1, 2]],
+        [["a", "b"]],
+        [[2**70, 1]],
+        [],
+        None,
+        torch.zeros(4, dtype=torch.long),
+        torch.zeros(1, 2, 3, dtype=torch.long),
+        torch.zeros(2, 1, dtype=torch.long),
+        torch.zeros(0, 4, dtype=torch.long),
+    ],
+)
+def test_from_ids_refuses_what_is_not_token_ids(ids: Any) -> None:
+    """The message gives type and shape, and what was expected."""
+    with pytest.raises(SpecError, match=r"expected whole numbers (\(n_win|in wind)"):
+        CalibrationSet.from_ids(ids)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.int32, torch.int16, torch.uint8, np.int32, list]
+)
+def test_from_ids_converts_whole_numbers(kind: Any) -> None:
+    """Tensors and arrays of other types, and lists, are the same windows."""
+    ids = torch.arange(8).view(2, 4)
+    other = (
+        ids.to(kind)
+        if isinstance(kind, torch.dtype)
+        else ids.tolist()
+        if kind is list
+        else ids.numpy().astype(kind)
+    )
+    got = CalibrationSet.from_ids(other)
+    assert got.ids.dtype == torch.long
+    assert got.fingerprint == CalibrationSet.from_ids(ids).fingerprint
+
+
+def test_the_tokenizer_is_known_by_its_ids(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Padding or truncating in a call leaves the fingerprint; a new token does not."""
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["ab", "abc"], padding=True, truncation=True, max_length=2)
+    assert tokenizer.backend_tokenizer.truncation is not None
+    assert tokenizer_fingerprint(tokenizer) == before
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    other.add_tokens(["\u0100"])
+    assert tokenizer_fingerprint(other) != before
+
+
+def test_windows_do_not_depend_on_what_was_called_before(
+    letters: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A tokenizer left truncating by an earlier call still reads the whole corpus."""
+    tokenizer(["ab", "abc"], padding=True, truncation=True, max_length=2)
+    longer = Path(letters).with_name("longer.txt")
+    longer.write_text(Path(letters).read_text() + "\n\nend")
+    assert load_windows(str(longer), tokenizer, seq_len=12).n_sequences == 183 // 12

@@ -1,0 +1,169 @@
+"""What a workbench remembers is that of the texts and items as they are now."""
+
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from tiny_folder import write_model, write_text
+
+from heapr_lab.evaluation.harness import items_fingerprint
+from heapr_lab.text import corpora
+from heapr_lab.text.corpora import load_corpus
+from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
+    """A workbench with a cache of its own, in a folder of its own."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "moe")
+    return open_workbench(str(tmp_path / "moe"), profile="small")
+
+
+def fingerprints(bench: Workbench, corpus: str) -> tuple[str, str]:
+    """Of the calibration and of the test windows."""
+    setting = Setting(0.25, calibration=corpus)
+    return (
+        bench.calibration_set(setting).fingerprint,
+        bench.test_windows(corpus).fingerprint,
+    )
+
+
+# --- texts ------------------------------------------------------------------------
+
+
+def test_a_file_that_changed_gives_its_new_windows(bench: Workbench) -> None:
+    """Written to, of the same length, and put back: each time what it holds."""
+    path = write_text(Path("own.txt"))
+    first = fingerprints(bench, "own.txt")
+    assert fingerprints(bench, "own.txt") == first
+    ids = bench.test_windows("own.txt").ids
+    assert bench.test_windows("own.txt").ids is ids  # remembered, while it is the same
+    text = path.read_text()
+    path.write_text(text.replace("w0x", "v1x"))
+    changed = fingerprints(bench, "own.txt")
+    assert not set(changed) & set(first)
+    path.write_text(text)
+    assert fingerprints(bench, "own.txt") == first
+
+
+def test_a_relative_name_is_that_of_the_folder(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same name from another folder is another file."""
+    for name, n_texts in (("a", 12), ("b", 20)):
+        Path(name).mkdir()
+        write_text(Path(name) / "own.txt", n_texts=n_texts)
+    found = []
+    for folder in ("a", "../b", "../a"):
+        monkeypatch.chdir(folder)
+        found.append(fingerprints(bench, "own.txt"))
+    assert found[0] == found[2]
+    # The first windows are of texts that both have; of the drawn ones some are not.
+    assert found[0][0] != found[1][0]
+
+
+def test_weights_of_a_mixture_are_remembered(bench: Workbench) -> None:
+    """Two mixtures of the same corpora are not one another."""
+    write_text(Path("a.txt"))
+    shutil.copy("a.txt", "b.txt")
+    found = {
+        mixture: str(
+            bench.calibration_set(Setting(0.25, calibration=mixture)).provenance
+        )
+        for mixture in ("0.7*a.txt + 0.3*b.txt", "0.3*a.txt + 0.7*b.txt")
+    }
+    assert len(set(found.values())) == 2
+
+
+def test_a_data_folder_that_changed_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parquet file of $HEAPR_DATA_DIR that is replaced, and a folder that is."""
+    for name, texts in (("one", ["first", "text"]), ("two", ["other"])):
+        (tmp_path / name / "ptb").mkdir(parents=True)
+        frame = pd.DataFrame({"sentence": texts})
+        frame.to_parquet(tmp_path / name / "ptb" / "test.parquet")
+    monkeypatch.setenv("HEAPR_DATA_DIR", str(tmp_path / "one"))
+    assert load_corpus("ptb", split="test").texts == ("first", "text")
+    assert load_corpus("ptb", split="test") is load_corpus("ptb", split="test")
+    shutil.copy(
+        tmp_path / "two" / "ptb" / "test.parquet",
+        tmp_path / "one" / "ptb" / "test.parquet",
+    )
+    assert load_corpus("ptb", split="test").texts == ("other",)
+    monkeypatch.chdir(tmp_path / "two")
+    monkeypatch.setenv("HEAPR_DATA_DIR", ".")
+    pd.DataFrame({"sentence": ["third"]}).to_parquet("ptb/test.parquet")
+    assert load_corpus("ptb", split="test").texts == ("third",)
+    corpora._named_corpus.cache_clear()
+
+
+def test_a_tokenizer_with_more_tokens_gives_other_windows(bench: Workbench) -> None:
+    """Windows and the tokenizer's own fingerprint are of the tokenizer as it is."""
+    write_text(Path("own.txt"))
+    before = fingerprints(bench, "own.txt"), bench.tokenizer_id
+    assert bench.tokenizer.add_tokens(["w0x"]) == 1
+    after = fingerprints(bench, "own.txt"), bench.tokenizer_id
+    assert after[0] != before[0]
+    assert after[1] != before[1]
+
+
+# --- items ------------------------------------------------------------------------
+
+
+def write_piqa(folder: Path, *, changed: int | None = None) -> None:
+    """Twelve items of PIQA, of which one may be another."""
+    rows = [
+        {
+            "goal": f"goal {i}",
+            "sol1": f"way {i} one",
+            "sol2": f"way {i}",
+            "label": i % 2,
+        }
+        for i in range(12)
+    ]
+    if changed is not None:
+        rows[changed]["sol1"] = "something else altogether"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "validation"):
+        pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
+
+
+def test_accuracy_is_of_the_items_as_they_are(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another $HEAPR_TASKS_DIR, or another item in it, is another result."""
+    for name, changed in (("one", None), ("two", 3)):
+        write_piqa(tmp_path / name / "piqa", changed=changed)
+    done: list[tuple[int, int]] = []
+
+    def asked(folder: str) -> int:
+        monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path / folder))
+        done.clear()
+        bench.task_accuracy(None, "piqa", progress=lambda *now: done.append(now))
+        return len(done)
+
+    assert asked("one") > 0
+    assert asked("one") == 0  # from the cache
+    assert asked("two") > 0
+    assert asked("one") == 0
+    write_piqa(tmp_path / "one" / "piqa", changed=5)
+    assert asked("one") > 0
+
+
+def test_items_of_the_hub_are_known_by_what_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no file holds them: the documents, of which only the first are asked."""
+    monkeypatch.delenv("HEAPR_TASKS_DIR", raising=False)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    found = {}
+    for name, changed in (("one", None), ("again", None), ("two", 3), ("late", 9)):
+        write_piqa(tmp_path / name / "baber" / "piqa", changed=changed)
+        monkeypatch.chdir(tmp_path / name)
+        found[name] = items_fingerprint("piqa", limit=8)
+    assert found["one"] == found["again"] == found["late"] != found["two"]
+    assert items_fingerprint("piqa") != found["late"]

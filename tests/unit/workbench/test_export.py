@@ -1,0 +1,309 @@
+"""What is saved and written: one number for all who ask, and files as their source."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from families import tiny_model
+from safetensors.torch import load_file
+from tiny_folder import D_VOCAB, write_text, write_tokenizer
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from heapr_lab.cli.app import app
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models import architecture
+from heapr_lab.models.sources import read_source, source_of, weights_bytes
+from heapr_lab.panel.panel import Explorer
+from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.workbench.export import describe_calibration, savings
+from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+
+SEQ_LEN = 32
+QUARTER = Choice(ratio=0.25)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in bfloat16 in `moe`, a text, a table of windows of 32 tokens."""
+    folder = tmp_path_factory.mktemp("export")
+    sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
+    model: Any = tiny_model("qwen2_moe", dtype=torch.bfloat16, seed=0, **sizes)
+    model.save_pretrained(folder / "moe")
+    write_tokenizer(folder / "moe")
+    write_text(folder / "text.txt")
+    command(
+        "score", folder / "moe", "--corpus", folder / "text.txt",
+        "--profile", "small", "--seq-len", SEQ_LEN, "--out", folder / "table.parquet",
+    )  # fmt: skip
+    return folder
+
+
+def command(*arguments: object) -> str:
+    """What a command prints; it has to succeed."""
+    result = CliRunner().invoke(app, [str(part) for part in arguments])
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def bench_of(root: Path) -> Workbench:
+    """The model, loaded in float32, whose profile has windows of 64 tokens."""
+    return open_workbench(str(root / "moe"), profile="small")
+
+
+def panel_of(root: Path, bench: Workbench) -> Explorer:
+    """The panel of the table, calibrated and evaluated on the text."""
+    text = str(root / "text.txt")
+    table = ImportanceTable.read(root / "table.parquet")
+    session = PruningSession(
+        table, workbench=bench, setting=Setting(0.0, calibration=text)
+    )
+    return Explorer(session, corpora=(text,), tasks=())
+
+
+def export(panel: Explorer, folder: Path, *, compensated: bool) -> str:
+    """What the tab shows after Export was pressed."""
+    panel.export.folder.value = str(folder)
+    panel.export.compensated.value = compensated
+    panel.export.job.button.click()
+    panel.export.job.wait(60)
+    assert panel.export.job.error.value == ""
+    return str(panel.export.command.value)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """What the manifest of a checkpoint says."""
+    return dict(json.loads((folder / "heapr_manifest.json").read_text()))
+
+
+# --- operations ------------------------------------------------------------------
+
+
+def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
+    """Panel, command line, manifest and workbench: that of the calibration windows."""
+    bench = bench_of(root)
+    panel = panel_of(root, bench)
+    panel.controls.ratio.value = "0.25"
+    asked = panel.session.savings()
+    assert asked is not None
+    export(panel, tmp_path / "pruned", compensated=False)
+    out = command(
+        "prune", root / "moe", "--importance", root / "table.parquet",
+        "--estimator", "heapr", "--ratio", 0.25, "--json",
+    )  # fmt: skip
+    # The workbench measures with its own profile, here of the table's windows.
+    setting = Setting(0.25, calibration=str(root / "text.txt"))
+    bench._table = None
+    bench.profile = type(bench.profile)("small", 8, SEQ_LEN, 4, 8)
+    rows = [
+        asked.iloc[0].to_dict(),
+        json.loads(out),
+        manifest_of(tmp_path / "pruned")["savings"],
+        bench.savings(setting).iloc[0].to_dict(),
+    ]
+    names = ("flops_before", "flops_after", "flops_reduction", "seq_len")
+    found = [[row[name] for name in names] for row in rows]
+    assert found == [found[0]] * 4
+    assert found[0][-1] == SEQ_LEN
+    told = f"at {SEQ_LEN} tokens of context"
+    assert told in panel.numbers.value
+    assert told in panel.status.value
+    assert told in (tmp_path / "pruned" / "README.md").read_text()
+
+
+def test_the_command_line_says_the_context(root: Path) -> None:
+    """In text beside the counts; another context where the user asks for one."""
+    base = ("prune", root / "moe", "--importance", root / "table.parquet")
+    shown = command(*base, "--ratio", 0.25)
+    assert f"at {SEQ_LEN} tokens of context" in shown
+    other = json.loads(command(*base, "--ratio", 0.25, "--seq-len", 512, "--json"))
+    assert other["seq_len"] == 512
+
+
+def test_a_table_that_does_not_say_counts_at_2048() -> None:
+    """So do tables whose entry is no number."""
+    frame = pd.DataFrame({"layer": [0], "expert": [0], "atom": [0], "sum_hg2": [1.0]})
+    for said in ({}, {"provenance": {"calibration": {"seq_len": None}}}):
+        table = ImportanceTable.from_frame(frame, **said)
+        assert architecture.context_length(table) == 2048
+        assert describe_calibration(table) == "not recorded"
+
+
+# --- files -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+def test_a_checkpoint_has_the_type_and_size_of_its_source(
+    root: Path, tmp_path: Path, compensated: bool
+) -> None:
+    """Loaded in float32, written in bfloat16 by both; sizes are those of the files."""
+    bench = bench_of(root)
+    assert next(bench.model.parameters()).dtype == torch.float32
+    panel = panel_of(root, bench)
+    panel.controls.ratio.value = "0.4"
+    told = export(panel, tmp_path / "panel", compensated=compensated)
+    method = "best" if compensated else "paper"
+    facts = json.loads(command(
+        "prune", root / "moe", "--corpus", root / "text.txt", "--profile", "small",
+        "--seq-len", SEQ_LEN, "--method", method, "--estimator", "heapr",
+        "--ratio", 0.4, "--out", tmp_path / "line", "--json",
+    ))  # fmt: skip
+    sizes = {name: weights_bytes(tmp_path / name) for name in ("panel", "line")}
+    for name in sizes:
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        assert {t.dtype for t in load_file(file).values()} == {torch.bfloat16}
+    assert sizes["panel"] == sizes["line"] == facts["bytes_after"]
+    assert facts["bytes_after_is"] == "that of the files"
+    dense = weights_bytes(root / "moe")
+    assert facts["bytes_before"] == dense > facts["bytes_after"]
+    assert f"{sizes['panel']:,} bytes, bfloat16 (dense: {dense:,})" in told
+    card = (tmp_path / "panel" / "README.md").read_text()
+    assert f"| {dense:,} → {sizes['panel']:,}" in card
+    # The dense model, from which the weights were copied, is as it was.
+    assert {p.dtype for p in bench.model.parameters()} == {torch.float32}
+
+
+def test_panel_and_command_line_write_the_same_weights(
+    root: Path, tmp_path: Path
+) -> None:
+    """Masked, from memory and from the files: bit for bit."""
+    panel = panel_of(root, bench_of(root))
+    panel.controls.ratio.value = "0.4"
+    export(panel, tmp_path / "panel", compensated=False)
+    command(
+        "prune", root / "moe", "--importance", root / "table.parquet", "--ratio", 0.4,
+        "--estimator", "heapr", "--out", tmp_path / "line",
+    )  # fmt: skip
+    ours, theirs = (
+        load_file(next((tmp_path / name).glob("*.safetensors")))
+        for name in ("panel", "line")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_sizes_that_are_no_files_are_called_estimates(root: Path) -> None:
+    """Without a checkpoint the dense bytes are of files, the pruned ones estimated."""
+    table = ImportanceTable.read(root / "table.parquet")
+    keep = PruningSession(table).keep_of(QUARTER)
+    source = read_source(root / "moe")
+    found = savings(keep, table, source=source)
+    assert found["bytes_before"] == source.n_bytes
+    ratio = found["parameters_after"] / found["parameters_before"]
+    assert found["bytes_after"] == pytest.approx(ratio * source.n_bytes, abs=1)
+    assert found["bytes_after_is"].startswith("an estimate")
+    panel = panel_of(root, bench_of(root))
+    assert "bytes (bfloat16 files, pruned: an estimate)" in panel.numbers.value
+    alone = Explorer(PruningSession(table))
+    assert "bytes (an estimate, 4 for each parameter)" in alone.numbers.value
+
+
+def test_a_model_made_in_memory_has_no_source() -> None:
+    """Nothing is guessed of where it came from."""
+    assert source_of(tiny_model("qwen2_moe")) is None
+
+
+def test_a_width_that_the_files_cannot_have_is_refused_first(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 atoms would do in float32, as loaded; not in bfloat16, as written."""
+    panel = panel_of(root, bench_of(root))
+    panel.controls.ratio.value = "0.5"
+    panel.controls.structure.value = "uniform"
+    panel.controls.multiple.value = 4
+    panel.export.folder.value = str(tmp_path / "pruned")
+    monkeypatch.delattr(type(panel.session.workbench), "calibration_set")
+    panel.export.job.button.click()
+    panel.export.job.wait(60)
+    assert "a multiple of 8" in panel.export.job.error.value
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- cards -----------------------------------------------------------------------
+
+
+def test_the_panels_card_is_full(root: Path, tmp_path: Path) -> None:
+    """Calibration, and the perplexity of the weights in the files, not of the mask."""
+    bench, text = bench_of(root), str(root / "text.txt")
+    panel = panel_of(root, bench)
+    panel.controls.ratio.value = "0.5"
+    export(panel, tmp_path / "pruned", compensated=True)
+    manifest = manifest_of(tmp_path / "pruned")
+    assert f"of {SEQ_LEN} tokens of {text}" in manifest["calibration"]
+    assert manifest["importance"] == panel.session.table.metadata["spec_hash"]
+    windows = bench.test_windows(text)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "pruned", dtype=torch.float32
+    )
+    dense, pruned = manifest["perplexity"][text]
+    assert dense == bench.perplexity(None, windows).value
+    assert pruned == pytest.approx(evaluate_perplexity(loaded, windows.ids).value)
+    masked = bench.perplexity(panel.session.keep, windows).value
+    assert abs(pruned / masked - 1) > 1e-4
+    card = (tmp_path / "pruned" / "README.md").read_text()
+    assert (
+        f"| perplexity of these weights, {text} | {dense:.2f} → {pruned:.2f} |" in card
+    )
+    assert "not recorded" not in card.replace("| revision | not recorded |", "")
+
+
+def test_export_is_cancelled_while_it_measures(root: Path, tmp_path: Path) -> None:
+    """Nothing is left behind, and nothing is said to be written."""
+    panel = panel_of(root, bench_of(root))
+    panel.controls.ratio.value = "0.45"
+    panel.export.folder.value = str(tmp_path / "pruned")
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(change: Any) -> None:  # the work stands still until Cancel was pressed
+        if "as written" in change["new"] and not reached.is_set():
+            reached.set()
+            assert go_on.wait(60)
+
+    panel.export.job.text.observe(hold, names="value")
+    panel.export.job.button.click()
+    assert reached.wait(60)
+    panel.export.job.cancel_button.click()
+    go_on.set()
+    panel.export.job.wait(60)
+    assert "cancelled" in panel.export.job.text.value
+    assert panel.export.command.value == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_place_says_which_weights_it_shows(root: Path) -> None:
+    """Evaluate and Inspect are of the masked model, Export may compensate."""
+    panel = panel_of(root, bench_of(root))
+    panel.controls.ratio.value = "0.3"
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert "Last point, masked:" in panel.evaluation.message.value
+    assert "masked" in panel.evaluation._picture.ax.get_ylabel()
+    panel.inspection.text.value = "aaab bbba abab"
+    panel.inspection.compare.button.click()
+    panel.inspection.compare.wait(60)
+    assert "masked, not compensated" in panel.inspection.compared.value
+    assert "compensated weights" in panel.export.note.value
+    assert "masked model" in panel.export.note.value
+    panel.export.compensated.value = False
+    assert "compensated weights" not in panel.export.note.value
+
+
+def test_the_panel_names_methods_as_the_command_line(root: Path) -> None:
+    """Which --method a choice is, and how it differs from the default, said plainly."""
+    panel = panel_of(root, bench_of(root))
+    assert "--method paper" in panel.controls.method.value
+    assert "this is --method best --estimator heapr:" in panel.export.note.value
+    default = "default) alone is elimination with compensation"
+    assert default in panel.export.note.value
+    panel.export.compensated.value = False
+    assert "This is --method paper." in panel.export.note.value
+    panel.controls.estimator.value = "shrunk"
+    assert "--method best for a table alone" in panel.controls.method.value
+    assert "--method paper --estimator shrunk" in panel.export.note.value
+    options = panel.controls.budget.options
+    assert {"atoms", "parameters (model)", "bytes", "routed FLOPs (flops)"} < {*options}
