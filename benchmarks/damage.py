@@ -18,16 +18,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
-from heapr_lab.evaluation.loss_prediction import summed_scores
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.models.loading import LAB
+from heapr_lab.pruning.savings import summed_scores
+from heapr_lab.text.corpora import available_corpora
 from heapr_lab.workbench.budgets import damage_map
-from heapr_lab.workbench.workbench import (
-    Setting,
-    Workbench,
-    available_corpora,
-    open_workbench,
-)
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 CALIBRATION = "pydocs"
 FITTED = ((0.2, 0.5, 0.8), (0.3, 0.7))

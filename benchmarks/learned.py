@@ -35,7 +35,8 @@ from heapr_lab.refinement.compensation import compensate
 from heapr_lab.refinement.learned_masks import learn_mask
 from heapr_lab.refinement.recovery import recover
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 _SCORE_PASSES = 2
 

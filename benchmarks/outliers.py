@@ -21,7 +21,8 @@ from benchmarks.machine import machine, write_results
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.loading import LAB
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 N_ATOMS = 12
 RATIOS = (0.2, 0.4, 0.6, 0.8)

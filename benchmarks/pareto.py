@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import machine, write_results
 from heapr_lab.models.loading import LAB
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.workbench.budgets import PRICES, pareto_front
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.pruning.pareto import PRICES, pareto_front
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.2, 0.4, 0.6)
 ESTIMATORS = ("fisher", "heapr")

@@ -37,10 +37,10 @@ from heapr_lab.importance.activation_grams import (
 )
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models import architecture
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import LAB
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import Downs, masking
 from heapr_lab.refinement.compensation import solve_layers
@@ -48,7 +48,8 @@ from heapr_lab.refinement.elimination import with_elimination
 from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.2, 0.4, 0.6, 0.8)
 AT_EQUAL_FLOPS = (0.4, 0.6)
@@ -269,11 +270,11 @@ def measure(
     choice: dict[str, Any] = {}
     share = ratio
     if equal == "flops":
-        paper = architecture.summary(select(table, ratio=ratio), table)
+        paper = savings_of(select(table, ratio=ratio), table)
         share = round(float(paper["routed_flops_reduction"].iloc[0]), 9)
         choice = {"of": "flops"}
     keep, downs, cost = measured.pruned(variant, share, **choice)
-    saved = architecture.summary(keep, table).iloc[0]
+    saved = savings_of(keep, table).iloc[0]
     rows = []
     for corpus in CORPORA:
         windows = bench.test_windows(corpus)

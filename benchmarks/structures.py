@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import machine, write_results
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import LAB
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.2, 0.4, 0.6)
 CONSTRAINED = ("aligned", "per_layer", "uniform")

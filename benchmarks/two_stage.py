@@ -23,7 +23,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab.models.experts import ExpertsLayer, activate, find_experts
-from heapr_lab.models.hooks import routed_linear
+from heapr_lab.models.grouped_linear import routed_linear
 from heapr_lab.models.likelihood import final_states, token_nll
 from heapr_lab.text.calibration import CalibrationSet
 

@@ -9,7 +9,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from heapr_lab.cli.app import app
-from heapr_lab.storage import cache
+from heapr_lab.storage import paths
 
 PROGRAM = "heapr-lab"
 _WIDTH = 88
@@ -30,7 +30,7 @@ _TOCTREE = """
 def write_pages(docs: Path) -> None:
     """Write `commands.md` and the folder `notebooks` in `docs`."""
     _write(docs / "commands.md", commands_page(help_texts()))
-    copy_notebooks(cache.project_dir() / "notebooks", docs / "notebooks")
+    copy_notebooks(paths.project_dir() / "notebooks", docs / "notebooks")
 
 
 def command_names() -> list[str]:

@@ -21,8 +21,8 @@ from typing import Any
 import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
 
-from heapr_lab.experiments.reports import as_block, fill_blocks
-from heapr_lab.storage import cache
+from heapr_lab.experiments.readme import as_block, fill_blocks
+from heapr_lab.storage import paths
 
 TUTORIAL = Path(__file__).with_name("tutorial.md")
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -134,7 +134,7 @@ def _command(line: str) -> str:
     if line == "make install":
         return _install()
     if line == SERVER:
-        line = f"make -n -C {shlex.quote(str(cache.project_dir()))} lab"
+        line = f"make -n -C {shlex.quote(str(paths.project_dir()))} lab"
     return subprocess.run(
         line, shell=True, check=True, stdout=subprocess.PIPE, text=True
     ).stdout
@@ -143,7 +143,7 @@ def _command(line: str) -> str:
 def _install() -> str:
     """Make the environment in a copy of the project, beside what else is written."""
     left_out = shutil.ignore_patterns(".venv", ".git", "cache", "_build", "*.egg-info")
-    shutil.copytree(cache.project_dir(), "project", ignore=left_out)
+    shutil.copytree(paths.project_dir(), "project", ignore=left_out)
     asked = ["make", "-C", "project", "install"]
     subprocess.run(asked, check=True, stdout=subprocess.DEVNULL)
     return ""
@@ -191,7 +191,7 @@ def sizes() -> pd.DataFrame:
     from heapr_lab.checkpoints.uniform import skeleton_of
     from heapr_lab.importance.activation_grams import default_span, sizes_of
     from heapr_lab.models.experts import describe, find_experts
-    from heapr_lab.workbench.workbench import PROFILES
+    from heapr_lab.workbench.settings import PROFILES
 
     model = skeleton_of(Qwen3MoeConfig(**QWEN3_30B_A3B))
     layers, whole = find_experts(model), describe(model)

@@ -3,9 +3,6 @@
 The lowest layer: nothing here imports another module of the package.
 """
 
-import dataclasses
-import hashlib
-import json
 import operator
 import sys
 import traceback
@@ -66,36 +63,3 @@ def whole_number(value: Any, *, name: str, least: int = 1) -> int:
     if number is None or isinstance(value, bool) or number < least:
         raise SpecError(f"{name} must be a whole number from {least}, got {value!r}")
     return number
-
-
-def canonical_json(value: Any) -> str:
-    """The one JSON text of `value`: sorted keys, no spaces, dataclasses as objects.
-
-    Raises:
-        SpecError: a part of `value` is not plain data (or is NaN or infinite).
-
-    Example:
-        >>> canonical_json({"b": 1, "a": (1.5, None)})
-        '{"a":[1.5,null],"b":1}'
-    """
-    try:
-        return json.dumps(
-            value,
-            sort_keys=True,
-            separators=(",", ":"),
-            allow_nan=False,
-            default=_plain,
-        )
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"cannot write {value!r} as JSON: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    raise TypeError(f"{type(value).__name__} is not plain data")
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of `canonical_json(value)`, as 64 hexadecimal digits."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()

@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from heapr_lab.models.architecture import at_context
+from heapr_lab.pruning.savings import at_context
 
 _CARD = """---
 {header}

@@ -6,32 +6,20 @@ name is finished. One process at a time makes it. `heapr_keep.parquet` has the m
 the SHA-256 of the weights.
 """
 
-import contextlib
-import glob
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from heapr_lab.checkpoints import model_card
-from heapr_lab.checkpoints.slice_files import begun, slice_files, stamps_of
+from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
 from heapr_lab.checkpoints.uniform import (
-    skeleton_of,
-    stock_config,
     stock_model,
     uniform_width,
 )
-from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.models import ragged_experts
-from heapr_lab.models.experts import find_experts
-from heapr_lab.models.folders import has_tokenizer, read_config, read_tokenizer
+from heapr_lab.errors import SpecError
 from heapr_lab.models.ragged_experts import (
     HeaprConfig,
     HeaprQuantizer,
@@ -39,15 +27,11 @@ from heapr_lab.models.ragged_experts import (
     finish,
 )
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.storage import cache
+from heapr_lab.storage import files
 from heapr_lab.storage.provenance import MANIFEST_FILE
 
 KEEP_FILE = "heapr_keep.parquet"
 MANIFEST_VERSION = 1
-_PLAN_NAME = ".partial-plan.json"
-"""In an unfinished folder: what is made there; deleted when it gets its name."""
-_OWN = re.compile(r"\.partial-[0-9a-f]{8}-")
-"""How the name begins of a folder that is made in one go."""
 STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
 
 
@@ -74,7 +58,7 @@ def save_pruned(
         base: name of the model it was made from; by default where that was loaded from.
         source: folder of that model, whose licence is carried over; by default `base`.
         facts: plain data for manifest and card: `calibration`, `perplexity`
-            ({corpus: (before, after)}), `savings` (as `architecture.summary`),
+            ({corpus: (before, after)}), `savings` (as `savings_of`),
             `weights` (what changed them besides slicing; by default what
             `compensate` noted).
         max_shard_size: largest size of a safetensors file.
@@ -158,220 +142,7 @@ def attach(model: Any, structure: str) -> None:
     finish(model)
 
 
-def prune_folder(
-    source: Path,
-    keep: KeepMask,
-    folder: Path,
-    *,
-    base: str | None = None,
-    facts: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Path:
-    """Slice the files of the model in `source` into a checkpoint, tensor by tensor.
-
-    The model is never built: memory holds one tensor at a time. The files are those
-    that `save_pruned` writes of the same model in the same dtype. Interrupted, it goes
-    on where it stopped when it is asked for the same again.
-
-    Args:
-        source: a folder in the hub's layout, of an unpruned model in safetensors.
-        keep: what stays.
-        folder: a new folder.
-        base: name of the model for manifest and card; by default `source`.
-        facts: as `save_pruned`.
-        progress: called with (bytes done, bytes in all).
-
-    Raises:
-        SpecError: `folder` is not empty, cannot be written or is being written by
-            another, the mask is of another model, or `source` is damaged or lacks
-            tensors.
-        LayoutError: the model's experts cannot be sliced exactly.
-        CacheError: what an interrupted call left is of another mask or source, or the
-            folder is not what was written there.
-    """
-    config = read_config(source)
-    uniform = structure_of(keep) == "uniform"
-    width = uniform_width(keep, config.dtype) if uniform else None
-    changed = config if width is None else stock_config(config, width)
-    skeleton: Any = skeleton_of(config)
-    tokenizer = read_tokenizer(source) if has_tokenizer(source) else None
-    with new_folder(folder, resume=True) as partial:
-        plan = {
-            "mask": keep.fingerprint,
-            "structure": structure_of(keep),
-            "source": stamps_of(source.glob("*.safetensors")),
-        }
-        if not begun(partial / _PLAN_NAME, plan):  # before anything is written there
-            cache.write_json(partial / _PLAN_NAME, plan)
-        if not uniform:
-            _name_widths(changed, skeleton, keep)
-            shutil.copyfile(
-                ragged_experts.__file__, partial / f"{ragged_experts.CODE_NAME}.py"
-            )
-        changed.save_pretrained(partial)
-        generation = source / "generation_config.json"
-        if generation.is_file():
-            shutil.copyfile(generation, partial / generation.name)
-        said = save_tokenizer(partial, tokenizer, base=str(source))
-        # Last, because it takes long and would be done again if a later step failed.
-        checksums = slice_files(
-            source, skeleton, keep, partial, stacked=uniform, progress=progress
-        )
-        describe(
-            partial,
-            keep,
-            base=base or str(source),
-            config=config,
-            facts={**(facts or {}), "tokenizer": said},
-            checksums=checksums,
-            source=source,
-        )
-    return folder
-
-
-def _name_widths(config: Any, skeleton: nn.Module, keep: KeepMask) -> None:
-    """Say in `config` what `attach` says in a model's."""
-    widths = {
-        layer.name: keep.by_layer(layer.layer).sum(1).tolist()
-        for layer in find_experts(skeleton)
-    }
-    code = f"{ragged_experts.CODE_NAME}.{type(skeleton).__name__}"
-    config.auto_map = {"AutoModelForCausalLM": code}
-    config.architectures = [type(skeleton).__name__]
-    config.quantization_config = HeaprConfig(widths, structure=structure_of(keep))
-
-
 # --- the folder -------------------------------------------------------------------
-
-
-def partial_of(folder: Path) -> Path:
-    """Where `folder` is made before it has its name, if that can be resumed."""
-    return folder.with_name(f".partial-{folder.name}")
-
-
-def check_new(folder: Path) -> None:
-    """Make sure, before anything is measured, that a checkpoint can be made there.
-
-    Raises:
-        SpecError: `folder` is there and not empty, is being written by another, or
-            cannot be written.
-    """
-    _check_empty(folder)
-    place = folder.resolve()
-    if place.parent.is_dir():
-        with cache.writing(place):
-            pass
-
-
-def _check_empty(folder: Path) -> None:
-    """Make sure that nothing is in `folder`.
-
-    Raises:
-        SpecError: something is.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SpecError(
-            f"{folder} is there and not empty: give a new folder for the checkpoint, "
-            "or delete this one"
-        )
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` if the block succeeds.
-
-    With `resume` it stays when the block fails, and is found again the next time.
-
-    Raises:
-        SpecError: `folder` is there and not empty, is being written by another, or
-            cannot be written.
-        CacheError: it is not what was written there.
-    """
-    folder = folder.resolve()
-    with cache.writing(folder):
-        _check_empty(folder)
-        partial = partial_of(folder) if resume else _own_partial(folder)
-        try:
-            partial.mkdir(exist_ok=resume)
-            yield partial
-        except BaseException as error:
-            if not resume:
-                shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError | SafetensorError):
-                raise SpecError(
-                    f"{folder} could not be written: {error}. What was there before "
-                    "is untouched; make room, or give another folder"
-                ) from error
-            raise
-        _name(partial, folder)
-        _check_named(folder)
-
-
-def _own_partial(folder: Path) -> Path:
-    """A name that no other call has; what killed ones left unfinished is deleted."""
-    for left in folder.parent.glob(f".partial-*-{glob.escape(folder.name)}"):
-        if (
-            _OWN.fullmatch(left.name.removesuffix(folder.name))
-            and not (left / MANIFEST_FILE).exists()
-        ):
-            shutil.rmtree(left, ignore_errors=True)
-    return folder.with_name(f".partial-{secrets.token_hex(4)}-{folder.name}")
-
-
-def _name(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name.
-
-    Raises:
-        SpecError: something has it by now.
-    """
-    for left in partial.glob(".partial-*"):  # of a call that was killed
-        left.unlink()
-    cache.share_mode(partial, like=partial / MANIFEST_FILE)
-    try:
-        if folder.exists():
-            folder.rmdir()
-        partial.replace(folder)
-    except OSError as error:
-        raise SpecError(
-            f"{folder} appeared while it was written and is left as it is; the "
-            f"finished checkpoint is in {partial}: rename that"
-        ) from error
-
-
-def _check_named(folder: Path) -> None:
-    """Check that the weights in `folder` are those that its manifest tells of.
-
-    Raises:
-        CacheError: they are not.
-    """
-    told = cache.read_json(folder / MANIFEST_FILE)["sha256"]
-    found = checksums_in(folder)
-    differing = sorted(n for n in told | found if told.get(n) != found.get(n))
-    if differing:
-        raise CacheError(
-            f"{folder / differing[0]} is not what was written there: another process, "
-            "or the disk, changed it; delete the folder and make it again"
-        )
-
-
-def checksums_in(folder: Path) -> dict[str, str]:
-    """The SHA-256 of each file of weights in `folder`."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {path.name: cache.checksum(path) for path in files}
-
-
-def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> str:
-    """Write `tokenizer`, or that of the model `base`; what the manifest says of it."""
-    if tokenizer is None and base:
-        try:
-            tokenizer = read_tokenizer(base)
-        except SpecError as error:
-            # A card is read elsewhere, where this machine's folders say nothing.
-            return f"none: {str(error).replace(base, Path(base).name)}"
-    if tokenizer is None:
-        return "none: no tokenizer was given, and the base model has no name"
-    tokenizer.save_pretrained(folder)
-    return "saved with the weights"
 
 
 def describe(
@@ -389,7 +160,7 @@ def describe(
     `checksums` has the SHA-256 of each file of weights.
     """
     keep.write(folder / KEEP_FILE)
-    files = sorted(folder.glob("*.safetensors"))
+    weights = sorted(folder.glob("*.safetensors"))
     manifest = {
         "format_version": MANIFEST_VERSION,
         "method": "HEAPr",
@@ -403,9 +174,9 @@ def describe(
         "atoms_kept": keep.n_kept,
         "weights": "sliced, otherwise unchanged",
         **facts,
-        "files": {path.name: path.stat().st_size for path in files},
+        "files": {path.name: path.stat().st_size for path in weights},
         "sha256": dict(checksums),
     }
-    cache.write_json(folder / MANIFEST_FILE, manifest)
+    files.write_json(folder / MANIFEST_FILE, manifest)
     card = model_card.card(manifest, source=source or Path(base))
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -19,7 +19,7 @@ from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.safetensors_headers import INDEX, TORCH, Stored, read_source
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.storage.cache import checksum, read_json, write_json
+from heapr_lab.storage.files import checksum, read_json, write_json
 
 PROGRESS_NAME = ".partial-slices.json"
 """In an unfinished folder: what its files are made of."""

@@ -109,7 +109,7 @@ def score(
         preflight.check_file(out, suffix=".parquet")
     from heapr_lab.cli import headless
     from heapr_lab.text.calibration import check_seed
-    from heapr_lab.workbench.workbench import Setting
+    from heapr_lab.workbench.settings import Setting
 
     check_seed(seed)
     preflight.check_corpora([corpus], split="train")
@@ -233,6 +233,7 @@ def prune(
     files are sliced one tensor at a time. Without such a file it comes from the cache,
     measured if it is not there, and what stays in a checkpoint makes up for what goes.
     """
+    from heapr_lab.checkpoints.same_model import own_table
     from heapr_lab.cli import headless
     from heapr_lab.models.loading import model_folder
     from heapr_lab.models.sources import read_source
@@ -240,7 +241,7 @@ def prune(
     from heapr_lab.text.calibration import check_seed, corpora_of
     from heapr_lab.workbench.export import Chosen, facts_of, savings, with_model
     from heapr_lab.workbench.presets import find_method
-    from heapr_lab.workbench.workbench import Setting
+    from heapr_lab.workbench.settings import Setting
 
     method_of = find_method(method)
     # Rounds score anew what a round of elimination has counted already.
@@ -290,7 +291,7 @@ def prune(
     if importance is None:
         table = open_bench().importance(setting)
     else:
-        table = headless.own_table(importance, source, name=model)
+        table = own_table(importance, source, name=model)
     if structure in {"aligned", "uniform"} and multiple is None:
         choice["multiple"] = default_multiple(table)
     if max_rise is not None:
@@ -373,6 +374,7 @@ def evaluate(
     Of the dense model, or under a mask of `prune`.
     """
     _check_asked(_names(corpora), _names(tasks), kl=kl, masked=mask is not None)
+    from heapr_lab.checkpoints.same_model import own_mask
     from heapr_lab.cli import headless
     from heapr_lab.pruning.masks import KeepMask
 
@@ -383,7 +385,7 @@ def evaluate(
     bench = headless.open_bench(
         model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
     )
-    keep = None if mask is None else headless.own_mask(mask, bench, name=model)
+    keep = None if mask is None else own_mask(mask, bench.identity, name=model)
     rows = []
     for corpus in _names(corpora):
         rows += headless.perplexity_rows(bench, keep, corpus, kl=kl)
@@ -476,16 +478,16 @@ def train_lab_model(
         if folder is not None:
             preflight.check_folder(folder)
     from heapr_lab.lab_model import card, train
-    from heapr_lab.lab_model.run_folder import RECIPES
+    from heapr_lab.lab_model.recipes import RECIPES
     from heapr_lab.models.loading import check_device
     from heapr_lab.progress import progress_bar
-    from heapr_lab.storage import cache
+    from heapr_lab.storage import paths
 
     _check_start(start_from, steps)
     _check_recipe(recipe, RECIPES)
     check_device(device)
-    out = out or cache.lab_model_dir(recipe)
-    work = work or cache.cache_dir() / f"lab_training-{recipe}"
+    out = out or paths.lab_model_dir(recipe)
+    work = work or paths.cache_dir() / f"lab_training-{recipe}"
     runs = [dataclasses.replace(r, seed=r.seed + seed) for r in RECIPES[recipe]]
     losses: list[float] = []
     with progress_bar("training the lab model", "step") as bar:
@@ -643,7 +645,7 @@ def _check_asked(
 
 def _check_out(out: Path | None, *, to_folder: bool) -> None:
     """Make sure that a mask, or a checkpoint, can be written at `out`, if anywhere."""
-    from heapr_lab.checkpoints.save import check_new
+    from heapr_lab.checkpoints.folder import check_new
 
     if out is not None and to_folder:
         preflight.check_folder(out)

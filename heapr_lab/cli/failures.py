@@ -71,9 +71,7 @@ def _what(error: OSError) -> str:
 
 
 def _remedy(error: OSError) -> str:
-    from heapr_lab.storage.cache import (
-        cache_dir,  # it takes a while, for it imports pandas
-    )
+    from heapr_lab.storage.paths import cache_dir
 
     kept = f"$HEAPR_CACHE_DIR (now {cache_dir()}) for what is kept"
     elsewhere = f"choose another place, --out for what is written, {kept}"

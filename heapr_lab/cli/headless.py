@@ -7,19 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from heapr_lab.checkpoints.slice_files import squared_norms
-from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.harness import run_tasks
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models import architecture
-from heapr_lab.models.folders import read_config
-from heapr_lab.models.loading import LAB, WEIGHTS_VERSION, architecture_identity
+from heapr_lab.models.loading import LAB
 from heapr_lab.progress import progress_bar
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Rules, as_fraction, exact_ratio
+from heapr_lab.pruning.savings import at_context
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
@@ -27,7 +21,8 @@ from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.workbench import export
 from heapr_lab.workbench.budgets import ratio_for_latency, ratio_for_loss
 from heapr_lab.workbench.export import Chosen
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 _CONTINUATION = "continuation"
 
@@ -48,117 +43,6 @@ def open_bench(
 
 
 # --- files of this model ----------------------------------------------------------
-
-
-def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
-    """The importance table in a file, if it was measured on the model in `source`.
-
-    The model is not loaded: its configuration is compared, and the squared norms that
-    the table has of every atom's weights with those of the files, which are read once.
-
-    Raises:
-        SpecError: it was measured on another model, or does not say.
-        CacheError: the file is damaged or of another kind.
-    """
-    table = ImportanceTable.read(path)
-    spec = table.metadata.get("spec") or {}
-    skeleton = skeleton_of(read_config(source))
-    own = architecture_identity(skeleton)
-    _check_identity(spec.get("model"), own, path=path, name=name)
-    if "active" in spec["model"]:
-        raise SpecError(
-            f"{path} was measured while a mask was active, not on {name} as it is; "
-            "make it with `heapr-lab score`"
-        )
-    _check_norms(squared_norms(source, skeleton), table, path=path, name=name)
-    return table
-
-
-_NORMS_DIFFER = {"bfloat16": 1e-2, "float16": 1e-2}
-"""How far rounding to a type moves a squared norm; in wider ones sums differ only."""
-
-
-def _check_norms(
-    norms: dict[int, dict[str, np.ndarray]],
-    table: ImportanceTable,
-    *,
-    path: Path,
-    name: str,
-) -> None:
-    """Make sure that a table's squared norms are those of the model's weights.
-
-    Raises:
-        SpecError: they are not.
-    """
-    frame, spec = table.frame, table.metadata["spec"]
-    tolerance = _NORMS_DIFFER.get(spec["model"].get("dtype"), 1e-4)
-    for layer, own in norms.items():
-        rows = frame[frame["layer"].eq(layer)]
-        for column, expected in own.items():
-            table.column(column)  # refused where it is missing
-            found = rows[column].to_numpy()
-            if len(found) != expected.size:
-                raise SpecError(
-                    f"{path} was made for another model than {name}: it has "
-                    f"{len(found)} atoms in layer {layer}, the model {expected.size}; "
-                    "make it from this model"
-                )
-            same = np.isclose(found, expected.ravel(), rtol=tolerance, atol=0)
-            if not same.all():
-                raise SpecError(
-                    f"{path} was made for another model than {name}: the weights of "
-                    f"expert {int(np.argmin(same)) // expected.shape[1]} in layer "
-                    f"{layer} have other norms ({column}); make it from this model"
-                )
-
-
-def own_mask(path: Path, bench: Workbench, *, name: str) -> KeepMask:
-    """The keep mask in a file, if it was selected for this model.
-
-    Raises:
-        SpecError: it was selected for another model, or does not say.
-        CacheError: the file is damaged or of another kind.
-    """
-    keep = KeepMask.read(path)
-    _check_identity(keep.settings.get("model"), bench.identity, path=path, name=name)
-    return keep
-
-
-def _check_identity(
-    found: dict[str, str] | None, own: dict[str, str], *, path: Path, name: str
-) -> None:
-    """Make sure that the file `path` is of this model, in whatever dtype.
-
-    Raises:
-        SpecError: it is of another model, or does not say.
-    """
-    if not found:
-        raise SpecError(
-            f"{path} does not say which model it was made for; make it with "
-            "`heapr-lab score` or `heapr-lab prune`"
-        )
-    if not str(found.get("weights")).startswith(WEIGHTS_VERSION):
-        raise SpecError(
-            f"{path} was made by an earlier version of heapr_lab, which looked at some "
-            f"of the weights only, so that it cannot be told whether it is of {name}: "
-            "make it again, a table with `heapr-lab score`, a mask with `heapr-lab "
-            "prune`"
-        )
-    # Not the dtype: a table measured in bfloat16 serves the same weights in float32.
-    differ = [
-        part
-        for part in ("class", "config", "weights")
-        if part in own and found.get(part) != own[part]
-    ]
-    if differ:
-        shown = ", ".join(
-            f"{part} {str(found.get(part))[:16]} instead of {own[part][:16]}"
-            for part in differ
-        )
-        raise SpecError(
-            f"{path} was made for another model than {name}: {shown}; make it from "
-            "this model, with the same --dtype"
-        )
 
 
 # --- what is chosen -----------------------------------------------------------------
@@ -316,7 +200,7 @@ def _reported() -> Iterator[export.Report]:
 
 def in_words(saved: dict[str, Any]) -> dict[str, Any]:
     """`export.savings` for people: what was counted at which context, in which type."""
-    at = architecture.at_context(saved["seq_len"])
+    at = at_context(saved["seq_len"])
     shown = {
         name: f"{value:,.6g} {at}" if name.startswith("flops_") else value
         for name, value in saved.items()

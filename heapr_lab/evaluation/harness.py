@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import nn
 
-from heapr_lab.errors import CorpusError, SpecError, digest, whole_number
+from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.evaluation.continuation import continuation_items
 from heapr_lab.models.modes import evaluating
+from heapr_lab.storage.hashing import digest
 from heapr_lab.text.corpora import Corpus
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ of choosing (scope, granularity, structure), whatever the ratio.
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,6 @@ from scipy.optimize import isotonic_regression
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.repr_html import card_html
 
 _LEAST_FOR_SPREAD = 3
@@ -131,29 +128,6 @@ def fit_damage(points: Iterable[tuple[float, float]]) -> DamageMap:
         )
     pairs = zip(measured[0].tolist(), measured[1].tolist(), strict=True)
     return DamageMap(tuple(pairs), knots, _spread(measured))
-
-
-def summed_scores(
-    table: ImportanceTable, keep: KeepMask, estimator: str, **options: Any
-) -> float:
-    """The summed score of the atoms that `keep` removes: S.
-
-    Args:
-        table: what scores the atoms.
-        keep: what stays; of the same model.
-        estimator: a name in `estimators.ESTIMATORS`.
-        **options: of the estimator.
-
-    Raises:
-        SpecError: the mask is for another model.
-    """
-    shapes = {layer: kept.shape for layer, kept in keep.arrays.items()}
-    if shapes != table.shapes():
-        raise SpecError(
-            f"the mask has (experts, atoms) by layer {shapes}, expected those of the "
-            f"table, {table.shapes()}; select it from this table"
-        )
-    return float(table.scores(estimator, **options)[~keep.rows].sum())
 
 
 # --- the curve ------------------------------------------------------------------

@@ -19,8 +19,9 @@ from typing import Any
 import nbformat
 import pandas as pd
 
-from heapr_lab.errors import HeaprLabError, SpecError, digest
-from heapr_lab.storage import cache
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.storage import files, paths
+from heapr_lab.storage.hashing import digest
 
 MARK = "heapr_lab"
 """Where a notebook's metadata tells what it was executed from."""
@@ -74,7 +75,7 @@ def execute_notebook(
     _run(notebook, path=path, timeout=timeout)
     normalise(notebook, name=path.name)
     notebook.metadata[MARK] = _record(notebook, inputs)
-    with cache.replacing(target) as temporary:
+    with files.replacing(target) as temporary:
         text = nbformat.writes(notebook, version=4)
         temporary.write_text(f"{text}\n", encoding="utf-8", newline="\n")
     return target
@@ -114,11 +115,11 @@ def execute_all(
         HeaprLabError: notebooks failed, each of them named with its cell; their files
             are as they were.
     """
-    paths = sorted(Path(folder).glob("*.ipynb"))
-    targets = {path: Path(output or folder) / path.name for path in paths}
+    found = sorted(Path(folder).glob("*.ipynb"))
+    targets = {path: Path(output or folder) / path.name for path in found}
     stale = [
         path
-        for path in paths
+        for path in found
         if force or not _up_to_date(path, targets[path], parameters, inputs)
     ]
     execute = functools.partial(
@@ -133,7 +134,7 @@ def execute_all(
         if failure is not None:
             failures[path] = failure
         if progress is not None:
-            progress(len(paths) - len(stale) + through, len(paths))
+            progress(len(found) - len(stale) + through, len(found))
     if failures:
         raise HeaprLabError(
             f"{len(failures)} of {len(stale)} notebooks failed:\n"
@@ -246,7 +247,7 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None
 def _environment() -> dict[str, str]:
     """Ours, so changed that a kernel draws inline, is silent, and repeats itself."""
     inherited = os.environ.get("PYTHONPATH")
-    paths = [str(cache.project_dir()), *([inherited] if inherited else [])]
+    folders = [str(paths.project_dir()), *([inherited] if inherited else [])]
     return os.environ | {
         "HEAPR_LAB_PROGRESS": "0",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -254,7 +255,7 @@ def _environment() -> dict[str, str]:
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         "PYTHONHASHSEED": "0",
         # The notebooks run the code that executes them.
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join(folders),
     }
 
 

@@ -18,7 +18,9 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench.workbench import Setting, Workbench, available_corpora
+from heapr_lab.text.corpora import available_corpora
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench
 
 logger = logging.getLogger(__name__)
 

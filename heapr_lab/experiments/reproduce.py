@@ -20,17 +20,19 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from heapr_lab import figures, hub
-from heapr_lab.errors import SpecError, digest
-from heapr_lab.experiments import paper, reports
+from heapr_lab.errors import SpecError
+from heapr_lab.experiments import claims, paper, readme
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
-from heapr_lab.models.architecture import at_context
 from heapr_lab.models.loading import LAB
 from heapr_lab.progress import progress_bar
+from heapr_lab.pruning.savings import at_context
 from heapr_lab.refinement.elimination import COLUMN as ELIMINATION
-from heapr_lab.storage import cache
+from heapr_lab.storage import cache, files, paths
+from heapr_lab.storage.hashing import digest
 from heapr_lab.storage.provenance import rows_digest
 from heapr_lab.text import pydocs
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 COST_RESULTS = "benchmarks/results/cost.csv"
 QUALITY_RESULTS = "benchmarks/results/quality.csv"
@@ -110,7 +112,7 @@ def reproduce(
 
     Args:
         name_or_path: a hub id, a local folder, or `lab`.
-        profile: how much text to use; a name of `workbench.PROFILES`.
+        profile: how much text to use; a name of `settings.PROFILES`.
         device: as `load_model`.
         dtype: as `load_model`.
         figures_dir: where figures and executed notebooks go; by default a folder of
@@ -278,8 +280,8 @@ def find(bench: Workbench, measured: Measurements) -> Findings:
     return Findings(
         measured=measured,
         savings=savings,
-        claims=reports.claims(measured.results, measured.tenths),
-        summary=reports.summary_table(measured.results, savings),
+        claims=claims.claims(measured.results, measured.tenths),
+        summary=readme.summary_table(measured.results, savings),
         cost=None if costs is None else figures.cost_data(costs, baseline="plain"),
         speed=_measured(SPEED_RESULTS),
         structures=None if structures is None else figures.structures_data(structures),
@@ -299,7 +301,7 @@ def find(bench: Workbench, measured: Measurements) -> Findings:
 
 def _measured(name: str, model: str | None = None) -> pd.DataFrame | None:
     """Results of a benchmark; None where it was not run, or not on `model`."""
-    path = cache.project_dir() / name
+    path = paths.project_dir() / name
     if not path.exists():
         return None
     frame = pd.read_csv(path)
@@ -397,13 +399,13 @@ def _fill_readme(found: Findings) -> None:
     """Put what was found where people read it first."""
     holds = found.claims["holds"].map({True: "yes", False: "**no**"})
     blocks = {
-        "summary": reports.as_block(found.summary),
-        "claims": reports.as_block(found.claims.assign(holds=holds)),
+        "summary": readme.as_block(found.summary),
+        "claims": readme.as_block(found.claims.assign(holds=holds)),
     }
     if found.cost is not None:
         cost = found.cost
         ours = cost[cost["source"].eq("ours")] if "source" in cost else cost
-        blocks["cost"] = reports.as_block(figures.cost_table(ours))
+        blocks["cost"] = readme.as_block(figures.cost_table(ours))
     measured: dict[str, tuple[pd.DataFrame | None, Callable[..., pd.DataFrame]]] = {
         "structures": (found.structures, figures.structures_table),
         "structures_wide": (found.wide, figures.structures_table),
@@ -419,8 +421,8 @@ def _fill_readme(found: Findings) -> None:
     }
     for name, (data, table_of) in measured.items():
         if data is not None:
-            blocks[name] = reports.as_block(table_of(data))
-    reports.fill_blocks(cache.project_dir() / "README.md", blocks)
+            blocks[name] = readme.as_block(table_of(data))
+    readme.fill_blocks(paths.project_dir() / "README.md", blocks)
 
 
 class _Pen:
@@ -494,17 +496,17 @@ def _draw_one(
 def _folder_of(bench: Workbench, name_or_path: str, *, publish: bool) -> Path:
     """`figures/` for what is committed, else a folder in it of this model alone."""
     if publish:
-        return cache.figures_dir()
+        return paths.figures_dir()
     name, path = name_or_path.replace("/", "-"), Path(name_or_path)
     if path.is_dir():  # two folders may have one name
         name = f"{path.resolve().name}-{digest(str(path.resolve()))[:6]}"
-    return cache.figures_dir() / f"{name}-{bench.profile.name}"
+    return paths.figures_dir() / f"{name}-{bench.profile.name}"
 
 
 def _execute_notebooks(
     bench: Workbench,
     name_or_path: str,
-    files: list[Path],
+    drawn: list[Path],
     output: Path | None,
     executor: Executor | None,
 ) -> list[Path]:
@@ -514,14 +516,14 @@ def _execute_notebooks(
     """
     from heapr_lab.experiments.notebooks import execute_all
 
-    inputs = _inputs(bench, files)
+    inputs = _inputs(bench, drawn)
     key = {"inputs": inputs, "output": str(output)}
     done = cache.cache_path("reproduced", key, extension="json")
     path = Path(name_or_path)
     model = str(path.resolve()) if path.is_dir() else name_or_path
     with progress_bar("notebooks", "notebook") as bar:
         executed = execute_all(
-            cache.project_dir() / "notebooks",
+            paths.project_dir() / "notebooks",
             parameters={"MODEL": model, "PROFILE": bench.profile.name},
             inputs=inputs,
             output=output,
@@ -529,7 +531,7 @@ def _execute_notebooks(
             executor=executor,
             progress=bar,
         )
-    cache.write_json(done, key)
+    files.write_json(done, key)
     return executed
 
 
@@ -546,7 +548,7 @@ def _perplexities(
     }
 
 
-def _inputs(bench: Workbench, files: list[Path]) -> str:
+def _inputs(bench: Workbench, drawn: list[Path]) -> str:
     """What the notebooks' outputs depend on besides their sources."""
-    data = [path.read_text() for path in files if path.suffix == ".csv"]
+    data = [path.read_text() for path in drawn if path.suffix == ".csv"]
     return digest({"model": bench.identity, "data": data})

@@ -24,7 +24,7 @@ from heapr_lab.figures.style import (
     place,
     show_percent,
 )
-from heapr_lab.models.architecture import at_context
+from heapr_lab.pruning.savings import at_context
 
 METRICS = ("perplexity", "accuracy")
 CHANCE = {"continuation": 0.25}

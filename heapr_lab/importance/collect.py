@@ -26,7 +26,6 @@ from heapr_lab.errors import (
     CoverageError,
     HeaprLabError,
     SpecError,
-    digest,
     whole_number,
 )
 from heapr_lab.importance.table import ImportanceTable
@@ -36,7 +35,8 @@ from heapr_lab.models.identity import check_unchanged, identity_in_force, weight
 from heapr_lab.models.likelihood import check_fits, sampled_targets, token_nll
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import EXPERT_SUMS
-from heapr_lab.storage import cache
+from heapr_lab.storage import files
+from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger(__name__)
@@ -239,12 +239,12 @@ class _Pass:
             for name, tensor in probe.moments.state().items()
         }
         if self.state is not None:
-            cache.save_state(self.state, arrays, {"key": self.key, "done": done})
+            files.save_state(self.state, arrays, {"key": self.key, "done": done})
 
     def _resume(self, probes: dict[int, Probe]) -> int:
         if self.state is None or not self.state.exists():
             return 0
-        arrays, meta = cache.load_state(self.state)
+        arrays, meta = files.load_state(self.state)
         if meta.get("key") != self.key:
             raise CacheError(
                 f"{self.state} is the state of another pass (another model or "

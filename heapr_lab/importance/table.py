@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from heapr_lab.errors import CacheError, SpecError, canonical_json
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance import estimators
 from heapr_lab.importance.columns import (
     KEYS,
     check_spec,
     check_values,
-    merge_frames,
-    merge_metadata,
     sorted_rows,
     typed_rows,
 )
+from heapr_lab.importance.merging import merge_frames, merge_metadata
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.repr_html import card_html
-from heapr_lab.storage import cache
+from heapr_lab.storage import files
+from heapr_lab.storage.hashing import canonical_json
 
 _KIND = "ImportanceTable"
 _MEMO_SIZE = 8
@@ -215,7 +215,7 @@ class ImportanceTable:
 
     def write(self, path: Path | str) -> None:
         """Write a parquet file, whole or not at all."""
-        cache.write_frame(path, self._frame, {**self._metadata, "kind": _KIND})
+        files.write_frame(path, self._frame, {**self._metadata, "kind": _KIND})
 
     @classmethod
     def read(
@@ -230,21 +230,21 @@ class ImportanceTable:
         Raises:
             CacheError: the file is truncated, damaged, or is not an importance table.
         """
-        kind = cache.read_metadata(path).get("kind")
+        kind = files.read_metadata(path).get("kind")
         if kind != _KIND:
             raise CacheError(
                 f"{path} holds {kind or 'another kind of table'}, expected an "
                 f"{_KIND}; give the path of a file that ImportanceTable.write made"
             )
         wanted = None if columns is None else list(dict.fromkeys([*KEYS, *columns]))
-        frame, metadata = cache.read_frame(path, wanted)
+        frame, metadata = files.read_frame(path, wanted)
         del metadata["kind"]
         try:
             _check_metadata(metadata)
             return cls(frame, metadata)
         except SpecError as error:
             raise CacheError(
-                f"{path} is damaged: {error}; {cache.remedy(Path(path))}"
+                f"{path} is damaged: {error}; {files.remedy(Path(path))}"
             ) from error
 
     # --- display ----------------------------------------------------------------

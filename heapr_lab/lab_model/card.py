@@ -12,7 +12,7 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.loading import load_model
 from heapr_lab.progress import progress_bar
-from heapr_lab.storage import cache
+from heapr_lab.storage import files
 from heapr_lab.text.calibration import CalibrationSet, load_windows
 
 _N_WINDOWS = 96
@@ -74,7 +74,7 @@ def write_card(folder: Path, *, title: str = "The lab model", note: str = "") ->
     Raises:
         CorpusError: one of the training corpora cannot be had.
     """
-    training = cache.read_json(folder / "training.json")
+    training = files.read_json(folder / "training.json")
     model, tokenizer = load_model(folder, device="cpu", dtype="float32")
     corpora = list(training["mixture"])
     losses = pd.DataFrame(

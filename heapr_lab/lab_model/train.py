@@ -22,12 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from heapr_lab.errors import SpecError
 from heapr_lab.lab_model import run_folder
-from heapr_lab.lab_model.run_folder import (
-    BUNDLED_RUNS,
-    DECAY_MIXTURE,
-    MIXTURE,
-    TrainSpec,
-)
+from heapr_lab.lab_model.recipes import BUNDLED_RUNS, DECAY_MIXTURE, MIXTURE, TrainSpec
 from heapr_lab.models.folders import build
 from heapr_lab.storage import cache
 from heapr_lab.text.corpora import load_corpus

@@ -17,9 +17,6 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.repr_html import card_html
 
-DEFAULT_CONTEXT = 2048
-"""Tokens of context where a table does not say how long its windows were."""
-
 
 class Keep(Protocol):
     """What is read of a `KeepMask`."""
@@ -30,21 +27,6 @@ class Keep(Protocol):
 
     def by_layer(self, layer: int) -> np.ndarray:
         """What stays in a layer, bool (n_experts, d_inter)."""
-
-
-class MeasuredTable(Protocol):
-    """What is read of an `ImportanceTable`."""
-
-    @property
-    def architecture(self) -> "Architecture":
-        """The shapes of the model."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Plain data, with the calibration among its `provenance`."""
-
-    def expert_tokens(self) -> pd.DataFrame:
-        """Columns layer, expert, tokens."""
 
 
 @dataclass(frozen=True)
@@ -284,68 +266,3 @@ def _shares(
         total = counts[own].sum()
         shares[layer] = counts[own] / total if total > 0 else equal[layer]
     return shares
-
-
-def context_length(table: MeasuredTable) -> int:
-    """Tokens of the windows that `table` was measured on; 2048 where it does not say.
-
-    It is the context at which operations are counted unless another is asked for.
-    """
-    made = (table.metadata.get("provenance") or {}).get("calibration") or {}
-    found = made.get("seq_len")
-    return found if isinstance(found, int) and found > 0 else DEFAULT_CONTEXT
-
-
-def at_context(seq_len: float) -> str:
-    """How a count of operations names its context, wherever one is shown.
-
-    Example:
-        >>> at_context(2048)
-        'at 2,048 tokens of context'
-    """
-    return f"at {seq_len:,.0f} tokens of context"
-
-
-def summary(
-    keep: Keep,
-    table: MeasuredTable,
-    *,
-    seq_len: int | None = None,
-    bytes_per_parameter: float | None = None,
-) -> pd.DataFrame:
-    """One row: parameters, bytes and operations per token, before and after pruning.
-
-    Bytes are an estimate: parameters times `bytes_per_parameter`, without what a file
-    has besides. `seq_len` and `bytes_per_parameter` are columns too.
-
-    Args:
-        keep: what stays.
-        table: where `keep` was selected from: its architecture and measured routing.
-        seq_len: tokens of context that attention is counted at; by default
-            `context_length` of the table.
-        bytes_per_parameter: of the checkpoint; by default of the measured model, which
-            may have been loaded in a wider type.
-    """
-    model, tokens = table.architecture, table.expert_tokens()
-    seq_len = seq_len or context_length(table)
-    size = bytes_per_parameter or model.bytes_per_parameter
-    parameters = model.n_parameters, model.parameters(keep)
-    flops = (
-        model.flops_per_token(None, tokens, seq_len=seq_len),
-        model.flops_per_token(keep, tokens, seq_len=seq_len),
-    )
-    return pd.DataFrame(
-        {
-            "parameters_before": [parameters[0]],
-            "parameters_after": [parameters[1]],
-            "parameter_reduction": [1 - parameters[1] / parameters[0]],
-            "bytes_before": [round(parameters[0] * size)],
-            "bytes_after": [round(parameters[1] * size)],
-            "bytes_per_parameter": [size],
-            "flops_before": [flops[0]],
-            "flops_after": [flops[1]],
-            "flops_reduction": [1 - flops[1] / flops[0]],
-            "routed_flops_reduction": [model.routed_flops_saved(keep, tokens)],
-            "seq_len": [seq_len],
-        }
-    )

@@ -6,15 +6,16 @@ keeps a result under the identity of a model has to know them, or to refuse.
 
 import functools
 import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.hooks import Edit, edits_of
-from heapr_lab.models.loading import architecture_identity, model_identity
+from heapr_lab.models.weights_hash import block_sums
 
 _KNOWN = ("accelerate", "heapr_lab", "torch", "transformers")
 """Packages whose hooks watch, or belong to how the model runs."""
@@ -161,3 +162,50 @@ def _digest(edits: dict[str, Edit]) -> str | None:
             words = edit.down.detach().cpu().contiguous().view(torch.uint8)
             sha.update(words.numpy().tobytes())
     return sha.hexdigest() if changing else None
+
+
+WEIGHTS_VERSION = "v2:"
+"""How a hash of weights begins; those that have no version sampled the values."""
+
+
+def model_identity(model: Any) -> dict[str, str]:
+    """What tells this model from any other, on whatever device it lies.
+
+    `weights` hashes every value of every parameter and stored buffer (such as a
+    router's bias correction), with its name and shape; see `weights_hash`. `dtype` is
+    part of the identity because numbers depend on it.
+    """
+    return {
+        **architecture_identity(model),
+        "weights": _weights_fingerprint(model),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+
+
+def architecture_identity(model: Any) -> dict[str, str]:
+    """The part of `model_identity` that a model without weights has, too."""
+    config = model.config.get_text_config().to_dict()
+    volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in volatile and not key.startswith("_")
+    }
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return {
+        "class": type(model).__name__,
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def _weights_fingerprint(model: nn.Module) -> str:
+    sha = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if tensor.is_meta:
+            raise LayoutError(
+                f"{name} is offloaded, its values are not in memory; expected a model "
+                "that fits: load it without offloading, on devices large enough"
+            )
+        sha.update(f"{name}{tuple(tensor.shape)}".encode())
+        sha.update(block_sums(tensor))
+    return WEIGHTS_VERSION + sha.hexdigest()

@@ -1,7 +1,5 @@
 """Load models and tell which one it is."""
 
-import hashlib
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,14 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import read_config, read_tokenizer, read_weights
-from heapr_lab.models.weights_hash import block_sums
 from heapr_lab.progress import silent
-from heapr_lab.storage import cache
+from heapr_lab.storage import paths
 
 LAB = "lab"
 """Name of the bundled model."""
 
-WEIGHTS_VERSION = "v2:"
-"""How a hash of weights begins; those that have no version sampled the values."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Those that everything here can be computed in."""
 
@@ -117,7 +112,7 @@ def _resolve(name_or_path: str | Path) -> str:
         if not Path(name_or_path).is_dir():
             hub.answers()  # where it does not, only what is on disk is looked for
         return str(name_or_path)
-    folder = cache.lab_model_dir()
+    folder = paths.lab_model_dir()
     if not (folder / "config.json").is_file():
         raise SpecError(
             f"the lab model is not in {folder}: it comes with the repository; work in "
@@ -145,46 +140,3 @@ def _dtype(dtype: str | torch.dtype, *, on_gpu: bool) -> str | torch.dtype:
             "'float64'"
         )
     return found
-
-
-def model_identity(model: Any) -> dict[str, str]:
-    """What tells this model from any other, on whatever device it lies.
-
-    `weights` hashes every value of every parameter and stored buffer (such as a
-    router's bias correction), with its name and shape; see `weights_hash`. `dtype` is
-    part of the identity because numbers depend on it.
-    """
-    return {
-        **architecture_identity(model),
-        "weights": _weights_fingerprint(model),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-    }
-
-
-def architecture_identity(model: Any) -> dict[str, str]:
-    """The part of `model_identity` that a model without weights has, too."""
-    config = model.config.get_text_config().to_dict()
-    volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
-    kept = {
-        key: value
-        for key, value in config.items()
-        if key not in volatile and not key.startswith("_")
-    }
-    text = json.dumps(kept, sort_keys=True, default=str)
-    return {
-        "class": type(model).__name__,
-        "config": hashlib.sha256(text.encode()).hexdigest(),
-    }
-
-
-def _weights_fingerprint(model: nn.Module) -> str:
-    sha = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if tensor.is_meta:
-            raise LayoutError(
-                f"{name} is offloaded, its values are not in memory; expected a model "
-                "that fits: load it without offloading, on devices large enough"
-            )
-        sha.update(f"{name}{tuple(tensor.shape)}".encode())
-        sha.update(block_sums(tensor))
-    return WEIGHTS_VERSION + sha.hexdigest()

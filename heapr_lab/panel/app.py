@@ -25,7 +25,7 @@ from jupyter_client.kernelspec import (
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.loading import model_folder
-from heapr_lab.workbench.workbench import profile_of
+from heapr_lab.workbench.settings import profile_of
 
 if TYPE_CHECKING:
     from voila.app import Voila

@@ -17,12 +17,12 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.figures import rows_text, save_figure, styled, write_table
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.models.architecture import at_context
 from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import drawn_png
 from heapr_lab.panel.session import Choice, PruningSession
-from heapr_lab.storage import cache
+from heapr_lab.pruning.savings import at_context
+from heapr_lab.storage import files
 from heapr_lab.storage.provenance import rows_digest
 
 _MARKERS = "osD^vPX*"
@@ -190,7 +190,7 @@ class CompareTab(ipw.VBox):
         )
         paths += write_table(frame, folder / "comparison", provenance=provenance)
         whole = folder / "comparison.parquet"
-        cache.write_frame(whole, frame, {"kind": "comparison", **provenance})
+        files.write_frame(whole, frame, {"kind": "comparison", **provenance})
         return [*paths, whole]
 
     def _press_export(self, _button: ipw.Button) -> None:

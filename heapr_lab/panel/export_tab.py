@@ -72,7 +72,7 @@ class ExportTab(ipw.VBox):
         self.note.value = "".join(map(status, lines))
 
     def _export(self, report: Report) -> None:
-        from heapr_lab.checkpoints.save import check_new
+        from heapr_lab.checkpoints.folder import check_new
 
         self.command.value = ""
         choice, compensated = self.session.choice, self.compensated.value
@@ -132,13 +132,13 @@ class ExportTab(ipw.VBox):
         return Chosen(keep, found, windows)
 
     def _setting(self) -> Any:
-        from heapr_lab.workbench.workbench import Setting
+        from heapr_lab.workbench.settings import Setting
 
         return self.session.setting or Setting(0.0)
 
     def _corpora(self) -> list[str]:
         """What the card's perplexities are measured on: calibrated or evaluated on."""
-        from heapr_lab.workbench.workbench import available_corpora
+        from heapr_lab.text.corpora import available_corpora
 
         points = self.session.points
         evaluated = points.loc[points["nll"].notna(), "dataset"]

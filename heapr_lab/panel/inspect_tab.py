@@ -1,6 +1,6 @@
 """One text under the lens: what pruning does to it, and which atoms serve it.
 
-The tab that runs `heapr_lab.evaluation.traces` and shows its frames through
+The tab that runs `heapr_lab.evaluation.passages` and shows its frames through
 `passage_html`. Importing this needs no torch.
 """
 
@@ -24,7 +24,7 @@ from heapr_lab.panel.session import Choice, PruningSession
 from heapr_lab.pruning.masks import KeepMask
 
 if TYPE_CHECKING:
-    from heapr_lab.evaluation.traces import Passage
+    from heapr_lab.evaluation.passages import Passage
     from heapr_lab.workbench.workbench import Workbench
 
 _LONGEST: Final = 2048
@@ -65,7 +65,7 @@ class InspectTab(ipw.VBox):
 
     Attributes:
         session: whose model is read and whose choice is the pruned model.
-        losses: what was compared last, as `traces.token_losses` has it; and so
+        losses: what was compared last, as `passages.token_losses` has it; and so
             `routes`, `atoms`, `contexts`, `continuations` (the dense, the pruned).
     """
 
@@ -235,7 +235,7 @@ class InspectTab(ipw.VBox):
     # --- what the buttons start ---------------------------------------------------
 
     def _work_generate(self, report: Report) -> None:
-        from heapr_lab.evaluation.traces import continue_text
+        from heapr_lab.evaluation.passages import continue_text
 
         bench, n_tokens, asked = self._bench, self.n_tokens.value, self._of_generate()
         choice, keep, pruned = self._chosen()
@@ -259,7 +259,7 @@ class InspectTab(ipw.VBox):
         self.generated.show(_left_out(prompt, "beginning") + view, (choice, *asked))
 
     def _work_compare(self, report: Report) -> None:
-        from heapr_lab.evaluation.traces import token_losses
+        from heapr_lab.evaluation.passages import token_losses
 
         choice, keep, pruned = self._chosen()
         text, passage = self.text.value, self._passage()
@@ -274,7 +274,8 @@ class InspectTab(ipw.VBox):
         self.compared.show(_left_out(passage, "end") + view, (choice, text))
 
     def _work_route(self, report: Report) -> None:
-        from heapr_lab.evaluation.traces import atoms_of_token, routing
+        from heapr_lab.evaluation.activations import atoms_of_token
+        from heapr_lab.evaluation.routing import routing
 
         model = self._bench.model
         asked = self._of_route()
@@ -297,8 +298,8 @@ class InspectTab(ipw.VBox):
         self.routed.show(_left_out(passage, "end") + view, (choice, *asked))
 
     def _work_contexts(self, report: Report) -> None:
-        from heapr_lab.evaluation.traces import top_contexts
-        from heapr_lab.workbench.workbench import Setting
+        from heapr_lab.evaluation.activations import top_contexts
+        from heapr_lab.workbench.settings import Setting
 
         bench, asked = self._bench, self._of_atom()
         place = dict(zip(KEYS, asked, strict=True))
@@ -332,7 +333,7 @@ class InspectTab(ipw.VBox):
         return bench
 
     def _passage(self, *, room: int = 0) -> "Passage":
-        from heapr_lab.evaluation.traces import read_passage
+        from heapr_lab.evaluation.passages import read_passage
 
         bench = self._bench
         return read_passage(

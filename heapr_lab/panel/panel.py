@@ -10,7 +10,6 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.architecture import at_context
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import Controls
 from heapr_lab.panel.evaluate_tab import EvaluateTab
@@ -20,9 +19,11 @@ from heapr_lab.panel.jobs import STALE, failure, stale_style, status
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.pruning.savings import at_context
 
 if TYPE_CHECKING:
-    from heapr_lab.workbench.workbench import Setting, Workbench
+    from heapr_lab.workbench.settings import Setting
+    from heapr_lab.workbench.workbench import Workbench
 
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _CAPTION = (

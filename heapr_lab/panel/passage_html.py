@@ -1,4 +1,4 @@
-"""One text under the lens, as HTML: pure functions from the frames of `traces`.
+"""One text under the lens, as HTML: pure functions from the frames of `evaluation`.
 
 Colours follow JupyterLab's theme and never stand alone. Importing this needs no torch.
 """
@@ -100,7 +100,7 @@ def losses_html(losses: pd.DataFrame, *, pruned: str) -> str:
     """A text coloured by what pruning costs each token, with totals and the worst.
 
     Args:
-        losses: as `traces.token_losses` has them.
+        losses: as `passages.token_losses` has them.
         pruned: says which pruned model it is.
     """
     tokens = "".join(_loss_token(row) for row in losses.itertuples())
@@ -189,7 +189,7 @@ def continuations_html(
 
     Args:
         prompt: what both were given.
-        dense: of the dense model, as `traces.continue_text` has it.
+        dense: of the dense model, as `passages.continue_text` has it.
         pruned_frame: of the pruned model.
         pruned: says which pruned model it is.
     """
@@ -252,8 +252,8 @@ def routing_html(
     """The experts and the atoms that serve one token in one layer.
 
     Args:
-        routes: of the whole text, as `traces.routing` has them.
-        atoms: of this token and layer, as `traces.atoms_of_token` has them.
+        routes: of the whole text, as `routing.routing` has them.
+        atoms: of this token and layer, as `activations.atoms_of_token` has them.
         keep: what stays in the pruned model.
         layer: number of the layer.
         position: of the token.
@@ -334,7 +334,7 @@ def contexts_html(contexts: pd.DataFrame, *, told: str) -> str:
     """The tokens that an atom answers to most, in their contexts.
 
     Args:
-        contexts: as `traces.top_contexts` has them.
+        contexts: as `activations.top_contexts` has them.
         told: which atom it is, and what becomes of it.
     """
     if contexts.empty:

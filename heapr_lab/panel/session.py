@@ -15,17 +15,17 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.loss_prediction import fit_damage, summed_scores
+from heapr_lab.evaluation.loss_prediction import fit_damage
 from heapr_lab.importance.estimators import ESTIMATORS, PER_TOKEN
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models import architecture
-from heapr_lab.models.architecture import at_context
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.savings import at_context, savings_of, summed_scores
 from heapr_lab.pruning.selection import select
 
 if TYPE_CHECKING:
     from heapr_lab.evaluation.perplexity import Perplexity
-    from heapr_lab.workbench.workbench import Setting, Workbench
+    from heapr_lab.workbench.settings import Setting
+    from heapr_lab.workbench.workbench import Workbench
 
 BUDGETS = {
     "atoms": "atoms",
@@ -220,7 +220,7 @@ class PruningSession:
     # --- counting ---------------------------------------------------------------
 
     def savings(self) -> pd.DataFrame | None:
-        """One row of `architecture.summary`; None where the table lacks the sizes."""
+        """One row of `savings_of`; None where the table lacks the sizes."""
         keep = self.keep
         if self._saved is None or self._saved[0] is not keep:
             self._saved = keep, self.savings_of(keep)
@@ -234,7 +234,7 @@ class PruningSession:
         size = None
         if self.workbench is not None:
             size = self.workbench.stored_bytes_per_parameter(self.table)
-        return architecture.summary(keep, self.table, bytes_per_parameter=size)
+        return savings_of(keep, self.table, bytes_per_parameter=size)
 
     def bytes_are(self) -> str:
         """What the bytes of `savings` are counted as; dense ones may be of files."""

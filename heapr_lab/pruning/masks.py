@@ -16,7 +16,7 @@ import pandas as pd
 
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.repr_html import bars_html, card_html
-from heapr_lab.storage import cache
+from heapr_lab.storage import files
 
 _KIND = "KeepMask"
 _COLUMNS = {"layer": "i", "expert": "i", "atom": "i", "keep": "b"}
@@ -85,7 +85,7 @@ class KeepMask:
             parts.append(pd.DataFrame(columns))
         metadata = {"settings": self.settings, "fingerprint": self.fingerprint}
         frame = pd.concat(parts, ignore_index=True)
-        cache.write_frame(path, frame, {**metadata, "kind": _KIND})
+        files.write_frame(path, frame, {**metadata, "kind": _KIND})
 
     @classmethod
     def read(cls, path: Path | str) -> "KeepMask":
@@ -97,13 +97,13 @@ class KeepMask:
         Raises:
             CacheError: the file is truncated or changed, or is not a keep mask.
         """
-        kind = cache.read_metadata(path).get("kind")
+        kind = files.read_metadata(path).get("kind")
         if kind != _KIND:
             raise CacheError(
                 f"{path} holds {kind or 'another kind of table'}, expected a {_KIND}; "
                 "give the path of a file that KeepMask.write or `heapr-lab prune` made"
             )
-        frame, metadata = cache.read_frame(path)
+        frame, metadata = files.read_frame(path)
         settings, expected = metadata.get("settings"), metadata.get("fingerprint")
         arrays = _arrays_of(frame)
         if not isinstance(settings, dict) or not arrays:

@@ -14,7 +14,7 @@ Layer 3, without torch. What a ratio r means:
 * `of="flops"`: at least r of the *routed* experts' operations go, as the table's tokens
   used them (an atom's operations · the tokens of its expert); with scope `layer`, the
   same share of those of every layer that may be pruned. It is the
-  `routed_flops_reduction` of `architecture.summary`, which depends on no sequence
+  `routed_flops_reduction` of `savings_of`, which depends on no sequence
   length; dense layers and attention, whose share of a model's operations does, are
   not counted.
 * `layer_ratios` gives layers their own r; the others reach `ratio` among themselves.

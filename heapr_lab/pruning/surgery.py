@@ -11,7 +11,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import masked
-from heapr_lab.models.loading import model_identity
+from heapr_lab.models.identity import model_identity
 from heapr_lab.models.modes import copied
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.selection import KeepMask

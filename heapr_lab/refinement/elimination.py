@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from heapr_lab.errors import SpecError, digest
+from heapr_lab.errors import SpecError
 from heapr_lab.importance.activation_grams import LayerGrams, default_span, iter_grams
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.surgery import check_table
 from heapr_lab.refinement.compensation import check_layers
+from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
 COLUMN = "elimination"

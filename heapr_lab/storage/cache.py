@@ -13,46 +13,15 @@ from typing import Any, TypeVar
 
 import filelock
 
-from heapr_lab.errors import CacheError, SpecError, canonical_json, digest
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.storage.files import (
-    cache_dir,
-    checksum,
-    load_state,
-    read_frame,
     read_json,
-    read_metadata,
     remedy,
     replacing,
-    save_state,
-    share_mode,
-    write_frame,
     write_json,
 )
-
-__all__ = [
-    "cache_dir",
-    "cache_path",
-    "cached",
-    "cached_json",
-    "checksum",
-    "figures_dir",
-    "hashed_path",
-    "lab_model_dir",
-    "load_state",
-    "lock",
-    "paper_dir",
-    "project_dir",
-    "read_frame",
-    "read_json",
-    "read_metadata",
-    "remedy",
-    "replacing",
-    "save_state",
-    "share_mode",
-    "write_frame",
-    "write_json",
-    "writing",
-]
+from heapr_lab.storage.hashing import canonical_json, digest
+from heapr_lab.storage.paths import cache_dir
 
 _Value = TypeVar("_Value")
 
@@ -60,27 +29,6 @@ logger = logging.getLogger(__name__)
 
 
 # --- places ---------------------------------------------------------------------
-
-
-def project_dir() -> Path:
-    """The folder that holds `heapr_lab/`, `data/`, `figures/` and `notebooks/`."""
-    return Path(__file__).resolve().parents[2]
-
-
-def lab_model_dir(recipe: str = "bundled") -> Path:
-    """The folder of the lab model that a recipe of `lab_run` trains."""
-    name = "lab_moe" if recipe == "bundled" else f"lab_{recipe}"
-    return project_dir() / "data" / name
-
-
-def paper_dir() -> Path:
-    """The folder of the paper's published tables."""
-    return project_dir() / "data" / "paper"
-
-
-def figures_dir() -> Path:
-    """The folder of the committed figures."""
-    return project_dir() / "figures"
 
 
 def cache_path(kind: str, key: Mapping[str, Any], *, extension: str) -> Path:

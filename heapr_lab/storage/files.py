@@ -22,21 +22,14 @@ import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from heapr_lab.errors import CacheError, canonical_json
+from heapr_lab.errors import CacheError
+from heapr_lab.storage.hashing import canonical_json
+from heapr_lab.storage.paths import cache_dir
 
 SCHEMA_VERSION = 1
 """Raised whenever files of an older version can no longer be read as they are."""
 
 _KEY = "heapr_lab"
-
-
-def cache_dir() -> Path:
-    """`$HEAPR_CACHE_DIR`, else `heapr_lab` in the user's cache folder."""
-    asked = os.environ.get("HEAPR_CACHE_DIR")
-    if asked:
-        return Path(asked).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "heapr_lab"
 
 
 def remedy(path: Path) -> str:

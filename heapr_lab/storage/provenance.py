@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from heapr_lab.errors import CacheError, SpecError, canonical_json, digest
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.repr_html import card_html
-from heapr_lab.storage import cache
+from heapr_lab.storage import cache, files
+from heapr_lab.storage.hashing import canonical_json, digest
 
 MANIFEST_FILE = "heapr_manifest.json"
 """In the folder of a checkpoint: what was done."""
@@ -68,7 +69,7 @@ class Origin:
         found["file"] = str(path)
         if self.kind == _TABLE:  # it says so itself
             return found
-        return found | _measurement(cache.read_metadata(path))
+        return found | _measurement(files.read_metadata(path))
 
     def lines(self) -> dict[str, str]:
         """`facts` for reading: a text for each that is known, by names with dots."""
@@ -231,7 +232,7 @@ def _whole(path: Path) -> Iterator[None]:
     except (AttributeError, KeyError, TypeError) as error:
         raise CacheError(
             f"{path} is damaged: what it says of its origin lacks a part, or has one "
-            f"of another kind ({error}); {cache.remedy(path)}"
+            f"of another kind ({error}); {files.remedy(path)}"
         ) from error
 
 
@@ -244,7 +245,7 @@ def _of_parquet(path: Path) -> Origin:
     """
     if not path.is_file():
         raise SpecError(f"there is no file {path}; give the path of one")
-    metadata = cache.read_metadata(path)
+    metadata = files.read_metadata(path)
     match metadata.get("kind"):
         case "ImportanceTable":
             said = _measurement(metadata)
@@ -280,7 +281,7 @@ def _of_checkpoint(folder: Path) -> Origin:
             f"{folder} is not a checkpoint of heapr_lab: {MANIFEST_FILE} is not in it; "
             "expected a folder that save_pruned or `heapr-lab prune` wrote"
         )
-    said: dict[str, Any] = cache.read_json(path)
+    said: dict[str, Any] = files.read_json(path)
     behind = _hash(said, "importance") or _hash(said["selection"], "table")
     return Origin(folder, "checkpoint", said, behind)
 

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from heapr_lab.errors import CorpusError, SpecError, canonical_json, whole_number
+from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.repr_html import card_html
-from heapr_lab.storage import cache
+from heapr_lab.storage import cache, files
+from heapr_lab.storage.hashing import canonical_json
 from heapr_lab.text.corpora import Corpus, load_corpus, source_key
 from heapr_lab.text.tokenization import tokenise
 
@@ -296,8 +297,8 @@ def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:
         "tokens",
         key,
         lambda: tokenise(corpus.joined(), tokenizer),
-        read=lambda path: cache.load_state(path)[0]["ids"],
-        write=lambda path, ids: cache.save_state(path, {"ids": ids}, {}),
+        read=lambda path: files.load_state(path)[0]["ids"],
+        write=lambda path, ids: files.save_state(path, {"ids": ids}, {}),
         extension="safetensors",
     )
 

@@ -23,7 +23,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -392,3 +392,16 @@ def _read_parquet_column(path: Path, column: str | None) -> tuple[str, ...]:
         raise CorpusError(
             f"{path}: column {column!r} is not UTF-8 ({error}): convert it"
         ) from error
+
+
+def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Those of `names` whose test split can be had here, and why the others cannot."""
+    found, skipped = [], {}
+    for name in names:
+        try:
+            load_corpus(name, split="test")
+        except CorpusError as error:
+            skipped[name] = str(error)
+        else:
+            found.append(name)
+    return found, skipped

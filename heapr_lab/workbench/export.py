@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
+from heapr_lab.checkpoints.save import save_pruned, structure_of
+from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models import architecture
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.models.sources import Source, dtype_name, weights_bytes
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compensation import Compensation, describe_weights
 from heapr_lab.text.calibration import CalibrationSet
@@ -53,12 +54,12 @@ def savings(
     source: Source | None = None,
     written: Path | None = None,
 ) -> dict[str, Any]:
-    """`architecture.summary` as plain numbers, with the bytes of files where there are.
+    """`savings_of` as plain numbers, with the bytes of files where there are.
 
     Args:
         keep: what stays.
         table: where it was selected from.
-        seq_len: as `architecture.summary`.
+        seq_len: as `savings_of`.
         source: the files of the dense model; `bytes_before` is theirs.
         written: folder of the pruned checkpoint, if it was written; `bytes_after` is
             that of its files then. `bytes_after_is` says what it is.
@@ -66,9 +67,7 @@ def savings(
     each = None
     if source is not None:
         each = source.n_bytes / table.architecture.n_parameters
-    row = architecture.summary(
-        keep, table, seq_len=seq_len, bytes_per_parameter=each
-    ).iloc[0]
+    row = savings_of(keep, table, seq_len=seq_len, bytes_per_parameter=each).iloc[0]
     whole = ("parameters_before", "parameters_after", "bytes_before", "bytes_after")
     numbers = {str(name): float(value) for name, value in row.items()}
     numbers |= {name: round(numbers[name]) for name in (*whole, "seq_len")}

@@ -9,13 +9,12 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import pandas as pd
 from torch import nn
 
-from heapr_lab.errors import CorpusError, SpecError, digest
 from heapr_lab.evaluation.harness import continuation_task, items_fingerprint, run_tasks
 from heapr_lab.evaluation.perplexity import (
     Divergence,
@@ -26,18 +25,24 @@ from heapr_lab.evaluation.perplexity import (
 )
 from heapr_lab.importance.collect import Progress, collect_statistics, statistics_spec
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models import architecture
-from heapr_lab.models.identity import check_unchanged, refuse_disturbed, weights_state
-from heapr_lab.models.loading import LAB, load_model, model_identity
+from heapr_lab.models.identity import (
+    check_unchanged,
+    model_identity,
+    refuse_disturbed,
+    weights_state,
+)
+from heapr_lab.models.loading import LAB, load_model
 from heapr_lab.models.sources import Source, source_of
 from heapr_lab.progress import progress_bar
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.elimination import COLUMN as ELIMINATION
 from heapr_lab.refinement.elimination import eliminate, elimination_spec
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache
+from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import (
     CalibrationSet,
     load_calibration,
@@ -46,68 +51,10 @@ from heapr_lab.text.calibration import (
     windows_key,
 )
 from heapr_lab.text.corpora import load_corpus
+from heapr_lab.workbench.settings import Profile, Setting, profile_of
 
 EVALUATION_SCHEMA = 2
 """Raised whenever the same input would give other numbers."""
-
-
-@dataclass(frozen=True)
-class Profile:
-    """How much text a run calibrates and evaluates on."""
-
-    name: str
-    n_sequences: int
-    """Calibration windows."""
-    seq_len: int
-    """Tokens of each window, calibration and test."""
-    n_test: int | None
-    """Test windows of each corpus; None takes all."""
-    n_items: int
-    """Items of the continuation task."""
-    n_seeds: int = 3
-    """Calibration draws where error bars are shown."""
-
-    def _repr_html_(self) -> str:
-        test = "all" if self.n_test is None else f"{self.n_test:,}"
-        facts = {
-            "calibration windows": f"{self.n_sequences:,} of {self.seq_len:,} tokens",
-            "test windows of a corpus": test,
-            "items of the continuation task": f"{self.n_items:,}",
-            "calibration draws": f"{self.n_seeds}",
-        }
-        return card_html(f"Profile {self.name}", facts)
-
-
-PROFILES = {
-    "small": Profile("small", 8, 64, 4, 8, n_seeds=2),
-    "lab": Profile("lab", 128, 256, 32, 80),
-    "paper": Profile("paper", 128, 2048, None, 500),
-}
-"""`small` for tests, `lab` for the lab model, `paper` as the paper calibrates."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a pruned model is made: what is measured, how atoms are ranked and cut."""
-
-    ratio: float
-    estimator: str = "heapr"
-    scope: str = "global"
-    granularity: str = "atom"
-    structure: str = "ragged"
-    multiple: int | None = None
-    calibration: str = "pydocs"
-    n_sequences: int | None = None
-    """Calibration windows; None takes the profile's number."""
-    seed: int = 0
-
-    def _repr_html_(self) -> str:
-        facts = {
-            name.replace("_", " "): str(value)
-            for name, value in asdict(self).items()
-            if value is not None
-        }
-        return card_html("Setting", facts)
 
 
 class Workbench:
@@ -440,7 +387,7 @@ class Workbench:
         """One row: what `setting` saves of parameters, bytes and FLOPs."""
         keep = self.keep(setting)
         table = self.importance(setting)
-        saved = architecture.summary(
+        saved = savings_of(
             keep, table, bytes_per_parameter=self.stored_bytes_per_parameter(table)
         )
         return saved.assign(**self.columns(setting, keep))
@@ -525,28 +472,3 @@ def open_workbench(
     model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
     name = "lab model" if name_or_path == LAB else str(name_or_path)
     return Workbench(model, tokenizer, name=name, profile=chosen)
-
-
-def profile_of(name_or_path: str, profile: str | None) -> Profile:
-    """The profile of that name; by default `lab` for the lab model, else `paper`.
-
-    Raises:
-        SpecError: there is no such profile.
-    """
-    chosen = profile or ("lab" if name_or_path == LAB else "paper")
-    if chosen not in PROFILES:
-        raise SpecError(f"profile is {chosen!r}, expected one of {', '.join(PROFILES)}")
-    return PROFILES[chosen]
-
-
-def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Those of `names` whose test split can be had here, and why the others cannot."""
-    found, skipped = [], {}
-    for name in names:
-        try:
-            load_corpus(name, split="test")
-        except CorpusError as error:
-            skipped[name] = str(error)
-        else:
-            found.append(name)
-    return found, skipped

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from clone import Clone, bare_environment, copy_tracked
 
-from heapr_lab.storage import cache
+from heapr_lab.storage import paths
 
 TIMEOUT_SECONDS = 1080
 """On two busy cores; some three minutes on idle ones."""
@@ -25,7 +25,7 @@ def stranger(session_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> C
     if (session_cache / "pydocs").is_dir():
         shutil.copytree(session_cache / "pydocs", root / "cache" / "pydocs")
     clone = Clone(root / "heapr-lab", "")
-    copy_tracked(cache.project_dir(), clone.folder)
+    copy_tracked(paths.project_dir(), clone.folder)
     clone.git("init", "--quiet")
     clone.git("add", "--all")
     author = ("-c", "user.name=stranger", "-c", "user.email=stranger@example.org")

@@ -16,9 +16,9 @@ from heapr_lab.experiments.notebooks import (
     sources_digest,
 )
 from heapr_lab.experiments.reproduce import reproduce
-from heapr_lab.storage import cache
+from heapr_lab.storage import paths
 
-FOLDER = cache.project_dir() / "notebooks"
+FOLDER = paths.project_dir() / "notebooks"
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 LONGEST_CODE_LINES = 40
 QUOTED = re.compile(r"`[^`]*`")
@@ -98,7 +98,7 @@ class TestStructure:
             for text in output.get("data", {}).values()
         ]
         assert [text for text in shown if " at 0x" in str(text)] == []
-        assert [text for text in shown if str(cache.project_dir()) in str(text)] == []
+        assert [text for text in shown if str(paths.project_dir()) in str(text)] == []
 
 
 @pytest.mark.notebook

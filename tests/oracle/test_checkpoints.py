@@ -19,14 +19,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
-from heapr_lab.checkpoints import save
-from heapr_lab.checkpoints.save import (
-    KEEP_FILE,
-    MANIFEST_FILE,
-    STRUCTURES,
-    prune_folder,
-    save_pruned,
-)
+from heapr_lab.checkpoints import folder, slice_folder
+from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, STRUCTURES, save_pruned
+from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.checkpoints.uniform import stock_config
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import find_experts
@@ -388,10 +383,10 @@ def test_an_unfinished_folder_is_not_touched_for_another_pruning(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(save, "slice_files", stop)
+        patch.setattr(slice_folder, "slice_files", stop)
         with pytest.raises(KeyboardInterrupt):
             prune_folder(source, keep_of(model, "ragged"), out)
-    partial = save.partial_of(out)
+    partial = folder.partial_of(out)
     before = {path.name: path.read_bytes() for path in partial.iterdir()}
     with pytest.raises(CacheError, match="another mask and structure"):
         prune_folder(source, keep_of(model, "uniform"), out)

@@ -8,7 +8,7 @@ import torch
 from families import tiny_ids, tiny_model
 from oracles.features import features_of
 
-from heapr_lab.errors import SpecError, digest
+from heapr_lab.errors import SpecError
 from heapr_lab.importance import activation_grams as grams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
@@ -17,6 +17,7 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.refinement import elimination
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import COLUMN, eliminate
+from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle

@@ -14,9 +14,10 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.pareto import mask_for_budgets, pareto_front
 from heapr_lab.pruning.ranking import atom_sizes
+from heapr_lab.pruning.savings import removed_score
 from heapr_lab.pruning.selection import select
-from heapr_lab.workbench.budgets import mask_for_budgets, pareto_front, removed_score
 
 pytestmark = pytest.mark.property
 

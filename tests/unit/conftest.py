@@ -8,7 +8,8 @@ from tiny_folder import write_model, write_text
 
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 import heapr_lab
 from heapr_lab.cli.app import app
-from heapr_lab.storage import cache
+from heapr_lab.storage import paths
 from heapr_lab.text import corpora, pydocs
-from heapr_lab.workbench import workbench
+from heapr_lab.workbench import settings
 
-ROOT = cache.project_dir()
+ROOT = paths.project_dir()
 DOCS = ROOT / "docs"
 TUTORIAL = run_tutorial.TUTORIAL.read_text("utf-8")
 
@@ -40,9 +40,9 @@ TUTORIAL = run_tutorial.TUTORIAL.read_text("utf-8")
 def tiny_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder to work in, where `lab` is a tiny model with little text."""
     model = write_model(tmp_path / "lab_moe")
-    monkeypatch.setattr(cache, "lab_model_dir", lambda: model)
-    little = workbench.Profile("lab", 8, 32, 4, 8)
-    monkeypatch.setitem(workbench.PROFILES, "lab", little)
+    monkeypatch.setattr(paths, "lab_model_dir", lambda: model)
+    little = settings.Profile("lab", 8, 32, 4, 8)
+    monkeypatch.setitem(settings.PROFILES, "lab", little)
     monkeypatch.setattr(pydocs, "PYDOCS_PACKAGES", ("jinja2",))
     monkeypatch.setenv("HEAPR_DATA_DIR", str(tmp_path))
     monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path))

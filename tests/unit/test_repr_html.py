@@ -22,7 +22,8 @@ from heapr_lab.refinement.iterative import Rounds
 from heapr_lab.storage.provenance import Origin
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.corpora import Corpus
-from heapr_lab.workbench.workbench import PROFILES, Setting, Workbench
+from heapr_lab.workbench.settings import PROFILES, Setting
+from heapr_lab.workbench.workbench import Workbench
 
 NASTY = "<script>alert('&')</script>"
 _ROWS = {"layer": [0, 0], "expert": [0, 0], "atom": [0, 1], "sum_hg2": [2.0, 6]}

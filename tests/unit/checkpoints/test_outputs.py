@@ -20,19 +20,15 @@ from safetensors.torch import load_file
 from tiny_folder import write_model
 
 from heapr_lab.checkpoints import save, slice_plan
+from heapr_lab.checkpoints.folder import check_new, partial_of
 from heapr_lab.checkpoints.gguf import write_gguf
-from heapr_lab.checkpoints.save import (
-    MANIFEST_FILE,
-    check_new,
-    partial_of,
-    prune_folder,
-    save_pruned,
-)
+from heapr_lab.checkpoints.save import MANIFEST_FILE, save_pruned
+from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.folders import read_weights
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
-from heapr_lab.storage import cache
+from heapr_lab.storage import files
 
 BUSY = "is being written by another process or thread: wait"
 FORK = multiprocessing.get_context("fork")
@@ -218,14 +214,14 @@ def test_a_changed_file_is_found_after_the_renaming(
     source: Path, keep: KeepMask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One byte, of the weights that the manifest tells the hash of."""
-    share = cache.share_mode
+    share = files.share_mode
 
     def spoil(folder: Path, like: Path) -> None:
         share(folder, like)
         file = min(folder.glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
 
-    monkeypatch.setattr(cache, "share_mode", spoil)
+    monkeypatch.setattr(files, "share_mode", spoil)
     with pytest.raises(CacheError, match=r"model-00001.* is not what was written"):
         prune_folder(source, keep, tmp_path / "out")
     with pytest.raises(CacheError, match="is not what was written"):
@@ -324,14 +320,14 @@ def test_a_target_that_appears_meanwhile_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And so is the finished checkpoint, under the name that the message gives."""
-    out, share = tmp_path / "out", cache.share_mode
+    out, share = tmp_path / "out", files.share_mode
 
     def appear(folder: Path, like: Path) -> None:
         share(folder, like)
         out.mkdir()
         (out / "theirs").write_text("mine!")
 
-    monkeypatch.setattr(cache, "share_mode", appear)
+    monkeypatch.setattr(files, "share_mode", appear)
     make = (
         (lambda: prune_folder(source, keep, out))
         if sliced

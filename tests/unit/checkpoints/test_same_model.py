@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,17 @@ from families import tiny_ids, tiny_model
 from safetensors.torch import load_file, save_file
 from tiny_folder import write_model
 
+from heapr_lab.checkpoints.same_model import own_mask, own_table
 from heapr_lab.checkpoints.slice_files import squared_norms
 from heapr_lab.checkpoints.uniform import skeleton_of
-from heapr_lab.cli.headless import own_mask, own_table
-from heapr_lab.errors import SpecError, digest
+from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_weights
-from heapr_lab.models.loading import model_identity
+from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.selection import select
+from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.export import with_model
 
@@ -135,10 +135,10 @@ def test_what_was_made_before_is_refused_with_what_to_do(
     with pytest.raises(SpecError, match=r"earlier version .* `heapr-lab score`"):
         own_table(tmp_path / "old.parquet", source, name="moe")
 
-    bench: Any = SimpleNamespace(identity=model_identity(read_weights(source)))
+    identity = model_identity(read_weights(source))
     path, keep = tmp_path / "mask.parquet", select(new, ratio=0.5)
     with_model(keep, old).write(path)
     with pytest.raises(SpecError, match=r"earlier version .* `heapr-lab prune`"):
-        own_mask(path, bench, name="moe")
+        own_mask(path, identity, name="moe")
     with_model(keep, new).write(path)
-    assert own_mask(path, bench, name="moe") == keep
+    assert own_mask(path, identity, name="moe") == keep

@@ -23,7 +23,8 @@ from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench.workbench import PROFILES, Setting, Workbench
+from heapr_lab.workbench.settings import PROFILES, Setting
+from heapr_lab.workbench.workbench import Workbench
 
 IDS = tiny_ids(n_sequences=4)
 

@@ -8,10 +8,9 @@ import pytest
 from commands import TINY, invoke, one_line, run, text_of
 from tiny_folder import write_model
 
-from heapr_lab.cli import headless
 from heapr_lab.cli.app import app
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.storage import cache
+from heapr_lab.storage import paths
 
 COMMANDS = [command.callback.__name__ for command in app.registered_commands]  # type: ignore[union-attr]
 
@@ -19,8 +18,8 @@ COMMANDS = [command.callback.__name__ for command in app.registered_commands]  #
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loads a model fails, not with an error that would be one line."""
-    for name in ("open_workbench", "own_table"):
-        monkeypatch.setattr(headless, name, lambda *_args, **_options: 1 / 0)
+    for name in ("cli.headless.open_workbench", "checkpoints.same_model.own_table"):
+        monkeypatch.setattr(f"heapr_lab.{name}", lambda *_args, **_options: 1 / 0)
 
 
 @pytest.fixture
@@ -122,7 +121,7 @@ def test_files_are_readable_as_the_umask_says(folder: Path, tmp_path: Path) -> N
     run("prune", folder / "moe", *chosen, "--out", out)
     umask = os.umask(0o022)
     os.umask(umask)
-    kept = list((cache.cache_dir() / "tokens").glob("*.safetensors"))
+    kept = list((paths.cache_dir() / "tokens").glob("*.safetensors"))
     assert kept
     for path in (out, folder / "table.parquet", *kept):
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask

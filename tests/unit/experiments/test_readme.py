@@ -8,10 +8,10 @@ import pytest
 from families import FAMILIES
 
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments.reports import fill_blocks
-from heapr_lab.storage import cache
+from heapr_lab.experiments.readme import fill_blocks
+from heapr_lab.storage import paths
 
-README = cache.project_dir() / "README.md"
+README = paths.project_dir() / "README.md"
 
 
 def block(name: str) -> str:
@@ -38,7 +38,7 @@ def test_the_supported_families_are_those_proven() -> None:
 
 def test_the_summary_is_the_committed_table() -> None:
     """The numbers people read first are those that `make reproduce` wrote."""
-    assert block("summary") == without_mark(cache.figures_dir() / "0_summary_table.md")
+    assert block("summary") == without_mark(paths.figures_dir() / "0_summary_table.md")
 
 
 def test_every_picture_of_the_readme_is_there() -> None:
@@ -46,7 +46,7 @@ def test_every_picture_of_the_readme_is_there() -> None:
     pictures = re.findall(r"\]\((figures/\S+\.png)\)", README.read_text())
     assert len(pictures) >= 4
     for picture in pictures:
-        assert (cache.project_dir() / picture).stat().st_size > 10_000
+        assert (paths.project_dir() / picture).stat().st_size > 10_000
 
 
 def test_only_the_named_block_is_filled(tmp_path: Path) -> None:

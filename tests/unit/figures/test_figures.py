@@ -27,9 +27,10 @@ from figure_rows import (
 )
 
 from heapr_lab import figures
-from heapr_lab.errors import SpecError, digest
+from heapr_lab.errors import SpecError
 from heapr_lab.figures.bins import spearman_interval
 from heapr_lab.figures.files import format_column, table_latex, table_markdown
+from heapr_lab.storage.hashing import digest
 
 
 @pytest.fixture(autouse=True)

@@ -275,13 +275,13 @@ KILLED = """
     from pathlib import Path
     sys.path.insert(0, {tests!r})
     from families import tiny_ids, tiny_model
-    from heapr_lab import importance
+    from heapr_lab.importance import collect
     from heapr_lab.text.calibration import CalibrationSet
-    importance._SAVE_SECONDS, importance._SAVE_SHARE = 0.0, float("inf")
+    collect._SAVE_SECONDS, collect._SAVE_SHARE = 0.0, float("inf")
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=400))
     def progress(done, total):
         print(done, flush=True)
-    importance.collect_statistics(
+    collect.collect_statistics(
         tiny_model("qwen2_moe"), windows, batch_size=1, state=Path({state!r}),
         progress=progress,
     )

@@ -17,7 +17,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.learned_masks import learn_mask
-from heapr_lab.storage import cache
+from heapr_lab.storage import files
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=6))
@@ -62,7 +62,7 @@ def test_impossible_values_are_refused(
     said = rf"column {column} has {bad:g}.* at \(layer, expert, atom\) \(0, 1, 5\)"
     with pytest.raises(SpecError, match=said):
         ImportanceTable.from_frame(frame, **table.metadata)
-    cache.write_frame(
+    files.write_frame(
         tmp_path / "t", frame, {**table.metadata, "kind": "ImportanceTable"}
     )
     with pytest.raises(CacheError, match=f"t is damaged: {said}"):
@@ -87,7 +87,7 @@ def test_an_edited_specification_is_seen(
     with pytest.raises(SpecError, match=r"spec_hash is .*: one of them was edited"):
         ImportanceTable.from_frame(table.frame, **metadata)
     path = tmp_path / "t.parquet"
-    cache.write_frame(path, table.frame, {**metadata, "kind": "ImportanceTable"})
+    files.write_frame(path, table.frame, {**metadata, "kind": "ImportanceTable"})
     with pytest.raises(CacheError, match="one of them was edited"):
         ImportanceTable.read(path)
     del metadata["spec_hash"]

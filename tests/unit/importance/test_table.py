@@ -8,7 +8,7 @@ import pytest
 
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.storage import cache
+from heapr_lab.storage import files
 
 
 def rows(**columns: object) -> pd.DataFrame:
@@ -167,10 +167,10 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     rows().to_parquet(path)
     with pytest.raises(CacheError, match="was not written by heapr_lab"):
         ImportanceTable.read(path)
-    cache.write_frame(path, rows(), {"kind": "Evaluation"})
+    files.write_frame(path, rows(), {"kind": "Evaluation"})
     with pytest.raises(CacheError, match="holds Evaluation, expected an Importance"):
         ImportanceTable.read(path)
-    cache.write_frame(path, rows(atom=0), {"kind": "ImportanceTable"})
+    files.write_frame(path, rows(atom=0), {"kind": "ImportanceTable"})
     with pytest.raises(CacheError, match="is damaged: 2 rows are there twice"):
         ImportanceTable.read(path)
 

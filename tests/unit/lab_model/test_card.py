@@ -4,30 +4,30 @@ import re
 
 import pytest
 
-from heapr_lab.storage import cache
+from heapr_lab.storage import files, paths
 
-FOLDER = cache.lab_model_dir()
+FOLDER = paths.lab_model_dir()
 MEGABYTE = 1_000_000
 
 
 def test_the_weights_are_small() -> None:
     """One safetensors file in bfloat16, at most 16 MB."""
-    files = list(FOLDER.glob("*.safetensors"))
-    assert len(files) == 1
-    assert files[0].stat().st_size <= 16 * MEGABYTE
-    assert cache.read_json(FOLDER / "config.json")["dtype"] == "bfloat16"
+    found = list(FOLDER.glob("*.safetensors"))
+    assert len(found) == 1
+    assert found[0].stat().st_size <= 16 * MEGABYTE
+    assert files.read_json(FOLDER / "config.json")["dtype"] == "bfloat16"
 
 
 def test_no_expert_is_idle() -> None:
     """On held-out text every routed expert has at least a quarter of its fair share."""
-    loads = cache.read_json(FOLDER / "training.json")["evaluation"]["expert_load"]
+    loads = files.read_json(FOLDER / "training.json")["evaluation"]["expert_load"]
     pooled = {row["corpus"]: row for row in loads}["all of them"]
     assert pooled["smallest"] >= 0.25
 
 
 def test_the_card_says_what_was_measured() -> None:
     """Every loss of training.json stands in the card."""
-    training = cache.read_json(FOLDER / "training.json")
+    training = files.read_json(FOLDER / "training.json")
     card = (FOLDER / "README.md").read_text()
     losses = training["evaluation"]["losses"]
     assert {row["corpus"] for row in losses} == set(training["mixture"])

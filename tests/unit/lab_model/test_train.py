@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from heapr_lab.errors import CacheError, CorpusError, SpecError
 from heapr_lab.lab_model import train
-from heapr_lab.lab_model.run_folder import DECAY_MIXTURE, MIXTURE, RECIPES, TrainSpec
+from heapr_lab.lab_model.recipes import DECAY_MIXTURE, MIXTURE, RECIPES, TrainSpec
 from heapr_lab.lab_model.train import (
     balance_losses,
     build_lab_model,

@@ -6,8 +6,9 @@ import pytest
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.architecture import Architecture, LayerShape, summary
+from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.savings import savings_of
 
 # Layer 1: gated, d_expert 4: an atom has 12 parameters and costs 24 operations.
 # Layer 3: no gate, 1 bias an atom, d_expert 5: 11 parameters and 20 operations.
@@ -73,7 +74,7 @@ def test_summary_compares_before_and_after() -> None:
         for layer, shape in MODEL.layers.items()
     )
     table = ImportanceTable.from_frame(frame, architecture=MODEL.to_dict())
-    row = summary(KEEP, table, seq_len=8).iloc[0]
+    row = savings_of(KEEP, table, seq_len=8).iloc[0]
     assert (row["parameters_before"], row["parameters_after"]) == (1000, 941)
     assert row["parameter_reduction"] == pytest.approx(0.059)
     assert (row["bytes_before"], row["bytes_after"]) == (2000, 1882)

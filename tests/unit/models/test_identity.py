@@ -12,20 +12,20 @@ from keeps import full_keep, random_keep
 from tiny_folder import write_model, write_text
 from torch import nn
 
-from heapr_lab.cli.headless import own_table
+from heapr_lab.checkpoints.same_model import own_table
 from heapr_lab.errors import CacheError, HeaprLabError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.identity import identity_in_force, weights_state
-from heapr_lab.models.loading import model_identity
+from heapr_lab.models.identity import identity_in_force, model_identity, weights_state
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.learned_masks import learn_mask
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=6))
 

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.loading import load_model, model_identity
+from heapr_lab.models.identity import model_identity
+from heapr_lab.models.loading import load_model
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from keeps import logits_of, random_keep
 from safetensors.torch import load_file, save_file
 from tiny_folder import write_model
 
-from heapr_lab.checkpoints.save import prune_folder
+from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.loading import load_model, model_folder

@@ -9,7 +9,7 @@ from families import tiny_model
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.models import weights_hash
-from heapr_lab.models.loading import model_identity
+from heapr_lab.models.identity import model_identity
 from heapr_lab.models.weights_hash import BLOCK, block_sums, multipliers
 
 N_EXPERTS, D_MODEL, D_INTER = 4, 24, 96

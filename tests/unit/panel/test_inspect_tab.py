@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 from tiny_folder import write_model, write_text
 
-from heapr_lab.evaluation.traces import read_passage, routing, token_losses
+from heapr_lab.evaluation.passages import read_passage, token_losses
+from heapr_lab.evaluation.routing import routing
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel import inspect_tab, passage_html
 from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
@@ -25,7 +26,8 @@ from heapr_lab.panel.passage_html import (
 )
 from heapr_lab.panel.session import Choice, PruningSession
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 PRUNED = "half of <it>"
 LEAST_TEXT_CONTRAST = 4.5

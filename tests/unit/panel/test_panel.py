@@ -16,7 +16,6 @@ from tiny_folder import write_text
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.loss_prediction import summed_scores
 from heapr_lab.evaluation.perplexity import Perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.controls import TARGET, layer_numbers
@@ -24,6 +23,7 @@ from heapr_lab.panel.panel import Explorer, explore, layers_frame
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.session import Choice, PruningSession, Step
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.storage.files import read_frame
 from heapr_lab.storage.provenance import read_provenance
 from heapr_lab.workbench.workbench import Workbench

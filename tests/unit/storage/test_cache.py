@@ -15,6 +15,7 @@ import pytest
 
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.storage import cache as store
+from heapr_lab.storage import files, paths
 from heapr_lab.storage.files import SCHEMA_VERSION
 
 FRAME = pd.DataFrame(
@@ -43,17 +44,17 @@ def test_cache_dir_without_setting_is_the_users_cache_folder(
 ) -> None:
     """$HEAPR_CACHE_DIR comes first, then $XDG_CACHE_HOME, then ~/.cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert store.cache_dir() == tmp_path / "cache"
+    assert paths.cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("HEAPR_CACHE_DIR")
-    assert store.cache_dir() == tmp_path / "xdg" / "heapr_lab"
+    assert paths.cache_dir() == tmp_path / "xdg" / "heapr_lab"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert store.cache_dir() == tmp_path / ".cache" / "heapr_lab"
+    assert paths.cache_dir() == tmp_path / ".cache" / "heapr_lab"
 
 
 def test_the_papers_tables_are_in_their_place() -> None:
     """paper_dir holds the published tables."""
-    frame = pd.read_csv(store.paper_dir() / "cost.csv")
+    frame = pd.read_csv(paths.paper_dir() / "cost.csv")
     assert "gpu_minutes" in frame.columns
 
 
@@ -75,12 +76,12 @@ def test_cache_path_depends_on_every_field_of_the_key() -> None:
 def test_frame_round_trip_keeps_values_types_and_metadata(tmp_path: Path) -> None:
     """What is read is what was written, columns chosen or not, and can be changed."""
     path = tmp_path / "deep" / "x.parquet"
-    store.write_frame(path, FRAME, {"N": 3, "spec": {"dtype": "float32"}})
-    frame, metadata = store.read_frame(path)
+    files.write_frame(path, FRAME, {"N": 3, "spec": {"dtype": "float32"}})
+    frame, metadata = files.read_frame(path)
     pd.testing.assert_frame_equal(frame, FRAME)
     assert metadata == {"N": 3, "spec": {"dtype": "float32"}}
-    assert store.read_metadata(path) == metadata
-    some, _ = store.read_frame(path, ["sum_h2"])
+    assert files.read_metadata(path) == metadata
+    some, _ = files.read_frame(path, ["sum_h2"])
     pd.testing.assert_frame_equal(some, FRAME[["sum_h2"]])
     some.loc[0, "sum_h2"] = 9.0
     assert some["sum_h2"].tolist() == [9.0, -1.25, 3.0]
@@ -89,24 +90,24 @@ def test_frame_round_trip_keeps_values_types_and_metadata(tmp_path: Path) -> Non
 def test_frame_round_trip_keeps_another_index(tmp_path: Path) -> None:
     """An index that is not a plain range comes back, with chosen columns too."""
     indexed = FRAME.set_index(pd.Index([7, 3, 5], name="row"))
-    store.write_frame(tmp_path / "x.parquet", indexed, {})
+    files.write_frame(tmp_path / "x.parquet", indexed, {})
     pd.testing.assert_frame_equal(
-        store.read_frame(tmp_path / "x.parquet", ["layer"])[0], indexed[["layer"]]
+        files.read_frame(tmp_path / "x.parquet", ["layer"])[0], indexed[["layer"]]
     )
 
 
 def test_missing_column_is_named(tmp_path: Path) -> None:
     """Asking for a column that is not there names it and those that are."""
     path = tmp_path / "x.parquet"
-    store.write_frame(path, FRAME, {})
+    files.write_frame(path, FRAME, {})
     with pytest.raises(CacheError, match="no column max_abs_h; it has layer, tokens"):
-        store.read_frame(path, ["layer", "max_abs_h"])
+        files.read_frame(path, ["layer", "max_abs_h"])
 
 
 def test_metadata_that_is_not_plain_leaves_no_file(tmp_path: Path) -> None:
     """Metadata that JSON cannot hold is refused before anything is written."""
     with pytest.raises(SpecError):
-        store.write_frame(tmp_path / "x.parquet", FRAME, {"bad": {1, 2}})
+        files.write_frame(tmp_path / "x.parquet", FRAME, {"bad": {1, 2}})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,13 +117,13 @@ def test_truncated_parquet_is_refused_and_left_alone(
 ) -> None:
     """A file cut short anywhere is an error that names it, and is not touched."""
     path = tmp_path / "cut.parquet"
-    store.write_frame(path, FRAME, {})
+    files.write_frame(path, FRAME, {})
     left = path.read_bytes()[: int(share * path.stat().st_size)]
     path.write_bytes(left)
     with pytest.raises(CacheError, match=r"cut\.parquet cannot be read"):
-        store.read_frame(path)
+        files.read_frame(path)
     with pytest.raises(CacheError, match=r"cut\.parquet cannot be read"):
-        store.read_metadata(path)
+        files.read_metadata(path)
     assert path.read_bytes() == left
 
 
@@ -130,12 +131,12 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path) -> None:
     """Damage inside a data page fails its checksum; no wrong number is returned."""
     path = tmp_path / "x.parquet"
     frame = pd.DataFrame({"x": np.arange(5000, dtype=np.float32) ** 2})
-    store.write_frame(path, frame, {})
+    files.write_frame(path, frame, {})
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
     with pytest.raises(CacheError, match=r"x\.parquet cannot be read"):
-        store.read_frame(path)
+        files.read_frame(path)
 
 
 def test_foreign_parquet_is_refused(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_foreign_parquet_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "theirs.parquet"
     FRAME.to_parquet(path)
     with pytest.raises(CacheError, match=r"theirs\.parquet was not written by"):
-        store.read_frame(path)
+        files.read_frame(path)
 
 
 def test_newer_parquet_is_refused(tmp_path: Path) -> None:
@@ -153,12 +154,12 @@ def test_newer_parquet_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "later.parquet"
     pq.write_table(table, path)
     with pytest.raises(CacheError, match=r"later\.parquet has schema version 2"):
-        store.read_frame(path)
+        files.read_frame(path)
 
 
 def test_missing_file_is_not_a_damaged_one(tmp_path: Path) -> None:
     """A file that does not exist is a FileNotFoundError, for every reader."""
-    for read in (store.read_frame, store.read_json, store.load_state):
+    for read in (files.read_frame, files.read_json, files.load_state):
         with pytest.raises(FileNotFoundError):
             read(tmp_path / "nowhere")
 
@@ -172,7 +173,7 @@ def test_an_exception_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     path.write_text("old")
 
     def write_half() -> None:
-        with store.replacing(path) as temporary:
+        with files.replacing(path) as temporary:
             temporary.write_text("ne")
             raise KeyboardInterrupt
 
@@ -188,8 +189,8 @@ def test_a_kill_while_writing_leaves_nothing_that_looks_finished(
     """After a process dies half-way through a write, the name does not exist."""
     path = tmp_path / "x.parquet"
     code = (
-        "import os, sys\nfrom heapr_lab import store\n"
-        "with store.replacing(sys.argv[1]) as temporary:\n"
+        "import os, sys\nfrom heapr_lab.storage import files\n"
+        "with files.replacing(sys.argv[1]) as temporary:\n"
         "    temporary.write_text('half')\n    os._exit(9)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
@@ -222,11 +223,11 @@ def test_the_right_to_write_passes_on(tmp_path: Path) -> None:
 def test_json_round_trip_and_truncation(tmp_path: Path) -> None:
     """Plain data comes back; half a file is refused by name."""
     path = tmp_path / "x.json"
-    store.write_json(path, {"b": [1, 2.5, None], "a": "ℓ"})
-    assert store.read_json(path) == {"b": [1, 2.5, None], "a": "ℓ"}
+    files.write_json(path, {"b": [1, 2.5, None], "a": "ℓ"})
+    assert files.read_json(path) == {"b": [1, 2.5, None], "a": "ℓ"}
     path.write_text(path.read_text("utf-8")[:10], "utf-8")
     with pytest.raises(CacheError, match=r"x\.json is truncated"):
-        store.read_json(path)
+        files.read_json(path)
 
 
 def test_state_round_trip(tmp_path: Path) -> None:
@@ -236,8 +237,8 @@ def test_state_round_trip(tmp_path: Path) -> None:
         "scalar": np.array(7, dtype=np.int64),
         "empty": np.zeros((0, 4), dtype=np.float32),
     }
-    store.save_state(tmp_path / "s.safetensors", arrays, {"batch": 3})
-    loaded, meta = store.load_state(tmp_path / "s.safetensors")
+    files.save_state(tmp_path / "s.safetensors", arrays, {"batch": 3})
+    loaded, meta = files.load_state(tmp_path / "s.safetensors")
     assert meta == {"batch": 3}
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -247,12 +248,12 @@ def test_state_round_trip(tmp_path: Path) -> None:
 def test_truncated_state_is_refused(tmp_path: Path) -> None:
     """A state cut short names the file, whether header or data is cut."""
     path = tmp_path / "s.safetensors"
-    store.save_state(path, {"x": np.arange(100.0)}, {})
+    files.save_state(path, {"x": np.arange(100.0)}, {})
     whole = path.read_bytes()
     for length in (0, 5, 40, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(CacheError, match=r"s\.safetensors cannot be read"):
-            store.load_state(path)
+            files.load_state(path)
 
 
 # --- cached results -------------------------------------------------------------
@@ -274,8 +275,8 @@ def test_a_result_is_computed_once_per_key(cache: Path) -> None:
     assert [cached_answer({"x": x}, made) for x in (4, 4, 5)] == [40, 40, 50]
     assert len(made) == 2
     path = store.cache_path("answers", {"x": 4}, extension="json")
-    assert store.read_json(path) == 40
-    assert store.read_json(path.with_name(f"{path.name}.key.json")) == {"x": 4}
+    assert files.read_json(path) == 40
+    assert files.read_json(path.with_name(f"{path.name}.key.json")) == {"x": 4}
 
 
 def test_a_failed_computation_stores_nothing() -> None:
@@ -311,7 +312,7 @@ def test_a_result_of_another_key_is_refused() -> None:
     """The stored key is compared with the key asked for, not only its hash."""
     cached_answer({"x": 4}, [])
     path = store.cache_path("answers", {"x": 4}, extension="json")
-    store.write_json(path.with_name(f"{path.name}.key.json"), {"x": 3})
+    files.write_json(path.with_name(f"{path.name}.key.json"), {"x": 3})
     with pytest.raises(CacheError, match=r'found {"x":3}, expected {"x":4}'):
         cached_answer({"x": 4}, [])
 
@@ -319,7 +320,7 @@ def test_a_result_of_another_key_is_refused() -> None:
 COMPUTE_SLOWLY = """
 import sys, time
 from pathlib import Path
-from heapr_lab import store
+from heapr_lab.storage import cache
 
 def compute():
     with Path(sys.argv[1]).open("a") as file:
@@ -329,7 +330,7 @@ def compute():
 
 print("ready", flush=True)
 sys.stdin.readline()
-print(store.cached_json("slow", {"x": 1}, compute))
+print(cache.cached_json("slow", {"x": 1}, compute))
 """
 
 

@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from heapr_lab.errors import CacheError, digest
+from heapr_lab.errors import CacheError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.storage import cache
+from heapr_lab.storage import files
+from heapr_lab.storage.hashing import digest
 from heapr_lab.storage.provenance import read_provenance
 
 KEY = b"heapr_lab"
@@ -85,7 +86,7 @@ def test_a_header_that_cannot_be_read(
     """Of a mask and of a table, for all who read them."""
     for path, read in ((mask, KeepMask.read), (table, ImportanceTable.read)):
         change_header(path, change)
-        for reader in (read, read_provenance, cache.read_frame, cache.read_metadata):
+        for reader in (read, read_provenance, files.read_frame, files.read_metadata):
             with pytest.raises(
                 CacheError, match=rf"{path.name} is damaged: its 'heapr"
             ):
@@ -180,7 +181,7 @@ def test_columns_that_cannot_be_described(table: Path) -> None:
         with pytest.raises(
             CacheError, match=r"table\.parquet is damaged: what it says"
         ):
-            cache.read_frame(table)
+            files.read_frame(table)
 
 
 def test_only_files_of_the_cache_are_made_again(
@@ -201,7 +202,7 @@ def test_json_that_is_nested_deeply(tmp_path: Path) -> None:
     path = tmp_path / "deep.json"
     path.write_text("[" * 100_000)
     with pytest.raises(CacheError, match=r"deep\.json is truncated or is not JSON"):
-        cache.read_json(path)
+        files.read_json(path)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"selection": 1}', '{"selection": []}'])

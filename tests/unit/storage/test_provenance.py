@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from heapr_lab import figures
 from heapr_lab.cli.app import app
-from heapr_lab.errors import CacheError, SpecError, digest
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import cache as store
+from heapr_lab.storage import files
+from heapr_lab.storage.hashing import digest
 from heapr_lab.storage.provenance import (
     MANIFEST_FILE,
     mark,
@@ -129,7 +131,7 @@ def test_a_checkpoint_says_where_it_came_from(
     """Its manifest, and the table that it or its selection names."""
     manifest = {"base_model": "lab", "selection": {}, "importance": None}
     manifest |= {named: HASH if named == "importance" else {"table": HASH}}
-    store.write_json(tmp_path / "pruned" / MANIFEST_FILE, manifest)
+    files.write_json(tmp_path / "pruned" / MANIFEST_FILE, manifest)
     found = read_provenance(tmp_path / "pruned")
     assert (found.kind, found.importance) == ("checkpoint", cache)
     assert found.provenance == manifest
@@ -158,7 +160,7 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
 
 def test_other_tables_are_refused(tmp_path: Path) -> None:
     """A parquet file of another kind is named as what it is."""
-    store.write_frame(tmp_path / "x.parquet", pd.DataFrame({"a": [1]}), {"kind": "X"})
+    files.write_frame(tmp_path / "x.parquet", pd.DataFrame({"a": [1]}), {"kind": "X"})
     with pytest.raises(CacheError, match="holds X, expected an importance table"):
         read_provenance(tmp_path / "x.parquet")
 

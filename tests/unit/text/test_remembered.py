@@ -10,7 +10,8 @@ from tiny_folder import write_model, write_text
 from heapr_lab.evaluation.harness import items_fingerprint
 from heapr_lab.text import corpora
 from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 
 @pytest.fixture

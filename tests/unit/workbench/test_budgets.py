@@ -17,17 +17,16 @@ from heapr_lab.evaluation.perplexity import Perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.pareto import mask_for_budgets, pareto_front
+from heapr_lab.pruning.savings import removed_score
 from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.budgets import (
     decoding_rounds,
-    mask_for_budgets,
-    pareto_front,
     ratio_for_latency,
     ratio_for_loss,
-    removed_score,
 )
-from heapr_lab.workbench.workbench import Setting
+from heapr_lab.workbench.settings import Setting
 
 DENSE_NLL = 3.0
 LATENCY_FLOOR = 0.4

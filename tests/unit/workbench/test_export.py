@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 from heapr_lab.cli.app import app
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models import architecture
 from heapr_lab.models.sources import read_source, source_of, weights_bytes
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.pruning.savings import context_length
 from heapr_lab.workbench.export import describe_calibration, savings
-from heapr_lab.workbench.workbench import Setting, Workbench, open_workbench
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 SEQ_LEN = 32
 QUARTER = Choice(ratio=0.25)
@@ -130,7 +131,7 @@ def test_a_table_that_does_not_say_counts_at_2048() -> None:
     frame = pd.DataFrame({"layer": [0], "expert": [0], "atom": [0], "sum_hg2": [1.0]})
     for said in ({}, {"provenance": {"calibration": {"seq_len": None}}}):
         table = ImportanceTable.from_frame(frame, **said)
-        assert architecture.context_length(table) == 2048
+        assert context_length(table) == 2048
         assert describe_calibration(table) == "not recorded"
 
 

@@ -3,7 +3,8 @@
 import pandas as pd
 import pytest
 
-from heapr_lab.experiments.reports import claims, summary_table
+from heapr_lab.experiments.claims import claims
+from heapr_lab.experiments.readme import summary_table
 
 _SHARED = {"structure": "ragged", "stderr": 0.02, "calibration": "text"}
 

@@ -15,16 +15,15 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.traces import (
+from heapr_lab.evaluation.activations import atoms_of_token, top_contexts
+from heapr_lab.evaluation.passages import (
     Passage,
-    atoms_of_token,
     continue_text,
     read_passage,
-    routing,
     token_losses,
     token_texts,
-    top_contexts,
 )
+from heapr_lab.evaluation.routing import routing
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import IMPLEMENTATION
 from heapr_lab.pruning.surgery import masking
@@ -362,7 +361,7 @@ def test_top_contexts(
     tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest |h| of all, found batch by batch, with the text around each."""
-    monkeypatch.setattr("heapr_lab.evaluation.traces._TOKENS_AT_ONCE", 2 * 11)
+    monkeypatch.setattr("heapr_lab.evaluation.activations.TOKENS_AT_ONCE", 2 * 11)
     model = model_of(family)
     ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
     layer, expert, atom = find_experts(model)[0].layer, 2, 3
@@ -397,7 +396,7 @@ def test_of_equal_activations_the_first(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An atom that is never active shows the first tokens of its expert."""
-    monkeypatch.setattr("heapr_lab.evaluation.traces._TOKENS_AT_ONCE", 2 * 11)
+    monkeypatch.setattr("heapr_lab.evaluation.activations.TOKENS_AT_ONCE", 2 * 11)
     model = model_of("qwen2_moe")
     layer = find_experts(model)[0]
     with torch.no_grad():

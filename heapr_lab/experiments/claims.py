@@ -1,50 +1,10 @@
-"""What a reproduction found, in words and tables: claims checked, README filled in."""
-
-import re
-from collections.abc import Mapping
-from pathlib import Path
+"""The paper's claims, checked against what was measured here."""
 
 import pandas as pd
 
-from heapr_lab.errors import SpecError
 from heapr_lab.figures import bins_data
-from heapr_lab.figures.files import table_markdown
-from heapr_lab.models.architecture import at_context
 
-SUMMARY_RATIOS = (0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.8)
 _PAPER = {"scope": "global", "granularity": "atom", "structure": "ragged"}
-
-
-def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
-    """Perplexities, accuracy and savings of the paper's method over the ratios.
-
-    Args:
-        results: evaluation rows, the dense model's among them.
-        savings: parameters and FLOPs saved per setting.
-    """
-    ours = _method(results, "heapr")
-    dense = results[results["estimator"].eq("dense")]
-    rows = pd.concat([dense, ours])
-    rows = rows[rows["metric"].isin(["perplexity", "accuracy"])]
-    rows = rows[rows["ratio"].isin(SUMMARY_RATIOS)].drop_duplicates(
-        ["ratio", "dataset", "metric"]
-    )
-    label = rows["metric"] + " " + rows["dataset"]
-    order = list(dict.fromkeys(label))
-    values = rows.assign(label=label).pivot(
-        index="ratio", columns="label", values="value"
-    )[order]
-    saved = _method(savings, "heapr").drop_duplicates("ratio").set_index("ratio")
-    shares = ["parameter_reduction", "flops_reduction", "routed_flops_reduction"]
-    joined = values.join(saved[shares])
-    joined[shares] = joined[shares].fillna(0.0)
-    (context,) = set(saved["seq_len"].map(at_context))
-    names = {
-        "parameter_reduction": "parameters saved",
-        "flops_reduction": f"FLOPs saved {context}",
-        "routed_flops_reduction": "routed FLOPs saved",
-    }
-    return joined.rename(columns=names).reset_index()
 
 
 def claims(results: pd.DataFrame, bins: pd.DataFrame) -> pd.DataFrame:
@@ -70,30 +30,10 @@ def claims(results: pd.DataFrame, bins: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["claim", "found", "holds"])
 
 
-def fill_blocks(path: Path, blocks: Mapping[str, str]) -> None:
-    """Write each block between `<!-- name -->` and `<!-- end -->` of a text file.
-
-    Raises:
-        SpecError: the file lacks one of the blocks.
-    """
-    text = path.read_text(encoding="utf-8")
-    for name, block in blocks.items():
-        parts = re.split(
-            rf"<!-- {name} -->.*?<!-- end -->", text, maxsplit=1, flags=re.DOTALL
-        )
-        if len(parts) != 2:
-            raise SpecError(f"{path} has no block '<!-- {name} --> … <!-- end -->'")
-        head, tail = parts
-        text = f"{head}<!-- {name} -->{block}<!-- end -->{tail}"
-    path.write_text(text, encoding="utf-8")
-
-
-def as_block(frame: pd.DataFrame) -> str:
-    """A frame as a Markdown table on lines of its own."""
-    return f"\n{table_markdown(frame).strip()}\n"
-
-
-def _method(frame: pd.DataFrame, estimator: str, **changes: str) -> pd.DataFrame:
+def results_of_method(
+    frame: pd.DataFrame, estimator: str, **changes: str
+) -> pd.DataFrame:
+    """Rows of an estimator, selected as the paper does but for `changes`."""
     chosen = frame["estimator"].eq(estimator)
     for column, value in (_PAPER | changes).items():
         chosen &= frame[column].eq(value)
@@ -113,7 +53,7 @@ def _dense(results: pd.DataFrame, metric: str) -> pd.Series:
 
 
 def _nearly_lossless(results: pd.DataFrame, where: str) -> tuple[str, str, bool]:
-    pruned = _values(_method(results, "heapr"), "perplexity", 0.2)
+    pruned = _values(results_of_method(results, "heapr"), "perplexity", 0.2)
     rise = pruned / _dense(results, "perplexity") - 1
     found = ", ".join(f"{name} {value:+.2%}" for name, value in rise.items())
     claim = f"{where}, at 20 % perplexity rises by at most 1 %"
@@ -123,7 +63,7 @@ def _nearly_lossless(results: pd.DataFrame, where: str) -> tuple[str, str, bool]
 def _accuracy_kept(results: pd.DataFrame) -> tuple[str, str, bool]:
     rows = results[results["metric"].eq("accuracy")]
     dense = rows[rows["estimator"].eq("dense")].iloc[0]
-    pruned = _values(_method(rows, "heapr"), "accuracy", 0.2).iloc[0]
+    pruned = _values(results_of_method(rows, "heapr"), "accuracy", 0.2).iloc[0]
     found = f"{dense['value']:.3f} → {pruned:.3f}, standard error {dense['stderr']:.3f}"
     holds = abs(pruned - dense["value"]) <= dense["stderr"]
     return "at 20 % accuracy stays within one standard error", found, bool(holds)
@@ -134,8 +74,8 @@ def _lower_loss(
 ) -> tuple[str, str, bool]:
     """Mean loss over corpora of two variants, at every ratio both were run at."""
     better, worse = order
-    first = _values(_method(results, "heapr", **{column: better}), "nll")
-    second = _values(_method(results, "heapr", **{column: worse}), "nll")
+    first = _values(results_of_method(results, "heapr", **{column: better}), "nll")
+    second = _values(results_of_method(results, "heapr", **{column: worse}), "nll")
     gaps = (second - first).dropna().groupby("ratio").mean()
     found = ", ".join(f"{gap:+.4f} at {ratio:.0%}" for ratio, gap in gaps.items())
     claim = f"{where}, {column}: {better} loses less than {worse}"

@@ -1,0 +1,111 @@
+"""Slice a dense checkpoint's folder into a pruned one, without loading the model."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from heapr_lab.checkpoints.folder import new_folder, save_tokenizer
+from heapr_lab.checkpoints.save import describe, structure_of
+from heapr_lab.checkpoints.slice_files import begun, slice_files, stamps_of
+from heapr_lab.checkpoints.uniform import (
+    skeleton_of,
+    stock_config,
+    uniform_width,
+)
+from heapr_lab.models import ragged_experts
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.folders import has_tokenizer, read_config, read_tokenizer
+from heapr_lab.models.ragged_experts import (
+    HeaprConfig,
+)
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.storage import files
+
+_PLAN_NAME = ".partial-plan.json"
+"""In an unfinished folder: what is made there; deleted when it gets its name."""
+
+
+def prune_folder(
+    source: Path,
+    keep: KeepMask,
+    folder: Path,
+    *,
+    base: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Slice the files of the model in `source` into a checkpoint, tensor by tensor.
+
+    The model is never built: memory holds one tensor at a time. The files are those
+    that `save_pruned` writes of the same model in the same dtype. Interrupted, it goes
+    on where it stopped when it is asked for the same again.
+
+    Args:
+        source: a folder in the hub's layout, of an unpruned model in safetensors.
+        keep: what stays.
+        folder: a new folder.
+        base: name of the model for manifest and card; by default `source`.
+        facts: as `save_pruned`.
+        progress: called with (bytes done, bytes in all).
+
+    Raises:
+        SpecError: `folder` is not empty, cannot be written or is being written by
+            another, the mask is of another model, or `source` is damaged or lacks
+            tensors.
+        LayoutError: the model's experts cannot be sliced exactly.
+        CacheError: what an interrupted call left is of another mask or source, or the
+            folder is not what was written there.
+    """
+    config = read_config(source)
+    uniform = structure_of(keep) == "uniform"
+    width = uniform_width(keep, config.dtype) if uniform else None
+    changed = config if width is None else stock_config(config, width)
+    skeleton: Any = skeleton_of(config)
+    tokenizer = read_tokenizer(source) if has_tokenizer(source) else None
+    with new_folder(folder, resume=True) as partial:
+        plan = {
+            "mask": keep.fingerprint,
+            "structure": structure_of(keep),
+            "source": stamps_of(source.glob("*.safetensors")),
+        }
+        if not begun(partial / _PLAN_NAME, plan):  # before anything is written there
+            files.write_json(partial / _PLAN_NAME, plan)
+        if not uniform:
+            _name_widths(changed, skeleton, keep)
+            shutil.copyfile(
+                ragged_experts.__file__, partial / f"{ragged_experts.CODE_NAME}.py"
+            )
+        changed.save_pretrained(partial)
+        generation = source / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, partial / generation.name)
+        said = save_tokenizer(partial, tokenizer, base=str(source))
+        # Last, because it takes long and would be done again if a later step failed.
+        checksums = slice_files(
+            source, skeleton, keep, partial, stacked=uniform, progress=progress
+        )
+        describe(
+            partial,
+            keep,
+            base=base or str(source),
+            config=config,
+            facts={**(facts or {}), "tokenizer": said},
+            checksums=checksums,
+            source=source,
+        )
+    return folder
+
+
+def _name_widths(config: Any, skeleton: nn.Module, keep: KeepMask) -> None:
+    """Say in `config` what `attach` says in a model's."""
+    widths = {
+        layer.name: keep.by_layer(layer.layer).sum(1).tolist()
+        for layer in find_experts(skeleton)
+    }
+    code = f"{ragged_experts.CODE_NAME}.{type(skeleton).__name__}"
+    config.auto_map = {"AutoModelForCausalLM": code}
+    config.architectures = [type(skeleton).__name__]
+    config.quantization_config = HeaprConfig(widths, structure=structure_of(keep))

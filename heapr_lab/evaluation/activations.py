@@ -1,0 +1,227 @@
+"""What atomic experts respond to: the atoms of a token, the contexts of an atom."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from heapr_lab.errors import CoverageError, SpecError
+from heapr_lab.evaluation.passages import (
+    TOKENS_AT_ONCE,
+    Passage,
+    Progress,
+    as_float64,
+    no_report,
+    observe,
+    routed_experts,
+    token_texts,
+)
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.hooks import observed
+from heapr_lab.models.likelihood import final_states
+from heapr_lab.models.modes import evaluating
+from heapr_lab.text.calibration import CalibrationSet
+
+
+def atoms_of_token(
+    model: nn.Module, passage: Passage, *, layer: int, position: int, n: int = 20
+) -> pd.DataFrame:
+    """The atoms that add most to a layer's output for one token of a text.
+
+    What atom k adds has the length |p · h_k| · ‖w_down_k‖. Lengths do not add up, for
+    vectors may cancel; and where a family normalises the outputs of its experts, it is
+    the length before that.
+
+    Args:
+        model: the dense model.
+        passage: the text, of at least two tokens.
+        layer: number of a MoE layer.
+        position: of the token, from 0.
+        n: atoms to return.
+
+    Returns:
+        Columns expert, atom, h, p, w_down_norm, contribution (the length), share (of
+        the sum of the lengths of all atoms that serve the token); largest first.
+
+    Raises:
+        SpecError: there is no such layer or position, or the text has one token only.
+    """
+    chosen = _layer_of(model, layer)
+    if not 0 <= position < len(passage.tokens):
+        raise SpecError(
+            f"position is {position}, expected 0 to {len(passage.tokens) - 1}: the "
+            f"text has {len(passage.tokens)} tokens"
+        )
+    observer = _AtToken(position)
+    observe(model, passage, [chosen], [observer])
+    frame = pd.concat([_atoms(chosen, *row) for row in observer.rows])
+    frame["contribution"] = (frame["p"] * frame["h"]).abs() * frame["w_down_norm"]
+    frame["share"] = frame["contribution"] / frame["contribution"].sum()
+    order = ["contribution", "expert", "atom"]
+    frame = frame.sort_values(order, ascending=[False, True, True], ignore_index=True)
+    return frame.head(n)
+
+
+def _atoms(layer: ExpertsLayer, expert: int, p: float, h: np.ndarray) -> pd.DataFrame:
+    """All atoms of an expert that serves a token."""
+    W_down = as_float64(layer.down[expert])
+    return pd.DataFrame(
+        {
+            "expert": expert,
+            "atom": range(layer.d_inter),
+            "h": h,
+            "p": p,
+            "w_down_norm": np.linalg.norm(W_down, axis=0),
+        }
+    )
+
+
+class _AtToken:
+    """Keeps the activations of the experts that serve one token."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.rows: list[tuple[int, float, np.ndarray]] = []
+        """Expert, p, and h (I,)."""
+
+    def observe(
+        self,
+        h: torch.Tensor,
+        *,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: list[int],
+    ) -> None:
+        """Keep the token's."""
+        experts = routed_experts(tokens)
+        for row in (rows == self.position).nonzero()[:, 0].tolist():
+            self.rows.append((int(experts[row]), float(p[row]), as_float64(h[row])))
+
+
+def top_contexts(
+    model: nn.Module,
+    windows: CalibrationSet,
+    *,
+    tokenizer: Any,
+    layer: int,
+    expert: int,
+    atom: int,
+    n: int = 8,
+    width: int = 12,
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """The tokens at which an atom is most active, whatever its sign, in their contexts.
+
+    One forward over `windows`, of which no more than `n` rows are held.
+
+    Args:
+        model: the dense model.
+        windows: what to look through.
+        tokenizer: of the model.
+        layer: number of a MoE layer.
+        expert: number of an expert of the layer.
+        atom: number of an atom of the expert.
+        n: tokens to return; fewer are, where fewer are routed to the expert.
+        width: tokens of context on either side.
+        progress: called after each batch with (windows done, windows in all).
+
+    Returns:
+        Columns window, position, h, p, before, token, after; largest |h| first, of
+        equal ones the earlier.
+
+    Raises:
+        SpecError: there is no such layer, expert or atom, or `n` is not positive.
+        CoverageError: the layer did not take part in a forward.
+    """
+    chosen = _layer_of(model, layer)
+    _check_number("expert", expert, chosen.n_experts, layer)
+    _check_number("atom", atom, chosen.d_inter, layer)
+    if n < 1:
+        raise SpecError(f"n is {n}, expected at least 1")
+    observer = _MostActive(expert, atom, n)
+    report = progress or no_report
+    size = max(1, TOKENS_AT_ONCE // windows.seq_len)
+    batches: Any = windows.ids.split(size)
+    with evaluating(model), observed([chosen], [observer]):
+        for calls, ids in enumerate(batches, start=1):
+            observer.first = (calls - 1) * size * windows.seq_len
+            final_states(model, ids)
+            if observer.calls != calls:
+                raise CoverageError(
+                    f"layer {layer} took part in {observer.calls} of {calls} forwards, "
+                    "expected all"
+                )
+            report(min(calls * size, windows.n_sequences), windows.n_sequences)
+    places = np.divmod(observer.places.numpy(), windows.seq_len)
+    rows = [
+        (window, position, *_context(tokenizer, windows.ids[window], position, width))
+        for window, position in zip(*places, strict=True)
+    ]
+    frame = pd.DataFrame(rows, columns=["window", "position", *_CONTEXT])
+    frame.insert(2, "h", as_float64(observer.h))
+    frame.insert(3, "p", as_float64(observer.p))
+    return frame
+
+
+_CONTEXT = ("before", "token", "after")
+
+
+class _MostActive:
+    """Keeps the n rows in which one atom is most active."""
+
+    def __init__(self, expert: int, atom: int, n: int) -> None:
+        self.expert, self.atom, self.n = expert, atom, n
+        self.calls = 0
+        self.first = 0
+        """Number of the batch's first token among those of all windows."""
+        self.places = torch.zeros(0, dtype=torch.long)
+        self.h = torch.zeros(0, dtype=torch.float64)
+        self.p = torch.zeros(0, dtype=torch.float64)
+
+    def observe(
+        self,
+        h: torch.Tensor,
+        *,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: list[int],
+    ) -> None:
+        """Merge one batch's."""
+        self.calls += 1
+        start = sum(tokens[: self.expert])
+        own = slice(start, start + tokens[self.expert])
+        active = torch.cat([self.h, h[own, self.atom].cpu().double()])
+        weights = torch.cat([self.p, p[own].cpu().double()])
+        places = torch.cat([self.places, self.first + rows[own].cpu()])
+        # Stable, and what was there before stands first: of equal ones the earlier.
+        order = active.abs().sort(descending=True, stable=True).indices[: self.n]
+        self.h, self.p, self.places = active[order], weights[order], places[order]
+
+
+def _context(
+    tokenizer: Any, ids: torch.Tensor, position: int, width: int
+) -> tuple[str, str, str]:
+    """The text before a token of a window, of the token, and after it."""
+    start = max(0, position - width)
+    texts = token_texts(tokenizer, ids[start : position + width + 1].tolist())
+    here = position - start
+    return "".join(texts[:here]), texts[here], "".join(texts[here + 1 :])
+
+
+def _layer_of(model: nn.Module, layer: int) -> ExpertsLayer:
+    layers = {found.layer: found for found in find_experts(model)}
+    if layer not in layers:
+        raise SpecError(
+            f"layer is {layer}, expected one of the model's MoE layers: "
+            f"{', '.join(map(str, layers))}"
+        )
+    return layers[layer]
+
+
+def _check_number(name: str, number: int, count: int, layer: int) -> None:
+    if not 0 <= number < count:
+        raise SpecError(
+            f"{name} is {number}, expected 0 to {count - 1} in layer {layer}"
+        )

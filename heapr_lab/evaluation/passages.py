@@ -1,0 +1,297 @@
+"""What a model does with one text, token by token, and what its atoms answer to.
+
+Everything here runs the dense model, save where a mask is given.
+
+Shapes: L tokens of a text; E n_experts, I d_inter, D d_expert; n routed rows of a call,
+sorted by expert.
+Letters: h atom activation, p routing weight, w_down column of W_down. Atom k adds
+p · h_k · w_down_k to the output of its layer for a token.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from transformers import StoppingCriteria
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.hooks import observed, switching
+from heapr_lab.models.likelihood import final_states, token_nll
+from heapr_lab.models.modes import evaluating
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import Downs, masking
+from heapr_lab.text.tokenization import tokenise
+
+Progress = Callable[[int, int], None]
+"""Called with (done, in all); what it raises ends the work."""
+
+TOKENS_AT_ONCE = 4096
+_UNFINISHED = "\ufffd"
+"""What a decoder writes for the first bytes of a character."""
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """A text as a model reads it."""
+
+    ids: torch.Tensor = field(repr=False)
+    """Token ids without special tokens, LongTensor (1, L)."""
+    tokens: tuple[str, ...] = field(repr=False)
+    """The text of each token, (L,)."""
+    n_left_out: int = 0
+    """Tokens of the text that are not read, for want of room."""
+
+    @property
+    def text(self) -> str:
+        """What is read."""
+        return "".join(self.tokens)
+
+
+def read_passage(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    text: str,
+    room: int = 0,
+    most: int | None = None,
+) -> Passage:
+    """`text` in tokens, as far as it fits the model's context.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer.
+        text: what to read.
+        room: tokens of the context to leave free for a continuation. The end of a text
+            that is too long is then kept, else its beginning.
+        most: tokens to take for the context where it is longer.
+
+    Raises:
+        SpecError: the text is empty, or the context has no such room.
+    """
+    ids = torch.from_numpy(tokenise(text, tokenizer)).long()
+    if not len(ids):
+        raise SpecError(f"the text {text!r} has no tokens; write at least one word")
+    limits = [found for found in (_context_length(model), most) if found is not None]
+    context = min(limits, default=room + len(ids))
+    if not 0 <= room < context:
+        raise SpecError(
+            f"{room} tokens are to be left free, but {context} is what can be read in "
+            f"all: ask for at most {context - 1}"
+        )
+    kept = ids[-(context - room) :] if room else ids[:context]
+    texts = token_texts(tokenizer, kept.tolist())
+    return Passage(kept[None], tuple(texts), len(ids) - len(kept))
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token; together they are the text of all of them.
+
+    A token that ends inside a character has the text "", and the one that completes the
+    character has it whole.
+    """
+
+    def decode(first: int, last: int) -> str:
+        text: str = tokenizer.decode(
+            ids[first:last], clean_up_tokenization_spaces=False
+        )
+        return text
+
+    texts: list[str] = []
+    # Some tokenizers drop the space before the first token that they decode, so that
+    # each is decoded together with those before it that were last shown.
+    before, shown = 0, 0
+    for end in range(1, len(ids) + 1):
+        old, new = decode(before, shown), decode(before, end)
+        if new.endswith(_UNFINISHED) and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(new[len(old) :])
+        before, shown = shown, end
+    return texts
+
+
+# --- losses and continuations -----------------------------------------------------
+
+
+def token_losses(
+    model: nn.Module,
+    passage: Passage,
+    *,
+    keep: KeepMask,
+    downs: Downs | None = None,
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """What each token of a text costs the dense and the pruned model.
+
+    Units: nats.
+
+    Args:
+        model: the dense model.
+        passage: the text, of at least two tokens.
+        keep: what stays in the pruned model.
+        downs: what stands for W_down in the pruned model.
+        progress: called after each of the two forwards.
+
+    Returns:
+        Columns position, token, dense_nll, pruned_nll, delta_nll (pruned - dense). The
+        losses of the first token, which nothing precedes, are missing.
+
+    Raises:
+        SpecError: the text has one token only, or `keep` is of another model.
+    """
+    _check_length(passage)
+    report = progress or no_report
+    with evaluating(model):
+        dense = _losses(model, passage)
+        report(1, 2)
+        with masking(model, keep, downs):
+            pruned = _losses(model, passage)
+        report(2, 2)
+    columns = {"dense_nll": dense, "pruned_nll": pruned, "delta_nll": pruned - dense}
+    tokens = list(passage.tokens)
+    return pd.DataFrame({"position": range(len(tokens)), "token": tokens, **columns})
+
+
+def _losses(model: nn.Module, passage: Passage) -> np.ndarray:
+    """The loss of each token, missing for the first, (L,)."""
+    nll = as_float64(token_nll(model, passage.ids)[0])
+    return np.concatenate([[np.nan], nll])
+
+
+def continue_text(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    prompt: Passage,
+    n_tokens: int = 40,
+    keep: KeepMask | None = None,
+    downs: Downs | None = None,
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """What the model writes after `prompt`, always taking the most probable token.
+
+    Args:
+        model: the dense model.
+        tokenizer: its tokenizer.
+        prompt: read with `room` for `n_tokens`.
+        n_tokens: tokens to write; fewer are, where the model ends its text.
+        keep: what stays of the model; all of it by default.
+        downs: what stands for W_down, where `keep` is given.
+        progress: called after each token.
+
+    Returns:
+        Columns step, token_id, token.
+
+    Raises:
+        SpecError: `n_tokens` is not positive, or `keep` is of another model.
+    """
+    if n_tokens < 1:
+        raise SpecError(f"n_tokens is {n_tokens}, expected at least 1")
+    context: contextlib.AbstractContextManager[Any]
+    if keep is None:
+        # On a GPU transformers gives the experts another implementation while it
+        # generates, which would unmask a forward in another thread; not this one.
+        context = switching(find_experts(model))
+    else:
+        context = masking(model, keep, downs)
+    with evaluating(model), context:
+        ids = _generated(model, prompt.ids, n_tokens, progress or no_report)
+    n_prompt = prompt.ids.shape[1]
+    texts = token_texts(tokenizer, ids)[n_prompt:]
+    columns = {"step": range(len(texts)), "token_id": ids[n_prompt:], "token": texts}
+    return pd.DataFrame(columns)
+
+
+def _generated(
+    model: Any, ids: torch.Tensor, n_tokens: int, progress: Progress
+) -> list[int]:
+    """Ids of the prompt and of what follows it."""
+    ids = ids.to(model.device)
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=n_tokens,
+        # Whatever else the checkpoint's own settings say of writing well.
+        do_sample=False,
+        num_beams=1,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=50,
+        repetition_penalty=1.0,
+        use_cache=True,
+        pad_token_id=0,  # never used: there is one text
+        stopping_criteria=[_Counter(progress, n_tokens)],
+    )
+    return [int(token) for token in found[0]]
+
+
+class _Counter(StoppingCriteria):
+    """Stops nothing: tells how many tokens were written."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress, self.done, self.total = progress, 0, total
+
+    def __call__(
+        self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any
+    ) -> torch.Tensor:
+        """No sequence is done."""
+        del scores
+        self.done += 1
+        self.progress(self.done, self.total)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+# --- who serves a token -----------------------------------------------------------
+
+
+def observe(
+    model: nn.Module,
+    passage: Passage,
+    layers: list[ExpertsLayer],
+    observers: Sequence[Any],
+) -> None:
+    """Show the observers one forward over the text."""
+    _check_length(passage)
+    with evaluating(model), observed(layers, observers):
+        final_states(model, passage.ids)
+
+
+# --- what an atom answers to ------------------------------------------------------
+
+
+# --- what is asked for ------------------------------------------------------------
+
+
+def _context_length(model: Any) -> int | None:
+    """Tokens that the model can read at once; None where nothing limits them."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if found is None else int(found)
+
+
+def _check_length(passage: Passage) -> None:
+    if len(passage.tokens) < 2:
+        raise SpecError(
+            f"the text {passage.text!r} has 1 token, expected at least 2: write more"
+        )
+
+
+def no_report(_done: int, _total: int) -> None:
+    """Tells nobody."""
+
+
+def routed_experts(tokens: list[int]) -> np.ndarray:
+    """The expert of each routed row, (n,)."""
+    return np.repeat(np.arange(len(tokens)), tokens)
+
+
+def as_float64(x: torch.Tensor) -> np.ndarray:
+    """`x` on the CPU, detached."""
+    # Moved first: not every device has float64.
+    array: np.ndarray = x.detach().cpu().double().numpy()
+    return array

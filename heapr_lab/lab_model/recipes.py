@@ -1,0 +1,95 @@
+"""How the lab models are trained: sizes, texts and schedules of every run."""
+
+from dataclasses import dataclass
+
+MIXTURE = {
+    "pydocs": 0.50,
+    "wikitext2:tokenized": 0.18,
+    "wikitext2": 0.07,
+    "ptb": 0.10,
+    "c4": 0.15,
+}
+"""Share of the training sequences drawn from each corpus, until the decay begins."""
+
+
+DECAY_MIXTURE = {
+    "pydocs": 0.70,
+    "wikitext2:tokenized": 0.10,
+    "wikitext2": 0.05,
+    "ptb": 0.06,
+    "c4": 0.09,
+}
+"""The same while the learning rate decays: more of what the model is mostly used on."""
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """Everything that determines the lab model, its corpora aside."""
+
+    family: str = "qwen2_moe"
+    """Of transformers: qwen2_moe, with a shared expert, or qwen3_moe, without."""
+    d_vocab: int = 4096
+    d_model: int = 128
+    d_inter: int = 96
+    d_shared: int = 128
+    n_layers: int = 8
+    n_experts: int = 16
+    top_k: int = 4
+    n_heads: int = 4
+    seq_len: int = 256
+    batch_size: int = 8
+    n_steps: int = 8000
+    warmup_steps: int = 150
+    decay_fraction: float = 0.5
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    balance_weight: float = 0.02
+    decay_balance_weight: float = 0.1
+    router_z_weight: float = 1e-3
+    initializer_range: float = 0.02
+    precision: str = "float32"
+    """Of the arithmetic: float32, or bfloat16 under autocast on float32 parameters."""
+    seed: int = 0
+    n_threads: int = 2
+
+    @property
+    def n_tokens(self) -> int:
+        """Training tokens seen in the whole run."""
+        return self.n_steps * self.batch_size * self.seq_len
+
+
+BUNDLED_RUNS = (
+    TrainSpec(),
+    TrainSpec(
+        seed=1,
+        n_steps=9000,
+        learning_rate=2e-3,
+        decay_fraction=0.7,
+        precision="bfloat16",
+    ),
+)
+"""The bundled model: a run, and one that goes on from its bfloat16 weights.
+
+Source: Wen et al. 2024 (WSD-S): a decayed checkpoint may be trained on at a high rate.
+"""
+
+
+WIDE_RUNS = (
+    TrainSpec(
+        family="qwen3_moe",
+        d_model=256,
+        d_inter=256,
+        n_layers=4,
+        n_steps=5000,
+        learning_rate=2e-3,
+        precision="bfloat16",
+        n_threads=1,
+    ),
+)
+"""A second model, of another family, with experts wide enough for multiples of 128.
+
+Its weights are not in the repository; its card and numbers are.
+"""
+
+
+RECIPES = {"bundled": BUNDLED_RUNS, "wide": WIDE_RUNS}

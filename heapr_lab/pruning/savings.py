@@ -1,0 +1,106 @@
+"""What a mask removes and saves: parameters, bytes, FLOPs, summed scores."""
+
+from typing import Any
+
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.pruning.masks import KeepMask
+
+DEFAULT_CONTEXT = 2048
+"""Tokens of context where a table does not say how long its windows were."""
+
+
+def context_length(table: ImportanceTable) -> int:
+    """Tokens of the windows that `table` was measured on; 2048 where it does not say.
+
+    It is the context at which operations are counted unless another is asked for.
+    """
+    made = (table.metadata.get("provenance") or {}).get("calibration") or {}
+    found = made.get("seq_len")
+    return found if isinstance(found, int) and found > 0 else DEFAULT_CONTEXT
+
+
+def at_context(seq_len: float) -> str:
+    """How a count of operations names its context, wherever one is shown.
+
+    Example:
+        >>> at_context(2048)
+        'at 2,048 tokens of context'
+    """
+    return f"at {seq_len:,.0f} tokens of context"
+
+
+def savings_of(
+    keep: KeepMask,
+    table: ImportanceTable,
+    *,
+    seq_len: int | None = None,
+    bytes_per_parameter: float | None = None,
+) -> pd.DataFrame:
+    """One row: parameters, bytes and operations per token, before and after pruning.
+
+    Bytes are an estimate: parameters times `bytes_per_parameter`, without what a file
+    has besides. `seq_len` and `bytes_per_parameter` are columns too.
+
+    Args:
+        keep: what stays.
+        table: where `keep` was selected from: its architecture and measured routing.
+        seq_len: tokens of context that attention is counted at; by default
+            `context_length` of the table.
+        bytes_per_parameter: of the checkpoint; by default of the measured model, which
+            may have been loaded in a wider type.
+    """
+    model, tokens = table.architecture, table.expert_tokens()
+    seq_len = seq_len or context_length(table)
+    size = bytes_per_parameter or model.bytes_per_parameter
+    parameters = model.n_parameters, model.parameters(keep)
+    flops = (
+        model.flops_per_token(None, tokens, seq_len=seq_len),
+        model.flops_per_token(keep, tokens, seq_len=seq_len),
+    )
+    return pd.DataFrame(
+        {
+            "parameters_before": [parameters[0]],
+            "parameters_after": [parameters[1]],
+            "parameter_reduction": [1 - parameters[1] / parameters[0]],
+            "bytes_before": [round(parameters[0] * size)],
+            "bytes_after": [round(parameters[1] * size)],
+            "bytes_per_parameter": [size],
+            "flops_before": [flops[0]],
+            "flops_after": [flops[1]],
+            "flops_reduction": [1 - flops[1] / flops[0]],
+            "routed_flops_reduction": [model.routed_flops_saved(keep, tokens)],
+            "seq_len": [seq_len],
+        }
+    )
+
+
+def summed_scores(
+    table: ImportanceTable, keep: KeepMask, estimator: str, **options: Any
+) -> float:
+    """The summed score of the atoms that `keep` removes: S.
+
+    Args:
+        table: what scores the atoms.
+        keep: what stays; of the same model.
+        estimator: a name in `estimators.ESTIMATORS`.
+        **options: of the estimator.
+
+    Raises:
+        SpecError: the mask is for another model.
+    """
+    shapes = {layer: kept.shape for layer, kept in keep.arrays.items()}
+    if shapes != table.shapes():
+        raise SpecError(
+            f"the mask has (experts, atoms) by layer {shapes}, expected those of the "
+            f"table, {table.shapes()}; select it from this table"
+        )
+    return float(table.scores(estimator, **options)[~keep.rows].sum())
+
+
+def removed_score(table: ImportanceTable, keep: KeepMask) -> float:
+    """Sum of the scores of what goes, by the estimator that `keep` was selected by."""
+    options = keep.settings["estimator_options"]
+    return summed_scores(table, keep, keep.settings["estimator"], **options)

@@ -1,0 +1,34 @@
+"""Where things lie: the project's folders, and the cache."""
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """`$HEAPR_CACHE_DIR`, else `heapr_lab` in the user's cache folder."""
+    asked = os.environ.get("HEAPR_CACHE_DIR")
+    if asked:
+        return Path(asked).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "heapr_lab"
+
+
+def project_dir() -> Path:
+    """The folder that holds `heapr_lab/`, `data/`, `figures/` and `notebooks/`."""
+    return Path(__file__).resolve().parents[2]
+
+
+def lab_model_dir(recipe: str = "bundled") -> Path:
+    """The folder of the lab model that a recipe of `lab_run` trains."""
+    name = "lab_moe" if recipe == "bundled" else f"lab_{recipe}"
+    return project_dir() / "data" / name
+
+
+def paper_dir() -> Path:
+    """The folder of the paper's published tables."""
+    return project_dir() / "data" / "paper"
+
+
+def figures_dir() -> Path:
+    """The folder of the committed figures."""
+    return project_dir() / "figures"
