@@ -8,6 +8,9 @@ import pandas as pd
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 
+N_LAYERS, N_EXPERTS, D_INTER = 2, 2, 4
+"""Of the table that is small enough to count its atoms by hand."""
+
 
 def random_table(n_layers: int, n_experts: int, d_inter: int) -> ImportanceTable:
     """A table of random sums; layer 0 has smaller scores than the others."""
@@ -23,3 +26,8 @@ def random_table(n_layers: int, n_experts: int, d_inter: int) -> ImportanceTable
         frame[name] = rng.uniform(1, 2, size)
     model = Architecture(10**4 + size * 24, 2, 8, layers, 5000, 16)
     return ImportanceTable.from_frame(frame, architecture=model.to_dict())
+
+
+def small_table() -> ImportanceTable:
+    """A table of 16 atoms."""
+    return random_table(N_LAYERS, N_EXPERTS, D_INTER)

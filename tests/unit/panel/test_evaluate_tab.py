@@ -1,0 +1,113 @@
+"""The tab that evaluates: in a thread, until it is cancelled or fails."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_tables import small_table
+
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.workbench.workbench import Workbench
+
+
+def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
+    """Accuracy of both models, in the table and in words."""
+    panel.controls.ratio.value = "0.4"
+    panel.evaluation.corpora.value = ()
+    panel.evaluation.tasks.value = panel.evaluation.tasks.options
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert panel.evaluation.job.error.value == ""
+    points = panel.session.points
+    assert points["dataset"].tolist() == [*panel.evaluation.tasks.options] * 2
+    assert points["accuracy"].between(0, 1).all()
+    assert "accuracy on continuation:" in panel.evaluation.message.value
+    assert panel.evaluation.chart.layout.display is None
+    (curve, *_) = panel.evaluation._picture.accuracy.containers[0].lines
+    accuracy = points[points["estimator"].eq("heapr")]["accuracy"].astype(float)
+    assert curve.get_ydata() == pytest.approx(100 * accuracy)
+
+
+def test_panel_of_a_table_cannot_evaluate() -> None:
+    """Without a model the button is off, and text says why."""
+    panel = explore(small_table())
+    assert panel.evaluation.job.button.disabled
+    assert "without a model" in panel.evaluation.job.text.value
+
+
+def test_panel_evaluates(panel: Explorer) -> None:
+    """The button measures in a thread; chart and table then hold all points."""
+    panel.controls.ratio.value = "0.35"
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert panel.error.value == ""
+    assert not panel.evaluation.job.button.disabled
+    assert panel.evaluation.job.cancel_button.disabled
+    first = bytes(panel.evaluation.chart.value)
+    assert first.startswith(b"\x89PNG")
+    assert panel.evaluation.results.value.count("<tr>") == 2  # dense and pruned
+
+    panel.controls.ratio.value = "0.55"
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert bytes(panel.evaluation.chart.value) != first
+    assert panel.evaluation.results.value.count("<tr>") == 3
+    lines = panel.evaluation._picture.ax.get_lines()
+    curve = next(line for line in lines if line.get_marker() == "o")
+    points = panel.session.points
+    pruned = points[points["estimator"] == "heapr"]
+    losses = pruned["delta_nll"].to_numpy(dtype=float)
+    assert curve.get_ydata() == pytest.approx(losses)
+
+
+def test_panel_cancels(panel: Explorer) -> None:
+    """Cancel ends the run between two batches; no point is added, and all is ready."""
+    panel.controls.ratio.value = "0.85"
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(change: Any) -> None:  # the run stands still until Cancel was pressed
+        if " of " in change["new"]:
+            reached.set()
+            assert go_on.wait(60)
+
+    panel.evaluation.job.text.observe(hold, names="value")
+    panel.evaluation.job.button.click()
+    assert reached.wait(60)
+    assert (
+        panel.evaluation.job.button.disabled,
+        panel.evaluation.job.cancel_button.disabled,
+    ) == (1, 0)
+    panel.controls.ratio.value = "0.8"  # the slider stays alive meanwhile
+    assert "79.7%" in panel.status.value  # 51 of 64
+    panel.evaluation.job.cancel_button.click()
+    go_on.set()
+    panel.evaluation.job.wait(60)
+    assert "cancelled" in panel.evaluation.job.text.value
+    assert panel.session.points.empty
+    assert not panel.evaluation.job.button.disabled
+
+
+def test_panel_shows_errors(bench: Workbench, root: Path) -> None:
+    """A corpus that does not exist: the message stands in the panel."""
+    table = bench.measure(bench.test_windows(str(root / "text.txt")))
+    panel = Explorer(
+        PruningSession(table, workbench=bench), corpora=("no <such> corpus",)
+    )
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert "no &lt;such&gt; corpus" in panel.evaluation.job.error.value
+    assert 'role="alert"' in panel.evaluation.job.error.value
+    assert not panel.evaluation.job.button.disabled
+
+
+def test_panel_shows_what_was_not_foreseen(
+    panel: Explorer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that nobody foresaw is shown with its type, and logged whole."""
+    panel.session.workbench = object()  # type: ignore[assignment]
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert "AttributeError" in panel.evaluation.job.error.value
+    assert "Traceback" in caplog.text

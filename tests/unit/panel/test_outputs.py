@@ -1,0 +1,85 @@
+"""What leaves the panel: saved selections compared, and the pruned model."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from heapr_lab.panel.panel import Explorer
+from heapr_lab.storage.files import read_frame
+from heapr_lab.storage.provenance import read_provenance
+
+
+def test_pins_are_compared_and_exported(
+    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two choices, one evaluated: chart, table, and files that say where from."""
+    monkeypatch.chdir(tmp_path)
+    tab = panel.comparison
+    assert tab.export_button.disabled
+    panel.controls.ratio.value = "0.25"
+    tab.pin_button.click()
+    panel.controls.ratio.value = "0.5"
+    panel.controls.structure.value = "uniform"
+    tab.pin_button.click()
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(60)
+    assert [pin.label for pin in tab.pins] == ["A", "B"]
+    frame = tab.frame()
+    assert frame["achieved_ratio"].tolist() == [0.25, 0.5]
+    (loss,) = [name for name in frame if name.startswith("Δloss ")]
+    assert frame[loss].notna().tolist() == [False, True]
+    assert "2 pinned. A: 25.0% removed, not evaluated; B: 50.0%" in tab.message.value
+    assert bytes(tab.chart.value).startswith(b"\x89PNG")
+    tab.export_button.click()
+    assert "Written to comparison" in tab.exported.value
+    tab.label.value = "B"
+    tab.pin_button.click()  # the same again: what was written may be another
+    assert "Written to" not in tab.exported.value
+    written = {path.suffix for path in (tmp_path / "comparison").iterdir()}
+    assert written == {".png", ".pdf", ".csv", ".md", ".tex", ".parquet"}
+    assert r"\toprule" in (tmp_path / "comparison" / "comparison.tex").read_text()
+    found, metadata = read_frame(tmp_path / "comparison" / "comparison.parquet")
+    assert found["label"].tolist() == ["A", "B"]
+    assert [pin["ratio"] for pin in metadata["pins"]] == [0.25, 0.5]
+    assert metadata["importance"] == panel.session.table.metadata["spec_hash"]
+    for suffix in (".png", ".pdf", ".csv", ".tex", ".parquet"):
+        origin = read_provenance(tmp_path / "comparison" / f"comparison{suffix}")
+        assert origin.spec_hash == metadata["importance"]
+        assert [pin["label"] for pin in origin.provenance["pins"]] == ["A", "B"]
+    tab.clear_button.click()
+    assert tab.pins == []
+    assert tab.export_button.disabled
+
+
+@pytest.mark.parametrize("compensated", [True, False])
+def test_the_model_is_exported(
+    panel: Explorer, tmp_path: Path, compensated: bool
+) -> None:
+    """The folder loads again, with the mask chosen; a folder in use is refused."""
+    panel.controls.ratio.value = "0.4"
+    tab = panel.export
+    tab.folder.value = str(tmp_path / "pruned")
+    tab.compensated.value = compensated
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert tab.job.error.value == ""
+    assert "AutoModelForCausalLM.from_pretrained" in tab.command.value
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    widths = [
+        list(module.heapr_widths)
+        for module in loaded.modules()
+        if hasattr(module, "heapr_widths")
+    ]
+    assert widths == panel.session.keep.widths().to_numpy().tolist()
+    manifest = (tmp_path / "pruned" / "heapr_manifest.json").read_text()
+    assert ("compensated by least squares" in manifest) == compensated
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert "not empty" in tab.job.error.value
+    tab.folder.value = str(tmp_path / "other")
+    tab.gguf.value = True
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert "choose uniform" in tab.job.error.value
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,181 @@
+"""The views of a text, read back as HTML."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from html_text import cells, marked
+
+from heapr_lab.panel import passage_html
+from heapr_lab.panel.passage_html import (
+    contexts_html,
+    continuations_html,
+    losses_html,
+    routing_html,
+)
+from heapr_lab.pruning.masks import KeepMask
+
+PRUNED = "half of <it>"
+LEAST_TEXT_CONTRAST = 4.5
+LEAST_LINE_CONTRAST = 3.0
+"""WCAG 2.2, AA: text, and graphics that carry a meaning."""
+
+
+def losses(*changes: float, tokens: str = "abcdefghijklmnop") -> pd.DataFrame:
+    """A frame of `token_losses` whose tokens cost 1 nat, and so much more pruned."""
+    change = np.array([np.nan, *changes])
+    columns = {"dense_nll": 1 + 0 * change, "pruned_nll": 1 + change}
+    texts = list(tokens[: len(change)])
+    frame = pd.DataFrame({"position": range(len(change)), "token": texts, **columns})
+    return frame.assign(delta_nll=change)
+
+
+def span_of(page: str, position: int) -> str:
+    """The span of the token at a position."""
+    return re.search(rf'<span [^>]*title="position {position}: [^<]*</span>', page)[0]
+
+
+# --- the loss of each token ---------------------------------------------------------
+
+
+def test_losses_are_told_in_text() -> None:
+    """Totals are those of the predicted tokens, and each token says its own numbers."""
+    page = losses_html(losses(0.6, 2.5, -0.7, 0.0), pruned=PRUNED)
+    # (0.6 + 2.5 - 0.7 + 0) / 4 = 0.6; e = 2.7, e^1.6 = 5.0
+    assert "Dense 1.000, pruned 1.600, Δ +0.600 nats per token over 4" in page
+    assert "perplexity 2.7 → 5.0" in page
+    assert "0.5 nats or more, 2 of them are worse and 1 better" in page
+    assert "half of &lt;it&gt;" in page
+    assert 'role="status"' in page
+    assert "Δ +2.50 nats (dense 1.00, pruned 3.50)" in span_of(page, 2)
+    assert "no loss: nothing stands before it" in page
+
+
+def test_changes_differ_by_more_than_colour() -> None:
+    """Worse has a solid line, better a dotted one, thicker with every step."""
+    page = losses_html(losses(0.05, 0.2, 0.7, 3.0, -0.2, -0.7, -3.0), pruned=PRUNED)
+    styles = [re.search('style="(.*?)"', span_of(page, n))[1] for n in range(1, 8)]
+    lines = [re.search(r"border-bottom:(\dpx \w+)", style) for style in styles]
+    assert [line and line[1] for line in lines] == [
+        None, "1px solid", "2px solid", "3px solid",
+        "1px dotted", "2px dotted", "3px dotted",
+    ]  # fmt: skip
+    assert styles[0] == ""
+    assert len(set(styles)) == 7
+
+
+def test_the_ten_hurt_most() -> None:
+    """The largest rises, largest first, with the text before; no falls among them."""
+    page = losses_html(losses(*np.linspace(-0.3, 1.1, 15)), pruned=PRUNED)
+    rows = cells(page)
+    assert [int(row[0]) for row in rows] == list(range(15, 5, -1))
+    assert rows[0] == ["15", "+1.100", "1.000", "2.100", "jklmnop"]
+    better = losses_html(losses(-1.0, 0.0), pruned=PRUNED)
+    assert cells(better) == []
+    assert "No token is worse off" in better
+
+
+def test_text_is_escaped_and_seen() -> None:
+    """Markup is shown as it is; breaks and parts of characters have a sign."""
+    page = losses_html(losses(9, 9, 9, tokens="<&\n>"), pruned=PRUNED)
+    for shown in ("&lt;", "&amp;", "↵\n", "&gt;"):
+        assert f">{shown}</span>" in page
+    empty = losses(9).assign(token=["a", ""])
+    assert ">▯</span>" in losses_html(empty, pruned=PRUNED)
+
+
+def contrast(color: np.ndarray, other: np.ndarray) -> float:
+    """The contrast of two colours (3,) in 0 to 255, as WCAG defines it."""
+    light = []
+    for values in (color / 255, other / 255):
+        linear = np.where(
+            values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4
+        )
+        light.append(float(linear @ [0.2126, 0.7152, 0.0722]) + 0.05)
+    return max(light) / min(light)
+
+
+@pytest.mark.parametrize(("paper", "ink"), [(255, 33), (17, 255)])
+@pytest.mark.parametrize("color", [passage_html._WORSE, passage_html._BETTER])
+def test_contrast_in_both_themes(paper: int, ink: int, color: str) -> None:
+    """On light and on dark the text can be read on every step, and lines be seen."""
+    pure = np.array([int(part) for part in color.split(",")], float)
+    white = np.full(3, float(paper))
+    assert contrast(pure, white) >= LEAST_LINE_CONTRAST
+    for opacity in passage_html._OPACITY:
+        ground = opacity * pure + (1 - opacity) * white
+        assert contrast(np.full(3, float(ink)), ground) >= LEAST_TEXT_CONTRAST
+
+
+# --- the other views ----------------------------------------------------------------
+
+
+def written(*ids: int) -> pd.DataFrame:
+    """A frame of `continue_text`; the text of a token is its id in letters."""
+    texts = [f"{chr(97 + token)}<" for token in ids]
+    return pd.DataFrame({"step": range(len(ids)), "token_id": ids, "token": texts})
+
+
+def test_the_first_difference_is_marked() -> None:
+    """In both columns; what follows is not marked, and text says how many agree."""
+    page = continuations_html(
+        "a & b", written(0, 1, 2, 3), written(0, 1, 4, 3), pruned=PRUNED
+    )
+    assert marked(page) == ["c&lt;", "e&lt;"]
+    assert "The same for 2 tokens" in page
+    assert page.count("a &amp; b") == 2
+    assert "Masked: half of &lt;it&gt;" in page
+
+
+def test_continuations_that_agree_or_end() -> None:
+    """No mark where they are the same; where one ends before the other it says so."""
+    same = continuations_html("a", written(0, 1), written(0, 1), pruned=PRUNED)
+    assert marked(same) == []
+    assert "Both models write the same 2 tokens" in same
+    shorter = continuations_html("a", written(0, 1), written(0), pruned=PRUNED)
+    assert marked(shorter) == ["b&lt;"]
+    assert shorter.count("(ends here)") == 1
+
+
+def test_routing_is_told_in_text() -> None:
+    """The experts of the token with what is left of them; each atom kept or pruned."""
+    keep = KeepMask.from_arrays({3: [[True, True], [True, False], [False, False]]})
+    columns = ["layer", "position", "token", "expert", "p"]
+    routes = [
+        (3, 0, "<", 2, 1.0),
+        (3, 1, "b", 0, 0.5), (3, 1, "b", 1, 0.25),
+        (4, 1, "b", 9, 1.0),
+    ]  # fmt: skip
+    names = ["expert", "atom", "h", "p", "w_down_norm", "contribution", "share"]
+    atoms = [(1, 0, -2.0, 0.25, 1.0, 0.5, 0.4), (1, 1, 1.0, 0.25, 1.0, 0.25, 0.2)]
+    page = routing_html(
+        pd.DataFrame(routes, columns=columns),
+        pd.DataFrame(atoms, columns=names),
+        keep=keep,
+        layer=3,
+        position=1,
+        pruned=PRUNED,
+    )
+    # (0.5 · 0 + 0.25 · ½) / 0.75
+    assert "2 experts serve the token" in page
+    assert "16.7% of their atoms are pruned" in page
+    assert cells(page) == [
+        ["0", "0.5000", "100.0% ", "2 of 2"],
+        ["1", "0.2500", "50.0% ", "1 of 2"],
+        ["1", "0", "-2", "0.5", "40.0%", "✓ kept"],
+        ["1", "1", "+1", "0.25", "20.0%", "✗ pruned"],
+    ]
+    assert marked(page) == ["b"]
+    assert 'title="position 0">&lt;</span>' in page
+
+
+def test_contexts_are_told_in_text() -> None:
+    """Each with its numbers and place, the token marked; none is told too."""
+    columns = ["window", "position", "h", "p", "before", "token", "after"]
+    frame = pd.DataFrame([(2, 7, -1.5, 0.25, "a\n", "<b>", "")], columns=columns)
+    page = contexts_html(frame, told="atom 4 & more")
+    assert cells(page) == [["-1.5", "0.250", "2:7", "a↵&lt;b&gt;"]]
+    assert marked(page) == ["&lt;b&gt;"]
+    assert "atom 4 &amp; more" in page
+    assert "None of the tokens" in contexts_html(frame[:0], told="atom 4")

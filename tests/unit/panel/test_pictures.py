@@ -1,0 +1,70 @@
+"""The pictures hold the numbers of the mask, and are quick."""
+
+import time
+from io import BytesIO
+
+import numpy as np
+from matplotlib.image import imread
+from random_tables import random_table, small_table
+
+from heapr_lab.panel.pictures import ChoicePicture
+from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.pruning.masks import KeepMask
+
+DRAW_SECONDS = 0.15
+
+
+def test_picture_shows_the_mask() -> None:
+    """Bars, line, cells and bins hold the mask's numbers; one mask, the same bytes.
+
+    A cell is white where nothing stays, and has its expert's colour where all does.
+    """
+    table = small_table()
+    picture = ChoicePicture(table)
+    arrays = {0: np.zeros((2, 4), bool), 1: np.ones((2, 4), bool)}
+    arrays[0][1, :3] = True
+    keep = KeepMask.from_arrays(arrays)
+    first = picture.draw(keep, estimator="heapr")
+    bars, cells, bins = picture.figure.axes[:3]
+    assert [bar.get_height() for bar in bars.patches] == [5 / 8, 0]
+    assert bars.get_lines()[0].get_ydata()[0] == 5 / 16
+    shown = np.asarray(cells.images[0].get_array())
+    assert (shown[0, 0] == 1).all()
+    np.testing.assert_allclose(1 - shown[0, 1], 0.75 * (1 - shown[1, 1]))
+    counts = [stairs.get_data().values.sum() for stairs in bins.patches]
+    assert counts == [16, 5]
+
+    full = picture.draw(KeepMask.full(table), estimator="heapr")
+    assert full != first
+    assert imread(BytesIO(first)).std() > 0.01  # not blank
+    assert picture.draw(keep, estimator="heapr") == first
+    other = picture.draw(keep, estimator="random")
+    assert other != first
+    assert picture.draw(keep, estimator="heapr") == first
+
+
+def test_the_cut_is_the_highest_score_removed() -> None:
+    """Of a global choice: every score below it goes, and it is there for all scales."""
+    table = small_table()
+    picture = ChoicePicture(table)
+    for ratio in (0.25, 0.75):
+        session = PruningSession(table)
+        session.choose(Choice(ratio=ratio))
+        picture.draw(session.keep, estimator="heapr")
+        scores = np.log10(table.score("heapr").to_numpy())
+        gone = ~np.concatenate([k.ravel() for k in session.keep.arrays.values()])
+        (cut,) = {float(x) for x in picture.figure.axes[2].get_lines()[0].get_xdata()}
+        step = (scores.max() - scores.min()) / 79
+        assert scores[gone].max() <= cut <= scores[gone].max() + 1.01 * step
+
+
+def test_picture_is_quick() -> None:
+    """A change takes well under 150 ms of the processor, at 48 × 128 experts too."""
+    table = random_table(48, 128, 4)
+    session = PruningSession(table)
+    picture = ChoicePicture(table)
+    picture.draw(session.keep, estimator="heapr")
+    started = time.process_time()
+    session.choose(Choice(ratio=0.5))
+    picture.draw(session.keep, estimator="heapr")
+    assert time.process_time() - started < DRAW_SECONDS

@@ -1,0 +1,179 @@
+"""What the panel predicts from the ratios that were evaluated."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from random_tables import random_table, small_table
+from tiny_folder import write_text
+
+from heapr_lab.evaluation.perplexity import Perplexity
+from heapr_lab.panel.controls import TARGET
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.savings import summed_scores
+from heapr_lab.workbench.workbench import Workbench
+
+DENSE_NLL = 3.0
+
+
+def true_loss(session: PruningSession, ratio: float) -> float:
+    """Δloss of the model that `foretold` makes up: a power law of summed scores."""
+    keep = session.keep_of(Choice(ratio=ratio))
+    return 0.5 * summed_scores(session.table, keep, "heapr") ** 1.5
+
+
+@pytest.fixture
+def foretold(bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch) -> Explorer:
+    """A panel of a model whose Δloss is `true_loss`, on two corpora."""
+    session = PruningSession(random_table(2, 4, 16), workbench=bench)
+
+    def perplexity(
+        keep: KeepMask | None, windows: Any, *, progress: Any = None
+    ) -> Perplexity:
+        nll = DENSE_NLL
+        if keep is not None:
+            nll += 0.5 * summed_scores(session.table, keep, "heapr") ** 1.5
+        return Perplexity(value=np.exp(nll), nll=nll, n_tokens=100)
+
+    monkeypatch.setattr(bench, "perplexity", perplexity)
+    write_text(root / "other.txt")
+    corpora = (str(root / "text.txt"), str(root / "other.txt"))
+    return Explorer(session, corpora=corpora)
+
+
+def press_evaluate(panel: Explorer, *ratios: float) -> None:
+    """Evaluate each ratio, as a user does."""
+    for ratio in ratios:
+        panel.controls.ratio.value = str(ratio)
+        panel.evaluation.job.button.click()
+        panel.evaluation.job.wait(60)
+        assert panel.error.value == ""
+
+
+def test_prediction_appears_with_the_second_ratio(foretold: Explorer) -> None:
+    """Before, it says what to do; evaluating the same ratio twice does not count."""
+    assert "Evaluate two ratios" in foretold.prediction.value
+    press_evaluate(foretold, 0.2, 0.2, 0.201)  # 25 of 128 atoms, each time
+    assert "Evaluate two ratios" in foretold.prediction.value
+    press_evaluate(foretold, 0.6)
+    assert "Predicted" not in foretold.prediction.value  # it was measured
+    foretold.controls.ratio.value = "0.5"
+    assert "from 2 evaluated ratios: Δloss" in foretold.prediction.value
+    assert 'role="status"' in foretold.prediction.value
+
+
+def test_prediction_follows_the_slider(
+    foretold: Explorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At ratios that were not evaluated it tells the truth, and evaluates nothing."""
+    press_evaluate(foretold, 0.2, 0.6)
+    monkeypatch.delattr(foretold.session.workbench, "perplexity")
+    monkeypatch.setattr(Workbench, "perplexity", None)
+    for ratio in (0.4, 0.3):
+        foretold.controls.slider.value = round(100 * ratio)
+        loss = true_loss(foretold.session, ratio)
+        found = foretold.prediction.value
+        assert f"Δloss {loss:.3g} nats per token" in found
+        assert f"perplexity {np.exp(DENSE_NLL + loss):,.1f}." in found
+        assert "less certain" not in found
+    foretold.controls.slider.value = 80
+    assert "beyond them and so less certain" in foretold.prediction.value
+    assert len(foretold.session.points) == 3
+
+
+def test_prediction_says_how_far_off_it_may_be(foretold: Explorer) -> None:
+    """With a third ratio, half of what it was, there is a range around what is said."""
+    press_evaluate(foretold, 0.2, 0.4, 0.6)
+    session = foretold.session
+    middle = session.points["ratio"].eq(0.4)
+    session.points.loc[middle, "delta_nll"] /= 2
+    foretold.controls.ratio.value = "0.41"
+    text = foretold.prediction.value
+    loss, low, high = map(
+        float, re.search(r"Δloss (\S+) \((\S+) to (\S+)\)", text).groups()
+    )
+    assert low * high == pytest.approx(loss**2, rel=0.02)
+    # left out, the middle is foretold twice as high; the ends are further off
+    assert high / loss > 2
+    perplexities = re.search(r"perplexity (\S+) \((\S+) to (\S+)\)", text).groups()
+    expected = np.exp(DENSE_NLL + np.array([loss, low, high]))
+    assert [float(p.replace(",", "")) for p in perplexities] == pytest.approx(
+        expected, rel=0.02
+    )
+
+
+def test_prediction_is_of_each_corpus_and_choice(foretold: Explorer) -> None:
+    """Only what was chosen alike counts, and each corpus has its own points."""
+    press_evaluate(foretold, 0.2)
+    foretold.evaluation.corpora.value = foretold.evaluation.corpora.options
+    press_evaluate(foretold, 0.6)
+    first, second = foretold.evaluation.corpora.options
+    foretold.controls.ratio.value = "0.5"
+    assert f"Predicted on {first} from 2" in foretold.prediction.value
+    assert second not in foretold.prediction.value
+    press_evaluate(foretold, 0.4)
+    foretold.controls.ratio.value = "0.5"
+    assert f"Predicted on {second} from 2" in foretold.prediction.value
+    foretold.controls.scope.value = "layer"
+    assert "Evaluate two ratios" in foretold.prediction.value
+    foretold.controls.scope.value = "global"
+    assert f"Predicted on {first} from 3" in foretold.prediction.value
+
+
+def test_prediction_says_why_there_is_none(foretold: Explorer) -> None:
+    """Where the loss fell, there is nothing to foretell from; the panel stays whole."""
+    press_evaluate(foretold, 0.2, 0.4)
+    foretold.session.points["delta_nll"] *= -1
+    foretold.controls.ratio.value = "0.3"
+    assert "No prediction on" in foretold.prediction.value
+    assert "evaluate a larger ratio" in foretold.prediction.value
+    assert foretold.error.value == ""
+    assert "removed" in foretold.status.value
+
+
+def test_a_table_has_no_prediction() -> None:
+    """Without a model nothing can be evaluated, so nothing is promised."""
+    assert explore(small_table()).prediction.value == ""
+
+
+def test_a_target_loss_sets_the_ratio(foretold: Explorer) -> None:
+    """Solved from predictions; before there are any, it says what to do."""
+    foretold.controls.budget.value = TARGET
+    assert "no prediction" in foretold.error.value
+    foretold.controls.budget.value = "atoms"
+    press_evaluate(foretold, 0.2, 0.6)
+    wanted = true_loss(foretold.session, 0.4)
+    foretold.controls.budget.value = TARGET
+    assert foretold.controls.ratio.disabled
+    foretold.controls.rise.value = wanted * 1.001
+    ratio = float(foretold.controls.ratio.value)
+    assert ratio == pytest.approx(0.4, abs=0.011)
+    assert true_loss(foretold.session, ratio) <= wanted * 1.01
+    foretold.controls.rise.value = 0.0
+    assert foretold.controls.ratio.value == "0"
+
+
+def test_the_chart_predicts_what_is_chosen_while_it_is_seen(foretold: Explorer) -> None:
+    """Another scope has no points, so no dotted line; the ratio alone changes none."""
+    press_evaluate(foretold, 0.2, 0.6)
+    foretold.tabs.selected_index = 1
+
+    def predicted() -> list[str]:
+        lines = foretold.evaluation._picture.ax.get_lines()
+        return [line.get_label() for line in lines if "predicted" in line.get_label()]
+
+    assert len(predicted()) == 1
+    drawn = bytes(foretold.evaluation.chart.value)
+    foretold.controls.ratio.value = "0.4"
+    assert bytes(foretold.evaluation.chart.value) == drawn
+    foretold.controls.scope.value = "layer"
+    assert predicted() == []
+    assert bytes(foretold.evaluation.chart.value) != drawn
+    foretold.controls.scope.value = "global"
+    assert len(predicted()) == 1
+    foretold.controls.ratio.value = "40"  # nothing is chosen
+    assert predicted() == []

@@ -1,0 +1,98 @@
+"""A session selects, counts and evaluates as it is told."""
+
+from pathlib import Path
+
+import pytest
+from random_tables import D_INTER, small_table
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.session import Choice, PruningSession, Step
+from heapr_lab.workbench.workbench import Workbench
+
+
+def test_session_selects_and_counts() -> None:
+    """Half of 16 atoms go, each with 3 · 8 parameters, and FLOPs go with them."""
+    session = PruningSession(small_table())
+    session.choose(Choice(ratio=0.5))
+    savings = session.savings()
+    assert session.keep.n_removed == 8
+    assert savings is not None
+    row = savings.iloc[0]
+    assert row.parameters_before - row.parameters_after == 8 * 24
+    assert 0 < row.flops_reduction < row.routed_flops_reduction
+    assert "50.0% of the atomic experts removed: 8 of 16 kept" in session.describe()
+
+
+def test_session_follows_the_choice() -> None:
+    """Another scope takes as much of each layer; whole experts go whole."""
+    session = PruningSession(small_table())
+    session.choose(Choice(ratio=0.5))
+    assert session.keep.layer_ratios().nunique() == 2  # global: layer 0 gives more
+    session.choose(Choice(ratio=0.5, scope="layer"))
+    assert session.keep.layer_ratios().tolist() == [0.5, 0.5]
+    session.choose(Choice(ratio=0.5, scope="layer", granularity="expert"))
+    assert sorted(session.keep.widths().loc[0]) == [0, D_INTER]
+
+
+def test_camera_fixes_the_scope() -> None:
+    """Camera is compared within layers only: the session chooses that, and says so."""
+    session = PruningSession(small_table())
+    session.choose(Choice(ratio=0.25, estimator="camera", scope="global"))
+    assert session.choice.scope == "layer"
+    assert "scope is layer" in session.describe()
+    session.choose(Choice(ratio=0.25))
+    assert session.choice.scope == "global"
+    assert session.note == ""
+
+
+def test_session_offers_what_the_table_has() -> None:
+    """Estimators whose columns, or whose N, are missing are not offered."""
+    offered = PruningSession(small_table()).estimators
+    names = {"heapr", "weighted", "shrunk", "camera", "frequency", "random"}
+    assert set(offered) == names
+
+
+def test_session_without_architecture() -> None:
+    """A bare table still selects; of parameters it says that nothing is known."""
+    table = ImportanceTable.from_frame(small_table().frame)
+    session = PruningSession(table)
+    assert session.savings() is None
+    assert "4 of 16" not in session.describe()
+    assert "12 of 16 kept" in session.describe()
+    assert "no architecture" in session.describe()
+
+
+def test_session_without_a_model_cannot_evaluate() -> None:
+    """Evaluating a table alone is an error that says what to do."""
+    with pytest.raises(SpecError, match="open_workbench"):
+        PruningSession(small_table()).evaluate(("pydocs",))
+
+
+def test_session_evaluates_and_collects(bench: Workbench, root: Path) -> None:
+    """Points are the workbench's own numbers; the dense model is there once."""
+    text = str(root / "text.txt")
+    windows = bench.test_windows(text)
+    session = PruningSession(bench.measure(windows), workbench=bench)
+    for ratio in (0.3, 0.6, 0.3):
+        session.choose(Choice(ratio=ratio))
+        session.evaluate((text,))
+    points = session.points.sort_values("ratio")
+    assert points["ratio"].tolist() == [0.0, 0.3, 0.6]
+    session.choose(Choice(ratio=0.6))
+    expected = [bench.perplexity(keep, windows).nll for keep in (None, session.keep)]
+    assert [points["nll"].iloc[0], points["nll"].iloc[2]] == expected
+    assert points["delta_nll"].iloc[2] == expected[1] - expected[0] != 0
+
+
+def test_progress_counts_up_to_the_whole(bench: Workbench, root: Path) -> None:
+    """Progress runs to all windows of both models, with an estimate on the way."""
+    text = str(root / "text.txt")
+    session = PruningSession(bench.measure(bench.test_windows(text)), workbench=bench)
+    session.choose(Choice(ratio=0.45))
+    steps: list[Step] = []
+    session.evaluate((text,), progress=steps.append)
+    assert steps[-1].done == steps[-1].total == 2 * bench.profile.n_test
+    assert [step.done for step in steps] == sorted(step.done for step in steps)
+    assert steps[-1].seconds_left == 0
+    assert Step("dense on x", 3, 8, 65.2).text.endswith("3 of 8, about 1:05 left")
