@@ -6,18 +6,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from browser.servers import CHROMIUM
+from browser.servers import CHROMIUM, lab_notebook
 from tiny_folder import write_model
 
 from heapr_lab.text import pydocs
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from browser.pages import Watch
+    from playwright.sync_api import Browser, Page
 
 _NO_BROWSER = (
     "NO BROWSER TEST WAS RUN: there is no chromium. Debian and Ubuntu have it: "
     "apt-get install chromium fonts-dejavu-core"
 )
+OPEN = """\
+import dataclasses, time
+from heapr_lab import explore, open_workbench
+bench = open_workbench({model!r}, profile="small")
+explore(bench, corpora=("pydocs", "missing.txt"), tasks=("continuation",))"""
+SLOW = """\
+slow = open_workbench({model!r}, profile="small")
+slow.profile = dataclasses.replace(slow.profile, n_test=1000)
+embedding = slow.model.get_input_embeddings()
+quick = embedding.forward
+embedding.forward = lambda ids: time.sleep(0.3) or quick(ids)
+explore(slow, corpora=("pydocs",), tasks=())"""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -66,3 +79,58 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = Path(folder) if folder else tmp_path_factory.mktemp("shots")
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@pytest.fixture(scope="session")
+def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where everything is written."""
+    return tmp_path_factory.mktemp("lab")
+
+
+@pytest.fixture(scope="session")
+def work(private: Path) -> Path:
+    """The folder of the notebook."""
+    return private / "notebooks"
+
+
+@pytest.fixture(scope="session")
+def address(
+    tiny_model: Path, environment: dict[str, str], private: Path
+) -> Iterator[str]:
+    """JupyterLab with the notebook of two panels open."""
+    cells = [source.format(model=str(tiny_model)) for source in (OPEN, SLOW)]
+    with lab_notebook(cells, private=private, environment=environment) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def watched(chromium: "Browser", address: str) -> Iterator[tuple["Page", "Watch"]]:
+    """The notebook in the browser, run from top to bottom.
+
+    Starting a kernel takes far longer than any test, so all share one page.
+    """
+    from browser.pages import Watch, run_all
+
+    context = chromium.new_context(viewport={"width": 1280, "height": 1400})
+    page = context.new_page()
+    watch = Watch.of(context, page)
+    page.goto(address)
+    run_all(page)
+    yield page, watch
+    context.close()
+
+
+@pytest.fixture
+def page(watched: tuple["Page", "Watch"]) -> Iterator["Page"]:
+    """The page, which must be clean after each test as well."""
+    from browser.pages import panels
+
+    found, watch = watched
+    for panel in panels(found):
+        panel.is_ready()
+    yield found
+    assert watch.complaints == []
+    assert watch.requests == []
+    assert found.locator(".jp-Dialog, .Toastify__toast").count() == 0
+    stderr = "[data-mime-type='application/vnd.jupyter.stderr']"
+    assert found.locator(stderr).all_inner_texts() == []

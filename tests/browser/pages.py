@@ -20,6 +20,8 @@ from playwright.sync_api import (
 
 TIMEOUT = 90_000
 """Milliseconds for a kernel to import torch, on a busy machine."""
+N_ATOMS = 2 * 4 * 8
+"""Layers, experts, atoms of the tiny model."""
 _MILLISECONDS = 20_000
 """Each step takes part of a second; a busy machine is given time."""
 _FLAGS = (
@@ -239,3 +241,9 @@ def nameless(root: Locator) -> list[str]:
         if not lines or not re.search(r'- \w+ ".+"', lines[0]):
             found.append(str(control.evaluate("node => node.outerHTML"))[:200])
     return found
+
+
+def panels(page: Page) -> tuple[Panel, Panel]:
+    """The quick panel and the slow one."""
+    cells = page.locator(".jp-Notebook .jp-Cell")
+    return Panel(cells.nth(0)), Panel(cells.nth(1))

@@ -7,15 +7,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from browser.pages import TIMEOUT, Panel, Watch, nameless, pixels
+from browser.pages import N_ATOMS, TIMEOUT, Panel, Watch, nameless, pixels
 from browser.servers import served, stop
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 pytestmark = pytest.mark.browser
-
-N_ATOMS = 2 * 4 * 8
-"""Layers, experts, atoms of the tiny model."""
 
 
 @pytest.fixture(scope="module")

@@ -1,28 +1,24 @@
 """Files sliced one tensor at a time are those that the pruned model would save."""
 
-import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_ids
 from keeps import logits_of, random_keep
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from sliced_files import INDEX, SINGLE, slice_files, sliced, source_of, tensors_in
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heapr_lab.checkpoints import slice_files as shards
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.slice_files import PROGRESS_NAME
 from heapr_lab.checkpoints.uniform import skeleton_of, stock_config
-from heapr_lab.errors import CacheError, LayoutError, SpecError
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune
 
@@ -30,11 +26,12 @@ FAMILIES = (
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "glm4_moe", "gpt_oss",
     "granitemoe", "nemotron_h", "qwen3_5_moe_text",
 )  # fmt: skip
+
+
 IDS = tiny_ids()
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 """Float32, and other orders of summation in sliced and masked experts."""
 WIDTH = 4
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def uniform_keep(model: nn.Module, *, width: int = WIDTH) -> KeepMask:
@@ -45,41 +42,6 @@ def uniform_keep(model: nn.Module, *, width: int = WIDTH) -> KeepMask:
         for layer, kept in random_keep(model).arrays.items()
     }
     return KeepMask(arrays, {"structure": "uniform"})
-
-
-def source_of(
-    folder: Path, family: str = "qwen3_moe", *, max_shard_size: str = "5GB"
-) -> tuple[Any, Path]:
-    """A tiny model, and the folder it is saved in."""
-    model = tiny_model(family, dtype=torch.float32)
-    model.save_pretrained(folder / "source", max_shard_size=max_shard_size)
-    return model, folder / "source"
-
-
-def slice_files(
-    source: Path, skeleton: nn.Module, keep: KeepMask, out: Path, **kwargs: Any
-) -> Path:
-    """`out`, where the files of `source` are sliced, as the checksums say."""
-    checksums = shards.slice_files(source, skeleton, keep, out, **kwargs)
-    files = {path.name: path for path in out.glob("*.safetensors")}
-    hashes = {n: hashlib.sha256(p.read_bytes()).hexdigest() for n, p in files.items()}
-    assert checksums == hashes
-    return out
-
-
-def sliced(model: Any, source: Path, out: Path, **kwargs: Any) -> Path:
-    """The files of `source`, sliced with a random mask."""
-    return slice_files(
-        source, skeleton_of(model.config), random_keep(model), out, **kwargs
-    )
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the safetensors files in a folder; each name is there once."""
-    files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
-    found = {name: tensor for file in files for name, tensor in file.items()}
-    assert len(found) == sum(map(len, files))
-    return found
 
 
 def assert_same_tensors(found: Path, expected: Path) -> None:
@@ -98,20 +60,6 @@ def assert_same_model(found: Path, expected: Path, logits: torch.Tensor) -> None
             (found / path.name).write_bytes(path.read_bytes())
     loaded = AutoModelForCausalLM.from_pretrained(found, dtype="float32")
     torch.testing.assert_close(logits_of(loaded, IDS), logits, **CLOSE)
-
-
-def change(
-    source: Path, name: str, new: Callable[[torch.Tensor], torch.Tensor | None]
-) -> None:
-    """Replace a tensor of a single file, or delete it."""
-    tensors = load_file(source / SINGLE)
-    tensor = new(tensors.pop(name))
-    if tensor is not None:
-        tensors[name] = tensor.contiguous()
-    save_file(tensors, source / SINGLE, metadata={"format": "pt"})
-
-
-# --- what is written --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -317,238 +265,3 @@ sys.stdout.write(str(peak() - before))
     command = [sys.executable, "-c", code, str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(found.stdout) < 15
-
-
-# --- interruptions ----------------------------------------------------------------
-
-
-class StopError(Exception):
-    """What interrupts."""
-
-
-def interrupted(model: Any, source: Path, out: Path) -> Path:
-    """The first file in `out`, which was left in the second one."""
-    first = sorted(path.name for path in source.glob("*.safetensors"))[0]
-
-    def stop(*_counts: int) -> None:
-        if (out / first).exists():
-            raise StopError
-
-    with pytest.raises(StopError):
-        sliced(model, source, out, progress=stop)
-    return out / first
-
-
-def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    """A finished shard is not written again, and the end is the same."""
-    model, source = source_of(tmp_path, max_shard_size="9KB")
-    out = tmp_path / "out"
-    first = interrupted(model, source, out)
-    assert sorted(path.name for path in out.iterdir()) == [PROGRESS_NAME, first.name]
-    modified = first.stat().st_mtime_ns
-    sliced(model, source, out)
-    assert first.stat().st_mtime_ns == modified
-    sliced(model, source, tmp_path / "expected")
-    names = sorted(path.name for path in out.iterdir())
-    assert names == sorted(path.name for path in source.glob("model*"))
-    for name in names:
-        assert (out / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
-
-
-def test_a_shard_cut_short_is_written_again(tmp_path: Path) -> None:
-    """Its size tells."""
-    model, source = source_of(tmp_path, max_shard_size="9KB")
-    first = interrupted(model, source, tmp_path / "out")
-    whole = first.read_bytes()
-    first.write_bytes(whole[:-4])
-    sliced(model, source, tmp_path / "out")
-    assert first.read_bytes() == whole
-
-
-def test_an_unfinished_folder_belongs_to_mask_and_source(tmp_path: Path) -> None:
-    """Another mask, or a changed source, is refused."""
-    model, source = source_of(tmp_path, max_shard_size="9KB")
-    out, skeleton = tmp_path / "out", skeleton_of(model.config)
-    interrupted(model, source, out)
-    with pytest.raises(CacheError, match="of another mask: choose another folder"):
-        slice_files(source, skeleton, random_keep(model, seed=1), out)
-    file = next(source.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes())
-    with pytest.raises(CacheError, match="of another source: choose another folder"):
-        sliced(model, source, out)
-
-
-def test_other_weights_in_the_folder_are_refused(tmp_path: Path) -> None:
-    """They would be loaded with, or instead of, the sliced ones."""
-    model, source = source_of(tmp_path)
-    with pytest.raises(SpecError, match="is the source itself"):
-        sliced(model, source, source)
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "model-00001-of-00002.safetensors").touch()
-    with pytest.raises(CacheError, match=r"other weights \(model-00001-of-00002"):
-        sliced(model, source, out)
-
-
-# --- what cannot be sliced --------------------------------------------------------
-
-LAST = "model.layers.1.mlp.experts.2.up_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "new", "message"),
-    [
-        ("qwen3_moe", LAST, lambda _: None, f"1 of the 8 parts .* first is {LAST}"),
-        (
-            "gpt_oss",
-            "model.layers.1.mlp.experts.down_proj_bias",
-            lambda _: None,
-            r"lacks 4 of the 4 parts .*experts\.0\.down_proj\.bias",
-        ),
-        (
-            "qwen3_moe",
-            LAST,
-            lambda t: t.to(torch.float8_e4m3fn),
-            f"{LAST} \\(F8_E4M3 .* is quantised, expected one of F16",
-        ),
-        (
-            "qwen3_moe",
-            LAST,
-            lambda t: t[:3],
-            r"F32 \(3, 16\)\) has 192 bytes, the model expects \(8, 16\) and 512",
-        ),
-        (
-            "granitemoe",
-            "model.layers.0.block_sparse_moe.output_linear.weight",
-            lambda t: t[:3],
-            r"expects \(4, 16, 8\) and 2048: it is of another model",
-        ),
-    ],
-)
-def test_experts_that_are_not_those_of_the_model(
-    family: str, name: str, new: Any, message: str, tmp_path: Path
-) -> None:
-    """Missing, quantised or of another shape: named, and nothing is written."""
-    model, source = source_of(tmp_path, family)
-    change(source, name, new)
-    with pytest.raises(LayoutError, match=message):
-        sliced(model, source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            f"{LAST}_scale_inv",
-            "none of their weights and biases, so they are quantised",
-        ),
-        ("model.layers.0.mlp.experts.gate_up_proj_blocks", "they are quantised"),
-        (LAST.replace(".2.", ".4."), "expert 4 .* expected none beside expert 3"),
-        ("model.layers.1.mlp.experts.02.up_proj.weight", "expected none beside .*2.up"),
-    ],
-)
-def test_tensors_that_experts_do_not_have(
-    name: str, message: str, tmp_path: Path
-) -> None:
-    """Scales, packed blocks, an expert too many, an expert twice."""
-    model, source = source_of(tmp_path)
-    tensors = load_file(source / SINGLE)
-    save_file(tensors | {name: tensors[LAST].clone()}, source / SINGLE)
-    with pytest.raises(LayoutError, match=message):
-        sliced(model, source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def cut_short(source: Path) -> None:
-    """Lose the end of the second file."""
-    file = sorted(source.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes()[:-10])
-
-
-def cut_in_header(source: Path) -> None:
-    """Keep less than the header of the second file."""
-    file = sorted(source.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes()[:100])
-
-
-def without_shard(source: Path) -> None:
-    """Delete the second file."""
-    sorted(source.glob("*.safetensors"))[1].unlink()
-
-
-def without_index(source: Path) -> None:
-    """Delete the index."""
-    (source / INDEX).unlink()
-
-
-def with_half_index(source: Path) -> None:
-    """Keep half of the index."""
-    text = (source / INDEX).read_text()
-    (source / INDEX).write_text(text[: len(text) // 2])
-
-
-def with_stray_name(source: Path) -> None:
-    """Let the index name a tensor that is nowhere."""
-    index = json.loads((source / INDEX).read_text())
-    index["weight_map"]["lost"] = sorted(index["weight_map"].values())[0]
-    (source / INDEX).write_text(json.dumps(index))
-
-
-def with_tensor_twice(source: Path) -> None:
-    """Add a tensor of the first file to the second."""
-    first, second = sorted(source.glob("*.safetensors"))[:2]
-    name, tensor = next(iter(load_file(first).items()))
-    save_file(load_file(second) | {name: tensor}, second)
-
-
-def with_unknown_type(source: Path) -> None:
-    """Let a tensor have a type of the future."""
-    file = sorted(source.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F99"', 1))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (cut_short, r"model-00002.* has \d+ bytes, its header says \d+ .*not whole"),
-        (cut_in_header, r"model-00002.*\(100 bytes\) has no whole safetensors header"),
-        (
-            without_shard,
-            r"index.json names model-00002.* for .*, but there is no such file",
-        ),
-        (without_index, "has neither model.safetensors nor model.safetensors.index"),
-        (with_half_index, "index.json has no whole weight_map: download it again"),
-        (with_stray_name, r"lacks lost, which model.safetensors.index.json says"),
-        (
-            with_tensor_twice,
-            r"is in .*model-00002.* and in model-00001.* expected it once",
-        ),
-        (with_unknown_type, r"model-00002.*of an unknown type \(F99\)"),
-    ],
-)
-def test_incomplete_sources(
-    damage: Callable[[Path], None], message: str, tmp_path: Path
-) -> None:
-    """The file and the tensor are named, and nothing is written."""
-    model, source = source_of(tmp_path, max_shard_size="9KB")
-    damage(source)
-    with pytest.raises(SpecError, match=message):
-        sliced(model, source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_masks_of_other_models(tmp_path: Path) -> None:
-    """Of other layers, other sizes, or of different widths where one is needed."""
-    model, source = source_of(tmp_path)
-    out, skeleton = tmp_path / "out", skeleton_of(model.config)
-    keep = random_keep(model)
-    other = KeepMask({0: keep.by_layer(0)})
-    with pytest.raises(SpecError, match=r"layers \[0\], the model's .* \[0, 1\]"):
-        slice_files(source, skeleton, other, out)
-    narrow = KeepMask({k: kept[:, :5] for k, kept in keep.arrays.items()})
-    with pytest.raises(SpecError, match=r"shape \(4, 5\), expected \(4, 8\)"):
-        slice_files(source, skeleton, narrow, out)
-    with pytest.raises(SpecError, match="keep 0 to 8 atoms, a uniform checkpoint"):
-        slice_files(source, skeleton, keep, out, stacked=True)
-    assert not out.exists()

@@ -1,0 +1,181 @@
+"""In JupyterLab too, what looks valid is valid, or is said to be out of date."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser.pages import N_ATOMS, TIMEOUT, Panel, panels
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture
+def reset(page: "sync_api.Page") -> Iterator[Panel]:
+    """The quick panel at the settings it began with, but for the ratio: 0.5.
+
+    It is left at them too, so that a test that fails does not fail the next.
+    """
+    panel, _ = panels(page)
+    begin_again(panel)
+    yield panel
+    begin_again(panel)
+
+
+def begin_again(panel: Panel) -> None:
+    """Choose what the panel began with, and half of the atoms."""
+    panel.open("Choose")
+    start = {"granularity": "atom", "structure": "ragged", "budget": "atoms"}
+    for name, value in {"estimator": "heapr", "scope": "global", **start}.items():
+        panel.choice(name).select_option(value)
+    panel.enter("keep layers", "")
+    panel.type_ratio("0.5")
+    expect(panel.counts).to_contain_text(f"{N_ATOMS // 2} of {N_ATOMS} kept")
+
+
+def wait_until_picture_is(panel: Panel, *, grey: bool) -> None:
+    """Wait until the picture that is seen is grey, or in full colour."""
+    opacity = "image => getComputedStyle(image).opacity"
+    until = time.monotonic() + TIMEOUT / 1000
+    while (float(panel.picture.evaluate(opacity)) < 0.5) != grey:
+        assert time.monotonic() < until, f"the picture never was grey={grey}"
+        panel.root.page.wait_for_timeout(50)
+
+
+def test_ratios_are_taken_as_they_are_typed(reset: Panel, shots: Path) -> None:
+    """40%, 0,4, 0.333 and 1e-3 are what they say; 40 is refused with a remedy."""
+    for text, kept in (("25%", 48), ("0,4", 39), ("0.333", 43), ("1e-3", 64)):
+        reset.enter("ratio", text)
+        expect(reset.counts).to_contain_text(f"{kept} of {N_ATOMS} kept")
+        expect(reset.ratio).to_have_value(text)
+    reset.enter("ratio", "40")
+    alert = reset.root.get_by_role("alert")
+    expect(alert).to_contain_text("write 0.40 or 40% if you mean that")
+    expect(reset.ratio).to_have_value("40")
+    wait_until_picture_is(reset, grey=True)
+    reset.root.screenshot(path=shots / "choose-stale.png")
+    reset.handle.focus()
+    reset.root.page.keyboard.press("ArrowRight")
+    expect(alert).to_have_count(0)
+    expect(reset.ratio).to_have_value("0.01")
+    wait_until_picture_is(reset, grey=False)
+
+
+def test_layers_that_are_none_are_refused(reset: Panel) -> None:
+    """7-5 and 5- are errors, and the old picture is said to be out of date."""
+    for text, why in (("7-5", "runs backwards"), ("5-", "cannot read")):
+        reset.enter("keep layers", text)
+        expect(reset.root.get_by_role("alert")).to_contain_text(why)
+        expect(reset.root.get_by_text("Out of date: the picture")).to_be_visible()
+        wait_until_picture_is(reset, grey=True)
+        reset.open("Evaluate")
+        reset.button("Evaluate").click()
+        expect(
+            reset.root.get_by_text("the settings above are infeasible")
+        ).to_be_visible()
+        reset.open("Choose")
+    reset.enter("keep layers", "0")
+    expect(reset.root.get_by_role("alert")).to_have_count(0)
+    wait_until_picture_is(reset, grey=False)
+
+
+def test_whole_experts_are_drawn_by_their_own_scores(reset: Panel, shots: Path) -> None:
+    """The histogram is another one than that of atoms."""
+    reset.root.page.wait_for_timeout(1000)  # pictures of earlier settings have come
+    before = reset.source()
+    reset.choice("granularity").select_option("expert")
+    reset.changes_from(before)
+    reset.root.screenshot(path=shots / "choose-experts.png")
+
+
+def test_inspections_are_marked_as_out_of_date(reset: Panel, shots: Path) -> None:
+    """With another ratio or text; not once both are as they were."""
+    reset.open("Inspect")
+    text = reset.root.get_by_role("textbox", name="text")
+    text.fill("aaab bbba abab")
+    text.blur()
+    reset.button("Compare losses").click()
+    hurt = reset.root.get_by_text("tokens hurt most")
+    # The innermost box around the result, with what is said of it.
+    inner = reset.root.page.get_by_text("tokens hurt most")
+    shown = reset.root.locator(".widget-vbox").filter(has=inner).last
+    own = "heapr, 0.5 of the atoms, global scope, by atom, ragged), masked"
+    expect(shown).to_contain_text(own, timeout=TIMEOUT)
+    told = shown.get_by_text("Out of date: made with other settings")
+    expect(told).to_have_count(0)
+    reset.type_ratio("0.8")
+    expect(told).to_have_count(1)
+    faded = "node => getComputedStyle(node.closest('.heapr-stale')).opacity"
+    assert float(hurt.evaluate(faded)) < 0.5
+    reset.root.screenshot(path=shots / "inspect-stale.png")
+    reset.type_ratio("0.5")
+    expect(told).to_have_count(0)
+    text.fill("")
+    text.blur()
+    expect(told).to_have_count(1)
+
+
+def test_choices_and_tasks_are_told_apart(reset: Panel, shots: Path) -> None:
+    """Two structures and a task: measured, said so, and drawn one below the other."""
+    reset.open("Evaluate")
+    tasks = reset.root.get_by_role("listbox", name="tasks")
+    tasks.select_option("continuation")
+    for structure in ("uniform", "ragged"):
+        reset.choice("structure").select_option(structure)
+        reset.button("Evaluate").click()
+        expect(reset.button("Evaluate")).to_be_enabled(timeout=TIMEOUT)
+        rows = reset.root.get_by_role("row")
+        named = re.compile(rf"continuation\s*heapr.*{structure}", re.DOTALL)
+        expect(rows.filter(has_text=named).first).to_be_visible(timeout=TIMEOUT)
+    expect(reset.root.get_by_text("Last point, masked: 50.0%")).to_be_visible()
+    height = reset.picture.evaluate("image => image.naturalHeight")
+    assert height == 680
+    reset.root.screenshot(path=shots / "evaluate-two.png")
+    tasks.select_option([])
+    reset.open("Choose")
+    expect(reset.root.get_by_text("Measured on pydocs: Δloss")).to_be_visible()
+    reset.open("Compare")
+    if reset.button("Clear").is_enabled():  # pins of another test
+        reset.button("Clear").click()
+    expect(reset.root.get_by_text("Nothing pinned yet")).to_be_visible()
+    reset.button("Pin").click()
+    expect(reset.root.get_by_text("1 pinned.")).to_be_visible()
+    reset.type_ratio("0.25")
+    reset.button("Pin").click()
+    expect(reset.root.get_by_text("2 pinned.")).to_be_visible()
+    reset.root.screenshot(path=shots / "compare-two.png")
+    reset.button("Clear").click()
+
+
+def test_a_gguf_file_that_failed_is_made_alone(
+    reset: Panel, work: Path, shots: Path
+) -> None:
+    """The checkpoint is said to be there; the next press makes what is missing."""
+    (work / "narrow.gguf").write_text("in the way")
+    reset.choice("structure").select_option("uniform")
+    reset.open("Export")
+    folder = reset.root.get_by_role("textbox", name="folder")
+    folder.fill("narrow")
+    folder.blur()
+    reset.root.get_by_role("checkbox", name="GGUF").check()
+    reset.button("Export").click()
+    alert = reset.root.get_by_role("alert")
+    expect(alert).to_contain_text("is written to narrow", timeout=TIMEOUT)
+    expect(reset.root.get_by_text("Written to narrow: ")).to_be_visible()
+    reset.root.screenshot(path=shots / "export-gguf.png")
+    (work / "narrow.gguf").unlink()
+    reset.button("Export").click()
+    for _ in range(TIMEOUT // 200):
+        if (work / "narrow.gguf").is_file():
+            break
+        reset.root.page.wait_for_timeout(200)
+    assert (work / "narrow.gguf").stat().st_size > 10_000
+    expect(alert).to_have_count(0)
+    expect(reset.button("Export")).to_be_enabled(timeout=TIMEOUT)
+    reset.root.get_by_role("checkbox", name="GGUF").uncheck()
+    reset.button("Export").click()
+    expect(alert).to_contain_text("not empty")
+    expect(reset.root.get_by_text("Written to narrow: ")).to_have_count(0)

@@ -1,0 +1,106 @@
+"""The inputs that activate an atom most are those that a loop over all finds."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from families import tiny_ids
+from keeps import full_keep
+from text_models import CLOSE, FAMILIES, TEXT, atoms_by_hand, experts_calls, model_of
+from tiny_folder import D_VOCAB
+
+from heapr_lab.evaluation.activations import atoms_of_token, top_contexts
+from heapr_lab.evaluation.passages import Passage, read_passage, token_losses
+from heapr_lab.evaluation.routing import routing
+from heapr_lab.models.experts import find_experts
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.oracle
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_top_contexts(
+    tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest |h| of all, found batch by batch, with the text around each."""
+    monkeypatch.setattr("heapr_lab.evaluation.activations.TOKENS_AT_ONCE", 2 * 11)
+    model = model_of(family)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
+    layer, expert, atom = find_experts(model)[0].layer, 2, 3
+    every = atoms_by_hand(model, ids)
+    own = every[every["layer"].eq(layer) & every["expert"].eq(expert)]
+    own = own[own["atom"].eq(atom)].assign(size=lambda frame: frame["h"].abs())
+    own = own.nlargest(6, "size")
+    steps: list[tuple[int, int]] = []
+
+    found = top_contexts(
+        model,
+        CalibrationSet.from_ids(ids),
+        tokenizer=tokenizer,
+        layer=layer,
+        expert=expert,
+        atom=atom,
+        n=6,
+        width=3,
+        progress=lambda *step: steps.append(step),
+    )
+
+    assert (found["window"] * 11 + found["position"]).tolist() == own["place"].tolist()
+    np.testing.assert_allclose(found["h"], own["h"], **CLOSE)
+    np.testing.assert_allclose(found["p"], own["p"], **CLOSE)
+    assert steps == [(2, 5), (4, 5), (5, 5)]
+    for row in found.itertuples():
+        around = ids[row.window, max(0, row.position - 3) : row.position + 4]
+        assert row.before + row.token + row.after == tokenizer.decode(around)
+
+
+def test_of_equal_activations_the_first(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An atom that is never active shows the first tokens of its expert."""
+    monkeypatch.setattr("heapr_lab.evaluation.activations.TOKENS_AT_ONCE", 2 * 11)
+    model = model_of("qwen2_moe")
+    layer = find_experts(model)[0]
+    with torch.no_grad():
+        layer.up_rows[2, layer.atom_rows(torch.tensor([3]))] = 0
+    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
+    asked: dict[str, Any] = {"layer": layer.layer, "expert": 2, "atom": 3, "n": 12}
+    windows = CalibrationSet.from_ids(ids)
+    found = top_contexts(model, windows, tokenizer=tokenizer, **asked)
+    _, index, _ = experts_calls(model, ids)[layer.layer]
+    first = [place for place in range(55) if 2 in index[place].tolist()][:12]
+    assert (found["window"] * 11 + found["position"]).tolist() == first
+    assert found["h"].eq(0).all()
+
+
+def test_contexts_of_an_expert_without_tokens(tokenizer: Any) -> None:
+    """Fewer tokens than asked for, or none: as many rows as there are."""
+    model = model_of("qwen2_moe")
+    ids = tiny_ids(n_sequences=1, seq_len=2)
+    counts = routing(model, Passage(ids, ("a", "b")))
+    counts = counts[counts["layer"].eq(0)]["expert"].value_counts()
+    for expert in range(4):
+        windows = CalibrationSet.from_ids(ids)
+        asked: dict[str, Any] = {"layer": 0, "expert": expert, "atom": 0, "n": 9}
+        found = top_contexts(model, windows, tokenizer=tokenizer, **asked)
+        assert len(found) == counts.get(expert, 0)
+    assert counts.sum() == 4  # two tokens in two experts each
+
+
+def test_the_end_of_the_path_is_a_frame(tokenizer: Any, tmp_path: Path) -> None:
+    """Every trace can be written to a table as it is."""
+    model = model_of("qwen2_moe")
+    passage = read_passage(model, tokenizer, text=TEXT)
+    windows = CalibrationSet.from_ids(tiny_ids())
+    asked: dict[str, Any] = {"layer": 0, "expert": 0, "atom": 0}
+    for frame in (
+        token_losses(model, passage, keep=full_keep(model)),
+        routing(model, passage),
+        atoms_of_token(model, passage, layer=0, position=1),
+        top_contexts(model, windows, tokenizer=tokenizer, **asked),
+    ):
+        frame.to_parquet(tmp_path / "trace.parquet")
+        assert frame.index.equals(pd.RangeIndex(len(frame)))

@@ -1,0 +1,70 @@
+"""Tiny models that read text, and what their experts do with it, by loops."""
+
+from typing import Any
+
+import pandas as pd
+import torch
+from families import tiny_model
+from keeps import logits_of
+from oracles.token_by_token import atom_activations, matrices
+from tiny_folder import D_VOCAB
+from torch import nn
+
+from heapr_lab.models.experts import find_experts
+
+FAMILIES = ["qwen2_moe", "deepseek_v3", "gpt_oss", "nemotron_h"]
+"""With and without gates, biases, shared experts, scaled routing, dense layers."""
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
+SINGLE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
+"""Where a family computes a part in float32, whatever its type."""
+TEXT = "the weather, then naïve Ω€ 漢字 🙂 paths"
+Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def tolerance(family: str) -> dict[str, Any]:
+    """How close numbers of a family have to be."""
+    return SINGLE if family == "nemotron_h" else CLOSE
+
+
+def model_of(family: str, **changes: Any) -> Any:
+    """A tiny float64 model that knows the tokenizer's ids."""
+    return tiny_model(family, vocab_size=D_VOCAB, **changes)
+
+
+def experts_calls(model: nn.Module, ids: torch.Tensor) -> dict[int, Call]:
+    """What each experts module was handed: x (T, D), experts (T, K), p (T, K)."""
+    calls, hooks = {}, []
+    for layer in find_experts(model):
+
+        def keep(
+            _module: Any, args: Any, kwargs: Any, number: int = layer.layer
+        ) -> Any:
+            names = ("hidden_states", "top_k_index", "top_k_weights")
+            given = dict(zip(names, args, strict=False)) | kwargs
+            calls[number] = tuple(given[name] for name in names)
+
+        hooks.append(layer.module.register_forward_pre_hook(keep, with_kwargs=True))
+    logits_of(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def atoms_by_hand(model: nn.Module, ids: torch.Tensor) -> pd.DataFrame:
+    """Every atom's h for every token, one token and slot after the other."""
+    modules = {layer.layer: layer.module for layer in find_experts(model)}
+    rows = []
+    for number, (x, index, weights) in experts_calls(model, ids).items():
+        for token in range(len(x)):
+            for slot in range(index.shape[1]):
+                expert, p = int(index[token, slot]), float(weights[token, slot])
+                w = matrices(modules[number], expert)
+                with torch.no_grad():
+                    h = atom_activations(modules[number], x[token], w)
+                    norms = [float(column.norm()) for column in w["W_down"].T]
+                for atom, (value, norm) in enumerate(
+                    zip(h.tolist(), norms, strict=True)
+                ):
+                    rows.append((number, token, expert, p, atom, value, norm))
+    names = ["layer", "place", "expert", "p", "atom", "h", "w_down_norm"]
+    return pd.DataFrame(rows, columns=names)

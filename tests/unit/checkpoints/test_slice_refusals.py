@@ -1,0 +1,189 @@
+"""Sources and masks that cannot be sliced are named, and nothing is written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from keeps import random_keep
+from safetensors.torch import load_file, save_file
+from sliced_files import INDEX, SINGLE, slice_files, sliced, source_of
+
+from heapr_lab.checkpoints.uniform import skeleton_of
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.pruning.masks import KeepMask
+
+
+def change(
+    source: Path, name: str, new: Callable[[torch.Tensor], torch.Tensor | None]
+) -> None:
+    """Replace a tensor of a single file, or delete it."""
+    tensors = load_file(source / SINGLE)
+    tensor = new(tensors.pop(name))
+    if tensor is not None:
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, source / SINGLE, metadata={"format": "pt"})
+
+
+LAST = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "new", "message"),
+    [
+        ("qwen3_moe", LAST, lambda _: None, f"1 of the 8 parts .* first is {LAST}"),
+        (
+            "gpt_oss",
+            "model.layers.1.mlp.experts.down_proj_bias",
+            lambda _: None,
+            r"lacks 4 of the 4 parts .*experts\.0\.down_proj\.bias",
+        ),
+        (
+            "qwen3_moe",
+            LAST,
+            lambda t: t.to(torch.float8_e4m3fn),
+            f"{LAST} \\(F8_E4M3 .* is quantised, expected one of F16",
+        ),
+        (
+            "qwen3_moe",
+            LAST,
+            lambda t: t[:3],
+            r"F32 \(3, 16\)\) has 192 bytes, the model expects \(8, 16\) and 512",
+        ),
+        (
+            "granitemoe",
+            "model.layers.0.block_sparse_moe.output_linear.weight",
+            lambda t: t[:3],
+            r"expects \(4, 16, 8\) and 2048: it is of another model",
+        ),
+    ],
+)
+def test_experts_that_are_not_those_of_the_model(
+    family: str, name: str, new: Any, message: str, tmp_path: Path
+) -> None:
+    """Missing, quantised or of another shape: named, and nothing is written."""
+    model, source = source_of(tmp_path, family)
+    change(source, name, new)
+    with pytest.raises(LayoutError, match=message):
+        sliced(model, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            f"{LAST}_scale_inv",
+            "none of their weights and biases, so they are quantised",
+        ),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", "they are quantised"),
+        (LAST.replace(".2.", ".4."), "expert 4 .* expected none beside expert 3"),
+        ("model.layers.1.mlp.experts.02.up_proj.weight", "expected none beside .*2.up"),
+    ],
+)
+def test_tensors_that_experts_do_not_have(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    """Scales, packed blocks, an expert too many, an expert twice."""
+    model, source = source_of(tmp_path)
+    tensors = load_file(source / SINGLE)
+    save_file(tensors | {name: tensors[LAST].clone()}, source / SINGLE)
+    with pytest.raises(LayoutError, match=message):
+        sliced(model, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def cut_short(source: Path) -> None:
+    """Lose the end of the second file."""
+    file = sorted(source.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def cut_in_header(source: Path) -> None:
+    """Keep less than the header of the second file."""
+    file = sorted(source.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def without_shard(source: Path) -> None:
+    """Delete the second file."""
+    sorted(source.glob("*.safetensors"))[1].unlink()
+
+
+def without_index(source: Path) -> None:
+    """Delete the index."""
+    (source / INDEX).unlink()
+
+
+def with_half_index(source: Path) -> None:
+    """Keep half of the index."""
+    text = (source / INDEX).read_text()
+    (source / INDEX).write_text(text[: len(text) // 2])
+
+
+def with_stray_name(source: Path) -> None:
+    """Let the index name a tensor that is nowhere."""
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"]["lost"] = sorted(index["weight_map"].values())[0]
+    (source / INDEX).write_text(json.dumps(index))
+
+
+def with_tensor_twice(source: Path) -> None:
+    """Add a tensor of the first file to the second."""
+    first, second = sorted(source.glob("*.safetensors"))[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: tensor}, second)
+
+
+def with_unknown_type(source: Path) -> None:
+    """Let a tensor have a type of the future."""
+    file = sorted(source.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F99"', 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_short, r"model-00002.* has \d+ bytes, its header says \d+ .*not whole"),
+        (cut_in_header, r"model-00002.*\(100 bytes\) has no whole safetensors header"),
+        (
+            without_shard,
+            r"index.json names model-00002.* for .*, but there is no such file",
+        ),
+        (without_index, "has neither model.safetensors nor model.safetensors.index"),
+        (with_half_index, "index.json has no whole weight_map: download it again"),
+        (with_stray_name, r"lacks lost, which model.safetensors.index.json says"),
+        (
+            with_tensor_twice,
+            r"is in .*model-00002.* and in model-00001.* expected it once",
+        ),
+        (with_unknown_type, r"model-00002.*of an unknown type \(F99\)"),
+    ],
+)
+def test_incomplete_sources(
+    damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    """The file and the tensor are named, and nothing is written."""
+    model, source = source_of(tmp_path, max_shard_size="9KB")
+    damage(source)
+    with pytest.raises(SpecError, match=message):
+        sliced(model, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_masks_of_other_models(tmp_path: Path) -> None:
+    """Of other layers, other sizes, or of different widths where one is needed."""
+    model, source = source_of(tmp_path)
+    out, skeleton = tmp_path / "out", skeleton_of(model.config)
+    keep = random_keep(model)
+    other = KeepMask({0: keep.by_layer(0)})
+    with pytest.raises(SpecError, match=r"layers \[0\], the model's .* \[0, 1\]"):
+        slice_files(source, skeleton, other, out)
+    narrow = KeepMask({k: kept[:, :5] for k, kept in keep.arrays.items()})
+    with pytest.raises(SpecError, match=r"shape \(4, 5\), expected \(4, 8\)"):
+        slice_files(source, skeleton, narrow, out)
+    with pytest.raises(SpecError, match="keep 0 to 8 atoms, a uniform checkpoint"):
+        slice_files(source, skeleton, keep, out, stacked=True)
+    assert not out.exists()
