@@ -42,7 +42,7 @@ def measure(bench: Workbench, estimator: str, corpus: str) -> list[dict[str, Any
     for ratio in RATIOS:
         setting = Setting(ratio, estimator=estimator, calibration=CALIBRATION)
         keep = bench.keep(setting)
-        score = summed_scores(bench.importance(setting), keep, estimator)
+        score = summed_scores(bench.table_of(setting), keep, estimator)
         row = {
             "ratio": ratio,
             "summed_score": score,

@@ -35,6 +35,7 @@ from heapr_lab.refinement.compensation import compensate
 from heapr_lab.refinement.learned_masks import learn_mask
 from heapr_lab.refinement.recovery import recover
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
@@ -71,17 +72,17 @@ def by_score(bench: Workbench, setting: Setting, _steps: Steps) -> Made:
 def by_compensation(bench: Workbench, setting: Setting, _steps: Steps) -> Made:
     """Sliced by the ranks of the setting's estimator, what stays making up for it."""
     keep = bench.keep(setting)
-    made = compensate(bench.model, keep, bench.calibration_set(setting))
+    made = compensate(bench.model, keep, bench.calibration_set(setting.calibration))
     return Made(made, keep, _SCORE_PASSES + 1)
 
 
 def by_learning(bench: Workbench, setting: Setting, steps: Steps) -> Made:
     """Sliced by a mask that was learned, from the ranks of the setting's estimator."""
-    windows = bench.calibration_set(setting)
+    windows = bench.calibration_set(setting.calibration)
     with progress_bar(f"learning at {setting.ratio:g}", "step") as bar:
         keep = learn_mask(
             bench.model,
-            bench.importance(setting),
+            bench.table_of(setting),
             windows,
             ratio=setting.ratio,
             estimator=setting.estimator,
@@ -114,7 +115,7 @@ def measure(
     """Two rows: the pruned model as it is made, and after a recovery run."""
     estimator, make = METHODS[method]
     setting = Setting(ratio, estimator=estimator, calibration=corpus)
-    windows = bench.calibration_set(setting)
+    windows = bench.calibration_set(setting.calibration)
     clocks = time.perf_counter(), time.process_time()
     made = make(bench, setting, steps)
     yield _row(bench, method, ratio, corpus, made, n_recovery=0, since=clocks)
@@ -183,7 +184,7 @@ def main() -> None:
         recovery_rate=options.recovery_rate,
     )
     bench = open_workbench(options.model, device="cpu", dtype="float32")
-    table = bench.importance(Setting(0.0, calibration=options.corpus))
+    table = bench.importance(Calibration(options.corpus))
     details = {
         "identity": bench.identity,
         "steps": dataclasses.asdict(steps),

@@ -21,6 +21,7 @@ from benchmarks.machine import machine, write_results
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.loading import LAB
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
@@ -52,7 +53,7 @@ def without(table: ImportanceTable, rows: np.ndarray) -> KeepMask:
 
 def measure(bench: Workbench, name: str, corpus: str) -> dict[str, Any]:
     """One row: what removing twelve atoms costs, and who removes how many of them."""
-    table = bench.importance(Setting(0.0, calibration=corpus))
+    table = bench.importance(Calibration(corpus))
     rows = first_atoms(table, name)
     keep = without(table, rows)
     row: dict[str, Any] = {"model": bench.name, "first by": name, "atoms": N_ATOMS}

@@ -25,7 +25,7 @@ from benchmarks.machine import machine, write_results
 from heapr_lab.models.loading import LAB
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.pareto import PRICES, pareto_front
-from heapr_lab.workbench.settings import Setting
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.2, 0.4, 0.6)
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--corpus", default="pydocs")
     options = parser.parse_args()
     bench = open_workbench(options.model, device="cpu", dtype="float32")
-    table = bench.importance(Setting(0.0, calibration=options.corpus))
+    table = bench.importance(Calibration(options.corpus))
     evaluate = functools.partial(delta_nll, bench, options.corpus)
     fronts = [
         pareto_front(

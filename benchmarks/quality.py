@@ -352,7 +352,7 @@ def main() -> None:
             continue
         if held[0] != (corpus, seed):
             setting = Setting(0.0, calibration=corpus, seed=seed)
-            windows = bench.calibration_set(setting)
+            windows = bench.calibration_set(setting.calibration)
             held = (corpus, seed), Measured(bench, windows, corpus)
         assert held[1] is not None
         if equal == "accuracy":

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import machine, write_results
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import LAB
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
@@ -75,7 +76,7 @@ def main() -> None:
     options = parser.parse_args()
     bench = open_workbench(options.model, profile="lab", device="cpu", dtype="float32")
     bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
-    shapes = bench.importance(Setting(0.0, calibration=options.corpus)).shapes()
+    shapes = bench.importance(Calibration(options.corpus)).shapes()
     d_inter = max(width for _, width in shapes.values())
     given = options.multiples or ",".join(str(d_inter // n) for n in (16, 8, 4, 2))
     multiples = [int(multiple) for multiple in given.split(",")]

@@ -23,12 +23,14 @@ import sys
 from typing import Any
 
 _HOMES = {
+    "Calibration": "text.calibration_spec",
     "CalibrationSet": "text.calibration",
     "Display": "figures",
     "HeaprLabError": "errors",
     "ImportanceTable": "importance.table",
     "KeepMask": "pruning.masks",
     "Perplexity": "evaluation.perplexity",
+    "Selection": "pruning.options",
     "Setting": "workbench.settings",
     "Workbench": "workbench.workbench",
     "collect_statistics": "importance.collect",

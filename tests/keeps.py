@@ -8,7 +8,7 @@ from oracles.token_by_token import matrices
 from torch import nn
 
 from heapr_lab.models.experts import find_experts
-from heapr_lab.pruning.selection import KeepMask
+from heapr_lab.pruning.masks import KeepMask
 
 
 def random_keep(model: nn.Module, *, seed: int = 0, share: float = 0.5) -> KeepMask:

@@ -27,12 +27,12 @@ from heapr_lab.models.ragged_experts import (
     finish,
 )
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import MANIFEST_FILE
 
 KEEP_FILE = "heapr_keep.parquet"
 MANIFEST_VERSION = 1
-STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
 
 
 def save_pruned(

@@ -126,3 +126,72 @@ Tasks = Annotated[
         "continuation:CORPUS."
     ),
 ]
+Ratio = Annotated[
+    float | None, typer.Option(help="What goes, in [0, 1): 0.25, not 25.")
+]
+MaxRise = Annotated[
+    float | None,
+    typer.Option(
+        help="Instead of --ratio: as much as raises perplexity by so much at most, "
+        "before compensation; 0.02 is 2 %."
+    ),
+]
+MaxLatency = Annotated[
+    float | None,
+    typer.Option(
+        help="Instead of --ratio: as little as makes decoding take at most this "
+        "share of the dense model's time, measured on this machine; 0.8."
+    ),
+]
+MethodName = Annotated[
+    str,
+    typer.Option(
+        help="best: the best estimator, and without --importance compensated "
+        "weights; paper: HEAPr as published."
+    ),
+]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="Score anew so often, without --importance.")
+]
+Scope = Annotated[str, typer.Option(help="global or layer.")]
+Granularity = Annotated[str, typer.Option(help="atom or expert.")]
+Structure = Annotated[str, typer.Option(help="ragged, aligned, per_layer or uniform.")]
+Multiple = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Widths are a multiple of it [default, aligned and uniform: the "
+        "largest power of two in d_inter / 8].",
+    ),
+]
+Of = Annotated[
+    str,
+    typer.Option(
+        help="What the ratio counts: routed atoms (atoms), parameters of the whole "
+        "model (model), its bytes (bytes), or FLOPs of the routed experts (flops)."
+    ),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(help="Score per cost: 0 parameters, 1 FLOPs [default: no cost]."),
+]
+ExcludeLayers = Annotated[str, typer.Option(help="Layers to leave alone, with commas.")]
+MinAtoms = Annotated[int, typer.Option(min=0, help="Atoms that every expert keeps.")]
+ProtectOutliers = Annotated[
+    float, typer.Option(help="Share of atoms with the largest outputs that stay.")
+]
+ProtectUnrouted = Annotated[
+    bool, typer.Option("--protect-unrouted", help="Keep experts without tokens.")
+]
+PrunedOut = Annotated[
+    Path | None,
+    typer.Option(help="FILE.parquet for the mask alone, else a checkpoint folder."),
+]
+CardCorpora = Annotated[
+    str | None,
+    typer.Option(
+        "--perplexity",
+        help="Corpora whose perplexity the checkpoint's card gives, with commas "
+        "[default: the calibration corpus, or none with --importance].",
+    ),
+]

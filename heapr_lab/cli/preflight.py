@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from heapr_lab.errors import SpecError
@@ -154,7 +154,7 @@ def check_tasks(names: Iterable[str]) -> None:
 # --- layers -----------------------------------------------------------------------
 
 
-def layer_numbers(text: str) -> list[int]:
+def layer_numbers(text: str) -> tuple[int, ...]:
     """The layers in a list with commas.
 
     Raises:
@@ -162,7 +162,7 @@ def layer_numbers(text: str) -> list[int]:
 
     Example:
         >>> layer_numbers("0, 3")
-        [0, 3]
+        (0, 3)
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     wrong = [part for part in parts if not _NUMBER.fullmatch(part)]
@@ -171,10 +171,10 @@ def layer_numbers(text: str) -> list[int]:
             f"--exclude-layers has {wrong[0][:40]!r}: expected numbers of layers with "
             "commas, such as 0,3"
         )
-    return [int(part) for part in parts]
+    return tuple(int(part) for part in parts)
 
 
-def check_layers(source: Path, layers: list[int]) -> None:
+def check_layers(source: Path, layers: Sequence[int]) -> None:
     """Make sure that a model has routed experts in `layers`, without its weights.
 
     Args:
@@ -190,8 +190,8 @@ def check_layers(source: Path, layers: list[int]) -> None:
     from heapr_lab.checkpoints.uniform import skeleton_of
     from heapr_lab.models.experts import find_experts
     from heapr_lab.models.folders import read_config
-    from heapr_lab.pruning.options import Rules
+    from heapr_lab.pruning.options import Selection
 
     skeleton = skeleton_of(read_config(source))
     found = tuple(layer.layer for layer in find_experts(skeleton))
-    Rules(exclude_layers=tuple(layers)).groups(found)
+    Selection(0.0, exclude_layers=tuple(layers)).groups(found)

@@ -16,8 +16,10 @@ from heapr_lab.errors import CorpusError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import available_corpora
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
@@ -45,7 +47,7 @@ def calibration_pair(bench: Workbench) -> tuple[str, str]:
     """Two corpora with windows enough: a domain of pydocs where there is no other."""
     for name in ("wikitext2", "wikitext2:tokenized", "c4"):
         try:
-            bench.calibration_set(Setting(0.0, calibration=name))
+            bench.calibration_set(Calibration(name))
         except CorpusError as error:
             logger.info("not calibrating on %s: %s", name, error)
         else:
@@ -108,35 +110,38 @@ def layer_masks(bench: Workbench) -> dict[float, KeepMask]:
 # --- calibration size -----------------------------------------------------------
 
 
-def calibration_draws(bench: Workbench) -> list[Setting]:
-    """One setting for each corpus and seed, at the largest size."""
+def calibration_draws(bench: Workbench) -> list[Calibration]:
+    """One for each corpus and seed, at the largest size."""
     return [
-        Setting(CALIBRATION_RATIO, calibration=corpus, seed=seed)
+        Calibration(corpus, seed=seed)
         for corpus in calibration_pair(bench)
         for seed in range(bench.profile.n_seeds)
     ]
 
 
-def calibration_results(bench: Workbench, draws: Iterable[Setting]) -> pd.DataFrame:
+def calibration_results(bench: Workbench, draws: Iterable[Calibration]) -> pd.DataFrame:
     """Results at every calibration size of each draw, the dense model's first."""
     pair = calibration_pair(bench)
     corpora = [corpus for corpus in pair if not corpus.startswith("pydocs:")]
+    selection = Selection(CALIBRATION_RATIO)
     frames = [bench.evaluate(None, corpora)]
     for draw in draws:
         for size, table in nested_tables(bench, draw).items():
-            keep = select(table, ratio=draw.ratio, estimator=draw.estimator)
-            setting = replace(draw, n_sequences=size)
+            setting = Setting(selection, replace(draw, n_sequences=size))
+            keep = select(table, selection)
             frames.append(bench.evaluate(setting, corpora, keep=keep))
     return pd.concat(frames, ignore_index=True)
 
 
-def nested_tables(bench: Workbench, setting: Setting) -> dict[int, ImportanceTable]:
+def nested_tables(
+    bench: Workbench, calibration: Calibration
+) -> dict[int, ImportanceTable]:
     """Tables of the first 8, 16, ... windows of one draw, each window measured once.
 
     Draws are nested and sums add up, so each size is the one before it merged with the
     windows between.
     """
-    windows = bench.calibration_set(setting)
+    windows = bench.calibration_set(calibration)
     largest = bench.profile.n_sequences
     sizes = [size for size in CALIBRATION_SIZES if size <= largest] or [largest]
     tables: dict[int, ImportanceTable] = {}
@@ -161,7 +166,7 @@ def bin_results(bench: Workbench, *, estimator: str = "heapr") -> pd.DataFrame:
     Columns: order (`index`, `score`), bin, score_sum (sum of the bin's scores),
     delta_nll (nats per token), estimator, dataset.
     """
-    calibration = bench.calibration_set(Setting(0.0))
+    calibration = bench.calibration_set()
     ids = calibration.ids[: bench.profile.n_test]
     windows = CalibrationSet(ids, calibration.provenance)
     table = bench.importance()

@@ -239,7 +239,7 @@ def _measure(bench: Workbench) -> None:
 
 def _eliminate(bench: Workbench) -> None:
     """For a notebook, which would wait for it."""
-    bench.importance(Setting(0.0, estimator=ELIMINATION))
+    bench.importance(estimator=ELIMINATION)
 
 
 @dataclass(frozen=True)

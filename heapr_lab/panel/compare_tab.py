@@ -1,9 +1,9 @@
-"""The tab that pins choices: one chart and one table of all, to be exported."""
+"""The tab that pins selections: one chart and one table of all, to be exported."""
 
 import html
 import itertools
 import string
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import drawn_png
-from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import rows_digest
@@ -29,6 +30,16 @@ _MARKERS = "osD^vPX*"
 """One for each corpus."""
 _LINES = ("-", "--", ":", "-.")
 """One for each pin, beside its colour."""
+_SET_BY_CONTROLS = (
+    "ratio",
+    "estimator",
+    "scope",
+    "granularity",
+    "structure",
+    "multiple",
+    "of",
+    "min_atoms",
+)
 _SHORT = {
     "achieved_ratio": "removed",
     "parameter_reduction": "parameters saved",
@@ -41,10 +52,10 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Pin:
-    """One choice that is kept for comparison."""
+    """One selection that is kept for comparison."""
 
     label: str
-    choice: Choice
+    selection: Selection
 
 
 class CompareTab(ipw.VBox):
@@ -95,7 +106,7 @@ class CompareTab(ipw.VBox):
         """Keep what is chosen; a label that is there already is replaced."""
         label = self.label.value.strip() or _next_label(self.pins)
         try:
-            pin = Pin(label, self.session.choice)
+            pin = Pin(label, self.session.selection)
         except SpecError as error:
             self.message.value = alert(str(error))
             return
@@ -125,30 +136,29 @@ class CompareTab(ipw.VBox):
         self.table.value = _html_table(frame)
 
     def frame(self) -> pd.DataFrame:
-        """One row for each pin: its choice, what it saves, what it costs.
+        """One row for each pin: its selection, what it saves, what it costs.
 
         Columns `Δloss CORPUS` (nats per token, of the masked model) and `accuracy TASK`
         are there for what was evaluated; FLOPs are counted at `seq_len` tokens.
         """
         rows = []
         for pin in self.pins:
-            keep = self.session.keep_of(pin.choice)
-            row = {"label": pin.label, **asdict(pin.choice)}
-            row["exclude_layers"] = ", ".join(map(str, pin.choice.exclude_layers))
+            keep = self.session.keep_of(pin.selection)
+            row = {"label": pin.label, **_settings(pin.selection)}
             row["achieved_ratio"] = keep.achieved_ratio
             saved = self.session.savings_of(keep)
             if saved is not None:
                 names = ("parameter", "bytes", "flops", "routed_flops")
                 row |= {f"{n}_reduction": _reduction(saved, n) for n in names}
                 row["seq_len"] = int(saved["seq_len"].iloc[0])
-            rows.append(row | _measured(self.session.points, pin.choice))
+            rows.append(row | _measured(self.session.points, pin.selection))
         return pd.DataFrame(rows)
 
     def layers(self) -> pd.DataFrame:
         """Removed share of each layer, a row for each pin and layer."""
         parts = []
         for pin in self.pins:
-            ratios = self.session.keep_of(pin.choice).layer_ratios()
+            ratios = self.session.keep_of(pin.selection).layer_ratios()
             parts.append(ratios.reset_index().assign(label=pin.label))
         return pd.concat(parts, ignore_index=True)
 
@@ -181,7 +191,7 @@ class CompareTab(ipw.VBox):
         provenance = {
             "importance": self.session.table.metadata.get("spec_hash"),
             "model": (self.session.table.metadata.get("spec") or {}).get("model"),
-            "pins": [{"label": p.label, **asdict(p.choice)} for p in self.pins],
+            "pins": [{"label": p.label, **p.selection.to_dict()} for p in self.pins],
             "data": rows_digest(rows_text(frame)),
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -203,6 +213,13 @@ class CompareTab(ipw.VBox):
             self.exported.value = status(f"Written to {self.folder.value}: {names}")
 
 
+def _settings(selection: Selection) -> dict[str, Any]:
+    """What the controls set of a selection, as a row of a table has it."""
+    row = {name: getattr(selection, name) for name in _SET_BY_CONTROLS}
+    excluded = ", ".join(map(str, selection.exclude_layers))
+    return row | {"exclude_layers": excluded}
+
+
 def _next_label(pins: list[Pin]) -> str:
     used = {pin.label for pin in pins}
     free = (letter for letter in string.ascii_uppercase if letter not in used)
@@ -216,15 +233,16 @@ def _reduction(saved: pd.DataFrame, name: str) -> float:
     return float(row[f"{name}_reduction"])
 
 
-def _measured(points: pd.DataFrame, choice: Choice) -> dict[str, float]:
-    """Of the points that are exactly this choice: Δloss and accuracy by dataset."""
+def _measured(points: pd.DataFrame, selection: Selection) -> dict[str, float]:
+    """Of the points that are exactly this selection: Δloss and accuracy by dataset."""
     found: dict[str, float] = {}
     for row in points.to_dict("records"):
-        if all(row[name] == value for name, value in asdict(choice).items()):
-            if pd.notna(row["delta_nll"]):
-                found[f"Δloss {row['dataset']}"] = float(row["delta_nll"])
-            if pd.notna(row["accuracy"]):
-                found[f"accuracy {row['dataset']}"] = float(row["accuracy"])
+        if row["selection"] != selection:
+            continue
+        if pd.notna(row["delta_nll"]):
+            found[f"Δloss {row['dataset']}"] = float(row["delta_nll"])
+        if pd.notna(row["accuracy"]):
+            found[f"accuracy {row['dataset']}"] = float(row["accuracy"])
     return found
 
 
@@ -296,7 +314,7 @@ def _html_table(frame: pd.DataFrame) -> str:
         if str(name).endswith(("_reduction", "_ratio")):
             shown[name] = shown[name].map("{:.1%}".format)
     # As `frame` and the display have them: no layers is no text, no multiple a dash.
-    plain = asdict(Choice()) | {"exclude_layers": "", "multiple": "–"}
+    plain = _settings(Selection(0.0)) | {"multiple": "–"}
     dull = [
         name
         for name, value in plain.items()

@@ -1,4 +1,4 @@
-"""The controls of the panel: everything that a choice consists of, each with a name."""
+"""The controls of the panel: a named control for every field of a selection."""
 
 import html
 import re
@@ -11,12 +11,11 @@ import ipywidgets as ipw
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.session import BUDGETS, Choice
+from heapr_lab.pruning.options import BUDGETS, CHOICES, Selection
 from heapr_lab.pruning.selection import default_multiple
 from heapr_lab.workbench.presets import describe_estimator
 
 _LAST_STEP: Final = 99
-_STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
 _BUDGETS = {name: of for of, name in BUDGETS.items()}
 _RANGE = re.compile(r"(\d+)(?:\s*[-–]\s*(\d+))?")
 TARGET = "target Δloss"
@@ -24,29 +23,32 @@ TARGET = "target Δloss"
 
 
 class Controls(ipw.VBox):
-    """Slider, boxes and lists that a `Choice` is set with.
+    """Slider, boxes and lists that a `Selection` is set with.
 
     Attributes:
         rise: nats per token that a target loss allows.
     """
 
     def __init__(
-        self, table: ImportanceTable, choice: Choice, on_change: Callable[[], None]
+        self,
+        table: ImportanceTable,
+        selection: Selection,
+        on_change: Callable[[], None],
     ) -> None:
-        """Show `choice`.
+        """Show `selection`.
 
         Args:
             table: what is selected from; it says which estimators there are.
-            choice: to begin with.
+            selection: to begin with.
             on_change: called whenever a control was moved.
         """
         self._on_change = on_change
         self._silent = False
-        self._wished_scope = choice.scope
+        self._wished_scope = selection.scope
         self._widest = max(size for _, size in table.shapes().values())
         self._default = default_multiple(table)
-        self._build_amount(choice)
-        self._build_rules(table.estimators, choice)
+        self._build_amount(selection)
+        self._build_rules(table.estimators, selection)
         super().__init__(
             [
                 ipw.HBox([self.slider, self.ratio, self.budget, self.rise]),
@@ -63,51 +65,53 @@ class Controls(ipw.VBox):
         for control in (*moved, *more):
             control.observe(self._changed, names="value")
 
-    def _build_amount(self, choice: Choice) -> None:
+    def _build_amount(self, selection: Selection) -> None:
         # Per cent, for the browser says at once that it was moved where a number of its
         # own differs from the one it was given in the last digit, as fractions do.
         self.slider = ipw.IntSlider(
-            _on_slider(choice.ratio), min=0, max=_LAST_STEP, description="ratio",
+            _on_slider(selection.ratio), min=0, max=_LAST_STEP, description="ratio",
             readout=False,
         )  # fmt: skip
         # The slider has no name that a screen reader could say; the box has. The ratio
         # is what stands in the box: the slider shows it to the nearest of its steps.
         self.ratio = ipw.Text(
-            ratio_text(choice.ratio), description="ratio", continuous_update=False,
+            ratio_text(selection.ratio), description="ratio", continuous_update=False,
             tooltip="a fraction, such as 0.40, or per cent with the sign, 40%",
             layout={"width": "170px"},
         )  # fmt: skip
-        self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[choice.of])
+        self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[selection.of])
         self.budget.tooltip = "what the ratio counts; in brackets as --of takes it"
         self.rise = ipw.BoundedFloatText(
             0.05, min=0.0, max=10.0, step=0.01, description="Δloss ≤",
             layout={"width": "170px"}, disabled=True,
         )  # fmt: skip
 
-    def _build_rules(self, estimators: Sequence[str], choice: Choice) -> None:
-        self.estimator = _dropdown("estimator", estimators, choice.estimator)
+    def _build_rules(self, estimators: Sequence[str], selection: Selection) -> None:
+        self.estimator = _dropdown("estimator", estimators, selection.estimator)
         self.method = ipw.HTML()
-        self.scope = _dropdown("scope", ("global", "layer"), choice.scope)
+        self.scope = _dropdown("scope", CHOICES["scope"], selection.scope)
         self.granularity = _dropdown(
-            "granularity", ("atom", "expert"), choice.granularity
+            "granularity", CHOICES["granularity"], selection.granularity
         )
-        self.structure = _dropdown("structure", _STRUCTURES, choice.structure)
+        self.structure = _dropdown(
+            "structure", CHOICES["structure"], selection.structure
+        )
         self.multiple = ipw.BoundedIntText(
-            choice.multiple or self._default, min=1, max=self._widest,
+            selection.multiple or self._default, min=1, max=self._widest,
             description="multiple", layout={"width": "170px"},
         )  # fmt: skip
         self.floor = ipw.BoundedIntText(
-            choice.min_atoms, min=0, max=self._widest, description="floor",
+            selection.min_atoms, min=0, max=self._widest, description="floor",
             tooltip="atoms that every expert keeps", layout={"width": "170px"},
         )  # fmt: skip
         self.whole = ipw.Text(
-            ", ".join(map(str, choice.exclude_layers)), description="keep layers",
+            ", ".join(map(str, selection.exclude_layers)), description="keep layers",
             placeholder="such as 0, 5-7", continuous_update=False,
             tooltip="layers that stay whole", layout={"width": "240px"},
         )  # fmt: skip
 
     @property
-    def choice(self) -> Choice:
+    def selection(self) -> Selection:
         """What the controls say.
 
         Raises:
@@ -115,10 +119,10 @@ class Controls(ipw.VBox):
         """
         structure = self.structure.value
         ragged = structure == "ragged"
-        return Choice(
+        return Selection(
             ratio=read_ratio(self.ratio.value),
             estimator=self.estimator.value,
-            scope=self._wished_scope,
+            scope="layer" if self.scope_is_fixed else self._wished_scope,
             granularity=self.granularity.value,
             structure=structure,
             multiple=None if ragged else self.multiple.value,
@@ -128,14 +132,19 @@ class Controls(ipw.VBox):
         )
 
     @property
+    def scope_is_fixed(self) -> bool:
+        """Whether the estimator leaves no choice of scope."""
+        return ESTIMATORS[self.estimator.value].within_layer
+
+    @property
     def to_target(self) -> bool:
         """Whether the ratio is to follow from a loss."""
         return bool(self.budget.value == TARGET)
 
-    def show_scope(self, scope: str, *, fixed: bool) -> None:
+    def show_scope(self, scope: str) -> None:
         """Show the scope that is used, which some estimators fix."""
         self._quietly(self.scope, scope)
-        self.scope.disabled = fixed
+        self.scope.disabled = self.scope_is_fixed
 
     def show_ratio(self, ratio: float) -> None:
         """Show the ratio that was solved for."""
@@ -168,7 +177,7 @@ class Controls(ipw.VBox):
         """Move the slider to what stands in the box, if that can be read."""
         try:
             ratio = read_ratio(self.ratio.value)
-        except SpecError:  # said when the choice is asked for
+        except SpecError:  # said when the selection is asked for
             return
         self._quietly(self.slider, _on_slider(ratio))
 

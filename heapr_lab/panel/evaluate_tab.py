@@ -11,7 +11,8 @@ from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
-from heapr_lab.panel.session import Choice, PruningSession, Step
+from heapr_lab.panel.session import PruningSession, Step
+from heapr_lab.pruning.options import Selection
 
 _SHOWN = ["dataset", "estimator", "scope", "granularity", "structure", "achieved_ratio"]
 _MEASURED = ["nll", "delta_nll", "perplexity", "accuracy", "stderr"]
@@ -50,9 +51,9 @@ class EvaluateTab(ipw.VBox):
         self.session = session
         self._on_points = on_points
         self._picture = LossPicture()
-        self._drawn: Choice | None = None
-        self.corpora = _choices("corpora", corpora, list(corpora)[:1])
-        self.tasks = _choices("tasks", tasks, [])
+        self._drawn: Selection | None = None
+        self.corpora = _multiple("corpora", corpora, list(corpora)[:1])
+        self.tasks = _multiple("tasks", tasks, [])
         self.job = Job(
             "Evaluate",
             self._evaluate,
@@ -82,9 +83,9 @@ class EvaluateTab(ipw.VBox):
         if self._drawn != self._way():
             self.refresh()
 
-    def _way(self) -> Choice | None:
+    def _way(self) -> Selection | None:
         try:
-            return replace(self.session.choice, ratio=0.0)
+            return replace(self.session.selection, ratio=0.0)
         except SpecError:  # nothing is chosen, so nothing can be predicted
             return None
 
@@ -104,7 +105,7 @@ class EvaluateTab(ipw.VBox):
         self.results.value = _table(points)
 
     def _evaluate(self, report: Report) -> None:
-        choice = self.session.choice
+        selection = self.session.selection
 
         def tell(step: Step) -> None:
             report(step.done, step.total, step.label)
@@ -112,14 +113,14 @@ class EvaluateTab(ipw.VBox):
         self.session.evaluate(
             tuple(self.corpora.value),
             tasks=tuple(self.tasks.value),
-            choice=choice,
+            selection=selection,
             progress=tell,
         )
         self.refresh()
         self._on_points()
 
 
-def _choices(
+def _multiple(
     name: str, options: Sequence[str], value: Sequence[str]
 ) -> ipw.SelectMultiple:
     return ipw.SelectMultiple(

@@ -8,8 +8,8 @@ import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.jobs import CancelledError, Job, Report, status
-from heapr_lab.panel.session import Choice, PruningSession
-from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.options import Selection
 from heapr_lab.workbench.presets import DEFAULT, METHODS
 
 _IMPORTS = {
@@ -59,15 +59,15 @@ class ExportTab(ipw.VBox):
     def refresh(self, _change: Any = None) -> None:
         """Say what would be written, and by which method."""
         try:
-            choice = self.session.choice
+            selection = self.session.selection
         except SpecError:
             self.note.value = status("Nothing can be written: infeasible settings.")
             return
         compensated = self.compensated.value
         weights = "compensated weights" if compensated else "weights otherwise as is"
         lines = [
-            f"To be written: {choice.text}; {weights}. {_OTHERS}",
-            describe_method(choice, compensated=compensated),
+            f"To be written: {selection.text}; {weights}. {_OTHERS}",
+            describe_method(selection, compensated=compensated),
         ]
         self.note.value = "".join(map(status, lines))
 
@@ -75,66 +75,46 @@ class ExportTab(ipw.VBox):
         from heapr_lab.checkpoints.folder import check_new
 
         self.command.value = ""
-        choice, compensated = self.session.choice, self.compensated.value
-        folder, keep = Path(self.folder.value), self.session.keep_of(choice)
+        selection, compensated = self.session.selection, self.compensated.value
+        folder, keep = Path(self.folder.value), self.session.keep_of(selection)
         asked = folder, keep.fingerprint, compensated
-        if self.gguf.value and choice.structure != "uniform":
+        if self.gguf.value and selection.structure != "uniform":
             raise SpecError(
                 f"a GGUF file has one width for all experts, and the structure is "
-                f"{choice.structure}: choose uniform"
+                f"{selection.structure}: choose uniform"
             )
         # What a press wrote whose GGUF file failed is not written again.
         if not (self.gguf.value and self._written == asked and folder.is_dir()):
             check_new(folder)
-            self._write(folder, keep, report, compensated=compensated)
+            self._write(folder, selection, report, compensated=compensated)
             self._written = asked
-        self.command.value = self._told(folder, stock=choice.structure == "uniform")
+        self.command.value = self._told(folder, stock=selection.structure == "uniform")
         if self.gguf.value:
             self._write_gguf(folder, report)
 
     def _write(
-        self, folder: Path, keep: KeepMask, report: Report, *, compensated: bool
+        self, folder: Path, selection: Selection, report: Report, *, compensated: bool
     ) -> None:
-        from heapr_lab.workbench.export import (
-            Chosen,
-            check_width,
-            facts_of,
-            with_model,
-            write_checkpoint,
-        )
+        from heapr_lab.workbench import export
+        from heapr_lab.workbench.settings import Setting
 
         bench: Any = self.session.workbench
-        check_width(keep, bench)
-        made = Chosen(with_model(keep, self.session.table))
-        if compensated:
-            made = self._compensated(made.keep, report)
-        write_checkpoint(
+        table = self.session.table
+        made = export.choose(
+            bench,
+            table,
+            Setting(selection, self.session.calibration),
+            compensated=compensated,
+            report=report,
+        )
+        export.write_checkpoint(
             folder,
             made,
             bench,
-            facts=facts_of(self.session.table, keep, source=bench.source),
+            facts=export.facts_of(table, made.keep, source=bench.source),
             corpora=self._corpora(),
             report=report,
         )
-
-    def _compensated(self, keep: KeepMask, report: Report) -> Any:
-        from heapr_lab.refinement.compensation import fit_compensation
-        from heapr_lab.workbench.export import Chosen
-
-        bench: Any = self.session.workbench
-        windows = bench.calibration_set(self._setting())
-        found = fit_compensation(
-            bench.model,
-            keep,
-            windows,
-            progress=lambda done, total: report(done, total, "compensating: window"),
-        )
-        return Chosen(keep, found, windows)
-
-    def _setting(self) -> Any:
-        from heapr_lab.workbench.settings import Setting
-
-        return self.session.setting or Setting(0.0)
 
     def _corpora(self) -> list[str]:
         """What the card's perplexities are measured on: calibrated or evaluated on."""
@@ -142,7 +122,7 @@ class ExportTab(ipw.VBox):
 
         points = self.session.points
         evaluated = points.loc[points["nll"].notna(), "dataset"]
-        names = dict.fromkeys([self._setting().calibration, *map(str, evaluated)])
+        names = dict.fromkeys([self.session.calibration.corpus, *map(str, evaluated)])
         return available_corpora(list(names))[0]
 
     def _write_gguf(self, folder: Path, report: Report) -> None:
@@ -172,15 +152,16 @@ class ExportTab(ipw.VBox):
         return _load_command(folder, f"{text}. To load it:", stock=stock)
 
 
-def describe_method(choice: Choice, *, compensated: bool) -> str:
-    """Which method of the command line the choice is, or how it differs from both."""
+def describe_method(selection: Selection, *, compensated: bool) -> str:
+    """Which method of the command line it is, or how it differs from both."""
+    chosen = selection.estimator
     for name, method in METHODS.items():
-        if (choice.estimator, compensated) == (method.estimator, method.compensated):
+        if (chosen, compensated) == (method.estimator, method.compensated):
             return f"This is --method {name}{_default(name)}."
     name = next(n for n, m in METHODS.items() if m.compensated == compensated)
     method = METHODS[name]
     return (
-        f"On the command line this is --method {name} --estimator {choice.estimator}: "
+        f"On the command line this is --method {name} --estimator {chosen}: "
         f"--method {name}{_default(name)} alone is {method.estimator} "
         f"{'with' if compensated else 'without'} compensation."
     )

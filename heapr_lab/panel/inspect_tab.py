@@ -20,8 +20,9 @@ from heapr_lab.panel.passage_html import (
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 
 if TYPE_CHECKING:
     from heapr_lab.evaluation.passages import Passage
@@ -64,7 +65,7 @@ class InspectTab(ipw.VBox):
     """What pruning does to a text of one's own, and what single atoms answer to.
 
     Attributes:
-        session: whose model is read and whose choice is the pruned model.
+        session: whose model is read and whose selection is the pruned model.
         losses: what was compared last, as `passages.token_losses` has it; and so
             `routes`, `atoms`, `contexts`, `continuations` (the dense, the pruned).
     """
@@ -114,13 +115,13 @@ class InspectTab(ipw.VBox):
             self._work_generate,
             tooltip="continue the text with the dense and with the pruned model",
         )
-        self.generated = Shown(lambda: (self.session.choice, *self._of_generate()))
+        self.generated = Shown(lambda: (self.session.selection, *self._of_generate()))
         self.compare = Job(
             "Compare losses",
             self._work_compare,
             tooltip="what each token of the text costs the dense and the pruned model",
         )
-        self.compared = Shown(lambda: (self.session.choice, self.text.value))
+        self.compared = Shown(lambda: (self.session.selection, self.text.value))
 
     def _build_routing(self) -> None:
         layers = self.session.table.shapes()
@@ -132,7 +133,7 @@ class InspectTab(ipw.VBox):
             self._work_route,
             tooltip="which experts and atoms serve the token",
         )
-        self.routed = Shown(lambda: (self.session.choice, *self._of_route()))
+        self.routed = Shown(lambda: (self.session.selection, *self._of_route()))
 
     def _build_atom(self) -> None:
         shapes = self.session.table.shapes()
@@ -152,7 +153,7 @@ class InspectTab(ipw.VBox):
             self._work_contexts,
             tooltip="where in the calibration corpus the atom is most active",
         )
-        self.contexts_view = Shown(lambda: (self.session.choice, *self._of_atom()))
+        self.contexts_view = Shown(lambda: (self.session.selection, *self._of_atom()))
 
     def _rows(self) -> list[ipw.Widget]:
         return [
@@ -176,10 +177,10 @@ class InspectTab(ipw.VBox):
             self.contexts_view,
         ]
 
-    # --- what follows the choice and the controls ---------------------------------
+    # --- what follows the selection and the controls ---------------------------------
 
     def refresh(self) -> None:
-        """Offer the atoms nearest the cut; to be called when the choice changed."""
+        """Offer the atoms nearest the cut; to be called when the selection changed."""
         if self.session.workbench is None:
             return
         self._check()
@@ -187,9 +188,9 @@ class InspectTab(ipw.VBox):
             found = nearest_the_cut(
                 self.session.table,
                 self.session.keep,
-                estimator=self.session.choice.estimator,
+                estimator=self.session.selection.estimator,
             )
-        except SpecError as error:  # a choice that cannot be had
+        except SpecError as error:  # a selection that cannot be had
             self._offer([("none: these settings are infeasible", ())])
             self.note.value = alert(str(error))
             return
@@ -238,7 +239,7 @@ class InspectTab(ipw.VBox):
         from heapr_lab.evaluation.passages import continue_text
 
         bench, n_tokens, asked = self._bench, self.n_tokens.value, self._of_generate()
-        choice, keep, pruned = self._chosen()
+        selection, keep, pruned = self._chosen()
         prompt = self._passage(room=n_tokens)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
@@ -256,12 +257,12 @@ class InspectTab(ipw.VBox):
         frames = write("dense", None, 0), write("pruned", keep, n_tokens)
         self.continuations = frames
         view = continuations_html(prompt.text, *frames, pruned=pruned)
-        self.generated.show(_left_out(prompt, "beginning") + view, (choice, *asked))
+        self.generated.show(_left_out(prompt, "beginning") + view, (selection, *asked))
 
     def _work_compare(self, report: Report) -> None:
         from heapr_lab.evaluation.passages import token_losses
 
-        choice, keep, pruned = self._chosen()
+        selection, keep, pruned = self._chosen()
         text, passage = self.text.value, self._passage()
         report(0, 2, "dense")
         self.losses = token_losses(
@@ -271,7 +272,7 @@ class InspectTab(ipw.VBox):
             progress=lambda done, total: report(done, total, "pruned"),
         )
         view = losses_html(self.losses, pruned=pruned)
-        self.compared.show(_left_out(passage, "end") + view, (choice, text))
+        self.compared.show(_left_out(passage, "end") + view, (selection, text))
 
     def _work_route(self, report: Report) -> None:
         from heapr_lab.evaluation.activations import atoms_of_token
@@ -280,7 +281,7 @@ class InspectTab(ipw.VBox):
         model = self._bench.model
         asked = self._of_route()
         _, layer, position = asked
-        choice, keep, pruned = self._chosen()
+        selection, keep, pruned = self._chosen()
         passage = self._passage()
         report(0, 2, "atoms")
         self.atoms = atoms_of_token(model, passage, layer=layer, position=position)
@@ -295,17 +296,16 @@ class InspectTab(ipw.VBox):
             position=position,
             pruned=pruned,
         )
-        self.routed.show(_left_out(passage, "end") + view, (choice, *asked))
+        self.routed.show(_left_out(passage, "end") + view, (selection, *asked))
 
     def _work_contexts(self, report: Report) -> None:
         from heapr_lab.evaluation.activations import top_contexts
-        from heapr_lab.workbench.settings import Setting
 
         bench, asked = self._bench, self._of_atom()
         place = dict(zip(KEYS, asked, strict=True))
-        choice, keep, pruned = self._chosen()
+        selection, keep, pruned = self._chosen()
         report(0, 1, "reading the corpus")
-        windows = bench.calibration_set(self.session.setting or Setting(0.0))
+        windows = bench.calibration_set(self.session.calibration)
         self.contexts = top_contexts(
             bench.model,
             windows,
@@ -322,7 +322,7 @@ class InspectTab(ipw.VBox):
             f"{windows.n_sequences} windows of {windows.label}. Masked model: {pruned}."
         )
         view = contexts_html(self.contexts, told=told)
-        self.contexts_view.show(view, (choice, *asked))
+        self.contexts_view.show(view, (selection, *asked))
 
     # --- what they work on --------------------------------------------------------
 
@@ -344,12 +344,12 @@ class InspectTab(ipw.VBox):
             most=_LONGEST,
         )
 
-    def _chosen(self) -> tuple[Choice, KeepMask, str]:
-        """The choice as it is now, its mask, and both in words."""
-        choice = self.session.choice  # once: it may change while work goes on
-        keep = self.session.keep_of(choice)
+    def _chosen(self) -> tuple[Selection, KeepMask, str]:
+        """The selection as it is now, its mask, and both in words."""
+        selection = self.session.selection  # once: it may change while work goes on
+        keep = self.session.keep_of(selection)
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        return choice, keep, f"{removed} ({choice.text}), masked, not compensated"
+        return selection, keep, f"{removed} ({selection.text}), masked, not compensated"
 
 
 def _atom_name(row: Any) -> str:

@@ -1,4 +1,4 @@
-"""The panel: controls above, and a tab for each thing one does with a choice."""
+"""The panel: controls above, and a tab for each thing one does with a selection."""
 
 import html
 from collections.abc import Sequence
@@ -18,11 +18,12 @@ from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import STALE, failure, stale_style, status
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
-from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
+from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
-    from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
 
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
@@ -39,7 +40,7 @@ class Explorer(ipw.VBox):
 
     Attributes:
         session: what is shown; its `points` hold everything that was evaluated.
-        controls: what a choice is set with.
+        controls: what a selection is set with.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Explorer(ipw.VBox):
         corpora: Sequence[str] = ("pydocs",),
         tasks: Sequence[str] = ("continuation",),
     ) -> None:
-        """Lay the panel out and show the session's choice.
+        """Lay the panel out and show the session's selection.
 
         Args:
             session: what to show.
@@ -57,7 +58,7 @@ class Explorer(ipw.VBox):
             tasks: whose accuracy can be measured.
         """
         self.session = session
-        self.controls = Controls(session.table, session.choice, self.refresh)
+        self.controls = Controls(session.table, session.selection, self.refresh)
         self.status = ipw.HTML()
         self.error = ipw.HTML()
         # As wide as it was drawn at most: stretched, its text would blur.
@@ -112,15 +113,15 @@ class Explorer(ipw.VBox):
 
     def _show(self) -> None:
         session = self.session
-        session.choose(self.controls.choice)
-        self.controls.show_scope(session.choice.scope, fixed=session.scope_is_fixed)
+        session.choose(self.controls.selection)
+        self.controls.show_scope(session.selection.scope)
         if self.controls.to_target:
             self._solve_for_target()
         keep = session.keep
         picture = self._picture.draw(
             keep,
-            estimator=session.choice.estimator,
-            granularity=session.choice.granularity,
+            estimator=session.selection.estimator,
+            granularity=session.selection.granularity,
         )
         with self.hold_sync():
             self.status.value = status(session.describe())
@@ -128,14 +129,14 @@ class Explorer(ipw.VBox):
             self.error.value = ""
             for widget in (self.picture, self.behind):
                 widget.remove_class(STALE)
-        self._drawn = session.choice.text
+        self._drawn = session.selection.text
         self._show_numbers()
         self.export.refresh()
         self._refresh_tab()
         self._show_layers()
 
     def _refresh_tab(self, _change: Any = None) -> None:
-        """Let the tab that is seen follow the choice, where that costs something."""
+        """Let the tab that is seen follow the selection, where that costs something."""
         shown = TABS[self.tabs.selected_index or 0]
         if shown == "Inspect":
             self.inspection.refresh()
@@ -146,9 +147,9 @@ class Explorer(ipw.VBox):
         """Set the ratio that the loss allows on the first corpus evaluated on."""
         corpora = self.evaluation.corpora
         corpus = (corpora.value or corpora.options)[0]
-        ratio = self.session.ratio_for_loss(self.controls.rise.value, corpus)
+        ratio = self.session.ratio_for_predicted_loss(self.controls.rise.value, corpus)
         self.controls.show_ratio(ratio)
-        self.session.choose(self.controls.choice)
+        self.session.choose(self.controls.selection)
 
     def _show_numbers(self) -> None:
         self.numbers.value = numbers_html(self.session)
@@ -258,8 +259,8 @@ def explore(
     *,
     corpora: Sequence[str] | None = None,
     tasks: Sequence[str] | None = None,
-    choice: Choice | None = None,
-    setting: "Setting | None" = None,
+    selection: Selection | None = None,
+    calibration: Calibration | None = None,
 ) -> Explorer:
     """The panel of a model, or of a table alone.
 
@@ -270,9 +271,8 @@ def explore(
         corpora: on whose test splits perplexity can be measured; by default those that
             can be had here.
         tasks: whose accuracy can be measured; by default those that can be had here.
-        choice: what to show first.
-        setting: what a workbench measures the importance with; its estimator
-            "elimination" adds the scores of `eliminate`.
+        selection: what to show first; a workbench measures what its estimator needs.
+        calibration: what a workbench measures the importance on.
 
     Raises:
         SpecError: `source` is something else.
@@ -280,8 +280,8 @@ def explore(
     Example:
         >>> explore("lab")  # doctest: +SKIP
     """
-    session = session_of(source, setting)
-    session.choose(choice or session.choice)
+    session = session_of(source, selection, calibration)
+    session.choose(selection or session.selection)
     here: dict[str, Any] = {"corpora": corpora, "tasks": tasks}
     if session.workbench is not None:
         here = _what_can_be_had(**here)
@@ -290,7 +290,8 @@ def explore(
 
 def session_of(
     source: "Workbench | ImportanceTable | PruningSession | Path | str",
-    setting: "Setting | None" = None,
+    selection: Selection | None = None,
+    calibration: Calibration | None = None,
 ) -> PruningSession:
     """The session of what `explore` takes.
 
@@ -308,8 +309,9 @@ def session_of(
             f"cannot explore a {type(source).__name__}: expected a Workbench, an "
             "ImportanceTable, the path of a table, or the name of a model"
         )
-    table = source.importance(setting)
-    return PruningSession(table, workbench=source, setting=setting)
+    estimator = "heapr" if selection is None else selection.estimator
+    table = source.importance(calibration, estimator=estimator)
+    return PruningSession(table, workbench=source, calibration=calibration)
 
 
 def _opened(name: str) -> "Workbench | ImportanceTable":

@@ -9,7 +9,6 @@ import io
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -29,8 +28,8 @@ from heapr_lab.figures.paper import paper_dense, paper_table
 from heapr_lab.figures.style import ATOM_COLOR, PAPER_GREY
 from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.session import Choice
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 
 _DPI = 100
 _N_BINS = 80
@@ -291,21 +290,16 @@ class _Looks:
         return tuple(look[number % len(look)] for look in self._looks)
 
 
+def _way(selection: Selection | None) -> str:
+    return "dense" if selection is None else selection.rules_text
+
+
 def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """The way of choosing in words, the corpus or task, and the points by ratio."""
-    named = points.assign(way=[_way(row) for row in points.to_dict("records")])
+    named = points.assign(way=[_way(found) for found in points["selection"]])
     named = named.astype({"achieved_ratio": float, "delta_nll": float})
     for (way, dataset), group in named.groupby(["way", "dataset"], sort=False):
         yield str(way), str(dataset), group.sort_values("achieved_ratio")
-
-
-def _way(point: dict[str, Any]) -> str:
-    values = {field.name: point[field.name] for field in fields(Choice)}
-    if pd.isna(values["multiple"]):
-        values["multiple"] = None
-    else:  # a column with missing values makes floats of the others
-        values["multiple"] = int(values["multiple"])
-    return Choice(**values).rules_text
 
 
 def _predictions(ax: Axes, predicted: pd.DataFrame) -> None:
@@ -317,7 +311,7 @@ def _predictions(ax: Axes, predicted: pd.DataFrame) -> None:
             color="0.5",
             lw=2 if styles.of(str(dataset))[0] == "-" else 1,
             ls=(0, (1, 2)),
-            label=f"{dataset}: predicted for this choice",
+            label=f"{dataset}: predicted for this selection",
         )
 
 

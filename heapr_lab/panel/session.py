@@ -6,87 +6,43 @@ in `PruningSession.evaluate`.
 """
 
 import bisect
+import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.loss_prediction import fit_damage
+from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
 from heapr_lab.importance.estimators import ESTIMATORS, PER_TOKEN
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context, savings_of, summed_scores
 from heapr_lab.pruning.selection import select
+from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
     from heapr_lab.evaluation.perplexity import Perplexity
-    from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
 
-BUDGETS = {
-    "atoms": "atoms",
-    "model": "parameters (model)",
-    "bytes": "bytes",
-    "flops": "routed FLOPs (flops)",
-}
-"""What the ratio counts, for people; `--of` takes the keys."""
 _LEAST_TO_PREDICT = 2
 _TASK_WINDOWS = 32
 """What a task counts as, for the time that is left."""
 _NO_PREDICTION = (
-    "Evaluate two ratios of this choice to see a prediction at every other; with a "
+    "Evaluate two ratios of this selection to see a prediction at every other; with a "
     "third it says how far off it may be."
 )
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How atoms are chosen, as `select` takes it."""
-
-    ratio: float = 0.25
-    estimator: str = "heapr"
-    scope: str = "global"
-    granularity: str = "atom"
-    structure: str = "ragged"
-    multiple: int | None = None
-    of: str = "atoms"
-    min_atoms: int = 0
-    exclude_layers: tuple[int, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The choice in words, without what is as it mostly is."""
-        parts = [self.estimator, f"{self.ratio:.4g} of the {BUDGETS[self.of]}"]
-        parts += [f"{self.scope} scope", f"by {self.granularity}", self.structure]
-        return ", ".join([*parts, *self._constraints()])
-
-    @property
-    def rules_text(self) -> str:
-        """The choice in words but for its ratio: what tells curves over it apart."""
-        parts = [self.estimator, self.scope, f"by {self.granularity}", self.structure]
-        if self.of != "atoms":
-            parts.append(f"of the {BUDGETS[self.of]}")
-        return ", ".join([*parts, *self._constraints()])
-
-    def _constraints(self) -> list[str]:
-        """What constrains the widths, where anything does."""
-        parts = []
-        if (self.multiple or 1) > 1 and self.structure != "ragged":
-            parts.append(f"multiples of {self.multiple}")
-        if self.min_atoms:
-            parts.append(f"at least {self.min_atoms} atoms each")
-        if self.exclude_layers:
-            whole = ", ".join(map(str, self.exclude_layers))
-            parts.append(f"layers {whole} whole")
-        return parts
-
-
+_SHOWN = ("ratio", "scope", "granularity", "structure")
 POINT_COLUMNS = (
-    *(field.name for field in fields(Choice)),
+    "selection",
+    "estimator",
+    *_SHOWN,
     "achieved_ratio",
     "summed_score",
     "dataset",
@@ -97,7 +53,7 @@ POINT_COLUMNS = (
     "accuracy",
     "stderr",
 )
-"""Columns of `PruningSession.points`."""
+"""Columns of `PruningSession.points`; the dense model has no selection."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +78,14 @@ class Step:
 
 
 class PruningSession:
-    """One table, one choice at a time, and every point that was evaluated.
+    """One table, one selection at a time, and every point that was evaluated.
 
     Example:
         >>> keys = {"layer": 0, "expert": 0, "atom": range(4), "tokens": 1}
         >>> sums = {"sum_h2": 1.0, "sum_g2": [1.0, 4.0, 9.0, 16.0]}
         >>> table = ImportanceTable.from_frame(pd.DataFrame({**keys, **sums}))
         >>> session = PruningSession(table)
-        >>> session.choose(Choice(ratio=0.5))
+        >>> session.choose(Selection(ratio=0.5))
         >>> session.keep.n_kept
         2
     """
@@ -139,20 +95,20 @@ class PruningSession:
         table: ImportanceTable,
         *,
         workbench: "Workbench | None" = None,
-        setting: "Setting | None" = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        """Start with the default choice.
+        """Start with the default selection.
 
         Args:
             table: what is selected from.
             workbench: the model that `table` was measured on; needed to evaluate.
-            setting: what it was measured with; by default the workbench's own.
+            calibration: what it was measured on; by default the workbench's own.
         """
         self.table = table
         self.workbench = workbench
-        self.setting = setting
+        self.calibration = calibration or Calibration()
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
-        self._choice = self._selected = Choice()
+        self._selection = self._selected = Selection(0.25)
         self._rejected: SpecError | None = None
         self._scored: tuple[tuple[KeepMask, str], float] | None = None
         self._keep: KeepMask | None = None
@@ -166,7 +122,7 @@ class PruningSession:
         return self.table.estimators
 
     @property
-    def choice(self) -> Choice:
+    def selection(self) -> Selection:
         """What is chosen, its scope being `layer` where nothing else is possible.
 
         Raises:
@@ -174,48 +130,46 @@ class PruningSession:
         """
         if self._rejected is not None:
             raise self._rejected
-        return self._choice
+        return self._selection
 
     def reject(self, why: Exception) -> None:
         """Let nothing be chosen until something is: what was asked for is infeasible.
 
-        Otherwise buttons would go on with the choice of before.
+        Otherwise buttons would go on with the selection of before.
         """
         self._rejected = SpecError(f"the settings above are infeasible: {why}")
 
     @property
     def note(self) -> str:
-        """What the choice does not show by itself; mostly nothing."""
+        """What the selection does not show by itself; mostly nothing."""
         if not self.scope_is_fixed:
             return ""
         return (
-            f"{self._choice.estimator} compares atoms within a layer only, so the "
+            f"{self._selection.estimator} compares atoms within a layer only, so the "
             "scope is layer."
         )
 
     @property
     def scope_is_fixed(self) -> bool:
-        """Whether the estimator leaves no choice of scope."""
-        estimator = ESTIMATORS.get(self._choice.estimator)
+        """Whether the estimator leaves no selection of scope."""
+        estimator = ESTIMATORS.get(self._selection.estimator)
         return estimator is not None and estimator.within_layer
 
-    def choose(self, choice: Choice) -> None:
-        """Change what is chosen; whether it can be had is seen when `keep` is asked."""
-        self._choice, self._rejected = choice, None
-        if self.scope_is_fixed:
-            self._choice = replace(choice, scope="layer")
+    def choose(self, selection: Selection) -> None:
+        """Change what is selected; whether it is feasible is seen at `keep`."""
+        self._selection, self._rejected = selection, None
 
     @property
     def keep(self) -> KeepMask:
         """What stays."""
-        choice = self.choice
-        if self._keep is None or self._selected != choice:
-            self._keep, self._selected = self.keep_of(choice), choice
+        selection = self.selection
+        if self._keep is None or self._selected != selection:
+            self._keep, self._selected = self.keep_of(selection), selection
         return self._keep
 
-    def keep_of(self, choice: Choice) -> KeepMask:
-        """What stays of `choice`, whatever is chosen now."""
-        return select(self.table, **asdict(choice))
+    def keep_of(self, selection: Selection) -> KeepMask:
+        """What stays of `selection`, whatever is chosen now."""
+        return select(self.table, selection)
 
     # --- counting ---------------------------------------------------------------
 
@@ -267,14 +221,14 @@ class PruningSession:
     # --- predicting -------------------------------------------------------------
 
     def describe_prediction(self) -> str:
-        """What the choice costs, as text: measured, or predicted; no model runs.
+        """What the selection costs, as text: measured, or predicted; no model runs.
 
         Predictions are read from the `points` that were chosen alike at other ratios,
         on every corpus that has two of them. The range is that of `DamageMap.spread`.
         """
         measured = self.measured()
         told = [_measurement(row) for row in measured.to_dict("records")]
-        points = self._telling_points()
+        points = self._points_for_fit()
         if points.empty:
             return " ".join([*told, _NO_PREDICTION])
         others = points[~points["dataset"].isin(measured["dataset"])]
@@ -287,14 +241,16 @@ class PruningSession:
     def measured(self) -> pd.DataFrame:
         """The `points` of what is chosen: of its very mask, on each corpus the last."""
         keep = self.keep
-        points = _chosen_alike(self.points[self.points["nll"].notna()], self.choice)
+        points = _selected_alike(
+            self.points[self.points["nll"].notna()], self.selection
+        )
         if points.empty:
             return points
         same = points["summed_score"].eq(self._score_of(keep))
         same &= points["achieved_ratio"].eq(keep.achieved_ratio)
         return points[same].drop_duplicates("dataset", keep="last")
 
-    def ratio_for_loss(self, rise: float, corpus: str) -> float:
+    def ratio_for_predicted_loss(self, rise: float, corpus: str) -> float:
         """The largest ratio, in steps of 0.01, whose predicted Δloss is at most `rise`.
 
         Args:
@@ -304,15 +260,15 @@ class PruningSession:
         Raises:
             SpecError: nothing was evaluated that a prediction could be made from.
         """
-        points = self._telling_points()
+        points = self._points_for_fit()
         points = points[points["dataset"].eq(corpus)]
         if points.empty:
             raise SpecError(f"no prediction on {corpus} yet. {_NO_PREDICTION}")
-        damage = fit_damage(_measured(points))
+        damage = _fitted(_measured(points))
 
         def too_much(hundredths: int) -> bool:
             ratio = hundredths / 100
-            keep = self.keep_of(replace(self.choice, ratio=ratio))
+            keep = self.keep_of(replace(self.selection, ratio=ratio))
             return float(damage.predict(self._score_of(keep))) > rise
 
         # Δloss rises with the ratio, so the first ratio that costs too much is found.
@@ -320,29 +276,29 @@ class PruningSession:
         return max(0, first - 1) / 100
 
     def predictions(self) -> pd.DataFrame:
-        """Of the choice, on each corpus with points enough: dataset, delta_nll, spread.
+        """Of the selection, by corpus with points enough: dataset, delta_nll, spread.
 
         `spread` is the factor that it may be off by, missing where it is not known.
-        Corpora that the choice was `measured` on are left out.
+        Corpora that the selection was `measured` on are left out.
         """
-        if self._telling_points().empty:
+        if self._points_for_fit().empty:
             return self._predicted([])
         found = self._predicted([self.keep])
         return found[~found["dataset"].isin(self.measured()["dataset"])]
 
     def predicted_curve(self, ratios: Sequence[float]) -> pd.DataFrame:
-        """The same for the choice at other ratios, with their achieved `ratio`."""
-        if self._telling_points().empty:
+        """The same for the selection at other ratios, with their achieved `ratio`."""
+        if self._points_for_fit().empty:
             return self._predicted([])
-        keeps = [self.keep_of(replace(self.choice, ratio=ratio)) for ratio in ratios]
+        keeps = [self.keep_of(replace(self.selection, ratio=ratio)) for ratio in ratios]
         return self._predicted(keeps)
 
     def _predicted(self, keeps: Sequence[KeepMask]) -> pd.DataFrame:
         rows = []
         scores = [self._score_of(keep) for keep in keeps]
-        for corpus, part in self._telling_points().groupby("dataset", sort=False):
+        for corpus, part in self._points_for_fit().groupby("dataset", sort=False):
             try:
-                damage = fit_damage(_measured(part))
+                damage = _fitted(_measured(part))
             except SpecError:  # what is wrong is said by `describe_prediction`
                 continue
             for keep, score in zip(keeps, scores, strict=True):
@@ -351,15 +307,17 @@ class PruningSession:
         columns = ["dataset", "ratio", "delta_nll", "spread"]
         return pd.DataFrame(rows, columns=columns)
 
-    def _telling_points(self) -> pd.DataFrame:
+    def _points_for_fit(self) -> pd.DataFrame:
         """Points chosen alike, of corpora that have enough of them to predict from."""
-        points = _chosen_alike(self.points[self.points["nll"].notna()], self.choice)
+        points = _selected_alike(
+            self.points[self.points["nll"].notna()], self.selection
+        )
         counts = points.groupby("dataset")["summed_score"].transform("nunique")
         return points[counts >= _LEAST_TO_PREDICT]
 
     def _score_of(self, keep: KeepMask) -> float:
         """The summed score of what `keep` removes; of one mask it is summed once."""
-        key = keep, self.choice.estimator
+        key = keep, self.selection.estimator
         if self._scored is None or self._scored[0] != key:
             self._scored = key, summed_scores(self.table, *key)
         return self._scored[1]
@@ -371,7 +329,7 @@ class PruningSession:
         corpora: Sequence[str],
         *,
         tasks: Sequence[str] = (),
-        choice: Choice | None = None,
+        selection: Selection | None = None,
         progress: Callable[[Step], None] | None = None,
     ) -> pd.DataFrame:
         """Measure perplexity on the test split of `corpora`, and accuracy, both models.
@@ -381,11 +339,11 @@ class PruningSession:
         Args:
             corpora: names or paths.
             tasks: of the harness, or `continuation`.
-            choice: by default what is chosen now.
+            selection: by default what is chosen now.
             progress: called as it goes; what it raises ends the evaluation.
 
         Returns:
-            The new rows of `points`: the dense model (ratio 0) and the choice.
+            The new rows of `points`: the dense model (ratio 0) and the selection.
 
         Raises:
             SpecError: there is no model, or neither corpus nor task.
@@ -398,10 +356,10 @@ class PruningSession:
             )
         if not corpora and not tasks:
             raise SpecError("no corpus is chosen; choose at least one, such as pydocs")
-        choice = choice or self.choice
-        keep = self.keep_of(choice)
+        selection = selection or self.selection
+        keep = self.keep_of(selection)
         masks = (None, keep) if keep.n_removed else (None,)
-        score = summed_scores(self.table, keep, choice.estimator)
+        score = summed_scores(self.table, keep, selection.estimator)
         windows = {corpus: bench.test_windows(corpus) for corpus in corpora}
         n_windows = sum(part.n_sequences for part in windows.values())
         n_parts = n_windows + _TASK_WINDOWS * len(tasks)
@@ -412,7 +370,7 @@ class PruningSession:
                 clock.begin(f"{'dense' if mask is None else 'pruned'} on {corpus}")
                 found = bench.perplexity(mask, part, progress=clock)
                 clock.end(part.n_sequences)
-                row = _point(choice, mask, corpus, score=score)
+                row = _point(selection, mask, corpus, score=score)
                 rows.append(row | _loss(found))
             dense = rows[-len(masks)]["nll"]
             for row in rows[-len(masks) :]:
@@ -424,7 +382,7 @@ class PruningSession:
                     mask, task, progress=clock.share_of(_TASK_WINDOWS)
                 )
                 clock.end(_TASK_WINDOWS)
-                row = _point(choice, mask, task, score=score)
+                row = _point(selection, mask, task, score=score)
                 rows.append(
                     row | {"accuracy": accuracy["value"], "stderr": accuracy["stderr"]}
                 )
@@ -434,17 +392,19 @@ class PruningSession:
 
     def _add(self, new: pd.DataFrame) -> None:
         parts = [part for part in (self.points, new) if len(part)]
-        asked = ["dataset", *(field.name for field in fields(Choice))]
+        asked = ["dataset", "selection"]
         together = pd.concat(parts, ignore_index=True)
         self.points = together.drop_duplicates(asked, keep="last", ignore_index=True)
 
 
 def _point(
-    choice: Choice, mask: KeepMask | None, dataset: str, *, score: float
+    selection: Selection, mask: KeepMask | None, dataset: str, *, score: float
 ) -> dict[str, Any]:
-    shown = Choice(0.0, estimator="dense") if mask is None else choice
+    shown = Selection(0.0) if mask is None else selection
     return {
-        **asdict(shown),
+        "selection": None if mask is None else selection,
+        "estimator": "dense" if mask is None else selection.estimator,
+        **{name: getattr(shown, name) for name in _SHOWN},
         "achieved_ratio": 0.0 if mask is None else mask.achieved_ratio,
         "summed_score": 0.0 if mask is None else score,
         "dataset": dataset,
@@ -459,26 +419,29 @@ def _loss(found: "Perplexity") -> dict[str, Any]:
     }
 
 
-def _chosen_alike(points: pd.DataFrame, choice: Choice) -> pd.DataFrame:
-    """Those of `points` that differ from `choice` in their ratio at most."""
-    alike = pd.Series(True, index=points.index)
-    for name, value in asdict(choice).items():
-        if name != "ratio":
-            # By hand, for a tuple of layers is one value and None equals None.
-            alike &= np.array([found == value for found in points[name]], dtype=bool)
-    return points[alike]
+def _selected_alike(points: pd.DataFrame, selection: Selection) -> pd.DataFrame:
+    """Those of `points` that differ from `selection` in their ratio at most."""
+    same = replace(selection, ratio=0.0)
+    alike = [s is not None and replace(s, ratio=0.0) == same for s in points.selection]
+    return points[np.array(alike, dtype=bool)]
 
 
-def _measured(points: pd.DataFrame) -> list[tuple[float, float]]:
+def _measured(points: pd.DataFrame) -> tuple[tuple[float, float], ...]:
     """Summed score and Δloss of each point."""
     numbers = points[["summed_score", "delta_nll"]].astype(float)
-    return list(numbers.itertuples(index=False, name=None))
+    return tuple(numbers.itertuples(index=False, name=None))
+
+
+@functools.lru_cache(maxsize=64)
+def _fitted(points: tuple[tuple[float, float], ...]) -> DamageMap:
+    """`fit_damage`, once for the same points: sliders ask at every move."""
+    return fit_damage(points)
 
 
 def _prediction(corpus: str, points: pd.DataFrame, score: float) -> str:
     """One sentence: what removing `score` costs on `corpus`, as its `points` say."""
     try:
-        damage = fit_damage(_measured(points))
+        damage = _fitted(_measured(points))
         loss = float(damage.predict(score))
     except SpecError as error:  # what is wrong is shown; a display never fails
         return f"No prediction on {corpus}: {error}."
@@ -497,7 +460,7 @@ def _prediction(corpus: str, points: pd.DataFrame, score: float) -> str:
 
 
 def _measurement(point: dict[str, Any]) -> str:
-    """One sentence: what was measured of a choice on a corpus."""
+    """One sentence: what was measured of a selection on a corpus."""
     return (
         f"Measured on {point['dataset']}: Δloss {point['delta_nll']:.3g} "
         f"{PER_TOKEN}, perplexity {point['perplexity']:,.1f}."

@@ -1,28 +1,41 @@
-"""How to select, whatever the ratio: checked settings, and ratios as exact fractions.
+"""How atoms are chosen: the one `Selection`, checked, hashable, JSON both ways.
 
-Layer 1, without torch. Used through `selection`.
+Without torch. Used by `selection.select`, the cache, the panel, the command line and
+the manifests of checkpoints.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.importance.estimators import complete_options, find_estimator
+from heapr_lab.repr_html import card_html
 
+STRUCTURES = ("ragged", "aligned", "per_layer", "uniform")
+"""The widths that a pruned model's experts may have; see `selection.select`."""
 CHOICES = {
     "scope": ("global", "layer"),
     "granularity": ("atom", "expert"),
-    "structure": ("ragged", "aligned", "per_layer", "uniform"),
+    "structure": STRUCTURES,
     "of": ("atoms", "model", "bytes", "flops"),
 }
-"""The settings that are one of a few words."""
+"""The fields of a `Selection` that are one of a few words."""
+BUDGETS = {
+    "atoms": "atoms",
+    "model": "parameters (model)",
+    "bytes": "bytes",
+    "flops": "routed FLOPs (flops)",
+}
+"""What the ratio counts, for people; `of` and `--of` take the keys."""
 _TOO_MANY = 2**31
 """Atoms that no expert has."""
+_OF_EARLIER_FILES = {"own_layers"}
+"""Keys that `to_dict` wrote before and that say nothing of their own."""
 
 
 def exact_ratio(value: Any, *, name: str = "pruning ratio") -> Fraction:
@@ -80,30 +93,72 @@ def layer_numbers(values: Iterable[Any], *, name: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """Everything but the ratios that decides which atoms go; see `selection.select`.
+@dataclass(frozen=True, repr=False)
+class Selection:
+    """How atoms are chosen; `selection.select` makes a mask of it and a table.
 
-    Equal rules rank the atoms of a table alike, so they are the key of its memory.
+    Equal selections remove the same atoms of a table. Every field is checked and
+    brought to one form when a selection is made.
+
+    Raises:
+        SpecError: a field has a value that cannot be used, or two do not go together;
+            what the table decides (layers that are not there, a ratio larger than what
+            may go) is told by `select`.
+
+    Example:
+        >>> selection = Selection(0.25, structure="aligned", multiple=16)
+        >>> Selection.from_dict(selection.to_dict()) == selection
+        True
     """
 
+    ratio: float
+    """How much goes, in [0, 1), as the decimal that it was written as; a Fraction or a
+    Decimal will do."""
     estimator: str = "heapr"
-    estimator_options: tuple[tuple[str, Any], ...] = ()
+    """A name in `estimators.ESTIMATORS`."""
     scope: str = "global"
+    """Rank the atoms of all layers together, or "layer" by layer."""
     granularity: str = "atom"
+    """Remove single atoms, or each "expert" as a whole, by the sum of its scores."""
     structure: str = "ragged"
+    """"ragged", a width for each expert; "aligned", a width that is a multiple;
+    "per_layer", one width for each layer; "uniform", one width for the model. Every
+    expert keeps its own best atoms."""
     multiple: int | None = None
+    """Widths are a multiple of it (or 0, or whole); needed for "aligned", 1 for
+    "per_layer" and "uniform" unless given."""
     of: str = "atoms"
-    own_layers: tuple[int, ...] = ()
-    """Layers with a ratio of their own."""
+    """What the ratio counts: routed "atoms", parameters of the whole "model", its
+    "bytes", or the FLOPs of the routed experts, "flops"."""
+    layer_ratios: tuple[tuple[int, float], ...] = ()
+    """(layer, ratio) of layers with a ratio of their own; a mapping will do."""
     exclude_layers: tuple[int, ...] = ()
+    """Layers that are not pruned."""
     min_atoms: int = 0
-    protect_outliers: Fraction = Fraction(0)
+    """Every expert keeps at least so many (or all it has)."""
+    protect_outliers: float = 0.0
+    """Share of all atoms, those with the largest max_abs_ph, that stays."""
     protect_unrouted: bool = False
-    price: Fraction | None = None
-    """The share of an atom's price that is traffic; None ranks whatever it costs."""
+    """Whether experts without routed tokens stay whole."""
+    price: float | None = None
+    """In [0, 1], what scores are divided by: from parameters (0) to FLOPs (1); None
+    ranks by score alone."""
+    estimator_options: tuple[tuple[str, Any], ...] = ()
+    """(name, value), such as `alpha` of camera; a mapping will do."""
 
     def __post_init__(self) -> None:
+        self._settle_words()
+        self._settle_ratios()
+        self._settle_counts()
+        self._check_combinations()
+
+    # --- checks ---------------------------------------------------------------
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _settle_words(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise SpecError(
@@ -111,14 +166,25 @@ class Rules:
                     f"{getattr(self, name)!r}"
                 )
         options = complete_options(self.estimator, dict(self.estimator_options))
-        object.__setattr__(self, "estimator_options", tuple(sorted(options.items())))
+        self._set(estimator_options=tuple(sorted(options.items())))
         if find_estimator(self.estimator).within_layer and self.scope == "global":
             raise SpecError(
                 f"estimator {self.estimator!r} ranks atoms within a layer, got scope "
                 "'global'; give scope='layer'"
             )
-        self._settle_counts()
-        self._check_combinations()
+
+    def _settle_ratios(self) -> None:
+        own = dict(self.layer_ratios)
+        layers = layer_numbers(own, name="layer_ratios")
+        ratios = {layer: own[layer] for layer in layers}
+        self._set(
+            ratio=_as_written(self.ratio, name="pruning ratio"),
+            layer_ratios=tuple(
+                (layer, _as_written(ratio, name=f"layer_ratios[{layer}]"))
+                for layer, ratio in ratios.items()
+            ),
+            exclude_layers=layer_numbers(self.exclude_layers, name="exclude_layers"),
+        )
 
     def _settle_counts(self) -> None:
         for name, least in (("min_atoms", 0), ("multiple", 1)):
@@ -129,14 +195,19 @@ class Rules:
                     raise SpecError(
                         f"{name} is {number:,}: no expert has so many atoms"
                     )
-                object.__setattr__(self, name, number)
+                self._set(**{name: number})
         for name in ("protect_outliers", "price"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
+            if value is None:
+                continue
+            share = as_fraction(value, name=name)
+            if not 0 <= share <= 1:
                 raise SpecError(
-                    f"{name} must be in [0, 1], got {float(value)}; give a fraction, "
+                    f"{name} must be in [0, 1], got {float(share)}; give a fraction, "
                     "not per cent"
                 )
+            self._set(**{name: float(share)})
+        self._set(protect_unrouted=bool(self.protect_unrouted))
 
     def _check_combinations(self) -> None:
         if self.granularity == "expert" and self.structure != "ragged":
@@ -168,6 +239,19 @@ class Rules:
                 "exclude_layers; give structure='per_layer'"
             )
 
+    # --- what follows from it ---------------------------------------------------
+
+    @property
+    def own_layers(self) -> tuple[int, ...]:
+        """Layers with a ratio of their own."""
+        return tuple(layer for layer, _ in self.layer_ratios)
+
+    @property
+    def ranking_key(self) -> Self:
+        """The selection without its ratios: equal keys rank a table's atoms alike."""
+        own = tuple((layer, 0.0) for layer in self.own_layers)
+        return replace(self, ratio=0.0, layer_ratios=own)
+
     @property
     def step(self) -> int:
         """What widths are rounded to a multiple of."""
@@ -185,7 +269,7 @@ class Rules:
 
     @property
     def of_weights(self) -> bool:
-        """Whether ratios are of the whole model's weights."""
+        """Whether the ratio is of the whole model's weights."""
         return self.of in {"model", "bytes"}  # the same, of weights of one dtype
 
     @property
@@ -199,7 +283,8 @@ class Rules:
         """The layers that are pruned together: first those without their own ratio.
 
         Raises:
-            SpecError: the rules name a layer that is not in `layers`, or exclude all.
+            SpecError: the selection names a layer that is not in `layers`, or excludes
+                all of them.
         """
         named = {*self.own_layers, *self.exclude_layers}
         unknown = sorted(named.difference(layers))
@@ -214,12 +299,78 @@ class Rules:
         together = tuple(layer for layer in layers if layer not in alone)
         return tuple(g for g in (together, *((layer,) for layer in alone)) if g)
 
+    # --- in words and as data ---------------------------------------------------
+
+    def __repr__(self) -> str:
+        named = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)[1:]
+            if getattr(self, field.name) != field.default
+        ]
+        return f"Selection({', '.join([f'{self.ratio}', *named])})"
+
+    @property
+    def text(self) -> str:
+        """The selection in words; constraints only where there are any."""
+        amount = f"{float(self.ratio):.4g} of the {BUDGETS[self.of]}"
+        parts = [self.estimator, amount, f"{self.scope} scope"]
+        parts += [f"by {self.granularity}", self.structure]
+        return ", ".join([*parts, *self._constraints()])
+
+    @property
+    def rules_text(self) -> str:
+        """The same without the ratio: what tells curves over the ratio apart."""
+        parts = [self.estimator, self.scope, f"by {self.granularity}", self.structure]
+        if self.of != "atoms":
+            parts.append(f"of the {BUDGETS[self.of]}")
+        return ", ".join([*parts, *self._constraints()])
+
+    def _constraints(self) -> list[str]:
+        """What constrains the widths, where anything does."""
+        parts = []
+        if self.step > 1:
+            parts.append(f"multiples of {self.multiple}")
+        if self.min_atoms:
+            parts.append(f"at least {self.min_atoms} atoms each")
+        if self.exclude_layers:
+            excluded = ", ".join(map(str, self.exclude_layers))
+            parts.append(f"layers {excluded} not pruned")
+        return parts
+
+    def _repr_html_(self) -> str:
+        return card_html("Selection", {"atoms": self.text})
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Plain data, as files and manifests have it; `from_dict` reads it."""
         plain = dataclasses.asdict(self)
+        plain["ratio"] = float(self.ratio)
+        plain["layer_ratios"] = {str(k): float(r) for k, r in self.layer_ratios}
         plain["estimator_options"] = dict(self.estimator_options)
-        plain["own_layers"] = list(self.own_layers)
         plain["exclude_layers"] = list(self.exclude_layers)
-        plain["protect_outliers"] = float(self.protect_outliers)
-        plain["price"] = None if self.price is None else float(self.price)
         return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """The selection that `to_dict` gave.
+
+        Raises:
+            SpecError: there is no ratio, a field is unknown or has a value that cannot
+                be used.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        given = {k: v for k, v in plain.items() if k not in _OF_EARLIER_FILES}
+        unknown = sorted(given.keys() - names)
+        if unknown or "ratio" not in given:
+            raise SpecError(
+                f"a selection has the fields {', '.join(sorted(names))}, of which "
+                f"ratio is needed; got {', '.join(sorted(given)) or 'none'}"
+            )
+        layers = {int(k): r for k, r in dict(given.get("layer_ratios", {})).items()}
+        return cls(**{**given, "layer_ratios": layers})
+
+
+def _as_written(value: Any, *, name: str) -> Any:
+    """A ratio in [0, 1), which keeps its type only where a float would change it."""
+    ratio = exact_ratio(value, name=name)
+    short = float(ratio)
+    return short if Fraction(str(short)) == ratio else value

@@ -1,6 +1,6 @@
 """The order in which a table's atoms go, whatever the ratio.
 
-Layer 3, without torch. Atoms go in *units*: single atoms, whole experts, or a step of
+Without torch. Atoms go in *units*: single atoms, whole experts, or a step of
 a width. In each group of layers that is pruned together the units are sorted by cost,
 and an atom's *position* is how much of the group goes before its unit does. To remove
 an amount is then one comparison: an atom stays if its position >= amount. Hence masks
@@ -38,7 +38,7 @@ import numpy as np
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture
-from heapr_lab.pruning.options import Rules
+from heapr_lab.pruning.options import Selection, as_fraction
 
 GONE = "gone"
 """Column of a table that was measured on a pruned model: what it lacked goes first."""
@@ -80,7 +80,7 @@ class _Units:
     locked: np.ndarray
 
 
-def rank_atoms(table: ImportanceTable, *, rules: Rules) -> Ranking:
+def rank_atoms(table: ImportanceTable, selection: Selection) -> Ranking:
     """The order in which the atoms of `table` go, lowest score first.
 
     Ties go by (layer, expert, atom), lowest first: sorts are stable and sums run in
@@ -88,17 +88,19 @@ def rank_atoms(table: ImportanceTable, *, rules: Rules) -> Ranking:
 
     Args:
         table: whose rows are ranked.
-        rules: what goes together, and what stays.
+        selection: what goes together, and what stays; its ratios do not matter.
     """
-    scores = table.score(rules.estimator, **dict(rules.estimator_options)).to_numpy()
-    protected = protected_atoms(table, rules)
+    scores = table.score(
+        selection.estimator, **dict(selection.estimator_options)
+    ).to_numpy()
+    protected = protected_atoms(table, selection)
     if GONE in table.frame:
         scores = np.where(table.column(GONE), -np.inf, scores)
         protected &= ~table.column(GONE)
-    groups = rules.groups(tuple(table.shapes()))
-    sizes, prices = atom_sizes(table, unit=rules.unit), _prices(table, rules)
+    groups = selection.groups(tuple(table.shapes()))
+    sizes, prices = atom_sizes(table, unit=selection.unit), _prices(table, selection)
     grouped = [
-        _blocks(table, group, sizes=sizes, prices=prices, rules=rules)
+        _blocks(table, group, sizes=sizes, prices=prices, selection=selection)
         for group in groups
     ]
     totals = [sum(int(b.sizes.sum()) * b.d_inter for b in blocks) for blocks in grouped]
@@ -112,7 +114,7 @@ def rank_atoms(table: ImportanceTable, *, rules: Rules) -> Ranking:
                 scores[block.rows].reshape(-1, block.d_inter),
                 protected[block.rows].reshape(-1, block.d_inter),
                 block=block,
-                rules=rules,
+                selection=selection,
             )
             for block in blocks
         ]
@@ -143,23 +145,23 @@ def _positions(
 
 
 def _units(
-    scores: np.ndarray, protected: np.ndarray, *, block: _Block, rules: Rules
+    scores: np.ndarray, protected: np.ndarray, *, block: _Block, selection: Selection
 ) -> _Units:
     """The units of a block; scores and protected (E, D)."""
     d_inter = scores.shape[1]
-    rounded = rules.structure != "ragged"
-    if rules.min_atoms or rounded:
+    rounded = selection.structure != "ragged"
+    if selection.min_atoms or rounded:
         ranks = _ranks_within_experts(scores, protected)
-        protected = protected | (ranks >= d_inter - rules.min_atoms)
+        protected = protected | (ranks >= d_inter - selection.min_atoms)
     sizes = np.repeat(block.sizes, d_inter)
     prices = None if block.prices is None else np.repeat(block.prices, d_inter)
-    if rules.counts_atoms_exactly:
+    if selection.counts_atoms_exactly:
         costs = _costs(scores.ravel(), prices)
         return _Units(slice(None), costs, sizes, protected.ravel())
     n_steps = 1
     labels = np.repeat(np.arange(len(scores)), d_inter)
     if rounded:
-        labels, n_steps = _steps(ranks, rules=rules)
+        labels, n_steps = _steps(ranks, selection=selection)
     if prices is not None:
         prices = np.bincount(labels, weights=prices)
     costs = _costs(np.bincount(labels, weights=scores.ravel()), prices)
@@ -168,7 +170,7 @@ def _units(
     if rounded:
         # They rise already, except for rounding.
         costs = np.maximum.accumulate(costs.reshape(-1, n_steps), axis=1).ravel()
-    if rules.structure == "uniform":
+    if selection.structure == "uniform":
         locked[-1] = True  # a width of 0 would leave no experts at all
     return _Units(labels, costs, sizes, locked)
 
@@ -191,16 +193,16 @@ def _ranks_within_experts(scores: np.ndarray, protected: np.ndarray) -> np.ndarr
     return ranks
 
 
-def _steps(ranks: np.ndarray, *, rules: Rules) -> tuple[np.ndarray, int]:
+def _steps(ranks: np.ndarray, *, selection: Selection) -> tuple[np.ndarray, int]:
     """Each atom's step of width, and the number of steps of an expert.
 
     Steps of `multiple` atoms are cut from the top, so that what remains after any of
     them is a multiple; the lowest step, 0, is what is left over.
     """
     n_experts, d_inter = ranks.shape
-    n_steps = -(-d_inter // rules.step)
-    steps = n_steps - 1 - (d_inter - 1 - ranks) // rules.step
-    if rules.structure == "aligned":
+    n_steps = -(-d_inter // selection.step)
+    steps = n_steps - 1 - (d_inter - 1 - ranks) // selection.step
+    if selection.structure == "aligned":
         steps = steps + n_steps * np.arange(n_experts)[:, None]
     return steps.ravel(), n_steps
 
@@ -214,7 +216,7 @@ def _blocks(
     *,
     sizes: dict[int, np.ndarray],
     prices: dict[int, np.ndarray] | None,
-    rules: Rules,
+    selection: Selection,
 ) -> list[_Block]:
     """The rows of every layer of a group; of all layers at once for one width.
 
@@ -227,7 +229,7 @@ def _blocks(
         if layer in group:
             price = None if prices is None else prices[layer]
             blocks.append(_Block(rows, d_inter, sizes[layer], price))
-    if rules.structure != "uniform":
+    if selection.structure != "uniform":
         return blocks
     widths = {block.d_inter for block in blocks}
     if len(widths) > 1:
@@ -276,18 +278,20 @@ def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
     return sizes
 
 
-def _prices(table: ImportanceTable, rules: Rules) -> dict[int, np.ndarray] | None:
+def _prices(
+    table: ImportanceTable, selection: Selection
+) -> dict[int, np.ndarray] | None:
     """What one atom's score is divided by, by layer, float64 (E,); None for nothing.
 
     Relative to the dearest atom, so that prices that are all equal change no score.
     """
     shapes = table.shapes()
-    if rules.price is None:
-        if rules.structure == "ragged":
+    if selection.price is None:
+        if selection.structure == "ragged":
             return None
         return {layer: np.ones(n) for layer, (n, _) in shapes.items()}
     prices = {layer: np.zeros(n) for layer, (n, _) in shapes.items()}
-    traffic = float(rules.price)
+    traffic = float(selection.price)
     for unit, share in (("parameters", 1 - traffic), ("flops", traffic)):
         sizes = atom_sizes(table, unit=unit)
         total = sum(int(sizes[k].sum()) * shape[1] for k, shape in shapes.items())
@@ -313,14 +317,16 @@ def _measured_model(table: ImportanceTable) -> Architecture:
     return model
 
 
-def protected_atoms(table: ImportanceTable, rules: Rules) -> np.ndarray:
+def protected_atoms(table: ImportanceTable, selection: Selection) -> np.ndarray:
     """The atoms that stay for reasons other than their score, bool (rows,)."""
     protected = np.zeros(table.n_atoms, dtype=bool)
-    if rules.exclude_layers:
-        protected |= np.isin(table.column("layer"), rules.exclude_layers)
-    if rules.protect_unrouted:
+    if selection.exclude_layers:
+        protected |= np.isin(table.column("layer"), selection.exclude_layers)
+    if selection.protect_unrouted:
         protected |= table.column("tokens") == 0
-    n_outliers = int(rules.protect_outliers * table.n_atoms)
+    n_outliers = int(
+        as_fraction(selection.protect_outliers, name="protect_outliers") * table.n_atoms
+    )
     if n_outliers:
         peaks = table.column("max_abs_ph")
         protected[np.argsort(peaks, kind="stable")[-n_outliers:]] = True

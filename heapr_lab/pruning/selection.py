@@ -1,6 +1,6 @@
 """Selection: importance table and ratio to the atoms that stay.
 
-Layer 3, without torch. What a ratio r means:
+Without torch. What a ratio r means:
 
 * `ragged` atoms, scope `global`: exactly ⌊r · n⌋ of all n routed atoms go; scope
   `layer`: exactly ⌊r · n_l⌋ of each layer's. r is the decimal it was written as, so
@@ -29,7 +29,7 @@ are ranked by score / ((1 − μ) · s + μ · f), where s is the atom's share o
 parameters and f its share of the routed operations. For every ratio the atoms that go
 then have the least Σ score − λ · ((1 − μ) · Σ s + μ · Σ f) of all masks, for some λ:
 the Lagrangian relaxation of both budgets, whose multipliers are as 1 − μ to μ (proof:
-`rankings`). 0 prices parameters, 1 operations. An atom of an expert without routed
+`ranking`). 0 prices parameters, 1 operations. An atom of an expert without routed
 tokens saves no operations, so with μ = 1 it goes first if its score is 0, where it
 costs nothing, and last if it is larger. Scores that are sums over the corpus (fisher,
 heapr_total) can be added up and so are what to price; heapr is by itself heapr_total
@@ -37,10 +37,7 @@ with μ = 1, where all experts are of one shape.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,10 +45,8 @@ import numpy as np
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.options import Rules, as_fraction, exact_ratio, layer_numbers
+from heapr_lab.pruning.options import Selection, exact_ratio
 from heapr_lab.pruning.ranking import Ranking, atom_sizes, rank_atoms
-
-__all__ = ["KeepMask", "select"]
 
 _DIGITS = 6  # of the largest possible ratio, rounded down, in an error
 _NAMES = {
@@ -63,47 +58,21 @@ _NAMES = {
 
 
 def select(
-    table: ImportanceTable,
-    *,
-    ratio: float,
-    estimator: str = "heapr",
-    scope: str = "global",
-    granularity: str = "atom",
-    structure: str = "ragged",
-    multiple: int | None = None,
-    of: str = "atoms",
-    layer_ratios: Mapping[int, float] | None = None,
-    exclude_layers: Iterable[int] = (),
-    min_atoms: int = 0,
-    protect_outliers: float = 0.0,
-    protect_unrouted: bool = False,
-    price: float | None = None,
-    estimator_options: Mapping[str, Any] = MappingProxyType({}),
+    table: ImportanceTable, selection: Selection | None = None, **fields: Any
 ) -> KeepMask:
-    """The atoms that stay when `ratio` of them goes, lowest scores (per price) first.
+    """The atoms that stay when some go, lowest scores (per price) first.
 
     Args:
         table: what was measured.
-        ratio: in [0, 1); what it counts is told at the head of this module.
-        estimator: a name in `estimators.ESTIMATORS`.
-        scope: rank atoms of all layers together ("global"), or "layer" by layer.
-        granularity: remove single atoms ("atom") or whole experts ("expert"), whose
-            score is the sum of their atoms'.
-        structure: "ragged", a width for each expert; "aligned", that is a multiple;
-            "per_layer", one width for each layer; "uniform", one width for the model.
-            Every expert keeps its own best atoms.
-        multiple: widths are a multiple of it (or 0, or whole); needed for "aligned",
-            1 for "per_layer" and "uniform" unless given.
-        of: the ratio counts routed "atoms", the parameters of the whole "model", its
-            "bytes", or the routed experts' "flops".
-        layer_ratios: {layer: ratio} of layers with a ratio of their own.
-        exclude_layers: layers to leave whole.
-        min_atoms: every expert keeps at least so many (or all it has).
-        protect_outliers: share of all atoms, with the largest max_abs_ph, that stays.
-        protect_unrouted: keep experts without routed tokens whole.
-        price: in [0, 1], what scores are divided by: from parameters (0) to operations
-            (1), told at the head of this module; None for nothing.
-        estimator_options: `alpha` of camera, `seed` of random.
+        selection: how atoms are chosen; what its ratio counts is told at the head of
+            this module.
+        **fields: those of `Selection`, in place of one: `select(table, ratio=0.25)` is
+            short for `select(table, Selection(0.25))`.
+
+    Raises:
+        SpecError: the selection cannot be used, names layers without routed experts,
+            or asks for more than may go; the largest possible ratio is named.
+        TypeError: both a selection and fields are given, or an unknown field.
 
     Example:
         Scores ½ · 1 · (1, 4, 9, 16): half of the atoms go, those of 0.5 and 2.
@@ -115,44 +84,15 @@ def select(
         >>> select(table, ratio=0.5).by_layer(0).tolist()
         [[False, False, True, True]]
     """
-    own_layers = layer_numbers(layer_ratios or (), name="layer_ratios")
-    own = {int(layer): r for layer, r in (layer_ratios or {}).items()}
-    ratios = _Ratios(
-        exact_ratio(ratio),
-        {k: exact_ratio(r, name=f"layer_ratios[{k}]") for k, r in own.items()},
-    )
-    rules = Rules(
-        estimator=estimator,
-        estimator_options=tuple(estimator_options.items()),
-        scope=scope,
-        granularity=granularity,
-        structure=structure,
-        multiple=multiple,
-        of=of,
-        own_layers=own_layers,
-        exclude_layers=layer_numbers(exclude_layers, name="exclude_layers"),
-        min_atoms=min_atoms,
-        protect_outliers=as_fraction(protect_outliers, name="protect_outliers"),
-        protect_unrouted=bool(protect_unrouted),
-        price=None if price is None else as_fraction(price, name="price"),
-    )
-    ranking = table.memo(rules, lambda: rank_atoms(table, rules=rules))
-    amounts = _amounts(ratios, ranking, rules=rules, table=table)
-    settings = {
-        **rules.to_dict(),
-        "ratio": float(ratio),
-        "layer_ratios": {str(layer): float(r) for layer, r in own.items()},
-        "table": table.metadata.get("spec_hash"),
-    }
+    if selection is None:
+        selection = Selection(**fields)
+    elif fields:
+        raise TypeError(f"give a Selection or its fields, not both: {sorted(fields)}")
+    key = selection.ranking_key
+    ranking = table.memo(key, lambda: rank_atoms(table, key))
+    amounts = _amounts(selection, ranking, table=table)
+    settings = {**selection.to_dict(), "table": table.metadata.get("spec_hash")}
     return KeepMask(_kept(ranking, amounts, table=table), settings)
-
-
-@dataclass(frozen=True)
-class _Ratios:
-    """The ratios asked for, exactly."""
-
-    ratio: Fraction
-    own: dict[int, Fraction]
 
 
 def default_multiple(table: ImportanceTable) -> int:
@@ -175,7 +115,7 @@ def _kept(
 
 
 def _amounts(
-    ratios: _Ratios, ranking: Ranking, *, rules: Rules, table: ImportanceTable
+    selection: Selection, ranking: Ranking, *, table: ImportanceTable
 ) -> dict[int, int]:
     """How much of its group has to go, by layer.
 
@@ -183,18 +123,20 @@ def _amounts(
         SpecError: not as much of a group may go; names the largest ratio.
     """
     # A ratio of a whole is scaled to the share of it that is in the groups.
-    factor = _factor(table, rules)
-    exact = rules.counts_atoms_exactly and rules.of == "atoms"
+    factor = _factor(table, selection)
+    ratio = exact_ratio(selection.ratio)
+    own_ratios = {layer: exact_ratio(r) for layer, r in selection.layer_ratios}
+    exact = selection.counts_atoms_exactly and selection.of == "atoms"
     amounts: dict[int, int] = {}
     refused, largest = False, Fraction(1)
     for group, total, removable in zip(
         ranking.groups, ranking.totals, ranking.removable, strict=True
     ):
-        if not rules.in_one_group and group[0] in rules.exclude_layers:
+        if not selection.in_one_group and group[0] in selection.exclude_layers:
             amounts[group[0]] = 0
             continue
-        own = ratios.own.get(group[0])
-        wanted = (factor * ratios.ratio if own is None else own) * total
+        own = own_ratios.get(group[0])
+        wanted = (factor * ratio if own is None else own) * total
         amount = math.floor(wanted) if exact else math.ceil(wanted)
         if own is not None and amount > removable:
             name = f"layer_ratios[{group[0]}]"
@@ -204,26 +146,28 @@ def _amounts(
             largest = min(largest, Fraction(removable, total) / factor)
         amounts |= dict.fromkeys(group, amount)
     if refused:
-        raise SpecError(_refusal(_NAMES[rules.of], ratios.ratio, largest))
+        raise SpecError(_refusal(_NAMES[selection.of], ratio, largest))
     return amounts
 
 
-def _factor(table: ImportanceTable, rules: Rules) -> Fraction:
+def _factor(table: ImportanceTable, selection: Selection) -> Fraction:
     """What the ratio is of, for each of it that is in layers that are to lose some."""
-    if rules.of == "atoms":
+    if selection.of == "atoms":
         return Fraction(1)
-    sizes = atom_sizes(table, unit="parameters" if rules.of_weights else "flops")
+    sizes = atom_sizes(table, unit="parameters" if selection.of_weights else "flops")
     totals = {
         layer: int(sizes[layer].sum()) * d_inter
         for layer, (_, d_inter) in table.shapes().items()
     }
     whole = (
-        table.architecture.n_parameters if rules.of_weights else sum(totals.values())
+        table.architecture.n_parameters
+        if selection.of_weights
+        else sum(totals.values())
     )
     counted = [
         total
         for layer, total in totals.items()
-        if rules.in_one_group or layer not in rules.exclude_layers
+        if selection.in_one_group or layer not in selection.exclude_layers
     ]
     return Fraction(whole, sum(counted))
 

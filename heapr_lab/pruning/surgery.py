@@ -14,7 +14,7 @@ from heapr_lab.models.hooks import masked
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.modes import copied
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.pruning.selection import KeepMask
+from heapr_lab.pruning.masks import KeepMask
 
 Downs = Mapping[int, torch.Tensor]
 """W_down of every expert by layer, (E, D, I), in place of the model's own."""

@@ -6,7 +6,7 @@ if asked, and removes up to its share of the ratio. Masks are nested.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -23,7 +23,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.options import exact_ratio
+from heapr_lab.pruning.options import Selection, exact_ratio
 from heapr_lab.pruning.ranking import GONE
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import check_table, masking
@@ -67,16 +67,16 @@ class Rounds:
 def prune_in_rounds(
     model: nn.Module,
     calibration: CalibrationSet,
+    selection: Selection | None = None,
     *,
-    ratio: float,
     rounds: int = 4,
     compensated: bool = True,
     span: str | None = None,
     table: ImportanceTable | None = None,
     progress: Callable[[int, int], None] | None = None,
-    **choice: Any,
+    **fields: Any,
 ) -> Rounds:
-    """Select what stays at `ratio` in equal steps, each scored on what is left.
+    """Select what stays in equal steps of the ratio, each scored on what is left.
 
     Costs one forward and backward pass for each round, and a forward pass for the
     compensation, whose sums are those of the dense model throughout; where they do not
@@ -85,22 +85,23 @@ def prune_in_rounds(
     Args:
         model: the dense model; stays as it is.
         calibration: the windows to score and to compensate on.
-        ratio: of the last round; `choice` may say what it counts.
+        selection: how atoms are chosen; its ratio is that of the last round.
         rounds: 1 is `select` as it is.
         compensated: whether what is left makes up for what went, in every round.
         span: of the compensation, as `compensation.compensate`.
         table: the dense model's statistics on `calibration`, where one has them.
         progress: called with (windows done, windows in all).
-        **choice: how atoms are chosen, as `selection.select`.
+        **fields: those of `Selection`, in place of one, as in `select`.
 
     Raises:
-        SpecError: `rounds` is below 1, `choice` is wrong, or something around the call
-            changes what `model` computes.
+        SpecError: `rounds` is below 1, the selection is infeasible, or something
+            around the call changes what `model` computes.
     """
     if rounds < 1:
         raise SpecError(f"rounds is {rounds}, expected a whole number from 1")
     refuse_disturbed(model, remedy="begin again with the dense model")
-    whole = exact_ratio(ratio)
+    selection = selection or Selection(**fields)
+    whole = exact_ratio(selection.ratio)
     layers = find_experts(model)
     if table is not None:
         check_table(model, layers, table)
@@ -120,8 +121,8 @@ def prune_in_rounds(
         if table is None or keep is not None:
             table = _scored(model, calibration, keep, found, progress=count.step)
             count.end()
-        part: Any = ratio if number == rounds else whole * number / rounds
-        chosen = select(table, ratio=part, **choice)
+        part: Any = whole * number / rounds
+        chosen = select(table, replace(selection, ratio=part))
         keep = chosen if keep is None else _within(chosen, keep)
         if grams is not None:
             found = solve_layers(layers, keep, grams)

@@ -21,6 +21,7 @@ from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache, files
 from heapr_lab.storage.hashing import canonical_json
+from heapr_lab.text.calibration_spec import check_seed
 from heapr_lab.text.corpora import Corpus, load_corpus, source_key
 from heapr_lab.text.tokenization import tokenise
 
@@ -217,16 +218,6 @@ def load_windows(
         )
     provenance = {"corpus": corpus, "split": split, "sources": [text.provenance]}
     return CalibrationSet(windows[:wanted], provenance)
-
-
-def check_seed(seed: int) -> None:
-    """Make sure that windows can be drawn with `seed`.
-
-    Raises:
-        SpecError: it has more than 64 bits.
-    """
-    if not -(2**63) <= seed < 2**63:
-        raise SpecError(f"seed is {seed}, expected a whole number from -2⁶³ to 2⁶³ - 1")
 
 
 def corpora_of(corpus: str) -> tuple[str, ...]:

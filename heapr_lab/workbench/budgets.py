@@ -9,7 +9,6 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -49,12 +48,12 @@ def damage_map(
         corpus: whose loss is predicted.
         ratios: where to evaluate.
     """
-    table, windows = bench.importance(setting), bench.test_windows(corpus)
+    table, windows = bench.table_of(setting), bench.test_windows(corpus)
     dense = bench.perplexity(None, windows).nll
     points = []
     for ratio in ratios:
-        keep = bench.keep(replace(setting, ratio=ratio))
-        score = summed_scores(table, keep, setting.estimator)
+        keep = bench.keep(setting.at(ratio))
+        score = summed_scores(table, keep, setting.selection.estimator)
         points.append((score, bench.perplexity(keep, windows).nll - dense))
     return fit_damage(points)
 
@@ -102,7 +101,7 @@ def ratio_for_loss(
         """∛Δloss above the limit's: the loss grows about as the cube of the ratio."""
         if ratio == 0:
             return -math.cbrt(limit)
-        keep = bench.keep(replace(setting, ratio=ratio))
+        keep = bench.keep(setting.at(ratio))
         found = bench.perplexity(keep, windows)
         delta = found.nll - dense.nll
         tried.append((ratio, keep.achieved_ratio, found.value, math.expm1(delta)))
@@ -113,7 +112,7 @@ def ratio_for_loss(
     columns = ["ratio", "achieved_ratio", "perplexity", "rise"]
     history = pd.DataFrame(tried, columns=columns)
     ratio = float(history.loc[history["rise"] <= rise, "ratio"].max())
-    return replace(setting, ratio=ratio), history
+    return setting.at(ratio), history
 
 
 def ratio_for_latency(
@@ -162,7 +161,7 @@ def ratio_for_latency(
         """The share of time above the limit."""
         if ratio == 0:
             return 1 - share
-        keep = bench.keep(replace(setting, ratio=ratio))
+        keep = bench.keep(setting.at(ratio))
         dense, pruned = timed(bench.model, prune(bench.model, keep))
         found = statistics.median(p / d for p, d in zip(pruned, dense, strict=True))
         times = 1000 * statistics.median(dense), 1000 * statistics.median(pruned)
@@ -178,7 +177,7 @@ def ratio_for_latency(
     columns = ["ratio", "achieved_ratio", "dense_ms", "pruned_ms", "share"]
     history = pd.DataFrame(tried, columns=columns)
     ratio = float(history.loc[history["share"] <= share, "ratio"].min())
-    return replace(setting, ratio=ratio), history
+    return setting.at(ratio), history
 
 
 def _prompts(bench: Workbench, setting: Setting, batch_size: int) -> torch.Tensor:
@@ -187,7 +186,7 @@ def _prompts(bench: Workbench, setting: Setting, batch_size: int) -> torch.Tenso
     Raises:
         SpecError: there are not so many.
     """
-    windows = bench.calibration_set(setting)
+    windows = bench.calibration_set(setting.calibration)
     if not 1 <= batch_size <= windows.n_sequences:
         raise SpecError(
             f"batch_size must be from 1 to {windows.n_sequences}, the calibration "

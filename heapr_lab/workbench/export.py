@@ -18,9 +18,16 @@ from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.models.sources import Source, dtype_name, weights_bytes
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
+from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import prune
-from heapr_lab.refinement.compensation import Compensation, describe_weights
+from heapr_lab.refinement.compensation import (
+    Compensation,
+    describe_weights,
+    fit_compensation,
+)
+from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
 Report = Callable[[int, int, str], None]
@@ -35,6 +42,52 @@ class Chosen:
     compensation: Compensation | None = None
     windows: CalibrationSet | None = None
     """What the compensation was fitted to."""
+
+
+def choose(
+    bench: Workbench,
+    table: ImportanceTable,
+    setting: Setting,
+    *,
+    compensated: bool,
+    rounds: int = 1,
+    report: Report,
+) -> Chosen:
+    """What stays of the model of `bench`, and the weights that make up for the rest.
+
+    Args:
+        bench: the dense model.
+        table: of `bench`, measured on the setting's calibration.
+        setting: how atoms are chosen; compensation is fitted to its calibration.
+        compensated: whether W_down is fitted again.
+        rounds: of `prune_in_rounds`.
+        report: called as it goes.
+
+    Raises:
+        SpecError: the selection is infeasible, or its one width is none that the type
+            of the files allows; said before anything is run.
+    """
+    keep = select(table, setting.selection)
+    if structure_of(keep) == "uniform":
+        uniform_width(keep, stored_dtype(bench))
+    if rounds == 1 and not compensated:
+        return Chosen(with_model(keep, table))
+    windows = bench.calibration_set(setting.calibration)
+    step = _part(report, f"compensation on {windows.label}: window")
+    if rounds == 1:
+        keep = with_model(keep, table)
+        fitted = fit_compensation(bench.model, keep, windows, progress=step)
+        return Chosen(keep, fitted, windows)
+    found = prune_in_rounds(
+        bench.model,
+        windows,
+        setting.selection,
+        rounds=rounds,
+        compensated=compensated,
+        table=table,
+        progress=step,
+    )
+    return Chosen(with_model(found.keep, table), found.compensation, windows)
 
 
 def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
@@ -114,16 +167,6 @@ def stored_dtype(bench: Workbench) -> Any:
     return (bench.source and bench.source.dtype) or model.dtype
 
 
-def check_width(keep: KeepMask, bench: Workbench) -> None:
-    """Refuse a uniform width before anything is run that writing would refuse at last.
-
-    Raises:
-        SpecError: the type of the files needs another multiple.
-    """
-    if structure_of(keep) == "uniform":
-        uniform_width(keep, stored_dtype(bench))
-
-
 # --- writing -------------------------------------------------------------------------
 
 
@@ -143,7 +186,7 @@ def slice_checkpoint(
         out,
         base=base,
         facts=facts,
-        progress=lambda done, total: report(done, total, "slicing: byte"),
+        progress=_part(report, "slicing: byte"),
     )
 
 
@@ -193,19 +236,31 @@ def write_checkpoint(
     )
 
 
+def perplexity_change(
+    bench: Workbench, keep: KeepMask, corpus: str
+) -> tuple[float, float]:
+    """Perplexity on the test split of `corpus`, dense and masked."""
+    windows = bench.test_windows(corpus)
+    dense, pruned = (bench.perplexity(mask, windows).value for mask in (None, keep))
+    return dense, pruned
+
+
 def _perplexities(
     bench: Workbench, pruned: Any, corpus: str, report: Report
 ) -> tuple[float, float]:
     """On the test split of `corpus`, of the dense model and of `pruned`."""
     windows = bench.test_windows(corpus)
-
-    def told(name: str) -> Callable[[int, int], None]:
-        text = f"perplexity on {corpus}, {name}: window"
-        return lambda done, total: report(done, total, text)
-
-    dense = bench.perplexity(None, windows, progress=told("dense"))
-    after = evaluate_perplexity(pruned, windows.ids, progress=told("as written"))
+    name = f"perplexity on {corpus}, {{}}: window".format
+    dense = bench.perplexity(None, windows, progress=_part(report, name("dense")))
+    after = evaluate_perplexity(
+        pruned, windows.ids, progress=_part(report, name("as written"))
+    )
     return dense.value, after.value
+
+
+def _part(report: Report, text: str) -> Callable[[int, int], None]:
+    """`report` as the progress of one part of the work."""
+    return lambda done, total: report(done, total, text)
 
 
 def _round_experts(model: Any, dtype: Any) -> None:

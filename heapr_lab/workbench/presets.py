@@ -11,17 +11,27 @@ from heapr_lab.errors import SpecError
 class Method:
     """An estimator, and whether the weights that stay are compensated."""
 
+    name: str
     estimator: str
     of_table: str
     """Estimator where there is a table alone, and no text to run the model on."""
     compensated: bool
     """Whether pruned atoms are compensated, where there is text to do it on."""
 
+    def estimator_for(self, importance: object | None, *, rounds: int) -> str:
+        """Its estimator, given a file of `importance` or not, in so many rounds."""
+        # Rounds score anew what a round of elimination has counted already.
+        alone = importance is not None or rounds > 1
+        return self.of_table if alone else self.estimator
+
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "best": Method("elimination", of_table="shrunk", compensated=True),
-        "paper": Method("heapr", of_table="heapr", compensated=False),
+        method.name: method
+        for method in (
+            Method("best", "elimination", of_table="shrunk", compensated=True),
+            Method("paper", "heapr", of_table="heapr", compensated=False),
+        )
     }
 )
 DEFAULT = "best"

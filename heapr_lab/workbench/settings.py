@@ -1,10 +1,14 @@
 """How much text a run uses, and how a pruned model is made."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import LAB
+from heapr_lab.pruning.options import Selection
 from heapr_lab.repr_html import card_html
+from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Profile:
         return card_html(f"Profile {self.name}", facts)
 
 
+_ALWAYS_SHOWN = ("estimator", "scope", "granularity", "structure", "multiple")
+
 PROFILES = {
     "small": Profile("small", 8, 64, 4, 8, n_seeds=2),
     "lab": Profile("lab", 128, 256, 32, 80),
@@ -42,28 +48,111 @@ PROFILES = {
 """`small` for tests, `lab` for the lab model, `paper` as the paper calibrates."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Setting:
-    """How a pruned model is made: what is measured, how atoms are ranked and cut."""
+    """How a pruned model is made: how its atoms are chosen, and measured on what.
 
-    ratio: float
-    estimator: str = "heapr"
-    scope: str = "global"
-    granularity: str = "atom"
-    structure: str = "ragged"
-    multiple: int | None = None
-    calibration: str = "pydocs"
-    n_sequences: int | None = None
-    """Calibration windows; None takes the profile's number."""
-    seed: int = 0
+    Example:
+        Short for `Setting(Selection(0.25, scope="layer"), Calibration("ptb", seed=1))`:
+
+        >>> setting = Setting(0.25, scope="layer", calibration="ptb", seed=1)
+        >>> setting.selection.scope, setting.calibration.corpus
+        ('layer', 'ptb')
+    """
+
+    selection: Selection
+    calibration: Calibration
+
+    def __init__(
+        self,
+        selection: Selection | float,
+        calibration: Calibration | str = DEFAULT_CORPUS,
+        *,
+        n_sequences: int | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Pair a selection with a calibration.
+
+        Args:
+            selection: how atoms are chosen, or its ratio; `options` go with a ratio.
+            calibration: what they are measured on, or its corpus; `n_sequences` and
+                `seed` go with a corpus.
+            n_sequences: as `Calibration`.
+            seed: as `Calibration`.
+            **options: the other fields of `Selection`.
+
+        Raises:
+            SpecError: a field has a value that cannot be used.
+            TypeError: an option or seed is given beside a whole that has its own.
+        """
+        if not isinstance(selection, Selection):
+            selection = Selection(selection, **options)
+        elif options:
+            raise TypeError(f"give a Selection or its fields, not both: {[*options]}")
+        if not isinstance(calibration, Calibration):
+            calibration = Calibration(calibration, n_sequences, seed=seed)
+        elif n_sequences is not None or seed != 0:
+            raise TypeError("give a Calibration or its fields, not both")
+        object.__setattr__(self, "selection", selection)
+        object.__setattr__(self, "calibration", calibration)
+
+    def at(self, ratio: float) -> Self:
+        """The same at another ratio."""
+        return replace(self, selection=replace(self.selection, ratio=ratio))
+
+    def columns(self) -> dict[str, Any]:
+        """What a row of results says of it: options nobody set are left out."""
+        selection, calibration = self.selection, self.calibration
+        return {
+            "ratio": float(selection.ratio),
+            **{name: getattr(selection, name) for name in _ALWAYS_SHOWN},
+            "calibration": calibration.corpus,
+            "n_sequences": calibration.n_sequences,
+            "seed": calibration.seed,
+            **_others(selection),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; `from_dict` reads it."""
+        return {
+            "selection": self.selection.to_dict(),
+            "calibration": self.calibration.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """The setting that `to_dict` gave.
+
+        Raises:
+            SpecError: a field is missing, unknown or has a value that cannot be used.
+        """
+        return cls(
+            Selection.from_dict(plain["selection"]),
+            Calibration.from_dict(plain["calibration"]),
+        )
 
     def _repr_html_(self) -> str:
         facts = {
             name.replace("_", " "): str(value)
-            for name, value in asdict(self).items()
+            for name, value in self.columns().items()
             if value is not None
         }
         return card_html("Setting", facts)
+
+
+def _others(selection: Selection) -> dict[str, Any]:
+    """Fields that are rarely set, where they are."""
+    return {
+        field.name: getattr(selection, field.name)
+        for field in fields(selection)
+        if field.name not in {"ratio", "estimator_options", *_ALWAYS_SHOWN}
+        and getattr(selection, field.name) != field.default
+    }
+
+
+DENSE = Setting(0.0).columns() | {"estimator": "dense"}
+"""The columns of a row of results of the model that is not pruned."""
 
 
 def profile_of(name_or_path: str, profile: str | None) -> Profile:

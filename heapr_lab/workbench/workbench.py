@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pandas as pd
@@ -50,9 +50,13 @@ from heapr_lab.text.calibration import (
     tokenizer_fingerprint,
     windows_key,
 )
+from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
 from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.settings import Profile, Setting, profile_of
+from heapr_lab.workbench.settings import DENSE, Profile, Setting, profile_of
 
+CONTINUATION = "continuation"
+"""The task that is made of any corpus."""
+_OF_TASKS = ["metric", "value", "stderr", "n"]
 EVALUATION_SCHEMA = 2
 """Raised whenever the same input would give other numbers."""
 
@@ -137,35 +141,51 @@ class Workbench:
 
     # --- importance ---
 
-    def calibration_set(self, setting: Setting) -> CalibrationSet:
-        """The windows that `setting` calibrates on."""
-        corpus, seed, seq_len = setting.calibration, setting.seed, self.profile.seq_len
-        n_sequences = self._n_sequences(setting)
+    def calibration_set(self, calibration: Calibration | None = None) -> CalibrationSet:
+        """The windows of `calibration`, by default those of the default corpus."""
+        asked = calibration or Calibration()
+        n_sequences = self._n_sequences(asked)
+        seq_len = asked.seq_len or self.profile.seq_len
+        key = windows_key(asked.corpus, split="train")
         return self._remembered(
-            (windows_key(corpus, split="train"), n_sequences, seq_len, seed),
+            (key, n_sequences, seq_len, asked.seed),
             lambda: load_calibration(
-                corpus,
+                asked.corpus,
                 self.tokenizer,
                 n_sequences=n_sequences,
                 seq_len=seq_len,
-                seed=seed,
+                seed=asked.seed,
             ),
         )
 
-    def importance(self, setting: Setting | None = None) -> ImportanceTable:
-        """The statistics of every atom on `setting`'s calibration windows.
+    def _n_sequences(self, calibration: Calibration | None) -> int:
+        asked = None if calibration is None else calibration.n_sequences
+        return asked or self.profile.n_sequences
 
-        With the scores of `eliminate`, where its estimator is `elimination`.
+    def importance(
+        self,
+        calibration: Calibration | None = None,
+        *,
+        estimator: str = "heapr",
+    ) -> ImportanceTable:
+        """The statistics of every atom on the windows of `calibration`.
+
+        With the scores of `eliminate`, where `estimator` needs them.
         """
-        setting = setting or Setting(0.0)
-        windows = self.calibration_set(setting)
-        eliminated = setting.estimator == ELIMINATION
+        windows = self.calibration_set(calibration)
+        eliminated = estimator == ELIMINATION
         # The last table is kept, with the ranks it remembers; one, for it can be large.
         key = digest(self.identity), windows.fingerprint, str(eliminated)
         if self._table is None or self._table[0] != key:
             made = self._eliminated if eliminated else self.measure
             self._table = key, made(windows)
         return self._table[1]
+
+    def table_of(self, setting: Setting) -> ImportanceTable:
+        """The table that `setting` selects from."""
+        return self.importance(
+            setting.calibration, estimator=setting.selection.estimator
+        )
 
     def _eliminated(self, windows: CalibrationSet) -> ImportanceTable:
         """The table of `windows` with the scores of `eliminate`."""
@@ -210,15 +230,7 @@ class Workbench:
 
     def keep(self, setting: Setting) -> KeepMask:
         """The mask that `setting` selects."""
-        return select(
-            self.importance(setting),
-            ratio=setting.ratio,
-            estimator=setting.estimator,
-            scope=setting.scope,
-            granularity=setting.granularity,
-            structure=setting.structure,
-            multiple=setting.multiple,
-        )
+        return select(self.table_of(setting), setting.selection)
 
     # --- evaluation ---
 
@@ -272,29 +284,6 @@ class Workbench:
             **self._evaluated("divergence", keep, windows.fingerprint, compute)
         )
 
-    def continuation_accuracy(
-        self,
-        keep: KeepMask | None,
-        corpus: str = "pydocs",
-        *,
-        progress: Progress | None = None,
-    ) -> dict[str, Any]:
-        """Accuracy on the four-way continuation task of `corpus`: value, stderr, n."""
-        text = load_corpus(corpus, split="test")
-        n_items = self.profile.n_items
-        key = {
-            "task": "continuation",
-            "corpus": text.fingerprint,
-            "n_items": n_items,
-            "tokenizer": self.tokenizer_id,
-        }
-        return self._accuracy(
-            keep,
-            lambda: continuation_task(text, n_items=n_items),
-            key,
-            progress=progress,
-        )
-
     def task_accuracy(
         self,
         keep: KeepMask | None,
@@ -302,53 +291,58 @@ class Workbench:
         *,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Accuracy on a task of the harness: value, stderr, n.
+        """Accuracy on a task, of the profile's number of items: value, stderr, n."""
+        rows = self.task_results(
+            keep, task, limit=self.profile.n_items, progress=progress
+        )
+        return next(row for row in rows if row["metric"] == "acc")
 
-        `continuation`, of a corpus after a colon or of pydocs, is one. The profile's
-        number of items is asked; a result is kept for these very items. `progress` is
-        called with (requests done, in all), where it is computed.
-        """
-        name, _, corpus = task.partition(":")
-        if name == "continuation":
-            return self.continuation_accuracy(
-                keep, corpus or "pydocs", progress=progress
-            )
-        n_items = self.profile.n_items
-        key = {
-            "task": task,
-            "n_items": n_items,
-            "tokenizer": self.tokenizer_id,
-            **items_fingerprint(task, limit=n_items),
-        }
-        return self._accuracy(keep, lambda: task, key, limit=n_items, progress=progress)
-
-    def _accuracy(
+    def task_results(
         self,
         keep: KeepMask | None,
-        task: Callable[[], Any],
-        key: dict[str, Any],
+        task: str,
         *,
         limit: int | None = None,
         progress: Progress | None = None,
-    ) -> dict[str, Any]:
-        def compute() -> dict[str, Any]:
-            with self._pruned(keep), progress_bar(key["task"], "choice") as bar:
+    ) -> list[dict[str, Any]]:
+        """Every metric of a task: rows of metric, value, stderr, n (items).
+
+        Args:
+            keep: the mask, or None for the dense model.
+            task: of the harness, or `continuation`: four-way items of a corpus, that
+                after a colon or pydocs.
+            limit: items, the first ones; by default all, of `continuation` the
+                profile's number. A result is kept for these very items.
+            progress: called with (requests done, in all), where it is computed.
+        """
+        asked, key = self._asked(task, limit)
+
+        def compute() -> list[dict[str, Any]]:
+            with self._pruned(keep), progress_bar(task, "choice") as bar:
                 frame = run_tasks(
                     self.model,
                     self.tokenizer,
-                    [task()],
+                    [asked],
                     limit=limit,
                     batch_size=64,
                     progress=progress or bar,
                 )
-            row = frame[frame["metric"] == "acc"].iloc[0]
-            return {
-                "value": float(row["value"]),
-                "stderr": float(row["stderr"]),
-                "n": int(row["n"]),
-            }
+            rows: list[dict[str, Any]] = frame[_OF_TASKS].to_dict("records")
+            return rows
 
-        return dict(self._evaluated("accuracy", keep, digest(key), compute))
+        key |= {"task": task, "tokenizer": self.tokenizer_id}
+        found = self._evaluated("tasks", keep, digest(key), compute)
+        return list(found)
+
+    def _asked(self, task: str, limit: int | None) -> tuple[Any, dict[str, Any]]:
+        """The task as the harness takes it, and what its items are known by."""
+        name, _, corpus = task.partition(":")
+        if name != CONTINUATION:
+            return task, items_fingerprint(task, limit=limit) | {"n_items": limit}
+        text = load_corpus(corpus or DEFAULT_CORPUS, split="test")
+        n_items = limit or self.profile.n_items
+        made = continuation_task(text, n_items=n_items)
+        return made, {"corpus": text.fingerprint, "n_items": n_items}
 
     def evaluate(
         self,
@@ -377,16 +371,14 @@ class Workbench:
             rows.append(_row(corpus, "perplexity", result.value))
             rows.append(_row(corpus, "nll", result.nll))
         if accuracy:
-            found = self.continuation_accuracy(keep)
-            rows.append(
-                _row("continuation", "accuracy", found["value"], found["stderr"])
-            )
+            found = self.task_accuracy(keep, CONTINUATION)
+            rows.append(_row(CONTINUATION, "accuracy", found["value"], found["stderr"]))
         return pd.DataFrame(rows).assign(**self.columns(setting, keep))
 
     def savings(self, setting: Setting) -> pd.DataFrame:
         """One row: what `setting` saves of parameters, bytes and FLOPs."""
         keep = self.keep(setting)
-        table = self.importance(setting)
+        table = self.table_of(setting)
         saved = savings_of(
             keep, table, bytes_per_parameter=self.stored_bytes_per_parameter(table)
         )
@@ -400,14 +392,14 @@ class Workbench:
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
         """What a row of results says of how its model was made."""
-        setting = setting or Setting(0.0, estimator="dense")
-        columns = asdict(setting) | {"n_sequences": self._n_sequences(setting)}
-        achieved = 0.0 if keep is None else keep.achieved_ratio
-        return columns | {"achieved_ratio": achieved, "model": self.name}
-
-    def _n_sequences(self, setting: Setting) -> int:
-        given = setting.n_sequences
-        return self.profile.n_sequences if given is None else given
+        columns = DENSE if setting is None else setting.columns()
+        calibration = None if setting is None else setting.calibration
+        return {
+            **columns,
+            "n_sequences": self._n_sequences(calibration),
+            "achieved_ratio": 0.0 if keep is None else keep.achieved_ratio,
+            "model": self.name,
+        }
 
     def _remembered(
         self, key: tuple[Any, ...], compute: Callable[[], CalibrationSet]
@@ -426,8 +418,8 @@ class Workbench:
         kind: str,
         keep: KeepMask | None,
         data: str,
-        compute: Callable[[], dict[str, Any]],
-    ) -> dict[str, Any]:
+        compute: Callable[[], Any],
+    ) -> Any:
         state, identity = self._state_and_identity()
         key = {
             "schema": EVALUATION_SCHEMA,
@@ -436,12 +428,12 @@ class Workbench:
             "data": data,
         }
 
-        def of_one_model() -> dict[str, Any]:
+        def of_one_model() -> Any:
             found = compute()
             check_unchanged(self.model, state)
             return found
 
-        return dict(cache.cached_json(kind, key, of_one_model))
+        return cache.cached_json(kind, key, of_one_model)
 
 
 def _row(
@@ -454,6 +446,7 @@ def open_workbench(
     name_or_path: str = LAB,
     *,
     profile: str | None = None,
+    seq_len: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
 ) -> Workbench:
@@ -462,6 +455,7 @@ def open_workbench(
     Args:
         name_or_path: a hub id, a local folder, or `lab`.
         profile: a name of `PROFILES`; by default `lab` for the lab model, else `paper`.
+        seq_len: tokens of a window, in place of the profile's.
         device: as `load_model`.
         dtype: as `load_model`.
 
@@ -469,6 +463,8 @@ def open_workbench(
         SpecError: there is no such profile or model.
     """
     chosen = profile_of(name_or_path, profile)
+    if seq_len is not None:
+        chosen = replace(chosen, seq_len=seq_len)
     model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
     name = "lab model" if name_or_path == LAB else str(name_or_path)
     return Workbench(model, tokenizer, name=name, profile=chosen)

@@ -20,13 +20,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from heapr_lab.checkpoints import folder, slice_folder
-from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, STRUCTURES, save_pruned
+from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, save_pruned
 from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.checkpoints.uniform import stock_config
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.pruning.surgery import masking, prune
 
 pytestmark = pytest.mark.oracle

@@ -12,7 +12,7 @@ from torch import nn
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.pruning.selection import KeepMask
+from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune, sliced
 
 pytestmark = pytest.mark.oracle

@@ -8,7 +8,7 @@ from tiny_folder import write_model, write_text
 
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.workbench.settings import Setting
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 
@@ -32,8 +32,8 @@ def panel(bench: Workbench, root: Path) -> Explorer:
     """A panel that can evaluate on the text."""
     text = str(root / "text.txt")
     table = bench.measure(bench.test_windows(text))
-    setting = Setting(0.0, calibration=text)
-    session = PruningSession(table, workbench=bench, setting=setting)
+    calibration = Calibration(text)
+    session = PruningSession(table, workbench=bench, calibration=calibration)
     return Explorer(session, corpora=(text,), tasks=(f"continuation:{text}",))
 
 

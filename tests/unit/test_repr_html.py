@@ -17,10 +17,12 @@ from heapr_lab.figures import Display
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 from heapr_lab.refinement.compensation import Compensation
 from heapr_lab.refinement.iterative import Rounds
 from heapr_lab.storage.provenance import Origin
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import Corpus
 from heapr_lab.workbench.settings import PROFILES, Setting
 from heapr_lab.workbench.workbench import Workbench
@@ -64,6 +66,8 @@ def shown_objects() -> dict[str, tuple[Any, list[str]]]:
             ["2", "layer", "0.2 → 0.1"],
         ),
         (PROFILES["small"], ["8 of 64 tokens", "4"]),
+        (Selection(0.25, min_atoms=3), ["0.25 of the atoms", "at least 3"]),
+        (Calibration(NASTY, 8, seed=1), [NASTY, "8", "1"]),
         (Setting(0.25, calibration=NASTY), ["0.25", "heapr", "global"]),
         (bench, ["small: 8 calibration windows of 64 tokens", "Mixtral"]),
         (Display("layer_ratios", frame), ["1", "achieved_ratio", "layer_ratios"]),

@@ -13,8 +13,9 @@ import pytest
 from commands import invoke, one_line, text_of
 from safetensors import SafetensorError
 
-from heapr_lab.cli import headless
 from heapr_lab.storage import files
+
+OPEN = "heapr_lab.workbench.workbench.open_workbench"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_a_full_disk_under_safetensors_is_one_line(
     def fail(*_args: Any, **_options: Any) -> NoReturn:
         raise SafetensorError("Error: I/O error: No space left (os error 28)")
 
-    monkeypatch.setattr(headless, "open_bench", fail)
+    monkeypatch.setattr(OPEN, fail)
     message = one_line("score", folder / "moe", *text_of(folder))
     assert message.startswith(f"heapr-lab: {os.strerror(errno.ENOSPC)}: free some")
 
@@ -75,7 +76,7 @@ def test_no_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_args: Any, **_options: Any) -> NoReturn:
         raise MemoryError
 
-    monkeypatch.setattr(headless, "open_bench", fail)
+    monkeypatch.setattr(OPEN, fail)
     assert "--seq-len" in one_line("score", folder / "moe", *text_of(folder))
 
 
@@ -83,7 +84,7 @@ def test_a_mistake_of_ours_is_not_hidden(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what a user can mend is one line."""
-    monkeypatch.setattr(headless, "open_bench", lambda *_args, **_options: 1 / 0)
+    monkeypatch.setattr(OPEN, lambda *_args, **_options: 1 / 0)
     result = invoke("score", folder / "moe", *text_of(folder))
     assert isinstance(result.exception, ZeroDivisionError)
 
@@ -95,7 +96,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_args: Any, **_options: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(headless, "open_bench", interrupt)
+    monkeypatch.setattr(OPEN, interrupt)
 
 
 @pytest.mark.usefixtures("interrupting")

@@ -23,7 +23,8 @@ from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench.settings import PROFILES, Setting
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.settings import PROFILES
 from heapr_lab.workbench.workbench import Workbench
 
 IDS = tiny_ids(n_sequences=4)
@@ -123,9 +124,8 @@ def test_a_setting_without_windows_is_refused(
     write_tokenizer(tmp_path)
     tokenizer = read_tokenizer(tmp_path)
     bench = Workbench(model, tokenizer, name="toy", profile=PROFILES["small"])
-    setting = Setting(0.25, calibration="pydocs", n_sequences=number)
     with pytest.raises(SpecError, match=f"n_sequences must be .* got {number}"):
-        bench.calibration_set(setting)
+        bench.calibration_set(Calibration("pydocs", n_sequences=number))
 
 
 def test_sums_of_layers_that_are_not_there(model: nn.Module) -> None:

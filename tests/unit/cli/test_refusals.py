@@ -18,7 +18,9 @@ COMMANDS = [command.callback.__name__ for command in app.registered_commands]  #
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loads a model fails, not with an error that would be one line."""
-    for name in ("cli.headless.open_workbench", "checkpoints.same_model.own_table"):
+    model = "workbench.workbench.open_workbench"
+    table = "checkpoints.same_model.own_table"
+    for name in (model, table):
         monkeypatch.setattr(f"heapr_lab.{name}", lambda *_args, **_options: 1 / 0)
 
 

@@ -192,18 +192,13 @@ def test_summed_scores_need_the_mask_of_the_table() -> None:
 class Bench:
     """A bench whose loss is 3, and as much more as the square of what is removed."""
 
-    def importance(self, _setting: Setting) -> ImportanceTable:
+    def table_of(self, _setting: Setting) -> ImportanceTable:
         """The table of this module."""
         return scored_table()
 
     def keep(self, setting: Setting) -> KeepMask:
         """As a workbench selects."""
-        return select(
-            scored_table(),
-            ratio=setting.ratio,
-            estimator=setting.estimator,
-            scope=setting.scope,
-        )
+        return select(scored_table(), setting.selection)
 
     def test_windows(self, corpus: str) -> str:
         """The corpus itself."""

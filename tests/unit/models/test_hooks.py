@@ -17,7 +17,7 @@ from transformers import Qwen2MoeForCausalLM
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import IMPLEMENTATION, probed
 from heapr_lab.models.likelihood import token_nll
-from heapr_lab.pruning.selection import KeepMask
+from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
 
 N_ROUNDS = 25

@@ -150,9 +150,9 @@ def calls(bench: Workbench) -> dict[str, Callable[[], Any]]:
         "masked perplexity": lambda: bench.perplexity(keep, text),
         "divergence": lambda: bench.divergence(keep, text),
         "measure": lambda: bench.measure(text),
-        "importance": lambda: bench.importance(setting),
+        "importance": lambda: bench.table_of(setting),
         "keep": lambda: bench.keep(setting),
-        "accuracy": lambda: bench.continuation_accuracy(None, corpus),
+        "accuracy": lambda: bench.task_accuracy(None, f"continuation:{corpus}"),
     }
 
 

@@ -18,9 +18,10 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel import inspect_tab
 from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
 from heapr_lab.panel.jobs import Job
-from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.workbench.settings import Setting
+from heapr_lab.pruning.options import Selection
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 
@@ -31,15 +32,15 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> PruningSession:
     write_model(folder / "moe")
     write_text(folder / "text.txt", n_texts=60)
     bench = open_workbench(str(folder / "moe"), profile="small")
-    setting = Setting(0.0, calibration=str(folder / "text.txt"))
-    table = bench.importance(setting)
-    return PruningSession(table, workbench=bench, setting=setting)
+    calibration = Calibration(str(folder / "text.txt"))
+    table = bench.importance(calibration)
+    return PruningSession(table, workbench=bench, calibration=calibration)
 
 
 @pytest.fixture
 def tab(session: PruningSession) -> InspectTab:
     """The tab with a short text."""
-    session.choose(Choice(ratio=0.5))
+    session.choose(Selection(ratio=0.5))
     tab = InspectTab(session)
     tab.text.value = "the <b>other</b> & 漢"
     tab.n_tokens.value = 5
@@ -144,7 +145,7 @@ def test_tab_compares(tab: InspectTab) -> None:
     bench = bench_of(tab)
     passage = read_passage(bench.model, bench.tokenizer, text=tab.text.value)
     for ratio in (0.5, 0.25):
-        tab.session.choose(Choice(ratio=ratio))
+        tab.session.choose(Selection(ratio=ratio))
         press(tab.compare)
         expected = token_losses(bench.model, passage, keep=tab.session.keep)
         pd.testing.assert_frame_equal(tab.losses, expected)
@@ -190,7 +191,7 @@ def test_tab_shows_contexts(tab: InspectTab) -> None:
     press(tab.show_contexts)
     assert tab.contexts is not None
     assert len(cells(tab.contexts_view.value)) == len(tab.contexts) > 0
-    windows = bench_of(tab).calibration_set(tab.session.setting).ids
+    windows = bench_of(tab).calibration_set(tab.session.calibration).ids
     for row in tab.contexts.itertuples():
         token = bench_of(tab).tokenizer.decode(windows[row.window, row.position])
         assert row.token == token
@@ -202,17 +203,17 @@ def test_atoms_follow_the_choice(tab: InspectTab) -> None:
     """Another choice has other atoms near its cut; none, and one that fails, say so."""
     before = tab.nearest.options
     assert len(before) == 1 + 20
-    tab.session.choose(Choice(ratio=0.8))
+    tab.session.choose(Selection(ratio=0.8))
     tab.refresh()
     assert tab.nearest.options != before
-    tab.session.choose(Choice(ratio=0.0))
+    tab.session.choose(Selection(ratio=0.0))
     tab.refresh()
     assert [name for name, _ in tab.nearest.options] == ["none: nothing is pruned"]
-    tab.session.choose(Choice(structure="aligned"))
+    tab.session.choose(Selection(0.5, exclude_layers=(99,)))
     tab.refresh()
     assert tab.nearest.value == ()
-    assert "multiple" in tab.note.value
-    tab.session.choose(Choice(ratio=0.5))
+    assert "no routed experts in layers 99" in tab.note.value
+    tab.session.choose(Selection(ratio=0.5))
     tab.refresh()
     assert tab.note.value == ""
     assert tab.nearest.options == before
@@ -245,10 +246,10 @@ def test_errors_stand_in_the_tab(tab: InspectTab, name: str) -> None:
 
 def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
     """A choice that cannot be had is an alert as well."""
-    tab.session.choose(Choice(structure="aligned"))
+    tab.session.choose(Selection(0.5, exclude_layers=(99,)))
     tab.show_contexts.button.click()
     tab.show_contexts.wait(60)
-    assert "multiple" in tab.show_contexts.error.value
+    assert "no routed experts in layers 99" in tab.show_contexts.error.value
 
 
 @pytest.mark.parametrize(

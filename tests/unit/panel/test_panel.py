@@ -12,7 +12,7 @@ from random_tables import random_table, small_table
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.controls import layer_numbers
 from heapr_lab.panel.panel import explore, layers_frame
-from heapr_lab.panel.session import Choice
+from heapr_lab.pruning.options import Selection
 
 
 def test_panel_follows_the_slider() -> None:
@@ -38,12 +38,12 @@ def test_panel_controls_reach_the_session() -> None:
     panel.controls.scope.value = "layer"
     panel.controls.granularity.value = "expert"
     panel.controls.slider.value = 30
-    assert panel.session.choice == Choice(0.3, "random", "layer", "expert")
+    assert panel.session.selection == Selection(0.3, "random", "layer", "expert")
 
 
 def test_controls_of_structure_budget_and_floor() -> None:
     """Widths, what the ratio counts, a floor and layers that stay, as `select` has."""
-    panel = explore(random_table(2, 4, 16), choice=Choice(ratio=0.3))
+    panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.3))
     controls = panel.controls
     assert controls.multiple.disabled
     controls.structure.value = "aligned"
@@ -55,7 +55,7 @@ def test_controls_of_structure_budget_and_floor() -> None:
     controls.whole.value = "1"
     assert panel.session.keep.by_layer(1).all()
     assert panel.session.keep.widths().loc[0].min() >= 3
-    assert panel.session.choice.exclude_layers == (1,)
+    assert panel.session.selection.exclude_layers == (1,)
     controls.whole.value = "one"
     assert "cannot read" in panel.error.value
     controls.whole.value = ""
@@ -93,7 +93,7 @@ def test_every_control_has_a_name() -> None:
 
 def test_numbers_stand_in_a_table() -> None:
     """What is left and saved of atoms, parameters, bytes and FLOPs."""
-    panel = explore(small_table(), choice=Choice(ratio=0.5))
+    panel = explore(small_table(), selection=Selection(ratio=0.5))
     (table,) = pd.read_html(io.StringIO(panel.numbers.value), index_col=0)
     assert table.loc["atomic experts"].tolist() == [16, 8, "50.0%"]
     before, after, saved = table.loc["parameters"]
@@ -106,7 +106,7 @@ def test_numbers_stand_in_a_table() -> None:
 
 def test_the_numbers_of_the_picture_are_one_click_away() -> None:
     """A row for each layer, made while it is open, and following the slider then."""
-    panel = explore(random_table(2, 4, 16), choice=Choice(ratio=0.5))
+    panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.5))
     assert panel.layers.value == ""
     panel.behind.selected_index = 0
     frame = layers_frame(panel.session)
@@ -146,7 +146,7 @@ def test_panel_with_camera() -> None:
 
 def test_panel_shows_what_cannot_be_had() -> None:
     """A choice that cannot be had is told in the panel, and forgotten afterwards."""
-    panel = explore(small_table(), choice=Choice(ratio=0.5))
+    panel = explore(small_table(), selection=Selection(ratio=0.5))
     panel.controls.floor.value = 4
     assert 'role="alert"' in panel.error.value
     assert "the largest possible is 0" in panel.error.value
@@ -159,5 +159,5 @@ def test_panel_shows_what_cannot_be_had() -> None:
 
 def test_panel_text_is_the_same_each_time() -> None:
     """What a notebook keeps of the panel names its choice and no object's number."""
-    panel = explore(small_table(), choice=Choice(ratio=0.4))
+    panel = explore(small_table(), selection=Selection(ratio=0.4))
     assert repr(panel).startswith("Explorer(heapr, 0.4 of the atoms, global scope")

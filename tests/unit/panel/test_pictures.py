@@ -8,8 +8,9 @@ from matplotlib.image import imread
 from random_tables import random_table, small_table
 
 from heapr_lab.panel.pictures import ChoicePicture
-from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 
 DRAW_SECONDS = 0.15
 
@@ -49,7 +50,7 @@ def test_the_cut_is_the_highest_score_removed() -> None:
     picture = ChoicePicture(table)
     for ratio in (0.25, 0.75):
         session = PruningSession(table)
-        session.choose(Choice(ratio=ratio))
+        session.choose(Selection(ratio=ratio))
         picture.draw(session.keep, estimator="heapr")
         scores = np.log10(table.score("heapr").to_numpy())
         gone = ~np.concatenate([k.ravel() for k in session.keep.arrays.values()])
@@ -65,6 +66,6 @@ def test_picture_is_quick() -> None:
     picture = ChoicePicture(table)
     picture.draw(session.keep, estimator="heapr")
     started = time.process_time()
-    session.choose(Choice(ratio=0.5))
+    session.choose(Selection(ratio=0.5))
     picture.draw(session.keep, estimator="heapr")
     assert time.process_time() - started < DRAW_SECONDS

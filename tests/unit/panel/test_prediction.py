@@ -12,8 +12,9 @@ from tiny_folder import write_text
 from heapr_lab.evaluation.perplexity import Perplexity
 from heapr_lab.panel.controls import TARGET
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.workbench.workbench import Workbench
 
@@ -22,7 +23,7 @@ DENSE_NLL = 3.0
 
 def true_loss(session: PruningSession, ratio: float) -> float:
     """Δloss of the model that `foretold` makes up: a power law of summed scores."""
-    keep = session.keep_of(Choice(ratio=ratio))
+    keep = session.keep_of(Selection(ratio=ratio))
     return 0.5 * summed_scores(session.table, keep, "heapr") ** 1.5
 
 

@@ -7,14 +7,15 @@ from random_tables import D_INTER, small_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.session import Choice, PruningSession, Step
+from heapr_lab.panel.session import PruningSession, Step
+from heapr_lab.pruning.options import Selection
 from heapr_lab.workbench.workbench import Workbench
 
 
 def test_session_selects_and_counts() -> None:
     """Half of 16 atoms go, each with 3 · 8 parameters, and FLOPs go with them."""
     session = PruningSession(small_table())
-    session.choose(Choice(ratio=0.5))
+    session.choose(Selection(ratio=0.5))
     savings = session.savings()
     assert session.keep.n_removed == 8
     assert savings is not None
@@ -27,22 +28,20 @@ def test_session_selects_and_counts() -> None:
 def test_session_follows_the_choice() -> None:
     """Another scope takes as much of each layer; whole experts go whole."""
     session = PruningSession(small_table())
-    session.choose(Choice(ratio=0.5))
+    session.choose(Selection(ratio=0.5))
     assert session.keep.layer_ratios().nunique() == 2  # global: layer 0 gives more
-    session.choose(Choice(ratio=0.5, scope="layer"))
+    session.choose(Selection(ratio=0.5, scope="layer"))
     assert session.keep.layer_ratios().tolist() == [0.5, 0.5]
-    session.choose(Choice(ratio=0.5, scope="layer", granularity="expert"))
+    session.choose(Selection(ratio=0.5, scope="layer", granularity="expert"))
     assert sorted(session.keep.widths().loc[0]) == [0, D_INTER]
 
 
 def test_camera_fixes_the_scope() -> None:
-    """Camera is compared within layers only: the session chooses that, and says so."""
+    """Camera is compared within layers only: the session says so."""
     session = PruningSession(small_table())
-    session.choose(Choice(ratio=0.25, estimator="camera", scope="global"))
-    assert session.choice.scope == "layer"
+    session.choose(Selection(ratio=0.25, estimator="camera", scope="layer"))
     assert "scope is layer" in session.describe()
-    session.choose(Choice(ratio=0.25))
-    assert session.choice.scope == "global"
+    session.choose(Selection(ratio=0.25))
     assert session.note == ""
 
 
@@ -75,11 +74,11 @@ def test_session_evaluates_and_collects(bench: Workbench, root: Path) -> None:
     windows = bench.test_windows(text)
     session = PruningSession(bench.measure(windows), workbench=bench)
     for ratio in (0.3, 0.6, 0.3):
-        session.choose(Choice(ratio=ratio))
+        session.choose(Selection(ratio=ratio))
         session.evaluate((text,))
     points = session.points.sort_values("ratio")
     assert points["ratio"].tolist() == [0.0, 0.3, 0.6]
-    session.choose(Choice(ratio=0.6))
+    session.choose(Selection(ratio=0.6))
     expected = [bench.perplexity(keep, windows).nll for keep in (None, session.keep)]
     assert [points["nll"].iloc[0], points["nll"].iloc[2]] == expected
     assert points["delta_nll"].iloc[2] == expected[1] - expected[0] != 0
@@ -89,7 +88,7 @@ def test_progress_counts_up_to_the_whole(bench: Workbench, root: Path) -> None:
     """Progress runs to all windows of both models, with an estimate on the way."""
     text = str(root / "text.txt")
     session = PruningSession(bench.measure(bench.test_windows(text)), workbench=bench)
-    session.choose(Choice(ratio=0.45))
+    session.choose(Selection(ratio=0.45))
     steps: list[Step] = []
     session.evaluate((text,), progress=steps.append)
     assert steps[-1].done == steps[-1].total == 2 * bench.profile.n_test

@@ -15,7 +15,8 @@ from heapr_lab.panel.controls import layer_numbers, read_ratio
 from heapr_lab.panel.jobs import STALE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.pictures import ChoicePicture, LossPicture
-from heapr_lab.panel.session import POINT_COLUMNS, Choice, PruningSession
+from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
+from heapr_lab.pruning.options import Selection
 
 
 def press(job: Any) -> str:
@@ -71,13 +72,13 @@ def test_the_box_says_what_is_chosen() -> None:
     controls = panel.controls
     for text, ratio in (("0.333", 0.333), ("40%", 0.4), ("1e-3", 0.001)):
         controls.ratio.value = text
-        assert panel.session.choice.ratio == ratio
+        assert panel.session.selection.ratio == ratio
         assert controls.slider.value == round(100 * ratio)
         assert controls.ratio.value == text
         assert panel.error.value == ""
     controls.slider.value = 30
     assert controls.ratio.value == "0.3"
-    assert panel.session.choice.ratio == 0.3
+    assert panel.session.selection.ratio == 0.3
     controls.ratio.value = "40"
     assert "write 0.40 or 40%" in panel.error.value
     assert controls.slider.value == 30
@@ -107,7 +108,7 @@ def test_a_move_of_the_slider_selects_once(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("how", ["floor", "ratio", "layers"])
 def test_an_infeasible_choice_greys_the_old_picture(how: str) -> None:
     """Picture and table are said to be old, until the choice is feasible again."""
-    panel = explore(random_table(2, 4, 16), choice=Choice(ratio=0.5))
+    panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.5))
     before = panel.controls.floor.value, panel.controls.ratio.value, ""
     boxes = panel.controls.floor, panel.controls.ratio, panel.controls.whole
     number = ["floor", "ratio", "layers"].index(how)
@@ -227,9 +228,9 @@ def points_of(*rows: dict[str, Any]) -> pd.DataFrame:
     """Points of a session, each with a loss of its own unless it has an accuracy."""
     made = []
     for number, row in enumerate(rows):
-        plain = vars(Choice(0.25 + 0.01 * number)) | {
-            "achieved_ratio": 0.25 + 0.01 * number, "dataset": "pydocs",
-        }  # fmt: skip
+        ratio = 0.25 + 0.01 * number
+        plain = {"selection": Selection(ratio), "estimator": "heapr"}
+        plain |= {"achieved_ratio": ratio, "dataset": "pydocs"}
         loss = 0.1 * (number + 1)
         if "accuracy" not in row:
             plain |= {"nll": 3 + loss, "delta_nll": loss, "perplexity": np.exp(3)}
@@ -244,10 +245,10 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
         points_of(
             {},
             {"dataset": "ptb"},
-            {"structure": "uniform", "multiple": 8},
-            {"min_atoms": 3},
-            {"exclude_layers": (0, 2)},
-            {"of": "model"},
+            {"selection": Selection(0.3, structure="uniform", multiple=8)},
+            {"selection": Selection(0.3, min_atoms=3)},
+            {"selection": Selection(0.3, exclude_layers=(0, 2))},
+            {"selection": Selection(0.3, of="model")},
         )
     )
     lines = [line for line in picture.ax.get_lines() if "paper" not in line.get_label()]
@@ -257,7 +258,7 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
         "ptb: heapr, global, by atom, ragged",
         "pydocs: heapr, global, by atom, uniform, multiples of 8",
         "pydocs: heapr, global, by atom, ragged, at least 3 atoms each",
-        "pydocs: heapr, global, by atom, ragged, layers 0, 2 whole",
+        "pydocs: heapr, global, by atom, ragged, layers 0, 2 not pruned",
         "pydocs: heapr, global, by atom, ragged, of the parameters (model)",
     ]
     looks = [(to_hex(line.get_color()), line.get_marker()) for line in lines]
@@ -272,7 +273,7 @@ def test_accuracy_is_drawn_in_a_chart_of_its_own() -> None:
     picture = LossPicture()
     task = {"dataset": "continuation", "stderr": 0.05}
     alone = picture.draw(points_of({}))
-    dense = {"estimator": "dense", "ratio": 0.0, "achieved_ratio": 0.0}
+    dense = {"estimator": "dense", "selection": None, "achieved_ratio": 0.0}
     both = picture.draw(
         points_of({}, {**task, **dense, "accuracy": 0.7}, {**task, "accuracy": 0.5})
     )
@@ -298,7 +299,7 @@ def test_pins_have_one_colour_and_corpora_one_marker() -> None:
     session = PruningSession(random_table(2, 4, 16))
     tab = CompareTab(session)
     for ratio in (0.25, 0.5):
-        session.choose(Choice(ratio=ratio))
+        session.choose(Selection(ratio=ratio))
         tab.pin()
     frame = tab.frame().assign(**{"Δloss pydocs": [0.1, 0.2], "Δloss ptb": [0.3, 0.4]})
     figure = tab.figure(frame)
@@ -320,7 +321,7 @@ def test_whole_experts_stand_in_the_histogram_of_whole_experts() -> None:
     """Their summed scores, and all that go are below the cut where all sizes agree."""
     table = random_table(2, 4, 16)
     session = PruningSession(table)
-    session.choose(Choice(ratio=0.5, granularity="expert"))
+    session.choose(Selection(ratio=0.5, granularity="expert"))
     picture = ChoicePicture(table)
     picture.draw(session.keep, estimator="heapr", granularity="expert")
     bins = picture.figure.axes[2]

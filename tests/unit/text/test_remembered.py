@@ -9,6 +9,7 @@ from tiny_folder import write_model, write_text
 
 from heapr_lab.evaluation.harness import items_fingerprint
 from heapr_lab.text import corpora
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -27,7 +28,7 @@ def fingerprints(bench: Workbench, corpus: str) -> tuple[str, str]:
     """Of the calibration and of the test windows."""
     setting = Setting(0.25, calibration=corpus)
     return (
-        bench.calibration_set(setting).fingerprint,
+        bench.calibration_set(setting.calibration).fingerprint,
         bench.test_windows(corpus).fingerprint,
     )
 
@@ -71,9 +72,7 @@ def test_weights_of_a_mixture_are_remembered(bench: Workbench) -> None:
     write_text(Path("a.txt"))
     shutil.copy("a.txt", "b.txt")
     found = {
-        mixture: str(
-            bench.calibration_set(Setting(0.25, calibration=mixture)).provenance
-        )
+        mixture: str(bench.calibration_set(Calibration(mixture)).provenance)
         for mixture in ("0.7*a.txt + 0.3*b.txt", "0.3*a.txt + 0.7*b.txt")
     }
     assert len(set(found.values())) == 2

@@ -46,7 +46,7 @@ class Bench:
         """The name of the corpus stands for its windows."""
         return corpus
 
-    def calibration_set(self, _: Setting) -> CalibrationSet:
+    def calibration_set(self, _: object) -> CalibrationSet:
         """Three windows."""
         return CalibrationSet.from_ids(tiny_ids())
 
@@ -54,7 +54,7 @@ class Bench:
         """A mask of the first atoms of each expert."""
         return KeepMask.from_arrays(
             {
-                layer: setting.ratio * n * width
+                layer: setting.selection.ratio * n * width
                 <= np.arange(n * width).reshape(width, n).T
                 for layer, (n, width) in self.shapes.items()
             }
@@ -98,10 +98,12 @@ def test_the_largest_ratio_below_a_rise_is_found_in_few_evaluations(
         bench, Setting(0.0, estimator="fisher"), "ptb", rise=rise
     )
     assert len(bench.evaluated) <= 6
-    assert math.expm1(CURVES[curve](setting.ratio)) <= rise * 1.01  # in whole atoms
-    assert math.expm1(CURVES[curve](setting.ratio + 0.0105)) > rise
-    assert setting == Setting(setting.ratio, estimator="fisher")
-    found = history.set_index("ratio").loc[setting.ratio]
+    assert (
+        math.expm1(CURVES[curve](setting.selection.ratio)) <= rise * 1.01
+    )  # in whole atoms
+    assert math.expm1(CURVES[curve](setting.selection.ratio + 0.0105)) > rise
+    assert setting == Setting(setting.selection.ratio, estimator="fisher")
+    found = history.set_index("ratio").loc[setting.selection.ratio]
     assert found["rise"] <= rise
     assert found["perplexity"] <= math.exp(DENSE_NLL) * (1 + rise)
     assert history["achieved_ratio"].tolist() == [0.0, *bench.evaluated]
@@ -112,7 +114,7 @@ def test_a_limit_that_no_ratio_meets_leaves_the_model_whole() -> None:
     setting, history = ratio_for_loss(
         Bench(lambda _: 5.0), Setting(0.3), "ptb", rise=0.02
     )
-    assert setting.ratio == 0
+    assert setting.selection.ratio == 0
     assert history["rise"].iloc[0] == 0
 
 
@@ -120,7 +122,7 @@ def test_a_limit_that_all_ratios_meet_gives_the_highest() -> None:
     """One evaluation says that the highest ratio may be had."""
     bench = Bench(lambda _: 0.0)
     setting, _ = ratio_for_loss(bench, Setting(0.0), "ptb", highest=0.5)
-    assert setting.ratio == 0.5
+    assert setting.selection.ratio == 0.5
     assert len(bench.evaluated) == 1
 
 
@@ -163,7 +165,7 @@ def test_the_smallest_ratio_below_a_latency_is_found(tiny: nn.Module) -> None:
     setting, history = ratio_for_latency(
         bench, Setting(0.0), share=0.7, measure=straight
     )
-    chosen = history.set_index("ratio").loc[setting.ratio]
+    chosen = history.set_index("ratio").loc[setting.selection.ratio]
     assert chosen["share"] <= 0.7
     # 0.4 + 0.6 · (1 − r) = 0.7 at r = ½, on a grid of whole atoms
     n_atoms = bench.keep(Setting(0.0)).n_atoms

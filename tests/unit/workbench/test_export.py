@@ -19,14 +19,16 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.sources import read_source, source_of, weights_bytes
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.session import Choice, PruningSession
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import context_length
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.export import describe_calibration, savings
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 SEQ_LEN = 32
-QUARTER = Choice(ratio=0.25)
+QUARTER = Selection(ratio=0.25)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +63,7 @@ def panel_of(root: Path, bench: Workbench) -> Explorer:
     """The panel of the table, calibrated and evaluated on the text."""
     text = str(root / "text.txt")
     table = ImportanceTable.read(root / "table.parquet")
-    session = PruningSession(
-        table, workbench=bench, setting=Setting(0.0, calibration=text)
-    )
+    session = PruningSession(table, workbench=bench, calibration=Calibration(text))
     return Explorer(session, corpora=(text,), tasks=())
 
 

@@ -1,0 +1,102 @@
+"""`heapr-lab evaluate`: perplexity, divergence and accuracy, dense or masked."""
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heapr_lab.cli import options, preflight
+from heapr_lab.cli.console import names_in, print_facts
+from heapr_lab.errors import SpecError
+
+if TYPE_CHECKING:
+    from heapr_lab.pruning.masks import KeepMask
+    from heapr_lab.workbench.workbench import Workbench
+
+
+def evaluate(
+    model: options.Model,
+    mask: options.Mask = None,
+    corpora: Annotated[
+        str, typer.Option(help="Test splits to measure perplexity on, with commas.")
+    ] = "pydocs",
+    tasks: options.Tasks = "",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Items of each harness task.")
+    ] = None,
+    kl: Annotated[
+        bool, typer.Option("--kl", help="KL(dense || pruned) and top-1 agreement too.")
+    ] = False,
+    seq_len: options.SeqLen = None,
+    profile: options.Profile = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure perplexity and accuracy.
+
+    Of the dense model, or under a mask of `prune`.
+    """
+    _check_asked(names_in(corpora), names_in(tasks), kl=kl, masked=mask is not None)
+    from heapr_lab.checkpoints.same_model import own_mask
+    from heapr_lab.pruning.masks import KeepMask
+    from heapr_lab.workbench.workbench import open_workbench
+
+    if mask is not None:
+        KeepMask.read(mask)  # damaged or not, it is looked at again with the model
+    preflight.check_corpora(names_in(corpora), split="test")
+    preflight.check_tasks(names_in(tasks))
+    bench = open_workbench(
+        model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
+    )
+    keep = None if mask is None else own_mask(mask, bench.identity, name=model)
+    rows = []
+    for corpus in names_in(corpora):
+        rows += _losses(bench, keep, corpus, kl=kl)
+    for task in names_in(tasks):
+        found = bench.task_results(keep, task, limit=limit)
+        rows += [_row(task, r["metric"], r["value"], r["stderr"]) for r in found]
+    if as_json:
+        print_facts({"model": model, "results": rows}, as_json=True)
+        return
+    for row in rows:
+        error = f" ± {row['stderr']:.4g}" if math.isfinite(row["stderr"]) else ""
+        name = f"{row['dataset']} {row['metric']}"
+        typer.echo(f"{name:<40} {row['value']:.6g}{error}")
+
+
+def _check_asked(
+    corpora: list[str], tasks: list[str], *, kl: bool, masked: bool
+) -> None:
+    """Make sure that there is something to measure.
+
+    Raises:
+        SpecError: there is nothing, or nothing to compare with.
+    """
+    if not corpora and not tasks:
+        raise SpecError("nothing to measure: give --corpora, --tasks or both")
+    if kl and not masked:
+        raise SpecError(
+            "KL is that of a pruned model from the dense one, and there is no mask; "
+            "give one (--mask), or leave --kl out"
+        )
+
+
+def _losses(
+    bench: "Workbench", keep: "KeepMask | None", corpus: str, *, kl: bool
+) -> list[dict[str, Any]]:
+    """Rows of dataset, metric, value and stderr, of one corpus' test split."""
+    windows = bench.test_windows(corpus)
+    found = bench.perplexity(keep, windows)
+    values = {"perplexity": found.value, "nll": found.nll}
+    if kl and keep is not None:
+        divergence = bench.divergence(keep, windows)
+        values["kl"] = divergence.kl
+        values["top1_agreement"] = divergence.top1_agreement
+    return [_row(corpus, metric, value) for metric, value in values.items()]
+
+
+def _row(
+    dataset: str, metric: str, value: float, stderr: float = math.nan
+) -> dict[str, Any]:
+    return {"dataset": dataset, "metric": metric, "value": value, "stderr": stderr}

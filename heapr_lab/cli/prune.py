@@ -1,0 +1,378 @@
+"""`heapr-lab prune`: select what stays, say what it saves, write the smaller model."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heapr_lab.cli import options, preflight
+from heapr_lab.cli.console import names_in, print_facts, say
+from heapr_lab.errors import SpecError
+
+if TYPE_CHECKING:
+    from heapr_lab.importance.table import ImportanceTable
+    from heapr_lab.workbench.export import Chosen, Report
+    from heapr_lab.workbench.presets import Method
+    from heapr_lab.workbench.settings import Setting
+    from heapr_lab.workbench.workbench import Workbench
+
+_SEARCHED = ("estimator", "scope", "granularity", "structure", "multiple")
+"""What a search over ratios can follow of a selection."""
+
+
+def prune(
+    model: options.Model,
+    ratio: options.Ratio = None,
+    max_rise: options.MaxRise = None,
+    max_latency: options.MaxLatency = None,
+    importance: options.Importance = None,
+    method: options.MethodName = "best",
+    estimator: options.EstimatorOrMethods = None,
+    rounds: options.Rounds = 1,
+    scope: options.Scope = "global",
+    granularity: options.Granularity = "atom",
+    structure: options.Structure = "ragged",
+    multiple: options.Multiple = None,
+    of: options.Of = "atoms",
+    price: options.Price = None,
+    exclude_layers: options.ExcludeLayers = "",
+    min_atoms: options.MinAtoms = 0,
+    protect_outliers: options.ProtectOutliers = 0.0,
+    protect_unrouted: options.ProtectUnrouted = False,
+    out: options.PrunedOut = None,
+    perplexity: options.CardCorpora = None,
+    corpus: options.Corpus = "pydocs",
+    n_sequences: options.Sequences = None,
+    seq_len: options.SeqLen = None,
+    seed: options.Seed = 0,
+    profile: options.Profile = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Select what stays, say what that saves, and write the smaller model.
+
+    The importance comes from a file of `score`, and then the model is never loaded: its
+    files are sliced one tensor at a time. Without such a file it comes from the cache,
+    measured if it is not there, and what stays in a checkpoint makes up for what goes.
+    """
+    from heapr_lab.pruning.options import Selection
+    from heapr_lab.text.calibration_spec import Calibration
+    from heapr_lab.workbench.presets import find_method
+    from heapr_lab.workbench.settings import Setting
+    from heapr_lab.workbench.workbench import open_workbench
+
+    preset = find_method(method)
+    amount = Amount(ratio, max_rise, max_latency)
+    amount.check(alone=importance is not None, rounds=rounds)
+    selection = Selection(
+        amount.ratio or 0.0,
+        estimator=estimator or preset.estimator_for(importance, rounds=rounds),
+        scope=scope,
+        granularity=granularity,
+        structure=structure,
+        multiple=multiple or (1 if structure in _WITH_DEFAULT_MULTIPLE else None),
+        of=of,
+        price=price,
+        exclude_layers=preflight.layer_numbers(exclude_layers),
+        min_atoms=min_atoms,
+        protect_outliers=protect_outliers,
+        protect_unrouted=protect_unrouted,
+    )
+    request = Request(
+        model=model,
+        method=preset,
+        amount=amount,
+        setting=Setting(selection, Calibration(corpus, n_sequences, seed=seed)),
+        default_multiple=multiple is None and structure in _WITH_DEFAULT_MULTIPLE,
+        importance=importance,
+        rounds=rounds,
+        out=out,
+        corpora=perplexity,
+        seq_len=seq_len,
+        open_bench=functools.cache(
+            functools.partial(
+                open_workbench,
+                model,
+                profile=profile,
+                seq_len=seq_len,
+                device=device,
+                dtype=dtype,
+            )
+        ),
+    )
+    print_facts(request.run(in_words=not as_json), as_json=as_json)
+
+
+_WITH_DEFAULT_MULTIPLE = {"aligned", "uniform"}
+"""Structures whose multiple is chosen, once widths are known, where none is given."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much goes: a ratio, or what it is searched for by."""
+
+    ratio: float | None
+    max_rise: float | None
+    max_latency: float | None
+
+    def check(self, *, alone: bool, rounds: int) -> None:
+        """Make sure that how much goes is said once, and can be found.
+
+        Args:
+            alone: whether there is a file of importance, and no model.
+            rounds: as `prune`.
+
+        Raises:
+            SpecError: it is said otherwise.
+        """
+        searched = self.max_rise is not None or self.max_latency is not None
+        if alone and (rounds > 1 or searched):
+            raise SpecError(
+                "--rounds, --max-rise and --max-latency run the model: leave "
+                "--importance out"
+            )
+        given = (self.ratio, self.max_rise, self.max_latency)
+        if sum(value is not None for value in given) != 1:
+            raise SpecError(
+                "how much goes has to be said once: give --ratio, --max-rise or "
+                "--max-latency"
+            )
+
+    def settle(self, setting: "Setting", bench: "Callable[[], Workbench]") -> "Setting":
+        """`setting` with the ratio that is asked for, searched where it has to be.
+
+        Raises:
+            SpecError: the selection has more to it than a search can follow, or no
+                ratio is fast enough.
+        """
+        from heapr_lab.workbench.budgets import ratio_for_latency, ratio_for_loss
+
+        if self.max_rise is not None:
+            _check_searchable(setting, option="--max-rise")
+            corpus = setting.calibration.corpus
+            return ratio_for_loss(bench(), setting, corpus, rise=self.max_rise)[0]
+        if self.max_latency is not None:
+            _check_searchable(setting, option="--max-latency")
+            return ratio_for_latency(bench(), setting, share=self.max_latency)[0]
+        return setting
+
+
+def _check_searchable(setting: "Setting", *, option: str) -> None:
+    """Make sure that nothing but the ratio decides how much goes.
+
+    Raises:
+        SpecError: something else does.
+    """
+    from heapr_lab.pruning.options import Selection
+
+    asked = setting.selection
+    plain = Selection(asked.ratio, **{name: getattr(asked, name) for name in _SEARCHED})
+    beyond = [name for name, value in vars(asked).items() if value != vars(plain)[name]]
+    if beyond:
+        raise SpecError(
+            f"{option} goes with {', '.join(_SEARCHED)}, not with {', '.join(beyond)}: "
+            "give --ratio"
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `prune` was asked for."""
+
+    model: str
+    method: "Method"
+    amount: Amount
+    setting: "Setting"
+    """Its ratio is 0 where it is searched, its multiple 1 where it is chosen later."""
+    default_multiple: bool
+    importance: Path | None
+    rounds: int
+    out: Path | None
+    corpora: str | None
+    seq_len: int | None
+    open_bench: "Callable[[], Workbench]"
+
+    @property
+    def to_folder(self) -> bool:
+        """Whether a checkpoint is to be written."""
+        return self.out is not None and self.out.suffix != ".parquet"
+
+    @property
+    def compensated(self) -> bool:
+        """Whether weights are compensated, in what is written or between rounds."""
+        # Rounds score what compensation leaves, so the mask is that of a checkpoint.
+        wanted = self.to_folder or self.rounds > 1
+        return self.method.compensated and self.importance is None and wanted
+
+    def run(self, *, in_words: bool) -> dict[str, Any]:
+        """Check, select, write; the facts to print."""
+        from heapr_lab.models.loading import model_folder
+        from heapr_lab.models.sources import read_source
+        from heapr_lab.workbench.export import savings
+
+        _check_out(self.out, to_folder=self.to_folder)
+        source = model_folder(self.model)
+        measured = self._check(source)
+        table = self._table(source)
+        made = self._choose(table)
+        if self.out is not None and not self.to_folder:
+            made.keep.write(self.out)
+        elif self.out is not None:
+            self._write(self.out, made, table, source=source, corpora=measured)
+        saved = savings(
+            made.keep,
+            table,
+            seq_len=self.seq_len,
+            source=read_source(source),
+            written=self.out if self.to_folder else None,
+        )
+        return {
+            "model": self.model,
+            "method": self.method.name,
+            "estimator": self.setting.selection.estimator,
+            "compensated": self.compensated,
+            "atoms": made.keep.n_atoms,
+            "atoms_kept": made.keep.n_kept,
+            "achieved_ratio": made.keep.achieved_ratio,
+            **(_in_words(saved) if in_words else saved),
+            "out": None if self.out is None else str(self.out),
+        }
+
+    def _check(self, source: Path) -> list[str]:
+        """Refuse what can be refused before a model is read; the card's corpora.
+
+        Raises:
+            SpecError: a layer or text cannot be used, or --max-rise has a mixture.
+        """
+        from heapr_lab.text.calibration import corpora_of
+
+        corpus = self.setting.calibration.corpus
+        preflight.check_layers(source, self.setting.selection.exclude_layers)
+        parts = corpora_of(corpus)
+        if self.amount.max_rise is not None and len(parts) > 1:
+            raise SpecError(
+                f"--max-rise measures on the calibration corpus, and {corpus!r} is a "
+                "mixture: give --ratio, or one corpus"
+            )
+        if self.importance is None:
+            preflight.check_corpora([corpus], split="train")
+        measured = names_in(self.corpora or "")
+        if self.corpora is None and self.importance is None:
+            measured = list(parts)  # a mixture has no test split
+        preflight.check_corpora(measured, split="test")
+        return measured
+
+    def _table(self, source: Path) -> "ImportanceTable":
+        from heapr_lab.checkpoints.same_model import own_table
+
+        if self.importance is None:
+            return self.open_bench().table_of(self.setting)
+        return own_table(self.importance, source, name=self.model)
+
+    def _choose(self, table: "ImportanceTable") -> "Chosen":
+        from heapr_lab.pruning.selection import default_multiple, select
+        from heapr_lab.workbench.export import Chosen, choose, with_model
+
+        setting = self.setting
+        if self.default_multiple:
+            selection = replace(setting.selection, multiple=default_multiple(table))
+            setting = replace(setting, selection=selection)
+        setting = self.amount.settle(setting, self.open_bench)
+        if self.importance is not None:
+            return Chosen(with_model(select(table, setting.selection), table))
+        with _reported() as report:
+            return choose(
+                self.open_bench(),
+                table,
+                setting,
+                compensated=self.compensated,
+                rounds=self.rounds,
+                report=report,
+            )
+
+    def _write(
+        self,
+        out: Path,
+        made: "Chosen",
+        table: "ImportanceTable",
+        *,
+        source: Path,
+        corpora: list[str],
+    ) -> None:
+        """Write the checkpoint; without compensation the model need not be loaded."""
+        from heapr_lab.models.folders import has_tokenizer
+        from heapr_lab.models.loading import LAB
+        from heapr_lab.models.sources import read_source
+        from heapr_lab.workbench import export
+
+        named = self.model == LAB or not Path(self.model).is_dir()
+        base = self.model if named else str(source)
+        facts = export.facts_of(
+            table, made.keep, source=read_source(source), seq_len=self.seq_len
+        )
+        with _reported() as report:
+            if made.compensation is not None:
+                export.write_checkpoint(
+                    out, made, self.open_bench(), base=base, facts=facts,
+                    corpora=corpora, report=report,
+                )  # fmt: skip
+            else:
+                change = {
+                    name: export.perplexity_change(self.open_bench(), made.keep, name)
+                    for name in corpora
+                }
+                facts |= {"perplexity": change} if change else {}
+                export.slice_checkpoint(
+                    out, source, made.keep, base=base, facts=facts, report=report
+                )
+        if not has_tokenizer(source):
+            say(
+                f"there is no tokenizer in {source}, and so none in {out}: copy that "
+                "of the base model there before it is evaluated"
+            )
+
+
+def _check_out(out: Path | None, *, to_folder: bool) -> None:
+    """Make sure that a mask, or a checkpoint, can be written at `out`, if anywhere."""
+    from heapr_lab.checkpoints.folder import check_new
+
+    if out is not None and to_folder:
+        preflight.check_folder(out)
+        check_new(out)
+    elif out is not None:
+        preflight.check_file(out)
+
+
+@contextlib.contextmanager
+def _reported() -> "Iterator[Report]":
+    """A bar for each part of what is reported."""
+    from heapr_lab.progress import progress_bar
+
+    with contextlib.ExitStack() as bars:
+        shown: dict[str, Callable[[int, int], None]] = {}
+
+        def report(done: int, total: int, text: str) -> None:
+            if text not in shown:
+                bars.close()
+                label, _, unit = text.partition(": ")
+                shown[text] = bars.enter_context(progress_bar(label, unit or "step"))
+            shown[text](done, total)
+
+        yield report
+
+
+def _in_words(saved: dict[str, Any]) -> dict[str, Any]:
+    """`export.savings` for people: what was counted at which context, in which type."""
+    from heapr_lab.pruning.savings import at_context
+
+    at = at_context(saved["seq_len"])
+    shown = {
+        name: f"{value:,.6g} {at}" if name.startswith("flops_") else value
+        for name, value in saved.items()
+        if name not in {"seq_len", "bytes_per_parameter", "bytes_after_is"}
+    }
+    after = f"{saved['bytes_after']} ({saved['bytes_after_is']})"
+    return shown | {"bytes_after": after}

@@ -1,0 +1,94 @@
+"""`heapr-lab figures` and `heapr-lab reproduce`: what is published, made again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heapr_lab.cli import options, preflight
+from heapr_lab.cli.console import print_facts
+
+
+def figures(
+    model: options.ModelOption = "lab",
+    profile: options.Profile = None,
+    out: options.OutFolder = None,
+    n_workers: options.Workers = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Make every figure and table."""
+    _reproduce(
+        model, profile, out, device, dtype,
+        notebooks=False, publish=False, n_workers=n_workers, as_json=as_json,
+    )  # fmt: skip
+
+
+def reproduce(
+    model: options.ModelOption = "lab",
+    profile: options.Profile = None,
+    out: options.OutFolder = None,
+    notebooks: Annotated[bool, typer.Option(help="Execute the notebooks too.")] = True,
+    publish: Annotated[
+        bool,
+        typer.Option(
+            "--publish",
+            help="Rewrite what is committed: figures, notebooks, tables of the README.",
+        ),
+    ] = False,
+    n_workers: options.Workers = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Make every figure, execute every notebook.
+
+    The main job: score, prune at 10 to 90 %, evaluate, draw.
+    """
+    _reproduce(
+        model, profile, out, device, dtype,
+        notebooks=notebooks, publish=publish, n_workers=n_workers, as_json=as_json,
+    )  # fmt: skip
+
+
+def _reproduce(
+    model: str,
+    profile: str | None,
+    out: Path | None,
+    device: str,
+    dtype: str,
+    *,
+    notebooks: bool,
+    publish: bool,
+    n_workers: int | None,
+    as_json: bool,
+) -> None:
+    if out is not None:
+        preflight.check_folder(out)
+    from heapr_lab.experiments.reproduce import reproduce as make
+
+    summary = make(
+        model,
+        profile=profile,
+        device=device,
+        dtype=dtype,
+        figures_dir=out,
+        notebooks=notebooks,
+        publish=publish,
+        n_workers=n_workers,
+    )
+    if not as_json:
+        typer.echo("\n".join(summary.lines()))
+        return
+    facts = {
+        "model": model,
+        "figures": str(summary.figures),
+        "files": [str(path) for path in summary.files],
+        "notebooks": [str(path) for path in summary.notebooks],
+        "skipped": summary.skipped,
+        "perplexity": summary.perplexity,
+        "claims": summary.claims.to_dict("records"),
+        "seconds": summary.seconds,
+    }
+    print_facts(facts, as_json=True)

@@ -1,0 +1,63 @@
+"""`heapr-lab score`: measure the importance of every atom."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from heapr_lab.cli import options, preflight
+from heapr_lab.cli.console import print_facts
+
+
+def score(
+    model: options.Model,
+    corpus: options.Corpus = "pydocs",
+    n_sequences: options.Sequences = None,
+    seq_len: options.SeqLen = None,
+    seed: options.Seed = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the table here too, as parquet.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Windows per pass [default: what fits].")
+    ] = None,
+    eliminated: Annotated[
+        bool,
+        typer.Option("--eliminate", help="Scores of elimination too: a forward pass."),
+    ] = False,
+    profile: options.Profile = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure the importance of every atom.
+
+    The table stays in the cache, from which the other commands take it.
+    """
+    if out is not None:
+        preflight.check_file(out, suffix=".parquet")
+    from heapr_lab.text.calibration_spec import Calibration
+    from heapr_lab.workbench.workbench import open_workbench
+
+    calibration = Calibration(corpus, n_sequences, seed=seed)
+    preflight.check_corpora([corpus], split="train")
+    bench = open_workbench(
+        model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
+    )
+    windows = bench.calibration_set(calibration)
+    table = bench.measure(windows, batch_size=batch_size)
+    if eliminated:  # from the cache, but for the elimination
+        table = bench.importance(calibration, estimator="elimination")
+    if out is not None:
+        table.write(out)
+    facts: dict[str, Any] = {
+        "model": model,
+        "atoms": table.n_atoms,
+        "layers": table.n_layers,
+        "predicted_tokens": table.metadata["N"],
+        "unrouted_experts": len(table.unrouted()),
+        "calibration": f"{windows.n_sequences} x {windows.seq_len} of {windows.label}",
+        "spec_hash": table.metadata["spec_hash"],
+        "out": None if out is None else str(out),
+    }
+    print_facts(facts, as_json=as_json)

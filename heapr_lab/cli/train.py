@@ -1,0 +1,102 @@
+"""`heapr-lab train-lab-model`: the small models of our own."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heapr_lab.cli import options, preflight
+from heapr_lab.cli.console import print_facts
+from heapr_lab.errors import SpecError
+
+
+def train_lab_model(
+    recipe: Annotated[
+        str, typer.Option(help="bundled, or wide: another family, wider experts.")
+    ] = "bundled",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder [default: the recipe's, in data].")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="State to resume from [default: in the cache].")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="One run of so many [default: the recipe's runs]."),
+    ] = None,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Earlier lab model to go on from, with --steps.")
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(min=-(2**32), max=2**32, help="Of weights and batches."),
+    ] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: options.AsJson = False,
+) -> None:
+    """Train the lab model, or go on training it.
+
+    The same seed and steps give the same model.
+    """
+    for folder in (out, work):
+        if folder is not None:
+            preflight.check_folder(folder)
+    from heapr_lab.lab_model import card, train
+    from heapr_lab.lab_model.recipes import RECIPES
+    from heapr_lab.models.loading import check_device
+    from heapr_lab.progress import progress_bar
+    from heapr_lab.storage import paths
+
+    _check_start(start_from, steps)
+    _check_recipe(recipe, RECIPES)
+    check_device(device)
+    out = out or paths.lab_model_dir(recipe)
+    work = work or paths.cache_dir() / f"lab_training-{recipe}"
+    runs = [dataclasses.replace(r, seed=r.seed + seed) for r in RECIPES[recipe]]
+    losses: list[float] = []
+    with progress_bar("training the lab model", "step") as bar:
+
+        def on_step(step: int, n_steps: int, loss: float) -> None:
+            losses.append(loss)
+            bar(step, n_steps)
+
+        if steps is None:
+            train.train_bundled(
+                out, work=work, runs=runs, device=device, on_step=on_step
+            )
+        else:
+            runs = [dataclasses.replace(runs[0], n_steps=steps)]
+            train.train_lab_model(
+                out,
+                spec=runs[0],
+                work=work,
+                start_from=start_from,
+                device=device,
+                on_step=on_step,
+            )
+    title = "The lab model" if recipe == "bundled" else f"The {recipe} lab model"
+    card.write_card(out, title=title)
+    last = losses[-1] if losses else None
+    facts = {
+        "out": str(out),
+        "steps": sum(run.n_steps for run in runs),
+        "tokens": sum(run.n_tokens for run in runs),
+    }
+    print_facts({**facts, "last_batch_loss_nats": last}, as_json=as_json)
+
+
+def _check_start(start_from: Path | None, steps: int | None) -> None:
+    if start_from is not None and steps is None:
+        raise typer.BadParameter("--start-from needs --steps: how long to go on")
+
+
+def _check_recipe(recipe: str, known: Iterable[str]) -> None:
+    """Make sure that there is a recipe of that name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if recipe not in known:
+        raise SpecError(f"recipe {recipe!r}: expected one of {', '.join(known)}")

@@ -1,0 +1,166 @@
+"""One `Selection`, one `Calibration`: checked, hashable, JSON both ways."""
+
+import json
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_tables import random_table
+
+from heapr_lab import Calibration, Selection, Setting, select
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.pruning.options import STRUCTURES
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> Selection:
+    """Any selection that can be made."""
+    estimator = draw(st.sampled_from(sorted(ESTIMATORS)))
+    structure = draw(st.sampled_from(STRUCTURES))
+    ragged, uniform = structure == "ragged", structure == "uniform"
+    multiples = st.none() if ragged else st.integers(1, 64)
+    shares = st.floats(0, 1)
+    own = {} if uniform else draw(st.dictionaries(st.integers(0, 3), st.floats(0, 0.9)))
+    excluded = st.just(()) if uniform else st.lists(st.integers(4, 9), max_size=3)
+    return Selection(
+        draw(st.floats(0, 1, exclude_max=True)),
+        estimator=estimator,
+        scope="layer" if ESTIMATORS[estimator].within_layer else "global",
+        granularity=draw(st.sampled_from(("atom", "expert"))) if ragged else "atom",
+        structure=structure,
+        multiple=draw(multiples) or (8 if structure == "aligned" else None),
+        of="atoms" if own else draw(st.sampled_from(("atoms", "bytes", "flops"))),
+        layer_ratios=own,  # type: ignore[arg-type]
+        exclude_layers=draw(excluded),  # type: ignore[arg-type]
+        min_atoms=draw(st.integers(0, 9)),
+        protect_outliers=draw(shares),
+        protect_unrouted=draw(st.booleans()),
+        price=draw(st.none() | shares),
+    )
+
+
+@given(selections())
+def test_a_selection_survives_json(selection: Selection) -> None:
+    """Read back it is equal, with an equal hash, and its text is the same."""
+    again = Selection.from_dict(json.loads(json.dumps(selection.to_dict())))
+    assert again == selection
+    assert hash(again) == hash(selection)
+    assert again.text == selection.text
+
+
+@given(selections())
+def test_a_repr_makes_the_selection_again(selection: Selection) -> None:
+    """It names what was set, and is Python."""
+    assert eval(repr(selection), {"Selection": Selection}) == selection
+
+
+def test_one_form_of_what_is_equal() -> None:
+    """However numbers and layers were given, equal selections are equal."""
+    given_so = Selection(
+        np.float64(0.3), layer_ratios={np.int64(2): 0.1, 1: 0.5}, exclude_layers=[4, 3]
+    )  # type: ignore[arg-type]
+    assert given_so == Selection(
+        Decimal("0.3"), layer_ratios=((1, 0.5), (2, 0.1)), exclude_layers=(3, 4)
+    )  # type: ignore[arg-type]
+    assert given_so.own_layers == (1, 2)
+
+
+def test_a_ratio_stays_exact() -> None:
+    """A third of 9 atoms is 3, also where a float would fall short of it."""
+    table = random_table(1, 1, 9)
+    third = Selection(Fraction(1, 3))  # type: ignore[arg-type]
+    assert third.ratio == Fraction(1, 3)
+    assert select(table, third).n_removed == 3
+    assert select(table, Selection(0.1 * 3)).n_removed == 2  # 0.30000000000000004
+
+
+def test_ratios_do_not_change_the_ranking() -> None:
+    """Selections that differ in ratios alone share a ranking; others do not."""
+    one = Selection(0.2, layer_ratios={1: 0.5})  # type: ignore[arg-type]
+    other = Selection(0.7, layer_ratios={1: 0.1})  # type: ignore[arg-type]
+    assert one.ranking_key == other.ranking_key
+    assert one.ranking_key != Selection(0.2).ranking_key
+    assert one.ranking_key != Selection(0.2, min_atoms=1).ranking_key
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({}, "ratio is needed; got none"),
+        ({"estimator": "heapr"}, "ratio is needed; got estimator"),
+        ({"ratio": 0.5, "ratoi": 0.6}, "got ratio, ratoi"),
+        ({"ratio": 25}, r"in \[0, 1\), got 25; give a fraction"),
+        ({"ratio": 0.5, "structure": "square"}, "structure must be one of 'ragged'"),
+        ({"ratio": 0.5, "price": 1.5}, r"price must be in \[0, 1\], got 1.5"),
+        ({"ratio": 0.5, "price": "high"}, "price must be a number"),
+        ({"ratio": 0.5, "min_atoms": 2**31}, "no expert has so many"),
+        ({"ratio": 0.5, "multiple": 0}, "multiple must be a whole number from 1"),
+        ({"ratio": 0.5, "exclude_layers": "12"}, "a list of layer numbers, got '12'"),
+    ],
+)
+def test_what_cannot_be_used_is_named(plain: dict[str, Any], message: str) -> None:
+    """Also when it comes from a file."""
+    with pytest.raises(SpecError, match=message):
+        Selection.from_dict(plain)
+
+
+def test_select_takes_one_way_of_saying_it() -> None:
+    """A selection, or its fields."""
+    table = random_table(1, 2, 4)
+    selection = Selection(0.5, scope="layer")
+    assert select(table, selection) == select(table, ratio=0.5, scope="layer")
+    with pytest.raises(TypeError, match="not both"):
+        select(table, selection, ratio=0.5)
+
+
+def test_a_calibration_survives_json() -> None:
+    """Read back it is equal."""
+    calibration = Calibration("ptb", 8, 64, seed=-1)
+    plain = json.loads(json.dumps(calibration.to_dict()))
+    assert Calibration.from_dict(plain) == calibration
+    assert len({calibration, Calibration.from_dict(plain), Calibration()}) == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n_sequences": 0},
+        {"n_sequences": True},
+        {"seq_len": 1},
+        {"seed": 2**63},
+        {"seed": 0.5},
+        {"sead": 1},
+    ],
+)
+def test_a_calibration_that_cannot_be_used(fields: dict[str, Any]) -> None:
+    """Numbers and names are checked where it is made."""
+    with pytest.raises(SpecError, match=next(iter(fields))):
+        Calibration.from_dict(fields)
+
+
+def test_a_setting_is_a_pair() -> None:
+    """The short form gives the same; wholes and their parts are not mixed."""
+    short = Setting(0.4, scope="layer", calibration="ptb", n_sequences=8, seed=1)
+    pair = Setting(Selection(0.4, scope="layer"), Calibration("ptb", 8, seed=1))
+    assert short == pair
+    assert hash(short) == hash(pair)
+    assert Setting.from_dict(json.loads(json.dumps(pair.to_dict()))) == pair
+    assert pair.at(0.7) == Setting(Selection(0.7, scope="layer"), pair.calibration)
+    with pytest.raises(TypeError, match="not both"):
+        Setting(pair.selection, scope="layer")
+    with pytest.raises(TypeError, match="not both"):
+        Setting(0.4, pair.calibration, seed=3)
+
+
+def test_columns_tell_settings_apart() -> None:
+    """Rows of results name whatever was set besides what they always name."""
+    plain = Setting(0.4).columns()
+    assert set(Setting(0.4, of="model", min_atoms=2).columns()) - set(plain) == {
+        "of",
+        "min_atoms",
+    }
