@@ -8,7 +8,7 @@ Shapes: E n_experts, D d_model, w the width that all experts have.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import read_config, read_tokenizer
 from heapr_lab.models.safetensors_headers import read_source
+from heapr_lab.progress import Progress
 from heapr_lab.storage.cache import writing
 
 ELSE = "use llama.cpp's own convert_hf_to_gguf.py"
@@ -57,7 +58,7 @@ def write_gguf(
     folder: Path | str,
     path: Path | str,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Write the model in `folder` to one GGUF file, every tensor in its own dtype.
 
@@ -110,7 +111,7 @@ def _write_tensors(
     writer: Any,
     pieces: list[_Piece],
     gguf: Any,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> None:
     for piece in pieces:
         kind = _kind(piece, gguf)

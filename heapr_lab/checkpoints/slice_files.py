@@ -6,7 +6,7 @@ of the same name, laid out as safetensors' own writer lays it out.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ from heapr_lab.checkpoints.slice_plan import Piece, Planner, SlicedFile
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.safetensors_headers import INDEX, TORCH, Stored, read_source
+from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage.files import checksum, read_json, write_json
 
@@ -32,7 +33,7 @@ def slice_files(
     out: Path,
     *,
     stacked: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, str]:
     """Write the weights in `source` without the atoms outside `keep`.
 

@@ -1,7 +1,7 @@
 """Slice a dense checkpoint's folder into a pruned one, without loading the model."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from heapr_lab.models.folders import has_tokenizer, read_config, read_tokenizer
 from heapr_lab.models.ragged_experts import (
     HeaprConfig,
 )
+from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
 
@@ -35,7 +36,7 @@ def prune_folder(
     *,
     base: str | None = None,
     facts: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Slice the files of the model in `source` into a checkpoint, tensor by tensor.
 

@@ -349,10 +349,10 @@ def _check_out(out: Path | None, *, to_folder: bool) -> None:
 @contextlib.contextmanager
 def _reported() -> "Iterator[Report]":
     """A bar for each part of what is reported."""
-    from heapr_lab.progress import progress_bar
+    from heapr_lab.progress import Progress, progress_bar
 
     with contextlib.ExitStack() as bars:
-        shown: dict[str, Callable[[int, int], None]] = {}
+        shown: dict[str, Progress] = {}
 
         def report(done: int, total: int, text: str) -> None:
             if text not in shown:

@@ -11,9 +11,7 @@ from heapr_lab.errors import CoverageError, SpecError
 from heapr_lab.evaluation.passages import (
     TOKENS_AT_ONCE,
     Passage,
-    Progress,
     as_float64,
-    no_report,
     observe,
     routed_experts,
     token_texts,
@@ -22,6 +20,7 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.text.calibration import CalibrationSet
 
 

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from torch import nn
 from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.evaluation.continuation import continuation_items
 from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import Progress
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.corpora import Corpus
 
@@ -72,7 +73,7 @@ def run_tasks(
     *,
     limit: int | None = None,
     batch_size: int = 16,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> pd.DataFrame:
     """Accuracies of `model` on `tasks`, one row for each task and metric.
 

@@ -13,7 +13,7 @@ import copy
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import nn
 
 from heapr_lab.models.likelihood import final_states, iter_log_probs
+from heapr_lab.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ _COARSE = 0.02
 class _Counter(CacheHook):
     """Told of each answered request: the harness's own place for that."""
 
-    def __init__(self, n_requests: int, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, n_requests: int, progress: Progress) -> None:
         super().__init__(None)
         self.done, self.n_requests, self.progress = 0, n_requests, progress
 
@@ -57,7 +58,7 @@ class PackingHFLM(HFLM):
         tokenizer: Any,
         *,
         n_requests_at_once: int = 16,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         super().__init__(
             pretrained=model,

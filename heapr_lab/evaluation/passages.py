@@ -9,7 +9,7 @@ p · h_k · w_down_k to the output of its layer for a token.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,10 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed, switching
 from heapr_lab.models.likelihood import final_states, token_nll
 from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import Downs, masking
 from heapr_lab.text.tokenization import tokenise
-
-Progress = Callable[[int, int], None]
-"""Called with (done, in all); what it raises ends the work."""
 
 TOKENS_AT_ONCE = 4096
 _UNFINISHED = "\ufffd"
@@ -279,10 +277,6 @@ def _check_length(passage: Passage) -> None:
         raise SpecError(
             f"the text {passage.text!r} has 1 token, expected at least 2: write more"
         )
-
-
-def no_report(_done: int, _total: int) -> None:
-    """Tells nobody."""
 
 
 def routed_experts(tokens: list[int]) -> np.ndarray:

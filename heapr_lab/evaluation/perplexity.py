@@ -21,13 +21,11 @@ from heapr_lab.models.likelihood import (
     token_nll,
 )
 from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import token_windows
-
-Progress = Callable[[int, int], None]
-"""Called with (windows done, windows in all)."""
 
 _TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 

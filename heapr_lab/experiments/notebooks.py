@@ -20,6 +20,7 @@ import nbformat
 import pandas as pd
 
 from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.progress import Progress
 from heapr_lab.storage import files, paths
 from heapr_lab.storage.hashing import digest
 
@@ -90,7 +91,7 @@ def execute_all(
     timeout: float = TIMEOUT_SECONDS,
     force: bool = False,
     executor: Executor | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Path]:
     """Execute the notebooks of a folder that are not up to date.
 

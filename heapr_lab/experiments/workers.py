@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.importance.collect import Progress
+from heapr_lab.progress import Progress
 from heapr_lab.workbench.workbench import Workbench
 
 Step = Callable[[Workbench], Any]

@@ -9,7 +9,7 @@ experts that it is routed to, and 0 for all others.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from heapr_lab.models.identity import refuse_autocast
 from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.likelihood import check_fits, final_states
 from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import Progress
 from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ def collect_grams(
     *,
     span: str = "expert",
     layers: list[int] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[int, LayerGrams]:
     """Sum the products of routed activations over `calibration`, by layer.
 
@@ -234,7 +235,7 @@ def iter_grams(
     calibration: CalibrationSet,
     *,
     span: str,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
     """The sums of one layer after the other, as `collect_grams` has them.
 
@@ -280,7 +281,7 @@ def _stepped(
     walk: LayerByLayer,
     layers: Sequence[ExpertsLayer],
     span: str,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
     """Each layer's sums, from running its inputs through it."""
     with_experts = {layer.layer: layer for layer in layers}

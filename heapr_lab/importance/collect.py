@@ -9,7 +9,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from heapr_lab.models.identity import check_unchanged, identity_in_force, weight
 from heapr_lab.models.likelihood import check_fits, sampled_targets, token_nll
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import EXPERT_SUMS
+from heapr_lab.progress import Progress
 from heapr_lab.storage import files
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
@@ -46,9 +47,6 @@ STATISTICS_SCHEMA = 1
 _TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
 _SAVE_SECONDS = 60.0
 _SAVE_SHARE = 0.02
-
-Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
 
 
 LABELS = ("data", "model")

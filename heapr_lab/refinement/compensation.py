@@ -19,7 +19,7 @@ Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · 
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from heapr_lab.importance.activation_grams import (
     iter_grams,
 )
 from heapr_lab.models.experts import ExpertsLayer, find_experts, refuse_broken
+from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of, prune
 from heapr_lab.repr_html import card_html
@@ -94,7 +95,7 @@ def compensate(
     *,
     ridge: float | None = None,
     span: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Prune `model` and let the atoms that stay make up for the others.
 
@@ -148,7 +149,7 @@ def fit_compensation(
     *,
     ridge: float | None = None,
     span: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Compensation:
     """The new W_down alone, to evaluate with `masking(model, keep, downs)`.
 

@@ -15,7 +15,7 @@ no gradient besides those of the table.
 Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · I.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.activation_grams import LayerGrams, default_span, iter_grams
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.progress import Progress
 from heapr_lab.pruning.surgery import check_table
 from heapr_lab.refinement.compensation import check_layers
 from heapr_lab.storage.hashing import digest
@@ -48,7 +49,7 @@ def eliminate(
     span: str | None = None,
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ImportanceTable:
     """`table` with the scores of elimination, one forward pass after it was measured.
 

@@ -5,7 +5,6 @@ matters otherwise. Each round scores the model as the rounds before left it, com
 if asked, and removes up to its share of the ratio. Masks are nested.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import refuse_disturbed
+from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection, exact_ratio
 from heapr_lab.pruning.ranking import GONE
@@ -73,7 +73,7 @@ def prune_in_rounds(
     compensated: bool = True,
     span: str | None = None,
     table: ImportanceTable | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     **fields: Any,
 ) -> Rounds:
     """Select what stays in equal steps of the ratio, each scored on what is left.
@@ -109,18 +109,19 @@ def prune_in_rounds(
     at_once = fit_at_once(layers, span)
     n_solves = 0 if not compensated else 1 if at_once else rounds
     n_passes = rounds - (table is not None) + n_solves
-    count = _Count(progress, n_passes * calibration.n_sequences)
+    n_windows = calibration.n_sequences
+    count = Parts(n_passes * n_windows, progress)
     grams = None
     if compensated and at_once:
-        grams = collect_grams(model, calibration, span=span, progress=count.step)
-        count.end()
+        grams = collect_grams(model, calibration, span=span, progress=count)
+        count.end(n_windows)
     keep: KeepMask | None = None
     found: Compensation | None = None
     rows = []
     for number in range(1, rounds + 1):
         if table is None or keep is not None:
-            table = _scored(model, calibration, keep, found, progress=count.step)
-            count.end()
+            table = _scored(model, calibration, keep, found, progress=count)
+            count.end(n_windows)
         part: Any = whole * number / rounds
         chosen = select(table, replace(selection, ratio=part))
         keep = chosen if keep is None else _within(chosen, keep)
@@ -128,9 +129,9 @@ def prune_in_rounds(
             found = solve_layers(layers, keep, grams)
         elif compensated:
             found = fit_compensation(
-                model, keep, calibration, span=span, progress=count.step
+                model, keep, calibration, span=span, progress=count
             )
-            count.end()
+            count.end(n_windows)
         rows.append({"round": number, "achieved_ratio": keep.achieved_ratio})
     assert keep is not None
     keep = KeepMask(keep.arrays, {**keep.settings, "rounds": rounds})
@@ -150,7 +151,7 @@ def _scored(
     keep: KeepMask | None,
     found: Compensation | None,
     *,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> ImportanceTable:
     """The statistics of the model that `keep` leaves; what is gone is marked."""
     if keep is None:
@@ -167,21 +168,3 @@ def _scored(
             norms = found.downs[layer].double().square().sum(1).flatten().cpu().numpy()
         frame.loc[rows, "w_down_sq"] = norms.astype(frame["w_down_sq"].dtype)
     return ImportanceTable.from_frame(frame, **measured.metadata)
-
-
-class _Count:
-    """Windows done over all passes."""
-
-    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
-        self.progress, self.total = progress, total
-        self.before = self.done = 0
-
-    def step(self, done: int, _of_pass: int) -> None:
-        """Report windows of the pass that is on."""
-        self.done = done
-        if self.progress is not None:
-            self.progress(self.before + done, self.total)
-
-    def end(self) -> None:
-        """The pass is over."""
-        self.before, self.done = self.before + self.done, 0

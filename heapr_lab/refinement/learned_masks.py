@@ -15,7 +15,6 @@ Source: the idea is that of deterministic differentiable pruning, arXiv 2603.080
 """
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,14 +25,12 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import masked
 from heapr_lab.models.modes import differentiating, evaluating
+from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import check_table, masking
 from heapr_lab.refinement.distillation import Teacher, check_positive
 from heapr_lab.text.calibration import CalibrationSet
-
-Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
 
 _TEMPERATURES = 0.03, 0.005
 """First and last, as shares of the atoms: of 4 T of them the gate is open in part."""

@@ -15,8 +15,8 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from heapr_lab.errors import SpecError
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.progress import Progress
 from heapr_lab.refinement.distillation import Teacher, check_positive
-from heapr_lab.refinement.learned_masks import Progress
 from heapr_lab.text.calibration import CalibrationSet
 
 

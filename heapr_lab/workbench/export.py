@@ -16,6 +16,7 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.models.sources import Source, dtype_name, weights_bytes
+from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
@@ -258,7 +259,7 @@ def _perplexities(
     return dense.value, after.value
 
 
-def _part(report: Report, text: str) -> Callable[[int, int], None]:
+def _part(report: Report, text: str) -> Progress:
     """`report` as the progress of one part of the work."""
     return lambda done, total: report(done, total, text)
 

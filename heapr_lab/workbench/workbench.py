@@ -23,7 +23,7 @@ from heapr_lab.evaluation.perplexity import (
     evaluate_perplexity,
     exp_nll,
 )
-from heapr_lab.importance.collect import Progress, collect_statistics, statistics_spec
+from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.identity import (
     check_unchanged,
@@ -33,7 +33,7 @@ from heapr_lab.models.identity import (
 )
 from heapr_lab.models.loading import LAB, load_model
 from heapr_lab.models.sources import Source, source_of
-from heapr_lab.progress import progress_bar
+from heapr_lab.progress import Progress, progress_bar
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select

@@ -24,6 +24,7 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.likelihood import token_nll
+from heapr_lab.progress import Progress
 from heapr_lab.text.calibration import CalibrationSet
 
 ROUNDING = 1e-12
@@ -43,7 +44,7 @@ class InterruptError(Exception):
     """Stands for whatever ends a pass early."""
 
 
-def interrupt_at(window: int) -> collect.Progress:
+def interrupt_at(window: int) -> Progress:
     """A progress callback that raises when `window` windows are done."""
 
     def progress(done: int, total: int) -> None:
