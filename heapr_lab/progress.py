@@ -1,8 +1,9 @@
-"""Progress: of one piece of work or of several, as a bar or as calls."""
+"""Progress: of one piece of work or of several, as a bar or as the time left."""
 
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from tqdm.auto import tqdm
@@ -42,6 +43,57 @@ class Parts:
         """The part is over; it may have reported less than its `size`, or nothing."""
         self._before += size
         self.done = self._before
+
+
+class TimeLeft:
+    """Estimates the time left: what remains takes as long, unit for unit, as before.
+
+    Units: seconds; work in whatever is counted.
+
+    Example:
+        >>> now = iter([0.0, 6.0])
+        >>> left = TimeLeft(clock=lambda: next(now))
+        >>> left.reached(2)
+        >>> left.seconds(10)
+        24.0
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin the work.
+
+        Args:
+            clock: the time now.
+        """
+        self._clock = clock
+        self._seconds = self._measured = 0.0
+        self.skip_to(0)
+
+    def skip_to(self, done: float) -> None:
+        """So much is done, none of it by work since the last call: it was cached."""
+        self._done, self._last = done, self._clock()
+
+    def reached(self, done: float) -> None:
+        """So much is done, by work; less than before begins another piece of work."""
+        if done < self._done:
+            self._seconds = self._measured = self._done = 0.0
+        now = self._clock()
+        self._seconds += now - self._last
+        self._measured += done - self._done
+        self._done, self._last = done, now
+
+    def seconds(self, total: float) -> float | None:
+        """Until `total` is done; None while nothing was measured."""
+        if not self._measured:
+            return None
+        return self._seconds / self._measured * (total - self._done)
+
+
+def time_left_text(seconds: float | None) -> str:
+    """What follows a count, as `, about 1:05 left`; nothing where nothing is known."""
+    if not seconds:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f", about {minutes}:{rest:02d} left"
 
 
 def silent() -> bool:

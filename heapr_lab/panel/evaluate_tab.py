@@ -12,6 +12,7 @@ from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
 from heapr_lab.panel.session import PruningSession, Step
+from heapr_lab.progress import time_left_text
 from heapr_lab.pruning.options import Selection
 
 _SHOWN = ["dataset", "estimator", "scope", "granularity", "structure", "achieved_ratio"]
@@ -108,7 +109,8 @@ class EvaluateTab(ipw.VBox):
         selection = self.session.selection
 
         def tell(step: Step) -> None:
-            report(step.done, step.total, step.label)
+            left = time_left_text(step.seconds_left)
+            report(step.done, step.total, step.label, left=left)
 
         self.session.evaluate(
             tuple(self.corpora.value),

@@ -3,13 +3,13 @@
 import html
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError
+from heapr_lab.progress import TimeLeft, time_left_text
 
 _OUT_OF_DATE = (
     "Out of date: made with other settings or another text than those above now; press "
@@ -21,8 +21,14 @@ logger = logging.getLogger(__name__)
 class Report(Protocol):
     """What work tells how far it is; raises `CancelledError` once it is to stop."""
 
-    def __call__(self, done: float, total: float, text: str = "") -> None:
-        """So much is done of so much; `text` says of what."""
+    def __call__(
+        self, done: float, total: float, text: str = "", *, left: str | None = None
+    ) -> None:
+        """So much is done of so much.
+
+        `text` says of what, and `left` how long it takes yet: by default as estimated
+        from what took how long so far.
+        """
 
 
 class CancelledError(Exception):
@@ -57,7 +63,7 @@ class Job(ipw.VBox):
         self.error = ipw.HTML()
         self._stop = threading.Event()
         self._worker: threading.Thread | None = None
-        self._began = 0.0
+        self._left = TimeLeft()
         row = ipw.HBox([self.button, self.cancel_button, self.bar, self.text])
         super().__init__([row, self.error])
         self.button.on_click(self.start)
@@ -73,7 +79,7 @@ class Job(ipw.VBox):
         if self.running:
             return
         self._stop.clear()
-        self._began = time.monotonic()
+        self._left = TimeLeft()
         self._show_running(True, "starting")
         self._worker = threading.Thread(target=self._run, daemon=True)
         self._worker.start()
@@ -103,15 +109,15 @@ class Job(ipw.VBox):
         finally:
             self._show_running(False, message)
 
-    def _report(self, done: float, total: float, text: str = "") -> None:
+    def _report(
+        self, done: float, total: float, text: str = "", *, left: str | None = None
+    ) -> None:
         if self._stop.is_set():
             raise CancelledError
-        share = done / total if total else 0.0
-        self.bar.value = share
-        left = ""
-        if 0 < share < 1:
-            seconds = (time.monotonic() - self._began) * (1 - share) / share
-            left = f", about {int(seconds) // 60}:{int(seconds) % 60:02d} left"
+        self._left.reached(done)
+        if left is None:
+            left = time_left_text(self._left.seconds(total))
+        self.bar.value = done / total if total else 0.0
         self.text.value = status(f"{text}: {done:g} of {total:g}{left}")
 
     def _show_running(self, running: bool, message: str) -> None:

@@ -7,7 +7,6 @@ in `PruningSession.evaluate`.
 
 import bisect
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
 from heapr_lab.importance.estimators import ESTIMATORS, PER_TOKEN
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.progress import Parts, Progress, TimeLeft, time_left_text
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context, savings_of, summed_scores
@@ -71,10 +71,7 @@ class Step:
     def text(self) -> str:
         """One line for people."""
         line = f"{self.label}: window {self.done} of {self.total}"
-        if self.seconds_left is None:
-            return line
-        minutes, seconds = divmod(round(self.seconds_left), 60)
-        return f"{line}, about {minutes}:{seconds:02d} left"
+        return line + time_left_text(self.seconds_left)
 
 
 class PruningSession:
@@ -368,7 +365,7 @@ class PruningSession:
         for corpus, part in windows.items():
             for mask in masks:
                 clock.begin(f"{'dense' if mask is None else 'pruned'} on {corpus}")
-                found = bench.perplexity(mask, part, progress=clock)
+                found = bench.perplexity(mask, part, progress=clock.parts)
                 clock.end(part.n_sequences)
                 row = _point(selection, mask, corpus, score=score)
                 rows.append(row | _loss(found))
@@ -474,41 +471,37 @@ def _span(values: list[float], form: str) -> str:
 
 
 class _Clock:
-    """Turns the progress of each part into that of the whole, with the time left."""
+    """Turns the progress of each part into steps of the whole, with the time left."""
 
     def __init__(self, total: int, report: Callable[[Step], None] | None) -> None:
-        self._total = total
         self._report = report
         self._label = ""
-        self._before = self._in_part = self._measured = 0
-        self._seconds = self._last = 0.0
+        self._left = TimeLeft()
+        self.parts = Parts(total, self._measured)
 
     def begin(self, label: str) -> None:
         """A part begins."""
-        self._label, self._in_part, self._last = label, 0, time.monotonic()
+        self._label = label
+        self._left.skip_to(self.parts.done)
         self._tell()
 
-    def __call__(self, done: int, _of_part: int) -> None:
-        """`done` windows of the part were measured."""
-        now = time.monotonic()
-        self._seconds, self._last = self._seconds + now - self._last, now
-        self._measured += done - self._in_part
-        self._in_part = done
-        self._tell()
-
-    def share_of(self, n_windows: int) -> Callable[[int, int], None]:
+    def share_of(self, n_windows: int) -> Progress:
         """Progress of a part that counts as so many windows."""
-        return lambda done, total: self(n_windows * done // max(1, total), n_windows)
+        return lambda done, total: self.parts(
+            n_windows * done // max(1, total), n_windows
+        )
 
     def end(self, n_windows: int) -> None:
         """The part, measured or read from the cache, is through."""
-        self._before, self._in_part = self._before + n_windows, 0
+        self.parts.end(n_windows)
+        self._left.skip_to(self.parts.done)
+        self._tell()
+
+    def _measured(self, done: int, _total: int) -> None:
+        self._left.reached(done)
         self._tell()
 
     def _tell(self) -> None:
-        if self._report is None:
-            return
-        done, left = self._before + self._in_part, None
-        if self._measured:
-            left = self._seconds / self._measured * (self._total - done)
-        self._report(Step(self._label, done, self._total, left))
+        if self._report is not None:
+            done, total = self.parts.done, self.parts.total
+            self._report(Step(self._label, done, total, self._left.seconds(total)))

@@ -1,0 +1,110 @@
+"""Progress of several parts is that of the whole; the time left is what it will be."""
+
+import functools
+import itertools
+
+import pytest
+
+from heapr_lab.panel import jobs
+from heapr_lab.panel.jobs import Job, Report
+from heapr_lab.progress import Parts, TimeLeft, no_report, time_left_text
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        """The time now."""
+        return self.now
+
+
+def test_parts_count_through() -> None:
+    """Three parts of 4, 2 and 3, of which the second never reports."""
+    calls: list[tuple[int, int]] = []
+    parts = Parts(9, lambda *counts: calls.append(counts))
+    parts(2, 4)
+    parts(4, 4)
+    parts.end(4)
+    parts.end(2)
+    parts(3, 3)
+    assert calls == [(2, 9), (4, 9), (9, 9)]
+    assert parts.done == parts.total == 9
+
+
+def test_parts_that_nobody_watches() -> None:
+    """They still count."""
+    for nobody in (None, no_report):
+        parts = Parts(4, nobody)
+        parts(3, 4)
+        assert parts.done == 3
+
+
+def test_work_of_one_speed_takes_as_long_as_is_said() -> None:
+    """At every step the estimate is what it then does take."""
+    clock = Clock()
+    left = TimeLeft(clock=clock)
+    assert left.seconds(10) is None
+    for done in range(1, 11):
+        clock.now += 3
+        left.reached(done)
+        assert left.seconds(10) == 3 * (10 - done)
+
+
+def test_what_was_cached_is_not_taken_for_fast() -> None:
+    """Half is there at once: the other half takes its own time, not twice nothing."""
+    clock = Clock()
+    left = TimeLeft(clock=clock)
+    left.skip_to(50)
+    assert left.seconds(100) is None
+    clock.now += 7  # between two parts: nobody's time
+    left.skip_to(50)
+    clock.now += 2
+    left.reached(51)
+    assert left.seconds(100) == 2 * 49
+
+
+def test_another_piece_of_work_has_its_own_speed() -> None:
+    """Counting from the beginning again: what came before was of another kind."""
+    clock = Clock()
+    left = TimeLeft(clock=clock)
+    clock.now += 1000
+    left.reached(8)
+    for done in (1, 2):
+        clock.now += 1
+        left.reached(done)
+        assert left.seconds(16) == 16 - done
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, ""), (0.0, ""), (0.4, ", about 0:00 left"), (65.2, ", about 1:05 left"),
+        (59.7, ", about 1:00 left"), (7322.0, ", about 122:02 left"),
+    ],
+)  # fmt: skip
+def test_the_time_left_in_words(seconds: float | None, text: str) -> None:
+    """Minutes and seconds; nothing where nothing is known or nothing is left."""
+    assert time_left_text(seconds) == text
+
+
+def test_a_job_says_how_long_it_takes_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it estimates, or as the work knows better."""
+    clock = Clock()
+    monkeypatch.setattr(jobs, "TimeLeft", functools.partial(TimeLeft, clock=clock))
+    shown: list[str] = []
+    job: Job
+
+    def work(report: Report) -> None:
+        for done, left in itertools.zip_longest((0, 1, 2, 4), (None, None, ", soon")):
+            clock.now += 30
+            report(done, 4, "window", left=left)
+            shown.append(job.text.value)
+
+    job = Job("Go", work)
+    job.start()
+    job.wait(60)
+    said = ["0 of 4", "1 of 4, about 3:00 left", "2 of 4, soon", "4 of 4"]
+    assert [text.split(": ")[1].split("<")[0] for text in shown] == said
