@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from heapr_lab.errors import whole_number
@@ -20,8 +19,9 @@ from heapr_lab.models.likelihood import (
     iter_log_probs,
     token_nll,
 )
+from heapr_lab.models.memory import halving_batches, starting_batch_size
 from heapr_lab.models.modes import evaluating
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.repr_html import card_html
@@ -104,7 +104,7 @@ def evaluate_perplexity(
         total += token_nll(model, batch).sum(dtype=torch.float64).item()
 
     with evaluating(model):
-        _for_batches(add, ids, batch_size=batch_size, progress=progress)
+        _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
     n_tokens = ids.shape[0] * (ids.shape[1] - 1)
     nll = total / n_tokens
     return Perplexity(value=exp_nll(nll), nll=nll, n_tokens=n_tokens)
@@ -153,7 +153,7 @@ def evaluate_divergence(
         kl, agreeing = kl + batch_kl, agreeing + batch_agreeing
 
     with evaluating(model):
-        _for_batches(add, ids, batch_size=batch_size, progress=progress)
+        _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
     n_tokens = ids.shape[0] * (ids.shape[1] - 1)
     return Divergence(kl / n_tokens, agreeing / n_tokens, n_tokens)
 
@@ -178,6 +178,7 @@ def _checked(model: nn.Module, ids: Any) -> torch.Tensor:
 
 
 def _for_batches(
+    model: nn.Module,
     work: Callable[[torch.Tensor], None],
     ids: torch.Tensor,
     *,
@@ -185,41 +186,22 @@ def _for_batches(
     progress: Progress | None,
 ) -> None:
     """Call `work` on each batch of windows, on smaller ones where memory runs out."""
+    report = progress or no_report
+    done = 0
+
+    def run(size: int) -> None:
+        nonlocal done
+        while done < len(ids):
+            batch = ids[done : done + size]
+            work(batch)
+            done += len(batch)
+            report(done, len(ids))
+
     if batch_size is not None:
-        whole_number(batch_size, name="batch_size")
-    done, size = 0, batch_size or _automatic_batch_size(ids)
-    while done < len(ids):
-        batch = ids[done : done + size]
-        if not _fits(work, batch, may_retry=batch_size is None):
-            size = len(batch) // 2
-            continue
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(ids))
-
-
-def _fits(
-    work: Callable[[torch.Tensor], None], batch: torch.Tensor, *, may_retry: bool
-) -> bool:
-    """Whether `work` went through; out of memory is False while batches can shrink."""
-    try:
-        work(batch)
-    except Exception as error:
-        if may_retry and len(batch) > 1 and should_reduce_batch_size(error):
-            # The traceback holds the tensors of the failed attempt alive.
-            error.__traceback__ = None
-        else:
-            raise
-    else:
-        return True
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return False
-
-
-def _automatic_batch_size(ids: torch.Tensor) -> int:
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return max(1, _TOKENS_AT_ONCE[kind] // ids.shape[1])
+        run(whole_number(batch_size, name="batch_size"))
+        return
+    size = starting_batch_size(model, *ids.shape, tokens=_TOKENS_AT_ONCE)
+    halving_batches(run, size, model=model)
 
 
 def exp_nll(nll: float) -> float:

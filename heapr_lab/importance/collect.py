@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import torch
 import transformers
-from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 from heapr_lab.errors import (
@@ -32,7 +31,13 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts, refuse_broken
 from heapr_lab.models.hooks import Probe, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
-from heapr_lab.models.likelihood import check_fits, sampled_targets, token_nll
+from heapr_lab.models.likelihood import (
+    check_fits,
+    input_device,
+    sampled_targets,
+    token_nll,
+)
+from heapr_lab.models.memory import halving_batches, starting_batch_size
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import EXPERT_SUMS
 from heapr_lab.progress import Progress
@@ -146,12 +151,13 @@ def _tell_repeats(windows: list[str]) -> None:
 
 def _run_all(run: "_Pass") -> dict[int, Probe]:
     """The probes of a pass whose batches are as large as memory allows."""
-    tokens = _TOKENS_PER_BATCH.get(run.layers[0].device.type, 4096)
-    n_windows = tokens // run.calibration.seq_len
-    size = max(1, min(run.calibration.n_sequences, n_windows))
-    probes: dict[int, Probe]
-    probes = find_executable_batch_size(run.run, starting_batch_size=size)()
-    return probes
+    size = starting_batch_size(
+        run.model,
+        run.calibration.n_sequences,
+        run.calibration.seq_len,
+        tokens=_TOKENS_PER_BATCH,
+    )
+    return halving_batches(run.run, size, model=run.model)
 
 
 class _Pass:
@@ -208,8 +214,8 @@ class _Pass:
     def _step(self, ids: torch.Tensor, probes: dict[int, Probe], done: int) -> None:
         for probe in probes.values():
             probe.backwards = 0
-        device = self.model.get_input_embeddings().weight.device
-        ids = ids.clone().to(device)  # which leaves inference mode, if made in it
+        # A clone leaves inference mode, if the ids were made in it.
+        ids = ids.clone().to(input_device(self.model))
         targets = None
         if self.labels == "model":
             numbers = range(done, done + len(ids))

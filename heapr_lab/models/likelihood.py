@@ -106,7 +106,7 @@ def final_states(
     """
     check_fits(model, token_windows(ids), position_ids=position_ids)
     recorder = _Recorder(_body(model))
-    device = _input_device(model)
+    device = input_device(model)
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     options = {name: x.to(device) for name, x in given.items() if x is not None}
     _forward_with(model, recorder, ids.to(device), **options)
@@ -160,6 +160,13 @@ def _beyond(model: nn.Module, length: int, limit: int) -> None:
     if model not in _warned:
         _warned.add(model)
         logger.warning("%s%s was made for", said, type(model).__name__)
+
+
+def input_device(model: Any) -> torch.device:
+    """Where `model` takes its ids."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    # Weights that accelerate keeps elsewhere are on no device until they are used.
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def iter_log_probs(
@@ -239,12 +246,6 @@ def _chunk_tokens(model: Any) -> int:
     weight = model.get_output_embeddings().weight
     elements = _LOGITS_AT_ONCE.get(weight.device.type, _LOGITS_AT_ONCE["cuda"])
     return int(max(1, elements // weight.shape[0]))
-
-
-def _input_device(model: Any) -> torch.device:
-    device: torch.device = model.get_input_embeddings().weight.device
-    # Weights that accelerate keeps elsewhere are on no device until they are used.
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 # --- the body and the head of a model ---------------------------------------------

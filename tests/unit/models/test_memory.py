@@ -1,0 +1,180 @@
+"""Batches are halved where memory runs out, and what is computed is the same."""
+
+import gc
+import weakref
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from torch import nn
+
+from heapr_lab.errors import HeaprLabError
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.memory import (
+    halving_batches,
+    is_out_of_memory,
+    starting_batch_size,
+)
+from heapr_lab.text.calibration import CalibrationSet
+
+N_WINDOWS = 7
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A tiny model in float64."""
+    return tiny_model("qwen2_moe")
+
+
+@pytest.fixture
+def room_for_two(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Memory for two windows; the sizes of the batches that were tried."""
+    tried: list[int] = []
+    embed = nn.Embedding.forward
+
+    def checked(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        tried.append(len(ids))
+        if len(ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return embed(module, ids)
+
+    monkeypatch.setattr(nn.Embedding, "forward", checked)
+    return tried
+
+
+def test_what_is_computed_is_the_same(model: nn.Module) -> None:
+    """Twice: a result that is summed anew, and one that goes on where it was."""
+    windows = np.arange(20.0)
+
+    def anew(size: int) -> float:
+        if size > 3:
+            raise MemoryError
+        starts = range(0, len(windows), size)
+        return sum(float(windows[k : k + size].sum()) for k in starts)
+
+    assert halving_batches(anew, 20, model=model) == windows.sum()
+    sums: list[float] = []
+    rest = list(windows)
+
+    def going_on(size: int) -> None:
+        while rest:
+            if size > 2 and len(sums) == 1:
+                raise MemoryError
+            sums.append(sum(rest[:size]))
+            del rest[:size]
+
+    halving_batches(going_on, 8, model=model)
+    assert sums == [windows[:8].sum(), *(windows[8:].reshape(-1, 2).sum(1))]
+
+
+def test_sizes_are_halved_and_said(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """10, 5, 2, 1; of each a line, and then an error that says what to do."""
+    tried: list[int] = []
+
+    def never(size: int) -> None:
+        tried.append(size)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(HeaprLabError, match="one window needs more") as info:
+        halving_batches(never, 10, model=model)
+    assert tried == [10, 5, 2, 1]
+    assert isinstance(info.value.__cause__, torch.OutOfMemoryError)
+    assert [record.args[1] for record in caplog.records] == [5, 2, 1]
+    assert caplog.messages[0] == "out of memory on cpu: batch size now 5"
+
+
+def test_tensors_of_a_failed_try_are_gone_before_the_next(model: nn.Module) -> None:
+    """Also those in circles: what was held would be missing then."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def run(size: int) -> int:
+        assert [ref() for ref in held] == [None] * len(held)
+        tensor = torch.zeros(size)
+        circle = [tensor]
+        circle.append(circle)  # type: ignore[arg-type]
+        held.append(weakref.ref(tensor))
+        if size > 1:
+            raise MemoryError
+        return len(held)
+
+    gc.disable()
+    try:
+        assert halving_batches(run, 8, model=model) == 4
+    finally:
+        gc.enable()
+
+
+def test_other_errors_are_not_tried_again(model: nn.Module) -> None:
+    """They are raised as they are, at once."""
+    tried: list[int] = []
+
+    def wrong(size: int) -> None:
+        tried.append(size)
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        halving_batches(wrong, 8, model=model)
+    assert tried == [8]
+
+
+def test_a_real_shortage_is_recognised() -> None:
+    """As this machine's own allocators report it."""
+    for ask in (lambda: torch.empty(2**58), lambda: np.empty(2**50)):
+        with pytest.raises((RuntimeError, MemoryError)) as info:
+            ask()
+        assert is_out_of_memory(info.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("HIP out of memory"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (HeaprLabError("non-finite gradients"), False),
+    ],
+)
+def test_shortages_elsewhere(error: Exception, expected: bool) -> None:
+    """Of other devices and systems, and what only sounds like one."""
+    assert is_out_of_memory(error) == expected
+
+
+def test_the_first_batch_is_that_of_the_device(model: nn.Module) -> None:
+    """Of the model's, whatever else the machine has; at least one window."""
+    tokens = {"cpu": 100, "cuda": 1000}
+    assert starting_batch_size(model, 50, 9, tokens=tokens) == 11
+    assert starting_batch_size(model, 5, 9, tokens=tokens) == 5
+    assert starting_batch_size(model, 5, 101, tokens=tokens) == 1
+    elsewhere = tiny_model("qwen2_moe").to("meta")  # offloaded: it runs from the CPU
+    assert starting_batch_size(elsewhere, 50, 9, tokens=tokens) == 11
+
+
+def test_perplexity_goes_on_with_smaller_batches(
+    model: nn.Module, room_for_two: list[int]
+) -> None:
+    """Windows that went through are not run again; the number is the same."""
+    ids = tiny_ids(n_sequences=N_WINDOWS)
+    expected = evaluate_perplexity(model, ids, batch_size=1)
+    room_for_two.clear()
+    found = evaluate_perplexity(model, ids)
+    assert room_for_two == [7, 3, *[1] * 7]
+    assert found.nll == pytest.approx(expected.nll, rel=1e-12)
+
+
+def test_statistics_are_measured_with_smaller_batches(
+    model: nn.Module, room_for_two: list[int]
+) -> None:
+    """The whole pass anew, in each of its sums; the table says with which batches."""
+    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=N_WINDOWS))
+    expected = collect_statistics(model, windows, batch_size=2)
+    room_for_two.clear()
+    found = collect_statistics(model, windows)
+    assert room_for_two == [7, 3, *[1] * 7]
+    pd.testing.assert_frame_equal(found.frame, expected.frame, rtol=1e-9)
+    assert found.metadata["provenance"]["batch_size"] == 1
