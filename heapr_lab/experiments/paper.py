@@ -198,11 +198,6 @@ def bin_orders(scores: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _without(table: ImportanceTable, atoms: np.ndarray) -> KeepMask:
-    flat = np.ones(table.n_atoms, dtype=bool)
-    flat[atoms] = False
-    arrays, start = {}, 0
-    for layer, (n_experts, d_inter) in table.shapes().items():
-        stop = start + n_experts * d_inter
-        arrays[layer] = flat[start:stop].reshape(n_experts, d_inter)
-        start = stop
-    return KeepMask.from_arrays(arrays)
+    kept = np.ones(table.n_atoms, dtype=bool)
+    kept[atoms] = False
+    return KeepMask.from_rows(table, kept)

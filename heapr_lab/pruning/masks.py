@@ -24,7 +24,7 @@ _COLUMNS = {"layer": "i", "expert": "i", "atom": "i", "keep": "b"}
 
 
 class Shaped(Protocol):
-    """What is read of an `ImportanceTable`."""
+    """What is read of an `ImportanceTable`, or of another mask."""
 
     def shapes(self) -> dict[int, tuple[int, int]]:
         """(n_experts, d_inter) of every layer."""
@@ -68,6 +68,31 @@ class KeepMask:
     def full(cls, table: Shaped) -> "KeepMask":
         """The mask that keeps every atom of `table`."""
         return cls({k: np.ones(shape, bool) for k, shape in table.shapes().items()})
+
+    @classmethod
+    def from_rows(cls, like: Shaped, rows: Any, **settings: Any) -> "KeepMask":
+        """A mask of what stays by the rows of a table, which `rows` gives back.
+
+        Shapes: rows (n_atoms,), bool, in the order of the table.
+
+        Args:
+            like: the table, or a mask of the same model.
+            rows: which atoms stay.
+            **settings: how they were selected.
+
+        Raises:
+            SpecError: there is not one truth value for each atom.
+        """
+        shapes, flat = like.shapes(), np.asarray(rows)
+        sizes = [n_experts * d_inter for n_experts, d_inter in shapes.values()]
+        if flat.shape != (sum(sizes),):
+            raise SpecError(
+                f"the rows of a mask have the shape {flat.shape}, expected "
+                f"({sum(sizes)},): one for each atom of the table"
+            )
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        named = zip(shapes.items(), parts, strict=True)
+        return cls({k: part.reshape(shape) for (k, shape), part in named}, settings)
 
     # --- files ------------------------------------------------------------------
 
@@ -139,6 +164,10 @@ class KeepMask:
                 f"{', '.join(map(str, self.arrays))}"
             )
         return self.arrays[layer]
+
+    def shapes(self) -> dict[int, tuple[int, int]]:
+        """(n_experts, d_inter) of every layer, as a table has them."""
+        return {k: (kept.shape[0], kept.shape[1]) for k, kept in self.arrays.items()}
 
     def widths(self) -> pd.DataFrame:
         """Atoms that stay, layer × expert; missing where a layer has fewer experts."""

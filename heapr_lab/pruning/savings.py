@@ -91,11 +91,10 @@ def summed_scores(
     Raises:
         SpecError: the mask is for another model.
     """
-    shapes = {layer: kept.shape for layer, kept in keep.arrays.items()}
-    if shapes != table.shapes():
+    if keep.shapes() != table.shapes():
         raise SpecError(
-            f"the mask has (experts, atoms) by layer {shapes}, expected those of the "
-            f"table, {table.shapes()}; select it from this table"
+            f"the mask has (experts, atoms) by layer {keep.shapes()}, expected those "
+            f"of the table, {table.shapes()}; select it from this table"
         )
     return float(table.scores(estimator, **options)[~keep.rows].sum())
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
@@ -141,8 +142,7 @@ def prune_in_rounds(
 
 def _within(chosen: KeepMask, before: KeepMask) -> KeepMask:
     """What both keep: where atoms are protected, or counted by tokens anew."""
-    arrays = {k: chosen.by_layer(k) & before.by_layer(k) for k in chosen.layers}
-    return KeepMask(arrays, chosen.settings)
+    return KeepMask.from_rows(chosen, chosen.rows & before.rows, **chosen.settings)
 
 
 def _scored(
@@ -159,12 +159,11 @@ def _scored(
     with masking(model, keep, None if found is None else found.downs):
         measured = collect_statistics(model, calibration, progress=progress)
     frame = measured.frame
-    frame[GONE] = False
-    for layer, kept in keep.arrays.items():
-        rows = frame["layer"].eq(layer).to_numpy()
-        frame.loc[rows, GONE] = ~kept.ravel()
-        norms = frame.loc[rows, "w_down_sq"].to_numpy() * kept.ravel()
-        if found is not None:
-            norms = found.downs[layer].double().square().sum(1).flatten().cpu().numpy()
-        frame.loc[rows, "w_down_sq"] = norms.astype(frame["w_down_sq"].dtype)
+    frame[GONE] = ~keep.rows
+    before = frame["w_down_sq"].to_numpy()
+    norms = before * keep.rows
+    if found is not None:
+        squares = [found.downs[k].double().square().sum(1) for k in keep.layers]
+        norms = torch.cat([layer.flatten().cpu() for layer in squares]).numpy()
+    frame["w_down_sq"] = norms.astype(before.dtype)
     return ImportanceTable.from_frame(frame, **measured.metadata)

@@ -222,13 +222,7 @@ def _cut(logits: torch.Tensor, start: KeepMask) -> KeepMask:
     """The mask without the lowest logits, as many as `start` removes; ties in order."""
     kept = np.ones(start.n_atoms, dtype=bool)
     kept[np.argsort(logits.numpy(), kind="stable")[: start.n_removed]] = False
-    sizes = [array.size for array in start.arrays.values()]
-    parts = np.split(kept, np.cumsum(sizes)[:-1])
-    arrays = {
-        layer: part.reshape(start.arrays[layer].shape)
-        for layer, part in zip(start.layers, parts, strict=True)
-    }
-    return KeepMask(arrays)
+    return KeepMask.from_rows(start, kept)
 
 
 def _calibration_kl(teacher: Teacher, keep: KeepMask, batch_size: int) -> float:

@@ -5,8 +5,11 @@ import dataclasses
 import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 
 
@@ -61,3 +64,40 @@ def test_copies_are_equal_and_as_fixed(keep: KeepMask) -> None:
         assert other.achieved_ratio == 3 / 8
         with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
             other.by_layer(0).setflags(write=True)
+
+
+def test_rows_are_those_of_a_table() -> None:
+    """Layers of other shapes: row after row is where the table's keys say it is."""
+    shapes = {1: (2, 3), 4: (3, 2), 5: (1, 5)}
+    keys = [
+        (layer, expert, atom)
+        for layer, (n_experts, d_inter) in shapes.items()
+        for expert in range(n_experts)
+        for atom in range(d_inter)
+    ]
+    frame = pd.DataFrame(keys, columns=["layer", "expert", "atom"])
+    table = ImportanceTable.from_frame(frame.assign(tokens=1, sum_h2=1.0, sum_g2=1.0))
+    stays = np.random.default_rng(0).random(len(keys)) < 0.5
+    keep = KeepMask.from_rows(table, stays, estimator="fisher")
+    found = [keep.by_layer(k)[expert, atom] for k, expert, atom in keys]
+    assert found == stays.tolist()
+    assert keep.rows.tolist() == found
+    assert keep.shapes() == table.shapes() == shapes
+    assert keep.settings == {"estimator": "fisher"}
+    assert KeepMask.from_rows(keep, keep.rows) == keep
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.ones(7, bool), r"shape \(7,\), expected \(8,\): one for each atom"),
+        (np.ones((2, 4), bool), r"shape \(2, 4\), expected \(8,\)"),
+        (np.ones(8), r"mask of layer 0 is float64 \(2, 2\), expected bool"),
+    ],
+)
+def test_rows_of_something_else_are_refused(
+    keep: KeepMask, rows: np.ndarray, message: str
+) -> None:
+    """Another number of them, or no truth values."""
+    with pytest.raises(SpecError, match=message):
+        KeepMask.from_rows(keep, rows)
