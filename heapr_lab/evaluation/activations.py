@@ -1,4 +1,9 @@
-"""What atomic experts respond to: the atoms of a token, the contexts of an atom."""
+"""What atomic experts respond to: the atoms of a token, the contexts of an atom.
+
+Shapes: I d_inter; n routed rows of a call, sorted by expert.
+Letters: h atom activation, p routing weight, w_down column of W_down. Atom k adds
+p · h_k · w_down_k to the output of its layer for a token.
+"""
 
 from typing import Any
 
@@ -9,7 +14,6 @@ from torch import nn
 
 from heapr_lab.errors import CoverageError, SpecError
 from heapr_lab.evaluation.passages import (
-    TOKENS_AT_ONCE,
     Passage,
     as_float64,
     observe,
@@ -22,6 +26,8 @@ from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.text.calibration import CalibrationSet
+
+TOKENS_AT_ONCE = 4096
 
 
 def atoms_of_token(

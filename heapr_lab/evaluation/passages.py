@@ -1,11 +1,8 @@
-"""What a model does with one text, token by token, and what its atoms answer to.
+"""What a model does with one text, token by token: its losses and how it goes on.
 
 Everything here runs the dense model, save where a mask is given.
 
-Shapes: L tokens of a text; E n_experts, I d_inter, D d_expert; n routed rows of a call,
-sorted by expert.
-Letters: h atom activation, p routing weight, w_down column of W_down. Atom k adds
-p · h_k · w_down_k to the output of its layer for a token.
+Shapes: L tokens of a text; n routed rows of a call, sorted by expert.
 """
 
 import contextlib
@@ -29,7 +26,6 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import Downs, masking
 from heapr_lab.text.tokenization import tokenise
 
-TOKENS_AT_ONCE = 4096
 _UNFINISHED = "\ufffd"
 """What a decoder writes for the first bytes of a character."""
 
@@ -245,7 +241,7 @@ class _Counter(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-# --- who serves a token -----------------------------------------------------------
+# --- what traces share ------------------------------------------------------------
 
 
 def observe(
@@ -258,12 +254,6 @@ def observe(
     _check_length(passage)
     with evaluating(model), observed(layers, observers):
         final_states(model, passage.ids)
-
-
-# --- what an atom answers to ------------------------------------------------------
-
-
-# --- what is asked for ------------------------------------------------------------
 
 
 def _context_length(model: Any) -> int | None:

@@ -96,16 +96,13 @@ def evaluate_perplexity(
         SpecError: the ids are not windows of the model's tokens, or the batch size is
             not positive.
     """
-    ids = _checked(model, ids)
     total = 0.0
 
     def add(batch: torch.Tensor) -> None:
         nonlocal total
         total += token_nll(model, batch).sum(dtype=torch.float64).item()
 
-    with evaluating(model):
-        _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
-    n_tokens = ids.shape[0] * (ids.shape[1] - 1)
+    n_tokens = _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
     nll = total / n_tokens
     return Perplexity(value=exp_nll(nll), nll=nll, n_tokens=n_tokens)
 
@@ -135,7 +132,6 @@ def evaluate_divergence(
         SpecError: the ids are not windows of the model's tokens, the batch size is not
             positive, or `keep` is of another model.
     """
-    ids = _checked(model, ids)
     kl, agreeing = 0.0, 0
 
     def add(batch: torch.Tensor) -> None:
@@ -152,9 +148,7 @@ def evaluate_divergence(
         # Only now, so that a batch that is tried again is not counted twice.
         kl, agreeing = kl + batch_kl, agreeing + batch_agreeing
 
-    with evaluating(model):
-        _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
-    n_tokens = ids.shape[0] * (ids.shape[1] - 1)
+    n_tokens = _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
     return Divergence(kl / n_tokens, agreeing / n_tokens, n_tokens)
 
 
@@ -170,38 +164,41 @@ def kl_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return terms.sum(-1)
 
 
-def _checked(model: nn.Module, ids: Any) -> torch.Tensor:
-    """The ids as windows that `model` can read."""
-    windows = token_windows(ids)
-    check_fits(model, windows)
-    return windows
-
-
 def _for_batches(
     model: nn.Module,
     work: Callable[[torch.Tensor], None],
-    ids: torch.Tensor,
+    ids: Any,
     *,
     batch_size: int | None,
     progress: Progress | None,
-) -> None:
-    """Call `work` on each batch of windows, on smaller ones where memory runs out."""
+) -> int:
+    """Call `work` on each batch of windows, on smaller ones where memory runs out.
+
+    The result is how many tokens were predicted: all but the first of each window.
+    """
+    windows = token_windows(ids)
+    check_fits(model, windows)
+    n_windows, seq_len = windows.shape
     report = progress or no_report
     done = 0
 
     def run(size: int) -> None:
         nonlocal done
-        while done < len(ids):
-            batch = ids[done : done + size]
+        while done < n_windows:
+            batch = windows[done : done + size]
             work(batch)
             done += len(batch)
-            report(done, len(ids))
+            report(done, n_windows)
 
-    if batch_size is not None:
-        run(whole_number(batch_size, name="batch_size"))
-        return
-    size = starting_batch_size(model, *ids.shape, tokens=_TOKENS_AT_ONCE)
-    halving_batches(run, size, model=model)
+    with evaluating(model):
+        if batch_size is not None:
+            run(whole_number(batch_size, name="batch_size"))
+        else:
+            size = starting_batch_size(
+                model, n_windows, seq_len, tokens=_TOKENS_AT_ONCE
+            )
+            halving_batches(run, size, model=model)
+    return n_windows * (seq_len - 1)
 
 
 def exp_nll(nll: float) -> float:
