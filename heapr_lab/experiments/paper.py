@@ -69,7 +69,7 @@ def method_settings() -> list[Setting]:
             scope="layer" if estimator.within_layer else "global",
         )
         for name, estimator in ESTIMATORS.items()
-        if estimator.of_statistics
+        if not estimator.extra_pass
         for ratio in METHOD_RATIOS
     ]
 

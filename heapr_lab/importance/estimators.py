@@ -1,9 +1,12 @@
 """Importance estimators: short expressions of a table's columns.
 
-Layer 1, without torch. Notation: T_i tokens routed to expert i (column `tokens`), N
-predicted tokens (metadata), h activation of an atom, g = dl/dh its gradient with l
-the summed loss, p routing weight. Scores are float64 arrays, one per row; except for
-`taylor` larger always means more important and none is negative.
+Without torch. Notation: e = w_down · h what an atom adds to its expert's output, h its
+activation, ∂ℓ/∂h the gradient of the summed loss, p the routing weight, T the tokens
+routed to the expert (column `tokens`), N the predicted tokens (metadata); Σ and mean
+are over the T routed tokens. Scores are float64 arrays, one per row; except for
+`taylor` larger always means more important and none is negative. Numbers of equations
+are those of the paper (HEAPr, ICLR 2026); why `heapr` is its Algorithm 1 is derived at
+the head of `heapr_lab.importance`.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,11 +39,39 @@ class Inputs:
     frame: pd.DataFrame
     N: float
     options: Mapping[str, Any]
-    gated: bool
 
     def __getitem__(self, name: str) -> _Scores:
         values: _Scores = self.frame[name].to_numpy(dtype=np.float64)
         return values
+
+    @property
+    def routed(self) -> _Scores:
+        """T: tokens routed to the atom's expert, at least 1."""
+        return np.maximum(self["tokens"], 1)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A number from 0 that changes an estimator's formula."""
+
+    default: float
+    whole: bool = False
+    most: float | None = None
+    """The largest value; None where there is none."""
+
+    def checked(self, value: Any, *, name: str) -> float:
+        """`value` as the formula takes it: an int where it is a whole number.
+
+        Raises:
+            SpecError: it is no number, or out of range.
+        """
+        kinds = (int, np.integer) if self.whole else (int, float, np.number)
+        most = np.inf if self.most is None else self.most
+        if isinstance(value, kinds) and 0 <= value <= most:
+            return int(value) if self.whole else float(value)
+        number = "a whole number" if self.whole else "a number"
+        span = "from 0" if self.most is None else f"in [0, {self.most:g}]"
+        raise SpecError(f"{name} must be {number} {span}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -49,77 +80,149 @@ class Estimator:
 
     name: str
     description: str
+    """One line for lists and menus; the formula's docstring has the mathematics."""
     formula: Callable[[Inputs], _Scores] = field(repr=False)
     unit: str = _NO_UNIT
     """Of its scores, as figures write it; those of a loss are nats."""
     needs: tuple[str, ...] = ()
     """Columns it reads."""
-    per_predicted_token: bool = False
-    """Whether it divides by the number of predicted tokens."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Its options with their defaults."""
+    needs_of_gated: tuple[str, ...] = ()
+    """Columns it reads besides where the experts have gates."""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    """Its options by name."""
+    second_order: bool = False
+    """Whether it estimates the loss to second order in what is removed, which is
+    nothing where no token was routed: such atoms score 0."""
     within_layer: bool = False
     """Whether its scores of different layers cannot be compared."""
-    of_statistics: bool = True
-    """Whether every measured table has the columns it needs."""
+    extra_pass: bool = False
+    """Whether a column it needs takes another forward pass after the table was
+    measured (`eliminate`); the columns of all others are in every measured table."""
+
+    @property
+    def per_predicted_token(self) -> bool:
+        """Whether it divides by the number of predicted tokens."""
+        return self.unit == PER_TOKEN
 
 
 def _heapr(x: Inputs) -> _Scores:
-    tokens = np.maximum(x["tokens"], 1)
-    return 0.5 * (x["sum_h2"] / tokens) * (x["sum_g2"] / tokens)
+    """½ · Σh²/T · Σ(∂ℓ/∂h)²/T = mean ½ eᵀ Ḡ e.
+
+    The increase of the loss per routed token if the atom's output became 0.
+
+    Source: HEAPr, Algorithm 1, equations 15 and 16.
+    """
+    return 0.5 * (x["sum_h2"] / x.routed) * (x["sum_g2"] / x.routed)
 
 
 def _heapr_total(x: Inputs) -> _Scores:
-    tokens = np.maximum(x["tokens"], 1)
-    return 0.5 * x["sum_h2"] * x["sum_g2"] / tokens / x.N
+    """½ · Σh² · Σ(∂ℓ/∂h)² / T / N, which is T/N times `heapr`.
+
+    The increase of the loss of the whole text, so that rarely used experts count less.
+
+    Source: this project; equation 13 of HEAPr with the mean over all tokens.
+    """
+    return 0.5 * x["sum_h2"] * x["sum_g2"] / x.routed / x.N
 
 
 def _fisher(x: Inputs) -> _Scores:
+    """½ · Σ(h · ∂ℓ/∂h)² / N.
+
+    The joint second moment: it sees where activation and gradient are large together.
+
+    Source: HEAPr, appendix A, equation 25, with each token's own G(x).
+    """
     return 0.5 * x["sum_hg2"] / x.N
 
 
 def _weighted(x: Inputs) -> _Scores:
-    tokens = np.maximum(x["tokens"], 1)
-    return 0.5 * (x["sum_ph2"] / tokens) * (x["sum_g2"] / tokens)
+    """½ · Σ(p·h)²/T · Σ(∂ℓ/∂h)²/T.
+
+    Of the activation, what reaches the layer's output; ∂ℓ/∂h carries p in `heapr` too.
+
+    Source: this project.
+    """
+    return 0.5 * (x["sum_ph2"] / x.routed) * (x["sum_g2"] / x.routed)
 
 
 def _shrunk(x: Inputs) -> _Scores:
-    tokens = np.maximum(x["tokens"], 1)
-    own, size = x["sum_g2"] / tokens, x["w_down_sq"]
-    # If gradients had one variance γ in every direction, own would be γ ‖w_down‖².
+    """½ · Σ(p·h)²/T · √(Σ(∂ℓ/∂h)²/T · γ ‖w_down‖²).
+
+    If the gradient by an expert's output had the same variance γ in all directions and
+    experts of a layer, mean (∂ℓ/∂h)² would be γ ‖w_down‖². One atom's mean is noisy, so
+    that the score takes the geometric mean of what was measured and what is expected,
+    with γ = Σ over atoms of Σ(∂ℓ/∂h)² / ‖w_down‖², over Σ over atoms of T.
+
+    Source: this project.
+    """
+    own, size = x["sum_g2"] / x.routed, x["w_down_sq"]
     per_size = np.divide(x["sum_g2"], size, out=np.zeros_like(size), where=size > 0)
     _, layer = np.unique(x["layer"], return_inverse=True)
     # Of a model that was pruned, what is gone has no weight and no gradient.
     routed = np.bincount(layer, np.where(size > 0, x["tokens"], 0.0))
     routed = np.maximum(routed, 1)
     expected = (np.bincount(layer, per_size) / routed)[layer] * size
-    return 0.5 * (x["sum_ph2"] / tokens) * np.sqrt(own * expected)
+    return 0.5 * (x["sum_ph2"] / x.routed) * np.sqrt(own * expected)
 
 
 def _elimination(x: Inputs) -> _Scores:
+    """‖w_k‖² / [(C + λ)⁻¹]_kk times a price, with C = Σ (p·h) (p·h)ᵀ over atoms.
+
+    The squared error of the output that is left when atom k's turn comes and W_down of
+    the remaining atoms has been refitted. The price turns it into loss: the expert's
+    `shrunk` scores over the energy of its output. The column is written by `eliminate`.
+
+    Source: Optimal Brain Surgeon (Hassibi & Stork 1993; HEAPr, equation 2) of W_down.
+    """
     return x["elimination"]
 
 
 def _taylor(x: Inputs) -> _Scores:
+    """(½ · Σ(h · ∂ℓ/∂h)² − Σ h · ∂ℓ/∂h) / N.
+
+    The second-order expansion at h → 0 with its first-order term; negative where the
+    loss would fall.
+
+    Source: HEAPr, equation 1, before its gradient is taken to be 0.
+    """
     return (0.5 * x["sum_hg2"] - x["sum_hg"]) / x.N
 
 
 def _camera(x: Inputs) -> _Scores:
-    alpha = float(x.options["alpha"])
+    """‖w_down‖² · ((1 − α) · Σ(p·h)² + α · max (p·h)²).
+
+    Energy and peak of what the atom writes; it asks for no gradient. Squared as in the
+    authors' code; HEAPr, section 4.2, prints (‖Φ‖₂ + α‖Φ‖_∞) · ‖w_down‖.
+
+    Source: CAMERA-P (Xu et al. 2025).
+    """
+    alpha: float = x.options["alpha"]
     largest = x["max_abs_ph"]
     return x["w_down_sq"] * ((1 - alpha) * x["sum_ph2"] + alpha * largest * largest)
 
 
 def _magnitude(x: Inputs) -> _Scores:
+    """‖w_down‖² + ‖w_up‖² + ‖w_gate‖², without the last where there is no gate.
+
+    Source: a control: magnitude pruning (Han et al. 2015) of whole atoms.
+    """
     squares = x["w_down_sq"] + x["w_up_sq"]
-    return squares + x["w_gate_sq"] if x.gated else squares
+    return squares + x["w_gate_sq"] if "w_gate_sq" in x.frame else squares
 
 
 def _frequency(x: Inputs) -> _Scores:
+    """T, the same for all atoms of an expert.
+
+    Source: a control: what an expert's use alone tells.
+    """
     return x["tokens"]
 
 
 def _random(x: Inputs) -> _Scores:
+    """Uniform in [0, 1), drawn row by row from `seed`.
+
+    Source: a control: chance.
+    """
     generator = np.random.Generator(np.random.PCG64(x.options["seed"]))
     scores: _Scores = generator.random(len(x.frame))
     return scores
@@ -135,6 +238,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _heapr,
                 unit=PER_ROUTED_TOKEN,
                 needs=("tokens", "sum_h2", "sum_g2"),
+                second_order=True,
             ),
             Estimator(
                 "heapr_total",
@@ -142,7 +246,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _heapr_total,
                 unit=PER_TOKEN,
                 needs=("tokens", "sum_h2", "sum_g2"),
-                per_predicted_token=True,
+                second_order=True,
             ),
             Estimator(
                 "fisher",
@@ -150,7 +254,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _fisher,
                 unit=PER_TOKEN,
                 needs=("sum_hg2",),
-                per_predicted_token=True,
+                second_order=True,
             ),
             Estimator(
                 "weighted",
@@ -158,6 +262,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _weighted,
                 unit=PER_ROUTED_TOKEN,
                 needs=("tokens", "sum_ph2", "sum_g2"),
+                second_order=True,
             ),
             Estimator(
                 "shrunk",
@@ -166,6 +271,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _shrunk,
                 unit=PER_ROUTED_TOKEN,
                 needs=("layer", "tokens", "sum_ph2", "sum_g2", "w_down_sq"),
+                second_order=True,
             ),
             Estimator(
                 "elimination",
@@ -174,7 +280,8 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _elimination,
                 unit=PER_ROUTED_TOKEN,
                 needs=("elimination",),
-                of_statistics=False,
+                extra_pass=True,
+                second_order=True,
             ),
             Estimator(
                 "taylor",
@@ -182,14 +289,14 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _taylor,
                 unit=PER_TOKEN,
                 needs=("sum_hg", "sum_hg2"),
-                per_predicted_token=True,
+                second_order=True,
             ),
             Estimator(
                 "camera",
                 "CAMERA-P: energy and peak of p · h times ‖w_down‖², within a layer",
                 _camera,
                 needs=("w_down_sq", "sum_ph2", "max_abs_ph"),
-                options={"alpha": 0.9},
+                options={"alpha": Option(0.9, most=1)},
                 within_layer=True,
             ),
             Estimator(
@@ -197,6 +304,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "control: squared norm of the atom's weights, no data",
                 _magnitude,
                 needs=("w_down_sq", "w_up_sq"),
+                needs_of_gated=("w_gate_sq",),
             ),
             Estimator(
                 "frequency",
@@ -209,16 +317,12 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "random",
                 "control: uniform numbers from a seed",
                 _random,
-                options={"seed": 0},
+                options={"seed": Option(0, whole=True)},
             ),
         )
     }
 )
 """Every estimator by name."""
-
-_SECOND_ORDER = frozenset(
-    {"heapr", "heapr_total", "fisher", "weighted", "shrunk", "taylor"}
-)
 
 
 def find_estimator(name: str) -> Estimator:
@@ -252,24 +356,10 @@ def complete_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             f"estimator {name!r} has no option {', '.join(unknown)}; "
             f"it has {', '.join(known) or 'none'}"
         )
-    complete = {**known, **options}
-    if "alpha" in complete:
-        complete["alpha"] = _alpha(complete["alpha"])
-    if "seed" in complete:
-        complete["seed"] = _seed(complete["seed"])
-    return complete
-
-
-def _alpha(value: Any) -> float:
-    if isinstance(value, int | float | np.number) and 0 <= value <= 1:
-        return float(value)
-    raise SpecError(f"alpha must be a number in [0, 1], got {value!r}")
-
-
-def _seed(value: Any) -> int:
-    if isinstance(value, int | np.integer) and value >= 0:
-        return int(value)
-    raise SpecError(f"seed must be a whole number from 0, got {value!r}")
+    return {
+        key: option.checked(options.get(key, option.default), name=key)
+        for key, option in known.items()
+    }
 
 
 def score(
@@ -300,8 +390,7 @@ def score(
         5.0
     """
     chosen = find_estimator(estimator)
-    gated = "w_gate_sq" in frame
-    needs = _needed(chosen, metadata, gated=gated)
+    needs = _needed(chosen, frame, metadata)
     missing = [name for name in needs if name not in frame]
     if missing:
         raise SpecError(
@@ -309,25 +398,24 @@ def score(
             f"{', '.join(map(str, frame.columns))}; read or collect it with that column"
         )
     N = _predicted_tokens(chosen, metadata)
-    inputs = Inputs(frame, N, complete_options(estimator, options), gated)
+    inputs = Inputs(frame, N, complete_options(estimator, options))
     with np.errstate(invalid="ignore", over="ignore"):
         values = chosen.formula(inputs)
-    if estimator in _SECOND_ORDER and "tokens" in frame:
+    if chosen.second_order and "tokens" in frame:
         values = np.where(frame["tokens"].to_numpy() > 0, values, 0.0)
     _check_finite(frame, values, estimator=estimator, needs=needs)
     return values
 
 
 def _needed(
-    chosen: Estimator, metadata: Mapping[str, Any], *, gated: bool
+    chosen: Estimator, frame: pd.DataFrame, metadata: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The columns to read: of magnitude also w_gate_sq, where the model has gates."""
-    if chosen.name != "magnitude":
-        return chosen.needs
+    """The columns to read, of a model with gates or of one without."""
     # A table read without w_gate_sq must not silently score as if it had no gates.
     layers = (metadata.get("architecture") or {}).get("layers", {})
     has_gates = any(shape.get("n_matrices") == 3 for shape in layers.values())
-    return (*chosen.needs, "w_gate_sq") if gated or has_gates else chosen.needs
+    gated = has_gates or "w_gate_sq" in frame
+    return (*chosen.needs, *chosen.needs_of_gated) if gated else chosen.needs
 
 
 def _predicted_tokens(chosen: Estimator, metadata: Mapping[str, Any]) -> float:

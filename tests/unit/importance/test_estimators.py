@@ -1,10 +1,13 @@
 """Each estimator is the expression that it says it is, on numbers done by hand."""
 
+import inspect
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from heapr_lab.errors import SpecError
+from heapr_lab.importance.columns import SUMS
 from heapr_lab.importance.estimators import (
     ESTIMATORS,
     PER_ROUTED_TOKEN,
@@ -30,6 +33,7 @@ FRAME = pd.DataFrame(
         "w_down_sq": [5.0, 7.0],
         "w_up_sq": [1.0, 2.0],
         "w_gate_sq": [0.5, 0.25],
+        "elimination": [1.5, 0.0],
     }
 )
 N = {"N": 4}
@@ -77,13 +81,15 @@ def test_shrunk_is_halfway_to_the_layer() -> None:
     assert found == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("estimator", ["heapr", "heapr_total", "fisher", "taylor"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_unrouted_scores_zero(estimator: str) -> None:
     """Without routed tokens a second-order score is 0 whatever the sums hold."""
-    stale = FRAME.assign(sum_h2=1.0, sum_g2=1.0, sum_hg=1.0, sum_hg2=1.0)
+    sums = ("sum_h2", "sum_g2", "sum_hg", "sum_hg2", "sum_ph2", "elimination")
+    stale = FRAME.assign(**dict.fromkeys(sums, 1.0))
     routed, unrouted = score(stale, N, estimator=estimator)
     assert routed != 0
-    assert unrouted == 0
+    second_order = ESTIMATORS[estimator].second_order
+    assert (unrouted == 0) == (second_order or estimator == "frequency")
 
 
 def test_controls() -> None:
@@ -157,15 +163,67 @@ def test_unknown_names_are_errors() -> None:
         complete_options("random", {"seed": -1})
 
 
-def test_descriptions_and_needs() -> None:
-    """Every estimator is described in one line, and only camera stays in a layer."""
-    assert all("\n" not in e.description for e in ESTIMATORS.values())
-    assert [name for name, e in ESTIMATORS.items() if e.within_layer] == ["camera"]
+def test_options_are_checked_and_settled() -> None:
+    """Values come back as the numbers that formulas take; what is out of range not."""
+    assert complete_options("camera", {}) == {"alpha": 0.9}
+    assert complete_options("random", {}) == {"seed": 0}
+    alpha = complete_options("camera", {"alpha": np.float32(1)})["alpha"]
+    assert (alpha, type(alpha)) == (1.0, float)
+    seed = complete_options("random", {"seed": np.int64(2**40)})["seed"]
+    assert (seed, type(seed)) == (2**40, int)
+    for name, options in (
+        ("camera", {"alpha": -0.1}),
+        ("camera", {"alpha": "0.5"}),
+        ("camera", {"alpha": np.nan}),
+        ("random", {"seed": 1.0}),
+        ("random", {"seed": None}),
+    ):
+        with pytest.raises(SpecError, match="must be a "):
+            complete_options(name, options)
 
 
-def test_units_follow_what_a_score_is_divided_by() -> None:
-    """Losses are nats per token, means over routed tokens nats per routed token."""
+def test_every_formula_is_written_out_with_its_source() -> None:
+    """One line for menus; in the docstring the mathematics, and where it is from."""
     for name, estimator in ESTIMATORS.items():
-        assert estimator.per_predicted_token == (estimator.unit == PER_TOKEN), name
+        assert name == estimator.name
+        assert "\n" not in estimator.description
+        text = inspect.getdoc(estimator.formula) or ""
+        assert "\n\nSource: " in text, name
+
+
+def test_needs_are_what_a_formula_reads() -> None:
+    """Each column that is needed is missed by name, and no other is read."""
+    for name, estimator in ESTIMATORS.items():
+        needed = [*estimator.needs, *estimator.needs_of_gated]
+        only = FRAME[needed] if needed else FRAME[["layer"]]
+        assert np.isfinite(score(only, N, estimator=name)).all()
+        for column in estimator.needs:
+            with pytest.raises(SpecError, match=f"needs column {column};"):
+                score(FRAME.drop(columns=column), N, estimator=name)
+
+
+def test_which_estimators_are_special() -> None:
+    """Only camera stays within a layer, and only elimination takes another pass."""
+    assert [name for name, e in ESTIMATORS.items() if e.within_layer] == ["camera"]
+    assert [name for name, e in ESTIMATORS.items() if e.extra_pass] == ["elimination"]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_units_say_what_a_score_is_divided_by(estimator: str) -> None:
+    """Half the predicted tokens, or the same text twice: scores do as the unit says."""
+    unit = ESTIMATORS[estimator].unit
+    once = score(FRAME, N, estimator=estimator)
+    fewer = score(FRAME, {"N": 2}, estimator=estimator)
+    assert fewer == pytest.approx((2 if unit == PER_TOKEN else 1) * once)
+    sums = {name: 2 * FRAME[name] for name in SUMS if name in FRAME}
+    twice = score(FRAME.assign(**sums), {"N": 8}, estimator=estimator)
+    if unit in (PER_TOKEN, PER_ROUTED_TOKEN):
+        assert twice == pytest.approx(once)
+    elif unit == "tokens":
+        assert twice == pytest.approx(2 * once)
+
+
+def test_units_are_found_by_the_name_of_the_scores() -> None:
+    """Scores of no estimator have an arbitrary unit."""
     assert unit_of("heapr") == unit_of("shrunk") == PER_ROUTED_TOKEN
     assert unit_of("magnitude") == unit_of(None) == unit_of("my own score")
