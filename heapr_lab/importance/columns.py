@@ -1,6 +1,6 @@
 """The rows of importance tables: their types, their order, and how tables add up.
 
-Layer 1, without torch. Used through `ImportanceTable`.
+Without torch. Used through `ImportanceTable`.
 """
 
 from collections.abc import Mapping
@@ -25,9 +25,19 @@ SUMS = (
     "sum_abs_h",
     "sum_ph2",
 )
-"""Columns that add up over samples."""
+"""Columns that add up over samples.
+
+No score in `estimators` reads `sum_p` (Σ p), `sum_p_out` (Σ p · ‖E(x)‖) or `sum_abs_h`
+(Σ |h|). They are collected for the criteria of other papers, which need no second pass
+then: REAP ranks experts by sum_p_out / tokens, others by mean router weight or by mean
+activation. Tables and caches hold them, so they stay.
+"""
 MAXIMA = ("max_abs_h", "max_abs_ph")
-"""Columns of which the larger stays."""
+"""Columns of which the larger stays.
+
+`max_abs_ph`, max p · |h|, is CAMERA-P's peak. No score reads `max_abs_h`, max |h|: it
+is collected for criteria of other papers that keep what has the largest activations.
+"""
 _SIGNED = ("sum_hg",)
 """Sums of terms that may be negative."""
 NORMS = ("w_down_sq", "w_up_sq", "w_gate_sq")
