@@ -1,8 +1,9 @@
-"""Small results to draw figures from, as the package and its benchmarks give them."""
+"""Small results, as the package and its benchmarks give them, and what was drawn."""
 
 import math
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
@@ -195,3 +196,11 @@ def measured_quality() -> pd.DataFrame:
     return pd.DataFrame(rows).assign(
         model="lab model", routed_flops_reduction=0.3, passes=3, seconds=1.0
     )
+
+
+def lines_of(ax: plt.Axes) -> dict[str, np.ndarray]:
+    """Points (n, 2) of every labelled curve or line of `ax`, by label."""
+    return {
+        label: (handle[0] if hasattr(handle, "lines") else handle).get_xydata()
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+    }

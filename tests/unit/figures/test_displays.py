@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ PLOTS = {
 }
 OF_OTHER_ROWS = {"score_bins": "score_histogram", "width_cells": "widths"}
 """Plot functions that share a kind with the one its name is of."""
-
-
-@pytest.fixture(autouse=True)
-def _close_figures() -> Iterator[None]:
-    mpl.use("Agg")
-    yield
-    plt.close("all")
 
 
 def display_of(kind: str) -> Display:

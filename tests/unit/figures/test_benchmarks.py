@@ -1,0 +1,184 @@
+"""Figures and tables of the benchmarks: structures, damage, pareto, quality."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from figure_rows import (
+    lines_of,
+    measured_damage,
+    measured_front,
+    measured_quality,
+    measured_structures,
+)
+
+from heapr_lab import figures
+
+
+def test_structures_are_a_row_each_and_a_panel_for_each_ratio() -> None:
+    """Both show what is above ragged widths, which have no multiple, at equal atoms."""
+    data = figures.structures_data(measured_structures())
+    table = figures.structures_table(data)
+    assert table["widths a multiple of"].tolist() == ["any", "6", "12", "6"]
+    assert table["40 % [nats per token] ↓"].tolist() == pytest.approx([0.1, 1, 2, 3])
+    figure = figures.figure_structures(data)
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [
+        "20 % removed",
+        "40 % removed",
+    ]
+    lines = [line.get_ydata() for line in figure.axes[1].get_lines()]
+    heights = [height for line in lines for height in map(float, line)]
+    assert heights == pytest.approx([0, 0, 1, 2, 3])
+
+
+def test_damage_table_counts_what_was_not_fitted() -> None:
+    """Errors of unused ratios with a Δloss: 0.5 over, 0.4 under; 3 × and 1/4 ×."""
+    table = figures.damage_table(figures.damage_data(measured_damage()))
+    assert table["map of"].tolist() == ["pydocs"] * 3
+    assert table["points"].tolist() == [2, 3, 3]
+    assert table["median error [%] ↓"].tolist() == pytest.approx([200, 45, 75])
+    assert table["largest error [%] ↓"].tolist() == pytest.approx([200, 50, 75])
+    assert table["at ratio [%]"].tolist()[1] == 50
+    assert table["naive ÷ measured"].tolist() == pytest.approx([0.25] * 3)
+
+
+def test_damage_panels_fill_what_was_fitted() -> None:
+    """Of the maps of most points: a panel for each corpus, on the same axes."""
+    figure = figures.figure_damage(figures.damage_data(measured_damage()))
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [
+        "pydocs\nby the map of pydocs",
+        "WikiText-2\nby the map of pydocs",
+    ]
+    assert figure.axes[0].get_xlim() == figure.axes[1].get_ylim()
+    drawn = {
+        ax.get_title(loc="left"): {
+            line.get_markerfacecolor(): line.get_xydata().tolist()
+            for line in ax.get_lines()
+            if line.get_marker() == figures.look("fisher").marker
+        }
+        for ax in figure.axes
+    }
+    fitted, carried = drawn.values()
+    assert fitted["none"] == pytest.approx(np.array([[0.3, 0.2], [1.2, 2]]))
+    assert fitted[figures.look("fisher").color] == [[0.1, 0.1]]
+    assert len(carried["none"]) == 3
+    assert set(carried) == {"none"}
+
+
+def test_damage_without_a_measured_rise_has_no_error() -> None:
+    """A Δloss of 0 cannot be divided by, nor drawn on a logarithmic axis."""
+    data = figures.damage_data(measured_damage())
+    assert data["relative_error"].isna().tolist() == [True, False, False, False] * 3
+
+
+def test_points_that_another_beats_are_not_on_the_front() -> None:
+    """A point is dominated by one that saves as much of both and loses as little."""
+    data = figures.pareto_data(measured_front())
+    # (0.4, 0.5, 0.04) saves more of both than (0.2, 0.26, 0.05) and loses less.
+    assert data["efficient"].tolist() == [True, False, True, False, True]
+    twice = pd.concat([measured_front().iloc[:1]] * 2)
+    assert figures.pareto_data(twice)["efficient"].all()
+
+
+def test_the_front_has_a_panel_for_each_ratio_and_hollow_points() -> None:
+    """A curve for each estimator along its prices; dominated points are hollow."""
+    data = figures.pareto_data(measured_front())
+    figure = figures.figure_pareto(data)
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles == ["20 % of parameters", "40 % of parameters"]
+    curves = lines_of(figure.axes[0])
+    assert curves["HEAPr"].tolist() == [[0.22, 0.03], [0.26, 0.05]]
+    assert curves["Fisher"].tolist() == [[0.2, 0.02], [0.21, 0.04]]
+    hollow = [
+        line.get_xydata().tolist()
+        for line in figure.axes[0].get_lines()
+        if line.get_markerfacecolor() == "white"
+    ]
+    assert [[0.26, 0.05]] in hollow
+    assert [[0.21, 0.04]] in hollow
+    assert figure.axes[0].xaxis.get_major_formatter()(0.2, 0) == "20"
+
+
+def test_the_table_of_the_front_is_in_per_cent() -> None:
+    """A row for each point by ratio, estimator and price."""
+    table = figures.pareto_table(figures.pareto_data(measured_front()))
+    assert table["estimator"].tolist() == ["heapr"] * 2 + ["fisher"] * 3
+    assert table["parameters saved [%]"].tolist() == [20, 20, 20, 20, 40]
+    assert table["routed FLOPs saved [%] ↑"].tolist() == pytest.approx(
+        [22, 26, 20, 21, 50]
+    )
+    assert table["on the front"].tolist() == ["yes", "", "yes", "", "yes"]
+
+
+def test_quality_is_relative_to_the_paper() -> None:
+    """Mean over HEAPr's mean, (0.05 + 0.12) / (0.1 + 0.2); the worst of a seed, 0.6."""
+    data = figures.quality_data(measured_quality())
+    own = data[data["variant"].eq("shrunk")]
+    assert own["relative_worst"].tolist() == pytest.approx([0.6] * 4)
+    assert own["delta_nll_std"].iloc[0] == pytest.approx(0.07 / 2**0.5)
+    table = figures.quality_table(data).set_index("variant")
+    assert table.loc["shrunk", "40 % [× HEAPr] ↓"] == pytest.approx(0.17 / 0.3)
+    assert table.loc["shrunk", "worst at 40, 60 % [×]"] == pytest.approx(0.6)
+    figure = figures.figure_quality(data)
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles == ["pydocs", "wikitext2"]
+    drawn = [bars.lines[0].get_ydata() for bars in figure.axes[0].containers]
+    assert [values.tolist() for values in drawn] == [
+        pytest.approx([0.15]),
+        pytest.approx([0.085]),
+    ]
+
+
+def test_the_ratio_gained_is_where_the_loss_is_the_same() -> None:
+    """Losses grow as the cube of the ratio, ours an eighth of the paper's: twice."""
+    rows = [
+        {"ratio": ratio, "variant": variant, "delta_nll": share * ratio**3}
+        for ratio in (0.2, 0.4, 0.6, 0.8)
+        for variant, share in (("heapr", 1.0), ("shrunk", 1 / 8))
+    ]
+    measured = pd.DataFrame(rows).assign(
+        calibration="pydocs", test="pydocs", seed=0, equal="atoms", model="lab model",
+        routed_flops_reduction=0.3, passes=3, seconds=1.0,
+    )  # fmt: skip
+    table = figures.quality_table(figures.quality_data(measured)).set_index("variant")
+    gains = table["ratio of the loss of HEAPr at 40 % [×] ↑"]
+    assert gains["heapr"] == pytest.approx(1)
+    assert gains["shrunk"] == pytest.approx(2)
+    at_most = table.loc["shrunk", "ratio of the loss of HEAPr at 60 % [×] ↑"]
+    assert at_most == pytest.approx(0.8 / 0.6)  # no more than was measured
+
+
+def test_accuracy_has_the_error_of_its_items() -> None:
+    """Two corpora add their variances; two seeds, which share the items, do not."""
+    rows = [
+        {"calibration": c, "variant": "heapr", "ratio": 0.4, "seed": seed,
+         "accuracy": 0.5 + 0.1 * seed, "stderr": 0.03, "dense": dense}
+        for c, dense in (("pydocs", 0.7), ("wikitext2", 0.5))
+        for seed in (0, 1)
+    ]  # fmt: skip
+    table = figures.accuracy_table(pd.DataFrame(rows))
+    assert table.to_numpy().tolist() == [["heapr", "60.0%", "55.0% ± 2.1%"]]
+
+
+def test_the_mixture_is_not_in_the_table() -> None:
+    """It is in the data; the table is of the corpora alone."""
+    measured = measured_quality()
+    mixed = measured[measured["calibration"].eq("pydocs")].assign(
+        calibration="0.5*pydocs + 0.5*wikitext2", delta_nll=100.0
+    )
+    data = figures.quality_data(pd.concat([measured, mixed]))
+    assert data["calibration"].nunique() == 3
+    table = figures.quality_table(data)
+    assert table["worst at 40, 60 % [×]"].max() == pytest.approx(1.0)
+    assert [ax.get_title(loc="left") for ax in figures.figure_quality(data).axes] == [
+        "pydocs",
+        "wikitext2",
+    ]
+
+
+def test_outliers_are_shown_with_who_prunes_them() -> None:
+    """Losses in nats, and three of the counts."""
+    counts = {"magnitude at 0.2": 11, "heapr at 0.8": 0, "shrunk at 0.8": 0}
+    row = {"first by": "fisher", "atoms": 12, "of atoms": 100, "pydocs Δloss": 0.5}
+    table = figures.outliers_table(pd.DataFrame([row | counts | {"heapr at 0.2": 0}]))
+    assert table["pydocs Δloss [nats per token]"].tolist() == [0.5]
+    assert table.filter(like="%").to_numpy().tolist() == [[11, 0, 0]]

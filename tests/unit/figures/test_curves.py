@@ -1,0 +1,149 @@
+"""Curves over the ratio or the calibration size, beside the paper's points."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from figure_rows import ROUTED_SHARE, evaluation, lines_of
+
+from heapr_lab import figures
+from heapr_lab.errors import SpecError
+
+
+def test_calibration_size_is_mean_and_spread_over_seeds() -> None:
+    """Values and error bars are pandas' mean and standard deviation over seeds."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        [
+            evaluation(
+                0.2,
+                "wikitext2",
+                20 + rng.normal(),
+                calibration=corpus,
+                n_sequences=size,
+                seed=seed,
+            )
+            for corpus in ("pydocs", "ptb")
+            for size in (8, 128)
+            for seed in range(3)
+        ]
+        + [evaluation(0.0, "wikitext2", 19.5, estimator="dense")]
+    )
+    data = figures.calibration_size_data(frame)
+    pruned = frame[frame["estimator"].eq("heapr")]
+    expected = pruned.groupby(["calibration", "n_sequences"])["value"].agg(
+        ["mean", "std"]
+    )
+    assert data["value"].to_numpy() == pytest.approx(expected["mean"].to_numpy())
+    assert data["spread"].to_numpy() == pytest.approx(expected["std"].to_numpy())
+    assert set(data["n_seeds"]) == {3}
+    assert set(data["dense"]) == {19.5}
+    ax = figures.plot_calibration_size(data)
+    drawn = lines_of(ax)["calibrated on PTB"]
+    rows = data[data["calibration"].eq("ptb")]
+    assert drawn == pytest.approx(rows[["n_sequences", "value"]].to_numpy())
+    bar = ax.containers[0].lines[2][0].get_segments()[0]
+    assert bar[1, 1] - bar[0, 1] == pytest.approx(2 * rows["spread"].iloc[0])
+    assert ax.get_xlabel() == "calibration [sequences]"
+    assert ax.get_ylabel() == "perplexity ↓"
+
+
+def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
+    results: pd.DataFrame, savings: pd.DataFrame
+) -> None:
+    """0.4 and 0.9 of the whole model are 0.4 / 0.75 and 0.9 / 0.75 of our atoms."""
+    data = figures.boundary_data(results, savings)
+    paper = data[data["source"].eq("paper") & data["metric"].eq("accuracy")]
+    assert list(paper["ratio"]) == pytest.approx([0.4 / 0.75, 0.9 / 0.75])
+    assert list(paper["parameter_reduction"]) == pytest.approx([0.4, 0.9])
+    assert list(paper["relative"]) == [0.93, 0.38]
+    assert list(paper["at_most"]) == [True, False]
+    ax = figures.plot_boundary(data, quantity="flops_reduction")
+    label = "paper: DeepSeekMoE-16B, not comparable (other model and data)"
+    points = lines_of(ax)[label]
+    assert points == pytest.approx(np.array([[0.4 / 0.75, 0.2], [1.2, 0.55]]))
+    (top,) = ax.child_axes
+    assert top.get_xlabel() == "of the whole model [%]"
+    ax.figure.canvas.draw()
+    assert list(top.get_xlim()) == pytest.approx(np.array(ax.get_xlim()) * ROUTED_SHARE)
+    assert ax.get_ylabel() == "FLOPs saved [%] ↑"
+
+
+def test_flops_say_at_which_context_they_were_counted(
+    results: pd.DataFrame, savings: pd.DataFrame
+) -> None:
+    """In the legend of the boundary and the title of the granularity, where known."""
+    told = "at 256 tokens of context"
+    for frame, known in ((savings, False), (savings.assign(seq_len=256), True)):
+        data = figures.boundary_data(results, frame)
+        ax = figures.plot_boundary(data, quantity="flops_reduction")
+        assert (f"FLOPs {told}" in lines_of(ax)) == known
+        data = figures.granularity_data(results, frame)
+        ax = figures.plot_granularity(data, metric="flops_reduction")
+        title = ax.get_title(loc="left")
+        assert title == "whole model" + f"\n{told}" * known
+
+
+def test_boundary_curves_are_the_evaluation_rows(
+    results: pd.DataFrame, savings: pd.DataFrame
+) -> None:
+    """Perplexity is absolute on a log axis, accuracy is relative to the dense model."""
+    data = figures.boundary_data(results, savings)
+    ax = figures.plot_boundary(data, quantity="perplexity")
+    # 20 · (1 + 0.1 · ratio)
+    expected = [[0, 20], [0.2, 20.4], [0.5, 21]]
+    assert lines_of(ax)["WikiText-2"] == pytest.approx(np.array(expected))
+    assert ax.get_yscale() == "log"
+    ax = figures.plot_boundary(data, quantity="accuracy")
+    expected = [[0, 1], [0.2, 0.98], [0.5, 0.95]]
+    assert lines_of(ax)["continuation"] == pytest.approx(np.array(expected))
+    # one choice of four, where the dense model is right half the time
+    assert set(lines_of(ax)["guessing"][:, 1]) == {0.5}
+    assert len(figures.figure_boundary(data).axes) == 3
+
+
+def test_granularity_compares_atoms_with_experts(
+    results: pd.DataFrame, savings: pd.DataFrame
+) -> None:
+    """Each granularity has its own curve, and the paper's points their own marker."""
+    data = figures.granularity_data(results, savings)
+    ax = figures.plot_granularity(data, metric="perplexity")
+    drawn = lines_of(ax)
+    assert drawn["atomic experts"][-1] == pytest.approx([0.5, 1.05])
+    assert drawn["whole experts"][-1] == pytest.approx([0.5, 1.2])
+    paper = data[data["source"].eq("paper") & data["metric"].eq("perplexity")]
+    points = paper.set_index(["name", "ratio"])["relative"]
+    assert points["atom", 0.2] == pytest.approx(6.54 / 6.38)
+    assert points["expert", 0.4] == pytest.approx(8.00 / 6.38)
+    hollow = [line for line in ax.get_lines() if line.get_markerfacecolor() == "none"]
+    assert {line.get_marker() for line in hollow} == {"o", "s"}
+    assert ax.get_ylabel() == "perplexity ÷ dense [×] ↓"
+    flops = figures.plot_granularity(data, metric="flops_reduction")
+    assert lines_of(flops)["atomic experts"][:, 1] == pytest.approx([0, 0.08, 0.2])
+
+
+def test_scope_compares_global_with_layer_wise(results: pd.DataFrame) -> None:
+    """Curves are named by scope; the paper's are Qwen1.5-MoE's accuracies kept."""
+    data = figures.scope_data(results)
+    drawn = lines_of(figures.plot_scope(data, metric="accuracy"))
+    assert drawn["global (HEAPr-G)"][-1, 1] == pytest.approx(0.95)
+    assert drawn["layer-wise (HEAPr-L)"][-1, 1] == pytest.approx(0.9)
+    paper = data[data["source"].eq("paper")].set_index(["name", "ratio"])
+    # means of the seven tasks as printed (the paper's own average here, 53.59, is not
+    # that of its seven cells)
+    pruned = (31.80 + 68.60 + 67.22 + 55.67 + 37.56 + 76.39 + 34.87) / 700
+    dense = (0.31 + 0.70 + 0.66 + 0.59 + 0.40 + 0.79 + 0.35) / 7
+    assert paper.loc[("global", 0.25), "relative"] == pytest.approx(pruned / dense)
+
+
+def test_two_rows_for_one_point_are_refused(results: pd.DataFrame) -> None:
+    """A frame with two seeds is ambiguous, and the error names the column."""
+    two = pd.concat([results, results.assign(seed=1, value=results["value"] * 1.01)])
+    with pytest.raises(SpecError, match=r"differ in \['seed', 'value'"):
+        figures.main_data(two)
+
+
+def test_a_missing_dense_row_is_refused(results: pd.DataFrame) -> None:
+    """Relative values need the dense model's, and the error says which is missing."""
+    without = results[results["estimator"].ne("dense")]
+    with pytest.raises(SpecError, match=r"'continuation', 'accuracy'"):
+        figures.main_data(without)

@@ -1,0 +1,113 @@
+"""Files: the same bytes for the same figure, with its provenance."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+from figure_rows import Keep
+
+from heapr_lab import figures
+from heapr_lab.figures.files import format_column, table_latex, table_markdown
+from heapr_lab.storage.hashing import digest
+
+
+def test_the_same_figure_is_the_same_bytes(tmp_path: Path) -> None:
+    """Two figures of the same data, and one figure saved twice, are equal files."""
+    data = figures.layer_ratios_data({0.25: Keep(0.4, 0.1)})
+    source = {"spec": "abc", "ratio": 0.25}
+    figure = figures.figure_layer_ratios(data)
+    first = figures.save_figure(figure, tmp_path / "a" / "bars", provenance=source)
+    again = figures.save_figure(figure, tmp_path / "b" / "bars", provenance=source)
+    anew = figures.save_figure(
+        figures.figure_layer_ratios(data), tmp_path / "c" / "bars", provenance=source
+    )
+    assert [path.name for path in first] == ["bars.png", "bars.pdf"]
+    for one, two, three in zip(first, again, anew, strict=True):
+        assert one.read_bytes() == two.read_bytes() == three.read_bytes()
+    other = figures.save_figure(
+        figure, tmp_path / "d" / "bars", provenance={"spec": "other"}
+    )
+    assert other[0].read_bytes() != first[0].read_bytes()
+
+
+_DRAW = """
+import shutil, sys
+from pathlib import Path
+from matplotlib import font_manager
+folder, of_system = Path(sys.argv[1]), sys.argv[2:]
+if of_system:  # the list may have fonts of the system, and not those of matplotlib
+    manager = font_manager.fontManager
+    own = [e for e in manager.ttflist if e.name == "DejaVu Sans"]
+    manager.ttflist.clear()
+    for path in {e.fname for e in own}:
+        manager.addfont(shutil.copy(path, folder))
+    changed = folder / "DejaVuSans.ttf"
+    from fontTools.ttLib import TTFont
+    with TTFont(changed) as font:
+        font["head"].created += 1
+        font.save(changed)
+from heapr_lab import figures
+picture = figures.Display.from_results("atomic_expert")
+picture.save(folder / picture.kind, provenance={"b": 1, "a": {}})
+"""
+
+
+def test_bytes_do_not_depend_on_the_machine(tmp_path: Path) -> None:
+    """Another hash seed, folder, configuration and font list, and the same files."""
+    folders = []
+    for seed, *of_system in (("1",), ("2", "system")):
+        folder = tmp_path / seed
+        folder.mkdir()
+        own = {"PYTHONHASHSEED": seed, "MPLCONFIGDIR": str(folder / "configuration")}
+        command = [sys.executable, "-c", _DRAW, str(folder), *of_system]
+        subprocess.run(command, check=True, cwd=folder, env=os.environ | own)
+        folders.append(folder)
+    for suffix in ("png", "pdf", "csv"):
+        first, second = (folder / f"atomic_expert.{suffix}" for folder in folders)
+        assert first.read_bytes() == second.read_bytes(), suffix
+
+
+def test_files_carry_the_provenance_and_no_date(tmp_path: Path) -> None:
+    """PNG and PDF name the hash of the provenance; the PDF has no creation date."""
+    source = {"spec": "abc"}
+    ax = figures.plot_atomic_expert()
+    png, pdf = figures.save_figure(ax.figure, tmp_path / "x", provenance=source)
+    mark = f"provenance sha256:{digest(source)}".encode()
+    assert b"Description\x00heapr-lab " + mark in png.read_bytes()
+    assert mark in pdf.read_bytes()
+    assert b"CreationDate" not in pdf.read_bytes()
+    assert b"/FontFile2" in pdf.read_bytes()  # TrueType (42), not Type 3
+
+
+def test_tables_are_written_in_three_forms(tmp_path: Path) -> None:
+    """CSV keeps every digit; Markdown and LaTeX are rounded, escaped and marked."""
+    table = pd.DataFrame({"a_b [%] ↓": [28.31494, math.nan], "name": ["x|y", "50 %"]})
+    source = {"spec": "abc"}
+    csv, md, tex = figures.write_table(table, tmp_path / "t", provenance=source)
+    pd.testing.assert_frame_equal(pd.read_csv(csv), table)
+    assert md.read_text(encoding="utf-8").splitlines()[:4] == [
+        "| a_b [%] ↓ | name |",
+        "| ---: | --- |",
+        r"| 28.31 | x\|y |",
+        "| — | 50 % |",
+    ]
+    latex = tex.read_text(encoding="utf-8")
+    assert r"a\_b [\%] $\downarrow$ & name \\" in latex
+    assert r"--- & 50 \% \\" in latex
+    for rule in (r"\toprule", r"\midrule", r"\bottomrule"):
+        assert rule in latex
+    assert '"spec":"abc"' in latex.splitlines()[0]
+    assert '"spec":"abc"' in md.read_text(encoding="utf-8").splitlines()[-1]
+    assert table_markdown(table) in md.read_text(encoding="utf-8")
+    assert latex.endswith(table_latex(table))
+
+
+def test_a_column_has_one_number_of_decimals() -> None:
+    """The median gets four significant digits; whole numbers get no decimals."""
+    assert format_column(pd.Series([28.3149, 9.5])) == ["28.31", "9.50"]
+    assert format_column(pd.Series([10.0, 100 * 0.3])) == ["10", "30"]
+    assert format_column(pd.Series([0.0, 0.012345])) == ["0.00000", "0.01235"]
+    assert format_column(pd.Series([3, None], dtype="Int64")) == ["3", "—"]

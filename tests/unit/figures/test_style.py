@@ -1,0 +1,49 @@
+"""One look: the house style, colours by name, type that can be read."""
+
+import subprocess
+import sys
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pandas as pd
+from figure_rows import Keep
+
+from heapr_lab import figures
+from heapr_lab.importance.estimators import ESTIMATORS
+
+
+def test_the_style_ends_with_the_figure() -> None:
+    """Plotting leaves the caller's settings alone, and never draws on their Axes."""
+    before = dict(mpl.rcParams)
+    _, theirs = plt.subplots()
+    ax = figures.plot_layer_ratios(figures.layer_ratios_data({0.5: Keep(0.7, 0.3)}))
+    assert dict(mpl.rcParams) == before
+    assert ax is not theirs
+    assert not theirs.has_data()
+    data = figures.layer_ratios_data({0.5: Keep(0.7, 0.3)})
+    assert figures.plot_layer_ratios(data, ax=theirs) is theirs
+
+
+def test_estimators_look_different_from_each_other() -> None:
+    """No two of the tables share a colour or a marker; a name always looks the same."""
+    names = [name for name, one in ESTIMATORS.items() if not one.extra_pass]
+    looks = [figures.look(name) for name in names]
+    assert len({shown.color for shown in looks}) == len(names) == 10
+    assert len({shown.marker for shown in looks}) == len(names)
+    assert figures.look("of my own") == figures.look("of my own")
+
+
+def test_type_is_readable_at_readme_width(
+    results: pd.DataFrame, savings: pd.DataFrame
+) -> None:
+    """Figures are 7 inches wide and no text is below 8 points."""
+    figure = figures.figure_boundary(figures.boundary_data(results, savings))
+    assert figure.get_size_inches()[0] == 7
+    texts = figure.findobj(mpl.text.Text)
+    assert min(text.get_fontsize() for text in texts if text.get_text()) >= 8
+
+
+def test_figures_import_without_torch() -> None:
+    """Drawing needs no torch."""
+    code = "import sys, heapr_lab.figures; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
