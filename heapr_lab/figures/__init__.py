@@ -40,11 +40,8 @@ from heapr_lab.figures.layers import (
     figure_layer_ratios,
     layer_ratios_data,
     plot_layer_ratios,
-    plot_score_bins,
-    plot_score_histogram,
     plot_width_cells,
     plot_widths,
-    score_histogram_data,
     widths_data,
 )
 from heapr_lab.figures.paper import paper_label, paper_table
@@ -62,6 +59,11 @@ from heapr_lab.figures.quality import (
     plot_quality,
     quality_data,
     quality_table,
+)
+from heapr_lab.figures.scores import (
+    plot_score_bins,
+    plot_score_histogram,
+    score_histogram_data,
 )
 from heapr_lab.figures.structures import (
     figure_structures,

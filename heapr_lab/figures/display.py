@@ -28,6 +28,7 @@ from heapr_lab.figures import (
     layers,
     pareto,
     quality,
+    scores,
     structures,
     tables,
 )
@@ -90,7 +91,7 @@ KINDS: Mapping[str, Kind] = {
     "scope": Kind(
         comparisons.scope_data, comparisons.plot_scope, comparisons.figure_scope
     ),
-    "score_histogram": Kind(layers.score_histogram_data, layers.plot_score_bins),
+    "score_histogram": Kind(scores.score_histogram_data, scores.plot_score_bins),
     "structures": Kind(
         structures.structures_data,
         structures.plot_structures,

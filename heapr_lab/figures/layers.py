@@ -1,6 +1,5 @@
-"""Figure 1, removed share per layer, and the pictures of widths and scores."""
+"""Figure 1, removed share per layer, and the picture of the widths that are left."""
 
-import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -10,22 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from heapr_lab.errors import SpecError
 from heapr_lab.figures.style import (
     LABELS,
-    REFERENCE_GREY,
     add_legend,
-    look,
     own_axes,
     panels,
     share_legend,
     show_percent,
     styled,
 )
-from heapr_lab.importance.estimators import unit_of
 
 _RATIO_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
-_REMOVED = "#D55E00"
 
 
 class Keep(Protocol):
@@ -217,106 +211,3 @@ def _draw_load(ax: Axes, tokens: pd.DataFrame) -> None:
     idle = np.argwhere(counts == 0)
     if len(idle):
         ax.scatter(idle[:, 1], idle[:, 0], marker="x", color="white", s=25)
-
-
-def score_histogram_data(
-    scores: pd.Series, cut: float | None = None, *, bins: int = 60
-) -> pd.DataFrame:
-    """Counts of the scores in bins of equal width on a logarithmic axis.
-
-    Scores of 0 (and below, where a first-order term is kept) have no logarithm; their
-    number is in `attrs["n_not_positive"]`, beside `attrs["estimator"]` and
-    `attrs["cut"]`.
-
-    Args:
-        scores: one score per atomic expert; the series' name is the estimator's.
-        cut: the score below which atoms are removed; it is a bin edge, so that no bin
-            holds both.
-        bins: how many bins, give or take the one that the cut adds.
-
-    Returns:
-        Columns left, right (bin edges), n_atoms, removed (the bin lies below the cut).
-
-    Raises:
-        SpecError: no score is above 0.
-    """
-    values = scores.to_numpy(dtype=float)
-    positive = values[values > 0]
-    if not len(positive):
-        raise SpecError(
-            f"none of {len(values)} scores is above 0, so there is no logarithmic axis "
-            "for them. Measure the table on text that reaches the experts."
-        )
-    low, high = positive.min(), positive.max()
-    anchor = cut if cut is not None and low < cut < high else low
-    # half a step of room at the top, so that rounding loses no score
-    step = max((high / low) ** (1 / bins), 1 + 1e-6)
-    first = math.floor(math.log(low / anchor) / math.log(step))
-    last = math.floor(math.log(high / anchor) / math.log(step) + 0.5) + 1
-    edges = anchor * step ** np.arange(first, last + 1, dtype=float)
-    edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
-    counts = np.histogram(positive, bins=edges)[0]
-    data = pd.DataFrame({"left": edges[:-1], "right": edges[1:], "n_atoms": counts})
-    data["removed"] = data["right"].le(cut) if cut is not None else False
-    data.attrs["n_not_positive"] = int(len(values) - len(positive))
-    data.attrs["estimator"] = None if scores.name is None else str(scores.name)
-    data.attrs["cut"] = cut
-    return data
-
-
-def plot_score_histogram(
-    scores: pd.Series, cut: float | None = None, *, ax: Axes | None = None
-) -> Axes:
-    """Histogram of the scores on a logarithmic axis, removed atoms in another colour.
-
-    Args:
-        scores: one score per atomic expert; the series' name labels the axis.
-        cut: the score below which atoms are removed, drawn as a line.
-        ax: where to draw; None makes a new figure.
-
-    Returns:
-        The Axes.
-    """
-    return plot_score_bins(score_histogram_data(scores, cut), ax=ax)
-
-
-@styled
-def plot_score_bins(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """`plot_score_histogram` of scores that were counted.
-
-    Args:
-        data: from `score_histogram_data`.
-        ax: where to draw; None makes a new figure.
-
-    Returns:
-        The Axes.
-    """
-    ax = own_axes(ax)
-    estimator, cut = data.attrs["estimator"], data.attrs["cut"]
-    for removed, color, label in (
-        (False, look("heapr").color, "kept"),
-        (True, _REMOVED, "removed"),
-    ):
-        bars = data[data["removed"].eq(removed)]
-        if not bars.empty:
-            width = bars["right"] - bars["left"]
-            ax.bar(
-                bars["left"],
-                bars["n_atoms"],
-                width=width,
-                align="edge",
-                color=color,
-                label=label,
-            )
-    if cut is not None and cut > 0:
-        ax.axvline(cut, color=REFERENCE_GREY, linestyle="--", linewidth=1.2)
-    ax.set_xscale("log")
-    ax.set_xlabel(f"score, {look(estimator or 'heapr').label} [{unit_of(estimator)}]")
-    ax.set_ylabel("atomic experts [count]")
-    if data.attrs["n_not_positive"]:
-        hidden = (
-            f"not shown: {data.attrs['n_not_positive']:,} with a score of 0 or less"
-        )
-        ax.set_title(hidden, fontsize=8, fontweight="normal")
-    add_legend(ax)
-    return ax

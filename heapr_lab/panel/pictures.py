@@ -25,8 +25,9 @@ from matplotlib.ticker import MaxNLocator
 
 from heapr_lab.figures import layer_ratios_data, plot_layer_ratios, styled
 from heapr_lab.figures.paper import paper_dense, paper_table
-from heapr_lab.figures.style import ATOM_COLOR, PAPER_GREY
-from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
+from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
+from heapr_lab.figures.style import PAPER_GREY
+from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -90,12 +91,16 @@ class ChoicePicture:
         bars.set_ylim(0, 1)
         self._bars, self._line = _rectangles(bars), bars.get_lines()[0]
         self._cells = _image(cells, self._colors, full.layers)
-        self._bins = _Bins(bins)
+        self._scores = ScorePicture(bins)
+        # Room for the note on scores that are not shown, which most do not have.
+        self._scores.show(np.array([1, 10]), np.ones(1), estimator="heapr", hidden=1)
         self._shown = "", ""
+        self._bins = ScoreBins(np.ones(1), np.zeros(0, int))
+        self._firsts: np.ndarray | None = None
+        """Row of each expert's first atom, where whole experts are shown."""
         self._canvas = _settle(self.figure)
-        self._moving: list[Artist] = [
-            *self._bars, self._line, self._cells, *self._bins.artists,
-        ]  # fmt: skip
+        self._moving: list[Artist] = [*self._bars, self._line, self._cells]
+        self._moving += [self._scores.removed, self._scores.cut]
         for artist in self._moving:
             artist.set_animated(True)
         self._draw_background()
@@ -116,7 +121,7 @@ class ChoicePicture:
             granularity: "atom", or "expert": then each is the sum of an expert's.
         """
         if (estimator, granularity) != self._shown:
-            self._bins.show(self.table, estimator, granularity)
+            self._show_scores(estimator, whole=granularity == "expert")
             self._shown = estimator, granularity
             self._draw_background()
         for bar, ratio in zip(self._bars, keep.layer_ratios(), strict=True):
@@ -125,65 +130,28 @@ class ChoicePicture:
         widths = keep.widths().to_numpy(dtype=float, na_value=np.nan)
         share = np.nan_to_num(widths / self._widest, nan=1.0)[..., None]
         self._cells.set_data(1 - share * (1 - self._colors))
-        self._bins.remove(keep)
+        gone = ~keep.rows if self._firsts is None else ~keep.rows[self._firsts]
+        self._scores.remove(self._bins.counts(gone))
         self._canvas.restore_region(self._background)
         for artist in self._moving:
             assert artist.axes is not None
             artist.axes.draw_artist(artist)
         return _png(_pixels(self._canvas))
 
-
-class _Bins:
-    """A histogram of scores on a logarithmic axis, and how much of it is removed."""
-
-    def __init__(self, ax: Axes) -> None:
-        self.ax = ax
-        edges = np.linspace(0, 1, _N_BINS + 1)
-        self.all = ax.stairs(np.zeros(_N_BINS), edges, fill=True, color="0.8")
-        self.gone = ax.stairs(np.zeros(_N_BINS), edges, fill=True, color=ATOM_COLOR)
-        self.cut = ax.axvline(0, color="0.2", lw=1.2, ls="--")
-        self.artists: list[Artist] = [self.gone, self.cut]
-        self._bins = np.zeros(0, np.uint8)
-        self._firsts: np.ndarray | None = None
-        """Row of each expert's first atom, where whole experts are shown."""
-        self._edges: np.ndarray = edges
-
-    def show(self, table: ImportanceTable, estimator: str, granularity: str) -> None:
-        """All scores; those that are not above 0 stand in the first bin."""
-        scores = table.scores(estimator)
-        self._firsts = None
-        if granularity == "expert":
-            self._firsts = _first_rows(table)
-            scores = np.add.reduceat(scores, self._firsts)
-        unit = find_estimator(estimator).unit
-        self.ax.set_xlabel(f"log10 of the score [{unit}]")
-        name = "atomic experts" if granularity == "atom" else "whole experts"
-        self.ax.set_ylabel(f"{name} [count]")
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs = np.log10(scores)
-        finite = logs[np.isfinite(logs)]
-        low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
-        step = max((high - low) / (_N_BINS - 1), 1e-9)
-        self._edges = low + step * (np.arange(_N_BINS + 1, dtype=float) - 1)
-        numbers = np.nan_to_num((logs - low) / step, nan=-1, neginf=-1)
-        self._bins = np.clip(numbers + 1, 0, _N_BINS - 1).astype(np.uint8)
-        counts = np.bincount(self._bins, minlength=_N_BINS)
-        for stairs in (self.all, self.gone):
-            stairs.set_data(counts, self._edges)
-        self.ax.set_xlim(self._edges[0], self._edges[-1])
-        self.ax.set_ylim(0, 1.05 * max(1, counts.max()))
-
-    def remove(self, keep: KeepMask) -> None:
-        """What is gone, and up to which score."""
-        gone = ~keep.rows
+    def _show_scores(self, estimator: str, *, whole: bool) -> None:
+        """Other scores: of atomic experts, or of whole experts, the sums of theirs."""
+        scores = self.table.scores(estimator)
+        self._firsts = _first_rows(self.table) if whole else None
         if self._firsts is not None:
-            gone = gone[self._firsts]
-        counts = np.bincount(self._bins[gone], minlength=_N_BINS)
-        self.gone.set_data(counts, self._edges)
-        last = np.flatnonzero(counts)
-        self.cut.set_visible(len(last) > 0)
-        if len(last):
-            self.cut.set_xdata([self._edges[last[-1] + 1]] * 2)
+            scores = np.add.reduceat(scores, self._firsts)
+        self._bins = bin_scores(scores, bins=_N_BINS)
+        self._scores.show(
+            self._bins.edges,
+            self._bins.counts(),
+            estimator=estimator,
+            hidden=self._bins.n_not_positive,
+            counted="whole experts" if whole else "atomic experts",
+        )
 
 
 class LossPicture:

@@ -1,16 +1,50 @@
 """Histograms of scores: every score is counted once, and drawn where it is."""
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
 from heapr_lab import figures
 from heapr_lab.errors import SpecError
+from heapr_lab.figures.scores import ScorePicture, bin_scores
+from heapr_lab.importance.estimators import ESTIMATORS
+
+
+def lognormal(n: int) -> np.ndarray:
+    """Scores over some orders of magnitude."""
+    return np.random.default_rng(0).lognormal(sigma=2, size=n)
+
+
+@pytest.mark.parametrize("edge", [None, 1.0, 1e9])
+def test_bins_are_those_of_numpy(edge: float | None) -> None:
+    """Each score is in the bin where numpy counts it; those not above 0 in none."""
+    scores = np.array([0.0, -1.0, *lognormal(1000)])
+    found = bin_scores(scores, edge=edge, bins=80)
+    counts = np.histogram(scores[scores > 0], bins=found.edges)[0]
+    assert found.counts().tolist() == counts.tolist()
+    assert counts.sum() == 1000
+    assert found.n_not_positive == 2
+    steps = np.diff(np.log(found.edges))
+    assert steps[1:-1] == pytest.approx(steps[1])
+    assert len(steps) in (80, 81, 82)
+    some = scores > 2
+    counts = np.histogram(scores[some], bins=found.edges)[0]
+    assert found.counts(some).tolist() == counts.tolist()
+    assert (edge in found.edges) == (edge == 1.0)
+
+
+def test_bins_reach_over_all_scales() -> None:
+    """Of scores whose quotient is no float64, and of none above 0."""
+    found = bin_scores(np.array([1e-300, 1.0, 1e200]), bins=10)
+    assert found.counts().sum() == 3
+    assert found.counts()[0] == found.counts()[-2:].sum() == 1
+    assert bin_scores(np.zeros(3)).counts().sum() == 0
 
 
 def test_score_histogram_counts_every_positive_score_once() -> None:
     """Counts add up, the cut parts them exactly, and zeros are reported."""
-    values = np.random.default_rng(0).lognormal(sigma=2, size=1000)
+    values = lognormal(1000)
     scores = pd.Series([0.0, 0.0, *values], name="heapr")
     cut = float(np.sort(values)[250])
     data = figures.score_histogram_data(scores, cut)
@@ -18,13 +52,53 @@ def test_score_histogram_counts_every_positive_score_once() -> None:
     assert data.attrs["n_not_positive"] == 2
     assert data.loc[data["removed"], "n_atoms"].sum() == (values < cut).sum() == 250
     ax = figures.plot_score_histogram(scores, cut)
-    assert sum(bar.get_height() for bar in ax.patches) == 1000
-    assert ax.get_xlabel() == "score, HEAPr [nats per routed token]"
+    every, removed = (stairs.get_data().values.sum() for stairs in ax.patches)
+    assert (every, removed) == (1000, 250)
+    assert set(ax.get_lines()[0].get_xdata()) == {cut}
+    assert ax.get_title(loc="left") == "not shown: 2 with a score of 0 or less"
     with pytest.raises(SpecError, match="none of 2 scores is above 0"):
         figures.score_histogram_data(pd.Series([0.0, 0.0]))
+
+
+def test_score_histogram_without_a_cut() -> None:
+    """Nothing is removed, in the legend neither, and no line is seen."""
+    ax = figures.plot_score_histogram(pd.Series(lognormal(50)))
+    assert ax.get_legend_handles_labels()[1] == ["kept"]
+    assert not ax.get_lines()[0].get_visible()
+    assert ax.get_xlabel() == "score [arbitrary unit]"
+    assert ax.get_title(loc="left") == ""
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_axis_has_the_unit_of_the_registry(estimator: str) -> None:
+    """The name of the scores says whose they are, and in what."""
+    ax = figures.plot_score_histogram(pd.Series(lognormal(50), name=estimator))
+    label = figures.look(estimator).label
+    assert ax.get_xlabel() == f"score, {label} [{ESTIMATORS[estimator].unit}]"
 
 
 def test_score_histogram_of_equal_scores_has_them_all() -> None:
     """One value, repeated, is one full bin."""
     data = figures.score_histogram_data(pd.Series([0.3] * 7))
     assert data["n_atoms"].sum() == 7
+
+
+def test_a_picture_that_was_changed_is_the_one_drawn_anew() -> None:
+    """Whatever was shown before, and outside of the house style too."""
+    scores = pd.Series([0.0, *lognormal(200)], name="fisher")
+    data = figures.score_histogram_data(scores, 2.0)
+    anew = figures.plot_score_bins(data)
+    picture = figures.styled(lambda: ScorePicture(plt.subplots()[1]))()
+    picture.show(np.array([1.0, 2.0]), np.ones(1), estimator=None, hidden=0)
+    found = bin_scores(scores.to_numpy(), edge=2.0)
+    counts, hidden = found.counts(), found.n_not_positive
+    picture.show(found.edges, counts, estimator="fisher", hidden=hidden)
+    picture.remove(found.counts(scores.to_numpy() < 2.0))
+    for one, other in zip(picture.ax.patches, anew.patches, strict=True):
+        for mine, theirs in zip(one.get_data()[:2], other.get_data()[:2], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    assert picture.cut.get_xdata() == list(anew.get_lines()[0].get_xdata())
+    for text in ("get_xlabel", "get_ylabel", "get_xlim", "get_ylim"):
+        assert getattr(picture.ax, text)() == getattr(anew, text)()
+    for place in ("left", "center"):
+        assert picture.ax.get_title(place) == anew.get_title(place)

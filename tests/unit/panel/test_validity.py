@@ -328,9 +328,9 @@ def test_whole_experts_stand_in_the_histogram_of_whole_experts() -> None:
     every, gone = (stairs.get_data().values for stairs in bins.patches)
     assert (every.sum(), gone.sum()) == (8, 4)
     (cut,) = {float(x) for x in bins.get_lines()[0].get_xdata()}
-    sums = np.log10(table.scores("heapr").reshape(8, 16).sum(1))
+    sums = table.scores("heapr").reshape(8, 16).sum(1)
     assert (sums <= cut).sum() == 4
     assert bins.get_ylabel() == "whole experts [count]"
-    assert bins.get_xlabel() == "log10 of the score [nats per routed token]"
+    assert bins.get_xlabel() == "score, HEAPr [nats per routed token]"
     picture.draw(session.keep, estimator="heapr")
     assert bins.get_ylabel() == "atomic experts [count]"

@@ -1,0 +1,211 @@
+"""Scores in bins of a logarithmic axis: how many there are, and how many of them go."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import StepPatch
+
+from heapr_lab.errors import SpecError
+from heapr_lab.figures.style import (
+    ATOM_COLOR,
+    REFERENCE_GREY,
+    add_legend,
+    look,
+    own_axes,
+    styled,
+)
+from heapr_lab.importance.estimators import unit_of
+
+N_BINS = 60
+_KEPT = "#CCCCCC"
+
+
+@dataclass(frozen=True)
+class ScoreBins:
+    """Bins of equal width on a logarithmic axis, and which of them each score is in."""
+
+    edges: np.ndarray
+    """(n_bins + 1,), rising."""
+    numbers: np.ndarray
+    """Of each score's bin, from 0; n_bins where the score is not above 0."""
+
+    @property
+    def n_not_positive(self) -> int:
+        """Scores that have no logarithm."""
+        return int((self.numbers == len(self.edges) - 1).sum())
+
+    def counts(self, chosen: np.ndarray | None = None) -> np.ndarray:
+        """Scores in each bin, (n_bins,).
+
+        Args:
+            chosen: which scores count, bool, in their order; None counts all.
+        """
+        numbers = self.numbers if chosen is None else self.numbers[chosen]
+        return np.bincount(numbers, minlength=len(self.edges))[:-1]
+
+
+def bin_scores(
+    scores: np.ndarray, *, edge: float | None = None, bins: int = N_BINS
+) -> ScoreBins:
+    """The bin of each score, of bins that reach from the least above 0 to the largest.
+
+    Args:
+        scores: (n,), finite.
+        edge: a score that parts two bins where it is among the others.
+        bins: how many bins, give or take one.
+    """
+    positive = scores[scores > 0]
+    low, high = (positive.min(), positive.max()) if len(positive) else (1.0, 10.0)
+    anchor = edge if edge is not None and low < edge < high else low
+    below, above = (math.log(end) - math.log(anchor) for end in (low, high))
+    width = max((above - below) / bins, 1e-6)
+    # Half a bin of room at the top, so that rounding loses no score.
+    places = np.arange(
+        math.floor(below / width), math.floor(above / width + 0.5) + 2, dtype=float
+    )
+    edges = np.exp(math.log(anchor) + width * places)
+    edges[places == 0] = anchor
+    edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
+    numbers = np.searchsorted(edges, scores, side="right") - 1
+    numbers = np.minimum(numbers, len(edges) - 2)  # the last bin has its upper edge
+    numbers[scores <= 0] = len(edges) - 1
+    return ScoreBins(edges, numbers.astype(np.min_scalar_type(len(edges))))
+
+
+def score_histogram_data(
+    scores: pd.Series, cut: float | None = None, *, bins: int = N_BINS
+) -> pd.DataFrame:
+    """Counts of the scores in bins of equal width on a logarithmic axis.
+
+    Scores of 0 (and below, where a first-order term is kept) have no logarithm; their
+    number is in `attrs["n_not_positive"]`, beside `attrs["estimator"]`.
+
+    Args:
+        scores: one score per atomic expert; the series' name is the estimator's.
+        cut: the score below which atoms are removed; it is a bin edge, so that no bin
+            holds both.
+        bins: how many bins, give or take the one that the cut adds.
+
+    Returns:
+        Columns left, right (bin edges), n_atoms, removed (the bin lies below the cut).
+
+    Raises:
+        SpecError: no score is above 0.
+    """
+    values = scores.to_numpy(dtype=float)
+    found = bin_scores(values, edge=cut, bins=bins)
+    left, right, counts = found.edges[:-1], found.edges[1:], found.counts()
+    if found.n_not_positive == len(values):
+        raise SpecError(
+            f"none of {len(values)} scores is above 0, so there is no logarithmic axis "
+            "for them. Measure the table on text that reaches the experts."
+        )
+    data = pd.DataFrame({"left": left, "right": right, "n_atoms": counts})
+    data["removed"] = data["right"].le(cut) if cut is not None else False
+    data.attrs["n_not_positive"] = found.n_not_positive
+    data.attrs["estimator"] = None if scores.name is None else str(scores.name)
+    return data
+
+
+def plot_score_histogram(
+    scores: pd.Series, cut: float | None = None, *, ax: Axes | None = None
+) -> Axes:
+    """Histogram of the scores on a logarithmic axis, removed atoms in another colour.
+
+    Args:
+        scores: one score per atomic expert; the series' name labels the axis.
+        cut: the score below which atoms are removed, drawn as a line.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    return plot_score_bins(score_histogram_data(scores, cut), ax=ax)
+
+
+@styled
+def plot_score_bins(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """`plot_score_histogram` of scores that were counted.
+
+    Args:
+        data: from `score_histogram_data`.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    picture = ScorePicture(own_axes(ax))
+    picture.show(
+        np.append(data["left"], data["right"].iloc[-1]),
+        data["n_atoms"].to_numpy(),
+        estimator=data.attrs["estimator"],
+        hidden=data.attrs["n_not_positive"],
+    )
+    picture.remove(data["n_atoms"].where(data["removed"], 0).to_numpy())
+    add_legend(picture.ax)
+    return picture.ax
+
+
+class ScorePicture:
+    """The histogram on one Axes: drawn once, then changed as often as one likes.
+
+    What is removed stands in front of all.
+
+    Attributes:
+        ax: where it is.
+        removed: the scores that go.
+        cut: the line at the upper edge of the last bin of which scores go.
+    """
+
+    def __init__(self, ax: Axes) -> None:
+        """Draw what `show` and `remove` change."""
+        self.ax = ax
+        self._every = self._stairs(_KEPT, "kept")
+        self.removed = self._stairs(ATOM_COLOR, "removed")
+        self.cut = ax.axvline(1, color=REFERENCE_GREY, linestyle="--", linewidth=1.2)
+        self._note = ax.set_title("", fontsize=8, fontweight="normal")
+        ax.set_xscale("log")
+
+    def _stairs(self, color: str, label: str) -> StepPatch:
+        return self.ax.stairs([0], [1, 10], fill=True, color=color, label=label)
+
+    def show(
+        self,
+        edges: np.ndarray,
+        counts: np.ndarray,
+        *,
+        estimator: str | None,
+        hidden: int,
+        counted: str = "atomic experts",
+    ) -> None:
+        """Show other scores, none of them removed.
+
+        Args:
+            edges: of the bins, (n_bins + 1,).
+            counts: scores in each bin, (n_bins,).
+            estimator: whose scores; None where they have no name.
+            hidden: how many scores have no place on the axis.
+            counted: what has a score.
+        """
+        self._every.set_data(counts, edges)
+        self.remove(np.zeros_like(counts))
+        self.ax.set_xlim(edges[0], edges[-1])
+        self.ax.set_ylim(0, 1.05 * max(1, counts.max()))
+        of = f", {look(estimator).label}" if estimator else ""
+        self.ax.set_xlabel(f"score{of} [{unit_of(estimator)}]")
+        self.ax.set_ylabel(f"{counted} [count]")
+        note = f"not shown: {hidden:,} with a score of 0 or less" if hidden else ""
+        self._note.set_text(note)
+
+    def remove(self, counts: np.ndarray) -> None:
+        """Show how many scores of each bin go, (n_bins,)."""
+        _, edges, _ = self._every.get_data()
+        self.removed.set_data(counts, edges)
+        gone = np.flatnonzero(counts)
+        self.removed.set_label("removed" if len(gone) else "_removed")
+        self.cut.set_visible(len(gone) > 0)
+        if len(gone):
+            self.cut.set_xdata([edges[gone[-1] + 1]] * 2)
