@@ -1,17 +1,37 @@
-"""What a reproduction found, in words and tables: claims checked, README filled in."""
+"""What was found, where people read it: the blocks of README.md and figures/README.md.
 
+A block stands between `<!-- NAME -->` and `<!-- end -->`; the text around it is written
+by hand.
+"""
+
+import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
+import heapr_lab
+from heapr_lab import figures
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments.claims import results_of_method
+from heapr_lab.experiments.benchmarks import BENCHMARKS, Benchmark
+from heapr_lab.experiments.claims import claims_by_corpus, results_of_method
 from heapr_lab.figures.files import table_markdown
 from heapr_lab.pruning.savings import at_context
 
 SUMMARY_RATIOS = (0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.8)
+FRONT_RATIOS = (0.0, 0.2, 0.4, 0.6)
+"""Those in README.md; `figures/README.md` has all."""
+BETTER = (
+    "shrunk",
+    "heapr + compensation",
+    "shrunk + compensation",
+    "elimination + compensation",
+)
+"""Variants of the quality benchmark in README.md."""
+_LABS = {"quality": "lab", "quality_wide": "wide"}
+"""What README.md calls the models of two benchmarks."""
 
 
 def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
@@ -46,6 +66,140 @@ def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
         "routed_flops_reduction": "routed FLOPs saved",
     }
     return joined.rename(columns=names).reset_index()
+
+
+# --- README.md --------------------------------------------------------------------
+
+
+def front_blocks(
+    summary: pd.DataFrame, claims: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
+) -> dict[str, str]:
+    """The blocks of README.md that hold numbers.
+
+    Args:
+        summary: from `summary_table`.
+        claims: from `claims.claims`.
+        measured: rows of the benchmarks, from `benchmarks.measured_for`.
+    """
+    return {
+        "numbers": _numbers(measured),
+        "summary": as_block(_front_summary(summary)),
+        "claims": as_block(claims_by_corpus(claims)),
+        "better": as_block(better_table(measured)),
+    }
+
+
+def _front_summary(summary: pd.DataFrame) -> pd.DataFrame:
+    """Some ratios of the summary, shares in per cent."""
+    rows = summary[summary["ratio"].isin(FRONT_RATIOS)].copy()
+    rows.insert(0, "removed", rows.pop("ratio").map("{:.0%}".format))
+    shares = rows.columns[rows.columns.str.contains("saved|accuracy")]
+    rows[shares] = rows[shares].map("{:.1%}".format)
+    return rows
+
+
+def better_table(measured: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Δloss over HEAPr's at equal atoms, of four variants on both lab models."""
+    columns = {}
+    for name, label in _LABS.items():
+        table = figures.quality_table(measured[name])
+        table = table[table["equal"].eq("atoms")].set_index("variant")
+        columns["forward passes"] = table["forward passes"]
+        for ratio in ("40 %", "60 %"):
+            losses = table[f"{ratio} [× HEAPr] ↓"]
+            columns[f"{label}, {ratio} ↓"] = losses.map("{:.2f}".format)
+    return pd.DataFrame(columns).loc[list(BETTER)].reset_index()
+
+
+def _numbers(measured: Mapping[str, pd.DataFrame]) -> str:
+    """What one pass costs, and what the best variant loses, in two items."""
+    cost = measured["cost"]
+    times = {
+        method: cost.loc[cost["method"].eq(method), "times_baseline"]
+        for method in ("one_pass", "two_stage")
+    }
+    one, two = (f"{t.min():.2f} to {t.max():.2f}" for t in times.values())
+    best = better_table(measured).iloc[-1]
+    machine = BENCHMARKS["cost"].machine()
+    return (
+        f"\n* Scoring costs **{one} ×** a forward and backward pass; the paper's "
+        f"Algorithm 1 costs {two} × ({len(times['one_pass'])} random models, "
+        f"{machine['n_threads']} thread of an {machine['device']}).\n"
+        "* With 40 % of the atomic experts gone and nothing trained, our best method "
+        f"loses **{best['lab, 40 % ↓']} ×** what HEAPr loses, on a second model "
+        f"{best['wide, 40 % ↓']} × (lab models, pydocs and WikiText-2, three seeds).\n"
+    )
+
+
+def wings(order: Iterable[str]) -> str:
+    """A list item for each wing: its folder and the first line of its docstring.
+
+    Args:
+        order: names of the wings, as they are listed.
+    """
+    package = Path(heapr_lab.__file__).parent
+    lines = []
+    for name in order:
+        text = (package / name / "__init__.py").read_text(encoding="utf-8")
+        said = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+        lines.append(f"* `{name}/`: {said[:1].lower()}{said[1:]}\n")
+    return "\n" + "".join(lines)
+
+
+# --- figures/README.md ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """A block of `figures/README.md`, and the heading that a new one gets."""
+
+    title: str
+    block: str
+
+
+def sections(
+    summary: pd.DataFrame, claims: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
+) -> dict[str, Section]:
+    """Every section of `figures/README.md`; arguments as `front_blocks`."""
+    holds = claims["holds"].map({True: "yes", False: "**no**"})
+    told = as_block(claims.assign(holds=holds))
+    found = {
+        "summary": Section("What pruning costs and saves", as_block(summary)),
+        "claims": Section("The paper's claims", told),
+    }
+    for name, data in measured.items():
+        row = BENCHMARKS[name]
+        found[name] = Section(row.title, _shown(row, data))
+    return found
+
+
+def _shown(row: Benchmark, data: pd.DataFrame) -> str:
+    """Where a benchmark was run, its figure if it has one, and its table."""
+    machine = row.machine()
+    results = f"../{row.results}"
+    said = (
+        f"\nBy [`benchmarks/{row.script}`](../benchmarks/{row.script}), "
+        f"{machine['date'][:10]}, {machine['device']} with {machine['n_cpus']} CPUs, "
+        f"torch {machine['versions']['torch']}: [every row]({results}), "
+        f"[machine]({results.removesuffix('csv')}json).\n"
+    )
+    figure = f"\n![{row.title}]({row.stem}.png)\n" if row.figure else ""
+    return f"{said}{figure}{as_block(row.table(data))}"
+
+
+def fill_sections(path: Path, found: Mapping[str, Section]) -> None:
+    """Fill the block of each section; one that the file lacks is added at its end."""
+    text = path.read_text(encoding="utf-8")
+    added = [
+        f"\n## {section.title}\n\n<!-- {name} --><!-- end -->\n"
+        for name, section in found.items()
+        if f"<!-- {name} -->" not in text
+    ]
+    path.write_text(text + "".join(added), encoding="utf-8")
+    fill_blocks(path, {name: section.block for name, section in found.items()})
+
+
+# --- blocks -----------------------------------------------------------------------
 
 
 def fill_blocks(path: Path, blocks: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ import functools
 import importlib
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,11 +17,11 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.figure import Figure
 
 from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments import claims, paper, readme
+from heapr_lab.experiments.benchmarks import BENCHMARKS, Draw, Reshape, measured_for
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
 from heapr_lab.models.loading import LAB
 from heapr_lab.progress import progress_bar
@@ -33,24 +33,6 @@ from heapr_lab.storage.provenance import rows_digest
 from heapr_lab.text import pydocs
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
-
-COST_RESULTS = "benchmarks/results/cost.csv"
-QUALITY_RESULTS = "benchmarks/results/quality.csv"
-ACCURACY_RESULTS = "benchmarks/results/quality_accuracy.csv"
-WIDE_QUALITY_RESULTS = "benchmarks/results/quality_wide.csv"
-WIDE_ACCURACY_RESULTS = "benchmarks/results/quality_wide_accuracy.csv"
-PARETO_RESULTS = "benchmarks/results/pareto.csv"
-DAMAGE_RESULTS = "benchmarks/results/damage.csv"
-WIDE_STRUCTURE_RESULTS = "benchmarks/results/structures_wide.csv"
-OUTLIER_RESULTS = "benchmarks/results/outliers.csv"
-LEARNED_RESULTS = "benchmarks/results/learned.csv"
-STRUCTURE_RESULTS = "benchmarks/results/structures.csv"
-SPEED_RESULTS = "benchmarks/results/speed.csv"
-PANEL_RESULTS = "benchmarks/results/panel.csv"
-"""Measured by scripts in `benchmarks/`, which a reproduction does not repeat."""
-
-_Drawn = Callable[[pd.DataFrame], Figure]
-_Shown = Callable[[pd.DataFrame], pd.DataFrame]
 
 
 @dataclass(frozen=True)
@@ -119,7 +101,7 @@ def reproduce(
             this model and profile in `figures/`.
         notebooks: whether to execute the notebooks.
         publish: rewrite what is committed instead: the figures in `figures/`, the
-            notebooks where they are, and the tables of the README.
+            notebooks where they are, and the blocks of README.md and figures/README.md.
         n_workers: processes that share the steps; None takes one for each core where
             the model is small and on the CPU, else one. With more than one, a script
             needs `if __name__ == "__main__"`.
@@ -142,7 +124,7 @@ def reproduce(
         found = find(bench, run_experiments(bench, corpora, executor))
         drawing = draw_all(bench, found, folder, executor)
         if publish:
-            _fill_readme(found)
+            _fill_readmes(found)
         if notebooks:
             # It takes seconds, in which the figures are drawn.
             importlib.import_module("heapr_lab.experiments.notebooks")
@@ -244,69 +226,38 @@ def _eliminate(bench: Workbench) -> None:
 
 @dataclass(frozen=True)
 class Findings:
-    """What several figures, tables and the README have in common."""
+    """What several figures, tables and the READMEs have in common."""
 
     measured: Measurements
     savings: pd.DataFrame
     claims: pd.DataFrame
     summary: pd.DataFrame
-    cost: pd.DataFrame | None
-    structures: pd.DataFrame | None
-    """None, like `cost`, where the benchmark was not run, or on another model."""
-    speed: pd.DataFrame | None
-    quality: pd.DataFrame | None
-    pareto: pd.DataFrame | None
-    damage: pd.DataFrame | None
-    wide: pd.DataFrame | None
-    """Structures of the wide lab model."""
-    wide_quality: pd.DataFrame | None
-    accuracy: pd.DataFrame | None
-    wide_accuracy: pd.DataFrame | None
-    learned: pd.DataFrame | None
-    outliers: pd.DataFrame | None
+    benchmarks: dict[str, pd.DataFrame]
+    """Rows of the benchmarks that are shown beside this model, by name."""
 
 
 def find(bench: Workbench, measured: Measurements) -> Findings:
     """What follows from what was measured, here and by the benchmarks."""
     savings = paper.savings(bench, paper.all_settings())
-    costs = _measured(COST_RESULTS)
-    structures = _measured(STRUCTURE_RESULTS, bench.name)
-    quality = _measured(QUALITY_RESULTS, bench.name)
-    pareto = _measured(PARETO_RESULTS, bench.name)
-    damage = _measured(DAMAGE_RESULTS, bench.name)
-    wide = _measured(WIDE_STRUCTURE_RESULTS)
-    wide_quality = _measured(WIDE_QUALITY_RESULTS)
-    learned = _measured(LEARNED_RESULTS, bench.name)
     return Findings(
         measured=measured,
         savings=savings,
         claims=claims.claims(measured.results, measured.tenths),
         summary=readme.summary_table(measured.results, savings),
-        cost=None if costs is None else figures.cost_data(costs, baseline="plain"),
-        speed=_measured(SPEED_RESULTS),
-        structures=None if structures is None else figures.structures_data(structures),
-        quality=None if quality is None else figures.quality_data(quality),
-        pareto=None if pareto is None else figures.pareto_data(pareto),
-        damage=None if damage is None else figures.damage_data(damage),
-        wide=None if wide is None else figures.structures_data(wide),
-        wide_quality=(
-            None if wide_quality is None else figures.quality_data(wide_quality)
-        ),
-        accuracy=_measured(ACCURACY_RESULTS, bench.name),
-        wide_accuracy=_measured(WIDE_ACCURACY_RESULTS),
-        learned=learned,
-        outliers=_measured(OUTLIER_RESULTS, bench.name),
+        benchmarks=measured_for(bench.name),
     )
 
 
-def _measured(name: str, model: str | None = None) -> pd.DataFrame | None:
-    """Results of a benchmark; None where it was not run, or not on `model`."""
-    path = paths.project_dir() / name
-    if not path.exists():
-        return None
-    frame = pd.read_csv(path)
-    other = model is not None and "model" in frame and set(frame["model"]) != {model}
-    return None if other else frame
+@dataclass(frozen=True)
+class Drawing:
+    """A figure to draw, with its table where it has one."""
+
+    name: str
+    data: pd.DataFrame
+    figure: Draw
+    table: Reshape | None = None
+    source: str = ""
+    """The committed results that `data` was made of, where the bench did not."""
 
 
 def draw_all(
@@ -318,111 +269,53 @@ def draw_all(
         What waits for the figures and gives all that was written.
     """
     pen = _Pen(bench, folder, executor)
-    results, savings = found.measured.results, found.savings
-    common = results[results["ratio"].le(max(paper.METHOD_RATIOS))]
-    masks = paper.layer_masks(bench)
-    pen.draw(
-        "1_layer_ratios", figures.layer_ratios_data(masks), figures.figure_layer_ratios
-    )
-    pen.draw("2_bins", figures.bins_data(found.measured.tenths), figures.figure_bins)
-    sizes = figures.calibration_size_data(
-        found.measured.sizes, ratio=paper.CALIBRATION_RATIO
-    )
-    pen.draw("3_calibration_size", sizes, figures.figure_calibration_size)
-    boundary = figures.boundary_data(results, savings)
-    pen.draw("4_boundary", boundary, figures.figure_boundary)
-    grain = figures.granularity_data(common, savings)
-    pen.draw("5_granularity", grain, figures.figure_granularity)
-    pen.table("5_granularity", figures.comparison_table(grain))
-    scope = figures.scope_data(common)
-    pen.draw("6_scope", scope, figures.figure_scope)
-    pen.table("6_scope", figures.comparison_table(scope))
-    atom = figures.atomic_expert_data()
-    pen.draw("7_atomic_expert", atom, figures.figure_atomic_expert)
-    main = figures.main_data(common)
-    pen.draw("8_methods", main, figures.figure_main)
-    pen.table("8_methods", figures.main_table(main))
+    for drawing in _of_the_paper(bench, found):
+        pen.draw(drawing)
     pen.table("0_claims", found.claims)
     pen.table("0_summary", found.summary)
-    for name, source, data, figure_of, table_of in _benchmarks(found):
-        if data is not None:
-            pen.draw(name, data, figure_of, source=source)
-            pen.table(name, table_of(data), source=source)
+    for drawing in _of_benchmarks(found):
+        pen.draw(drawing)
     return pen.files
 
 
-def _benchmarks(
-    found: Findings,
-) -> list[tuple[str, str, pd.DataFrame | None, _Drawn, _Shown]]:
-    """Name, results, rows, figure and table of every benchmark that is shown."""
-    return [
-        ("9_cost", COST_RESULTS, found.cost, figures.figure_cost, figures.cost_table),
-        (
-            "10_structures",
-            STRUCTURE_RESULTS,
-            found.structures,
-            figures.figure_structures,
-            figures.structures_table,
-        ),
-        (
-            "11_quality",
-            QUALITY_RESULTS,
-            found.quality,
-            figures.figure_quality,
-            figures.quality_table,
-        ),
-        (
-            "11_quality_wide",
-            WIDE_QUALITY_RESULTS,
-            found.wide_quality,
-            figures.figure_quality,
-            figures.quality_table,
-        ),
-        (
-            "12_pareto",
-            PARETO_RESULTS,
-            found.pareto,
-            figures.figure_pareto,
-            figures.pareto_table,
-        ),
-        (
-            "13_damage",
-            DAMAGE_RESULTS,
-            found.damage,
-            figures.figure_damage,
-            figures.damage_table,
-        ),
-    ]
+def _of_the_paper(bench: Workbench, found: Findings) -> Iterator[Drawing]:
+    """The paper's figures, each with its own data function."""
+    results, savings = found.measured.results, found.savings
+    common = results[results["ratio"].le(max(paper.METHOD_RATIOS))]
+    layers = figures.layer_ratios_data(paper.layer_masks(bench))
+    yield Drawing("1_layer_ratios", layers, figures.figure_layer_ratios)
+    tenths = figures.bins_data(found.measured.tenths)
+    yield Drawing("2_bins", tenths, figures.figure_bins)
+    sizes = figures.calibration_size_data(
+        found.measured.sizes, ratio=paper.CALIBRATION_RATIO
+    )
+    yield Drawing("3_calibration_size", sizes, figures.figure_calibration_size)
+    boundary = figures.boundary_data(results, savings)
+    yield Drawing("4_boundary", boundary, figures.figure_boundary)
+    comparison = figures.comparison_table
+    grain = figures.granularity_data(common, savings)
+    yield Drawing("5_granularity", grain, figures.figure_granularity, comparison)
+    scope = figures.scope_data(common)
+    yield Drawing("6_scope", scope, figures.figure_scope, comparison)
+    atom = figures.atomic_expert_data()
+    yield Drawing("7_atomic_expert", atom, figures.figure_atomic_expert)
+    main = figures.main_data(common)
+    yield Drawing("8_methods", main, figures.figure_main, figures.main_table)
 
 
-def _fill_readme(found: Findings) -> None:
-    """Put what was found where people read it first."""
-    holds = found.claims["holds"].map({True: "yes", False: "**no**"})
-    blocks = {
-        "summary": readme.as_block(found.summary),
-        "claims": readme.as_block(found.claims.assign(holds=holds)),
-    }
-    if found.cost is not None:
-        cost = found.cost
-        ours = cost[cost["source"].eq("ours")] if "source" in cost else cost
-        blocks["cost"] = readme.as_block(figures.cost_table(ours))
-    measured: dict[str, tuple[pd.DataFrame | None, Callable[..., pd.DataFrame]]] = {
-        "structures": (found.structures, figures.structures_table),
-        "structures_wide": (found.wide, figures.structures_table),
-        "quality": (found.quality, figures.quality_table),
-        "quality_wide": (found.wide_quality, figures.quality_table),
-        "accuracy": (found.accuracy, figures.accuracy_table),
-        "accuracy_wide": (found.wide_accuracy, figures.accuracy_table),
-        "learned": (found.learned, figures.learned_table),
-        "outliers": (found.outliers, figures.outliers_table),
-        "damage": (found.damage, figures.damage_table),
-        "speed": (found.speed, figures.speed_table),
-        "panel": (_measured(PANEL_RESULTS), figures.panel_table),
-    }
-    for name, (data, table_of) in measured.items():
-        if data is not None:
-            blocks[name] = readme.as_block(table_of(data))
-    readme.fill_blocks(paths.project_dir() / "README.md", blocks)
+def _of_benchmarks(found: Findings) -> Iterator[Drawing]:
+    """Those of the benchmarks that have a figure."""
+    for name, data in found.benchmarks.items():
+        row = BENCHMARKS[name]
+        if row.figure is not None:
+            yield Drawing(row.stem, data, row.figure, row.table, row.results)
+
+
+def _fill_readmes(found: Findings) -> None:
+    """Put what was found where people read it."""
+    told = (found.summary, found.claims, found.benchmarks)
+    readme.fill_blocks(paths.project_dir() / "README.md", readme.front_blocks(*told))
+    readme.fill_sections(paths.figures_dir() / "README.md", readme.sections(*told))
 
 
 class _Pen:
@@ -454,23 +347,30 @@ class _Pen:
         """All that was written, once it is."""
         return [path for part in self._parts for path in part()]
 
-    def draw(
-        self, name: str, data: pd.DataFrame, figure_of: _Drawn, *, source: str = ""
-    ) -> None:
-        """Write a figure and its rows, which are those of the bench or of `source`."""
+    def draw(self, drawing: Drawing) -> None:
+        """Write a figure, its rows, and its table where it has one."""
+        name, data, source = drawing.name, drawing.data, drawing.source
         rows = figures.rows_text(data)
         provenance = self._provenance(source, figure=name, data=rows_digest(rows))
         path = self.folder / "data" / f"{name}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(rows, encoding="utf-8", newline="\n")
-        stem = self.folder / name
-        drawing = functools.partial(_draw_one, data, figure_of, stem, provenance)
+        self._start(
+            functools.partial(
+                _draw_one, data, drawing.figure, self.folder / name, provenance
+            ),
+            path,
+        )
+        if drawing.table is not None:
+            self.table(name, drawing.table(data), source=source)
+
+    def _start(self, drawing: Callable[[], list[Path]], rows: Path) -> None:
         if self._executor is None:
             drawn = drawing()
-            self._parts.append(lambda: [*drawn, path])
+            self._parts.append(lambda: [*drawn, rows])
         else:
             future = self._executor.submit(drawing)
-            self._parts.append(lambda: [*future.result(), path])
+            self._parts.append(lambda: [*future.result(), rows])
 
     def table(self, name: str, frame: pd.DataFrame, *, source: str = "") -> None:
         """Write a table of what the bench, or `source`, has measured."""
@@ -484,7 +384,7 @@ class _Pen:
 
 
 def _draw_one(
-    data: pd.DataFrame, figure_of: _Drawn, stem: Path, provenance: dict[str, Any]
+    data: pd.DataFrame, figure_of: Draw, stem: Path, provenance: dict[str, Any]
 ) -> list[Path]:
     """Draw a figure and write it."""
     figure = figure_of(data)

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from heapr_lab.experiments.claims import claims
+from heapr_lab.experiments.claims import claims, claims_by_corpus
 from heapr_lab.experiments.readme import summary_table
 
 _SHARED = {"structure": "ragged", "stderr": 0.02, "calibration": "text"}
@@ -71,6 +71,19 @@ def test_claims_that_do_not_hold() -> None:
     """Perplexity +2 %, layer and expert better, ρ = −1; accuracy still within."""
     found = claims(results(pruned=1.02, layer=1.01, expert=1.0), bins(-2.0))
     assert found["holds"].tolist() == [True, False, False, False, False, False]
+
+
+def test_claims_stand_side_by_side() -> None:
+    """Of 9 rows 6 stay: three claims were checked on both kinds of corpus."""
+    within = results(pruned=1.02, layer=1.1, expert=1.2)
+    other = results(pruned=1.005, layer=1.1, expert=1.2).assign(dataset="other")
+    found = claims(pd.concat([within, other]), bins(2.0))
+    table = claims_by_corpus(found).set_index("claim")
+    assert (len(found), len(table)) == (9, 6)
+    rise = table.loc["at 20 % perplexity rises by at most 1 %"]
+    assert rise["on the calibrated corpus"] == "**no**: text +2.00%"
+    assert rise["on others"] == "yes: other +0.50%"
+    assert table["on others"].isna().sum() == 3
 
 
 def test_the_summary_has_a_row_per_ratio() -> None:

@@ -1,61 +1,150 @@
-"""What the README says is what the tests prove and the scripts measured."""
+"""What the READMEs say is what the tests prove and the scripts measured.
 
+HEAPR_UPDATE_README=1 writes the blocks anew, from what is committed; so does
+`make publish`, from what it measures.
+"""
+
+import functools
 import os
 import re
+import subprocess
+import sys
+from itertools import groupby
 from pathlib import Path
 
+import pandas as pd
 import pytest
-from families import FAMILIES
+from unit.test_architecture import WINGS
 
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments.readme import fill_blocks
+from heapr_lab.experiments import readme
+from heapr_lab.experiments.benchmarks import measured_for
 from heapr_lab.storage import paths
 
 README = paths.project_dir() / "README.md"
+RESULTS = paths.figures_dir() / "README.md"
+MOST_LINES = 150
+MOST_ROWS = 6
+UPDATE = os.environ.get("HEAPR_UPDATE_README") == "1"
 
 
-def block(name: str) -> str:
-    """What stands between `<!-- name -->` and `<!-- end -->`."""
-    found = re.search(rf"<!-- {name} -->(.*?)<!-- end -->", README.read_text(), re.S)
-    assert found is not None, name
-    return found[1].strip()
+def blocks(path: Path) -> dict[str, str]:
+    """What stands between `<!-- name -->` and `<!-- end -->`, by name."""
+    found = r"<!-- (\w+) -->(.*?)<!-- end -->"
+    return dict(re.findall(found, path.read_text("utf-8"), re.DOTALL))
 
 
-def without_mark(path: Path) -> str:
-    """A written table without its provenance comment."""
-    return re.sub(r"<!--.*?-->", "", path.read_text()).strip()
+@functools.cache
+def committed() -> tuple[pd.DataFrame, pd.DataFrame, dict[str, pd.DataFrame]]:
+    """Summary, claims and benchmarks, as committed."""
+    summary, claims = (
+        pd.read_csv(paths.figures_dir() / f"0_{name}_table.csv")
+        for name in ("summary", "claims")
+    )
+    return summary, claims, measured_for("lab model")
+
+
+# --- blocks -----------------------------------------------------------------------
 
 
 def test_the_supported_families_are_those_proven() -> None:
-    """The list is that of test_families; HEAPR_UPDATE_README=1 writes it."""
-    listed = ", ".join(f"`{name}`" for name in sorted(FAMILIES))
-    if os.environ.get("HEAPR_UPDATE_README") == "1":
-        counted = {"n_families": str(len(FAMILIES)), "families": f"\n{listed}\n"}
-        fill_blocks(README, counted)
-    assert block("families") == listed
-    assert block("n_families") == str(len(FAMILIES))
+    """The list is that of test_families."""
+    from families import FAMILIES
+
+    proven = {
+        "n_families": str(len(FAMILIES)),
+        "families": ", ".join(f"`{name}`" for name in sorted(FAMILIES)),
+    }
+    if UPDATE:
+        readme.fill_blocks(README, proven)
+    assert blocks(README).items() >= proven.items()
 
 
-def test_the_summary_is_the_committed_table() -> None:
-    """The numbers people read first are those that `make reproduce` wrote."""
-    assert block("summary") == without_mark(paths.figures_dir() / "0_summary_table.md")
+def test_the_wings_are_those_of_the_package() -> None:
+    """Each wing in its order, with the first line of its docstring."""
+    listed = readme.wings(WINGS)
+    if UPDATE:
+        readme.fill_blocks(README, {"wings": listed})
+    assert blocks(README)["wings"] == listed
+    assert "\n* `storage/`: files on disk" in listed
 
 
-def test_every_picture_of_the_readme_is_there() -> None:
-    """No picture is missing or empty."""
-    pictures = re.findall(r"\]\((figures/\S+\.png)\)", README.read_text())
-    assert len(pictures) >= 4
-    for picture in pictures:
-        assert (paths.project_dir() / picture).stat().st_size > 10_000
+def test_the_numbers_in_front_are_the_committed_ones() -> None:
+    """Summary, claims and benchmarks in README.md are made of the committed files."""
+    made = readme.front_blocks(*committed())
+    if UPDATE:
+        readme.fill_blocks(README, made)
+    by_hand = {"n_families", "families", "wings"}
+    assert {k: v for k, v in blocks(README).items() if k not in by_hand} == made
+
+
+def test_every_table_of_the_results_is_generated() -> None:
+    """Each block of figures/README.md is what the committed results give today."""
+    made = readme.sections(*committed())
+    if UPDATE:
+        readme.fill_sections(RESULTS, made)
+    assert blocks(RESULTS) == {name: section.block for name, section in made.items()}
+    text = RESULTS.read_text("utf-8")
+    for name, section in made.items():
+        heading, _, _ = text.partition(f"<!-- {name} -->")
+        assert re.findall(r"^## (.*)$", heading, re.M)[-1] == section.title
+
+
+def test_readmes_are_made_without_torch() -> None:
+    """The blocks need the tables alone."""
+    code = "import sys, heapr_lab.experiments.readme; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_only_the_named_block_is_filled(tmp_path: Path) -> None:
     """Text around a block stays; a block that is not there is an error."""
     path = tmp_path / "text.md"
     path.write_text("a <!-- x -->old<!-- end --> b <!-- y -->kept<!-- end --> c")
-    fill_blocks(path, {"x": "new"})
+    readme.fill_blocks(path, {"x": "new"})
     assert path.read_text() == (
         "a <!-- x -->new<!-- end --> b <!-- y -->kept<!-- end --> c"
     )
     with pytest.raises(SpecError, match="no block '<!-- z -->"):
-        fill_blocks(path, {"z": ""})
+        readme.fill_blocks(path, {"z": ""})
+
+
+def test_a_new_benchmark_gets_a_section(tmp_path: Path) -> None:
+    """What the file lacks is added at its end, under its title, once."""
+    path = tmp_path / "results.md"
+    path.write_text("## Old\n\n<!-- old -->1<!-- end -->\n")
+    found = {"old": readme.Section("Old", "2"), "new": readme.Section("New", "3")}
+    for _ in range(2):
+        readme.fill_sections(path, found)
+        assert path.read_text() == (
+            "## Old\n\n<!-- old -->2<!-- end -->\n"
+            "\n## New\n\n<!-- new -->3<!-- end -->\n"
+        )
+
+
+# --- the whole page ---------------------------------------------------------------
+
+
+def table_sizes(text: str) -> list[int]:
+    """Rows of each table below its head."""
+    lines = groupby(text.splitlines(), key=lambda line: line.startswith("|"))
+    return [len(list(rows)) - 2 for is_table, rows in lines if is_table]
+
+
+def test_the_readme_is_read_in_a_minute() -> None:
+    """Few lines, and no table longer than six rows."""
+    text = README.read_text("utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    sizes = table_sizes(text)
+    assert len(sizes) >= 4
+    assert max(sizes) <= MOST_ROWS
+
+
+@pytest.mark.parametrize("path", [README, RESULTS], ids=["README", "figures"])
+def test_every_link_leads_somewhere(path: Path) -> None:
+    """Relative links are files or folders; no picture is missing or empty."""
+    links = re.findall(r"\]\(([^)#]+)", path.read_text("utf-8"))
+    relative = [link for link in links if "://" not in link]
+    assert len(relative) >= 10
+    assert [link for link in relative if not (path.parent / link).exists()] == []
+    pictures = [link for link in relative if link.endswith(".png")]
+    assert min((path.parent / link).stat().st_size for link in pictures) > 10_000

@@ -1,0 +1,209 @@
+"""Our benchmarks: a row for each table of results that scripts in `benchmarks/` wrote.
+
+A reproduction does not repeat them: it draws what was measured, writes the tables, and
+fills the sections of `figures/README.md`, all by walking the rows below. A new
+benchmark is one script and one row.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from heapr_lab import figures
+from heapr_lab.storage import paths
+
+Reshape = Callable[[pd.DataFrame], pd.DataFrame]
+Draw = Callable[[pd.DataFrame], Figure]
+
+
+def _as_measured(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows
+
+
+def _cost_data(rows: pd.DataFrame) -> pd.DataFrame:
+    return figures.cost_data(rows, baseline="plain")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One table of results, and how it is shown."""
+
+    name: str
+    """Of `benchmarks/results/NAME.csv` and .json, and of its block."""
+    script: str
+    """The file in `benchmarks/` that measures it."""
+    title: str
+    """Of its section in `figures/README.md`."""
+    table: Reshape = _as_measured
+    """From `data` to the table that people read."""
+    data: Reshape = _as_measured
+    """From the results to the rows of the figure and the table."""
+    figure: Draw | None = None
+    stem: str = ""
+    """Of the files of its figure and table; without one they are not written."""
+    of_one_model: bool = False
+    """Whether it is shown only where the model it measured is reproduced."""
+
+    @property
+    def results(self) -> str:
+        """The committed results, from the project's folder."""
+        return f"benchmarks/results/{self.name}.csv"
+
+    @property
+    def path(self) -> Path:
+        """Where the results are."""
+        return paths.project_dir() / self.results
+
+    def rows(self) -> pd.DataFrame:
+        """The results, as measured."""
+        return pd.read_csv(self.path)
+
+    def machine(self) -> dict[str, Any]:
+        """What the results were measured on, and with."""
+        text = self.path.with_suffix(".json").read_text(encoding="utf-8")
+        details: dict[str, Any] = json.loads(text)
+        return details
+
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+    {
+        benchmark.name: benchmark
+        for benchmark in (
+            Benchmark(
+                "cost",
+                "cost.py",
+                "What scoring costs",
+                table=figures.cost_table,
+                data=_cost_data,
+                figure=figures.figure_cost,
+                stem="9_cost",
+            ),
+            Benchmark(
+                "structures",
+                "structures.py",
+                "What a structure costs on the lab model",
+                table=figures.structures_table,
+                data=figures.structures_data,
+                figure=figures.figure_structures,
+                stem="10_structures",
+                of_one_model=True,
+            ),
+            Benchmark(
+                "structures_wide",
+                "structures.py",
+                "What a structure costs on the wide lab model",
+                table=figures.structures_table,
+                data=figures.structures_data,
+            ),
+            Benchmark(
+                "quality",
+                "quality.py",
+                "Better at the same ratio: the lab model",
+                table=figures.quality_table,
+                data=figures.quality_data,
+                figure=figures.figure_quality,
+                stem="11_quality",
+                of_one_model=True,
+            ),
+            Benchmark(
+                "quality_accuracy",
+                "quality.py",
+                "Accuracy of the lab model",
+                table=figures.accuracy_table,
+                of_one_model=True,
+            ),
+            Benchmark(
+                "quality_wide",
+                "quality.py",
+                "Better at the same ratio: the wide lab model",
+                table=figures.quality_table,
+                data=figures.quality_data,
+                figure=figures.figure_quality,
+                stem="11_quality_wide",
+            ),
+            Benchmark(
+                "quality_wide_accuracy",
+                "quality.py",
+                "Accuracy of the wide lab model",
+                table=figures.accuracy_table,
+            ),
+            Benchmark(
+                "learned",
+                "learned.py",
+                "What training adds",
+                table=figures.learned_table,
+                of_one_model=True,
+            ),
+            Benchmark(
+                "outliers",
+                "outliers.py",
+                "Atoms that carry a capability alone",
+                table=figures.outliers_table,
+                of_one_model=True,
+            ),
+            Benchmark(
+                "pareto",
+                "pareto.py",
+                "Two budgets at once",
+                table=figures.pareto_table,
+                data=figures.pareto_data,
+                figure=figures.figure_pareto,
+                stem="12_pareto",
+                of_one_model=True,
+            ),
+            Benchmark(
+                "damage",
+                "damage.py",
+                "Predicting the loss",
+                table=figures.damage_table,
+                data=figures.damage_data,
+                figure=figures.figure_damage,
+                stem="13_damage",
+                of_one_model=True,
+            ),
+            Benchmark(
+                "speed",
+                "speed.py",
+                "How fast sliced experts run",
+                table=figures.speed_table,
+            ),
+            Benchmark(
+                "panel",
+                "latency_browser.py",
+                "How fast the panel answers",
+                table=figures.panel_table,
+            ),
+            Benchmark("tables", "tables.py", "Importance tables of large models"),
+        )
+    }
+)
+"""Every benchmark by name, in the order of `figures/README.md`."""
+
+
+def results_of(name: str) -> pd.DataFrame:
+    """The committed results of a benchmark, as measured."""
+    return BENCHMARKS[name].rows()
+
+
+def measured_for(model: str) -> dict[str, pd.DataFrame]:
+    """Rows of every benchmark that is shown beside the figures of a model.
+
+    Args:
+        model: its name; benchmarks of one model are left out beside another one.
+
+    Returns:
+        By name; a benchmark that was not run has no entry.
+    """
+    there = [one for one in BENCHMARKS.values() if one.path.exists()]
+    found = {one.name: one.rows() for one in there}
+    return {
+        name: BENCHMARKS[name].data(rows)
+        for name, rows in found.items()
+        if not BENCHMARKS[name].of_one_model or set(rows["model"]) == {model}
+    }

@@ -1,0 +1,45 @@
+"""Every benchmark has one row, and is shown from its committed results."""
+
+import pytest
+
+from heapr_lab.experiments.benchmarks import BENCHMARKS, measured_for, results_of
+from heapr_lab.storage import paths
+
+FOLDER = paths.project_dir() / "benchmarks"
+
+
+def test_every_table_of_results_has_a_row() -> None:
+    """What was measured is shown, and what is shown was measured somewhere."""
+    measured = {path.stem for path in (FOLDER / "results").glob("*.csv")}
+    assert measured == set(BENCHMARKS)
+    for benchmark in BENCHMARKS.values():
+        assert {"date", "device", "n_cpus", "versions"} <= set(benchmark.machine())
+
+
+def test_every_script_has_a_row() -> None:
+    """Each file of benchmarks/ that writes results is named, and no other."""
+    scripts = {
+        path.name
+        for path in FOLDER.glob("*.py")
+        if "write_results" in path.read_text("utf-8") and path.stem != "machine"
+    }
+    assert scripts == {benchmark.script for benchmark in BENCHMARKS.values()}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_is_shown(name: str) -> None:
+    """Its table has rows; what has a figure has its committed files."""
+    row = BENCHMARKS[name]
+    assert len(row.table(row.data(results_of(name)))) >= 2
+    assert (row.figure is None) == (row.stem == "")
+    if row.stem:
+        assert (paths.figures_dir() / f"{row.stem}.pdf").exists()
+        assert (paths.figures_dir() / f"{row.stem}_table.md").exists()
+
+
+def test_benchmarks_of_one_model_are_not_shown_beside_another() -> None:
+    """Of another model only what was measured on neither."""
+    assert list(measured_for("lab model")) == list(BENCHMARKS)
+    general = [name for name, row in BENCHMARKS.items() if not row.of_one_model]
+    assert list(measured_for("another")) == general
+    assert {"cost", "speed"} <= set(general) < set(BENCHMARKS)
