@@ -61,3 +61,8 @@ def setup(app: Any) -> None:
     """Write what is made of the sources, before Sphinx looks what there is."""
     pages.write_pages(Path(app.srcdir))
     app.add_role(default_role, Name())
+    app.connect("source-read", _link_pages)
+
+
+def _link_pages(_app: Any, _name: str, source: list[str]) -> None:
+    source[0] = pages.linked_pages(source[0])

@@ -1,5 +1,6 @@
-"""The pages that nobody writes: the command line's help, and the notebooks."""
+"""The pages that nobody writes: the command line's help, notebooks, and results."""
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,11 @@ from heapr_lab.cli.app import app
 from heapr_lab.storage import paths
 
 PROGRAM = "heapr-lab"
+PAGES = {
+    "../figures/README.md": "results.md",
+    "../notebooks/README.md": "notebooks/index.md",
+}
+"""What is a page here of the files that pages link to."""
 _WIDTH = 88
 _HEAD = """\
 # Command line
@@ -28,8 +34,10 @@ _TOCTREE = """
 
 
 def write_pages(docs: Path) -> None:
-    """Write `commands.md` and the folder `notebooks` in `docs`."""
+    """Write `commands.md`, `results.md` and the folder `notebooks` in `docs`."""
     _write(docs / "commands.md", commands_page(help_texts()))
+    results = (paths.figures_dir() / "README.md").read_text("utf-8")
+    _write(docs / "results.md", results_page(results))
     copy_notebooks(paths.project_dir() / "notebooks", docs / "notebooks")
 
 
@@ -71,6 +79,19 @@ def commands_page(helps: Mapping[str, str]) -> str:
         f"## {name}\n\n{text}" for name, text in zip(names, others, strict=True)
     ]
     return "\n".join([_HEAD, first, *sections])
+
+
+def results_page(text: str) -> str:
+    """The page of the results, its links as seen from `docs`."""
+    own = re.sub(r"\]\((\w+\.(?:png|csv))\)", r"](../figures/\1)", text)
+    return own.replace("](../docs/", "](")
+
+
+def linked_pages(text: str) -> str:
+    """A page as the site has it: links to its own pages, none to cards of models."""
+    for target, page in PAGES.items():
+        text = text.replace(f"]({target})", f"]({page})")
+    return re.sub(r"\[([^]]+)\]\(\.\./data/\w+/README\.md\)", r"\1", text)
 
 
 def copy_notebooks(source: Path, target: Path) -> None:

@@ -177,8 +177,33 @@ def test_every_page_is_in_the_menu() -> None:
     """The start page names the pages that are there and those that are made."""
     _, _, listed = (DOCS / "index.md").read_text("utf-8").partition(":hidden:\n")
     written = {path.stem for path in DOCS.iterdir() if path.suffix in {".md", ".rst"}}
-    expected = written - {"index"} | {"commands", "notebooks/index"}
+    expected = written - {"index"} | {"commands", "results", "notebooks/index"}
     assert set(listed.split()) - {"```"} == expected
+
+
+def test_the_pages_link_to_what_is_there() -> None:
+    """On GitHub and on the site: each relative link of each page is a file."""
+    read = {path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}
+    results = (paths.figures_dir() / "README.md").read_text("utf-8")
+    made = {"commands.md", "results.md", "notebooks/index.md"}
+    for text in [*read.values(), pages.results_page(results)]:
+        for link in re.findall(r"\]\(([\w./]+)", text):
+            assert link in made or (DOCS / link).exists(), link
+
+
+def test_the_ten_lines_of_the_readme_run(
+    tiny_lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A perplexity and a smaller folder, on a tiny model with little text."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
+    little = re.sub(r"n_sequences=\d+, seq_len=\d+", "n_sequences=8, seq_len=32", code)
+    little = re.sub(
+        r"seq_len=\d+, n_sequences=\d+", "n_sequences=8, seq_len=32", little
+    )
+    InteractiveShell().run_cell(little).raise_error()
+    assert "Perplexity(" in capsys.readouterr().out
+    assert (tiny_lab / "smaller" / "model.safetensors").stat().st_size > 0
 
 
 def test_constraints_pin_what_the_site_is_made_with() -> None:
