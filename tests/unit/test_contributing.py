@@ -1,0 +1,91 @@
+"""CONTRIBUTING.md is true: its example works, and what it names is there."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import heapr_lab
+from heapr_lab.storage import paths
+
+ROOT = paths.project_dir()
+TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+TABLE = ROOT / "tests" / "data" / "earlier" / "importance.parquet"
+MOST_LINES = 100
+CHECK = """
+import numpy as np
+
+column = lambda name: table.column(name).astype(np.float64)
+energy = column("sum_h2") / column("tokens").clip(min=1) * column("w_down_sq")
+n_removed = len(energy) // 4
+first = np.argsort(energy, kind="stable")[:n_removed]
+assert keep.n_removed == n_removed > 0
+assert not keep.rows[first].any()
+assert keep != select(table, ratio=0.25)
+"""
+"""The slow twin: the atoms that went are those of the least energy, not HEAPr's."""
+
+
+def fence(name: str) -> str:
+    """The code under "```python NAME"."""
+    (code,) = re.findall(rf"^```python {name}\n(.*?)^```", TEXT, re.M | re.S)
+    return str(code)
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Path:
+    """A copy of the package, with the formula and the row where the text puts them."""
+    package = Path(heapr_lab.__file__).parent
+    skipped = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, tmp_path / "heapr_lab", ignore=skipped)
+    path = tmp_path / "heapr_lab" / "importance" / "estimators.py"
+    formulas, registry, rows = path.read_text("utf-8").partition("\nESTIMATORS: ")
+    head, first, rest = rows.partition("Estimator(\n")
+    row = f"{fence('row').strip()},\n"
+    text = [formulas, fence("formula"), registry, head, row, first, rest]
+    path.write_text("".join(text), "utf-8")
+    shutil.copyfile(TABLE, tmp_path / "importance.parquet")
+    return tmp_path
+
+
+def test_a_new_estimator_is_a_formula_and_a_row(edited: Path) -> None:
+    """The package so edited selects by it and draws what it selected."""
+    code = fence("use") + CHECK
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=edited,
+        env={"PYTHONPATH": str(edited), "MPLBACKEND": "Agg", "HOME": str(edited)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("KeepMask(")
+    assert (edited / "energy.png").stat().st_size > 5_000
+
+
+def test_the_example_is_not_there_without_the_edit() -> None:
+    """The package itself has no such estimator: the example adds it."""
+    from heapr_lab.importance.estimators import ESTIMATORS
+
+    assert "energy" not in ESTIMATORS
+
+
+def test_every_file_it_names_is_there() -> None:
+    """Paths between backticks exist, and say what the text says they hold."""
+    named = set(re.findall(r"`((?:heapr_lab|tests|benchmarks)/[\w./]+)`", TEXT))
+    names = {path for path in named if "NAME" not in path}
+    assert len(names) >= 10
+    assert [path for path in names if not (ROOT / path).exists()] == []
+    rows = re.findall(r"`([A-Z_]+)` in `([\w/]+\.py)`", TEXT)
+    assert len(rows) >= 6
+    for name, path in rows:
+        assert re.search(rf"^{name}\b", (ROOT / path).read_text("utf-8"), re.M), name
+
+
+def test_it_is_one_page() -> None:
+    """It is read before the first change."""
+    assert len(TEXT.splitlines()) <= MOST_LINES
