@@ -201,16 +201,37 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None
     Raises:
         HeaprLabError: a cell failed, took too long, or ended the kernel.
     """
-    # What is up to date is skipped without these, which take a while to import.
-    from ipykernel.kernelspec import get_kernel_dict
-    from jupyter_client.kernelspec import KernelSpec
-    from jupyter_client.manager import AsyncKernelManager
-    from nbclient import NotebookClient
     from nbclient.exceptions import (
         CellControlSignal,
         CellExecutionError,
         DeadKernelError,
     )
+
+    started = [0]
+    client = _client(notebook, path, timeout)
+    client.on_cell_start = lambda **event: started.append(event["cell_index"])
+    try:
+        client.execute(env=_environment())
+    except CellExecutionError as error:
+        what = f"{error.ename}: {error.evalue}"
+    except (CellControlSignal, DeadKernelError, TimeoutError) as error:
+        what = str(error)
+    else:
+        return
+    raise HeaprLabError(
+        f"{path.name}, cell {started[-1] + 1} failed: {what}\nThe cell:\n"
+        f"{notebook.cells[started[-1]].source}\n"
+        "The file was left as it was; run the notebook in JupyterLab to see more"
+    )
+
+
+def _client(notebook: nbformat.NotebookNode, path: Path, timeout: float) -> Any:
+    """What executes `notebook` in a new kernel of this Python, in the file's folder."""
+    # What is up to date is skipped without these, which take a while to import.
+    from ipykernel.kernelspec import get_kernel_dict
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
 
     class ThisPython(AsyncKernelManager):
         """Kernels of the running Python, whatever is registered under its name."""
@@ -220,28 +241,12 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None
             options = ["--HistoryManager.enabled=False", "--log-level=ERROR"]
             return KernelSpec(**get_kernel_dict(extra_arguments=options))
 
-    started: list[int] = []
-    client = NotebookClient(
+    return NotebookClient(
         notebook,
         kernel_manager_class=ThisPython,
         timeout=timeout,
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
-        on_cell_start=lambda **event: started.append(event["cell_index"]),
-    )
-    try:
-        client.execute(env=_environment())
-    except CellExecutionError as error:
-        what = f"{error.ename}: {error.evalue}"
-    except (CellControlSignal, DeadKernelError, TimeoutError) as error:
-        what = str(error)
-    else:
-        return
-    index = started[-1] if started else 0
-    raise HeaprLabError(
-        f"{path.name}, cell {index + 1} failed: {what}\nThe cell:\n"
-        f"{notebook.cells[index].source}\n"
-        "The file was left as it was; run the notebook in JupyterLab to see more"
     )
 
 
@@ -296,6 +301,29 @@ def replace_parameters(
         SpecError: there is not exactly one such cell, it holds something else than
             literal assignments, or it does not assign a name that is given.
     """
+    cell = _parameters_cell(notebook, name=name)
+    places = _assignments(cell.source, name=name)
+    unknown = sorted(set(parameters) - set(places))
+    if unknown:
+        raise SpecError(
+            f"{name} has no parameter {', '.join(unknown)}; its parameters are "
+            f"{', '.join(places)}"
+        )
+    lines = cell.source.splitlines()
+    for key, value in parameters.items():
+        place = places[key]
+        line = lines[place.lineno - 1].encode()
+        lines[place.lineno - 1] = (
+            line[: place.col_offset].decode()
+            + _literal(value)
+            + line[place.end_col_offset :].decode()
+        )
+    cell.source = "\n".join(lines)
+
+
+def _parameters_cell(
+    notebook: nbformat.NotebookNode, *, name: str
+) -> nbformat.NotebookNode:
     cells = [
         cell
         for cell in notebook.cells
@@ -306,23 +334,8 @@ def replace_parameters(
             f"{name} has {len(cells)} cells tagged {PARAMETERS_TAG!r}, expected one; "
             "tag the cell that assigns MODEL and PROFILE"
         )
-    lines = cells[0].source.splitlines()
-    places = _assignments(cells[0].source, name=name)
-    unknown = sorted(set(parameters) - set(places))
-    if unknown:
-        raise SpecError(
-            f"{name} has no parameter {', '.join(unknown)}; its parameters are "
-            f"{', '.join(places)}"
-        )
-    for key, value in parameters.items():
-        place = places[key]
-        line = lines[place.lineno - 1].encode()
-        lines[place.lineno - 1] = (
-            line[: place.col_offset].decode()
-            + _literal(value)
-            + line[place.end_col_offset :].decode()
-        )
-    cells[0].source = "\n".join(lines)
+    cell: nbformat.NotebookNode = cells[0]
+    return cell
 
 
 def _assignments(source: str, *, name: str) -> dict[str, ast.Constant]:
