@@ -2,6 +2,7 @@
 
 import pytest
 
+from heapr_lab import figures
 from heapr_lab.experiments.benchmarks import BENCHMARKS, measured_for, results_of
 from heapr_lab.storage import paths
 
@@ -28,13 +29,17 @@ def test_every_script_has_a_row() -> None:
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_is_shown(name: str) -> None:
-    """Its table has rows; what has a figure has its committed files."""
+    """Its table has rows; the committed figure was drawn from the committed results."""
     row = BENCHMARKS[name]
-    assert len(row.table(row.data(results_of(name)))) >= 2
+    data = row.data(results_of(name))
+    assert len(row.table(data)) >= 2
     assert (row.figure is None) == (row.stem == "")
     if row.stem:
-        assert (paths.figures_dir() / f"{row.stem}.pdf").exists()
-        assert (paths.figures_dir() / f"{row.stem}_table.md").exists()
+        folder = paths.figures_dir()
+        drawn = (folder / "data" / f"{row.stem}.csv").read_text("utf-8")
+        assert drawn == figures.rows_text(data)
+        shown = (folder / f"{row.stem}_table.csv").read_text("utf-8")
+        assert shown == figures.rows_text(row.table(data))
 
 
 def test_benchmarks_of_one_model_are_not_shown_beside_another() -> None:
