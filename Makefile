@@ -20,7 +20,7 @@ ifneq ($(wildcard ../shared/data/zero_shot),)
 export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
 endif
 
-.PHONY: help install test lint types tests reproduce publish lab docs clean
+.PHONY: help install test lint types tests mutants reproduce publish lab docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -49,6 +49,9 @@ types: $(STAMP)
 tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (browser or gpu or slow or network or engine)"
 	$(BIN)/python -m pytest -m browser
+
+mutants: $(STAMP) ## hours: which small wrong changes no test notices (MODULE=... for one file)
+	$(BIN)/python tests/mutation/run.py $(MODULE)
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")
