@@ -46,13 +46,20 @@ MODULES = (
     "heapr_lab/models/hooks.py",
     "heapr_lab/models/identity.py",
 )
+UNIT = "tests/unit"
 TESTS = {
-    "importance": ("tests/unit/importance", "tests/unit/models/test_hooks.py"),
-    "pruning": ("tests/unit/pruning", "tests/property"),
-    "refinement": ("tests/unit/refinement", "tests/oracle/test_compensation.py"),
-    "evaluation": ("tests/unit/evaluation", "tests/oracle/test_perplexity.py"),
+    "storage/files": ("storage/test_files.py", "storage/test_cache.py"),
+    "storage/hashing": ("storage/test_hashing.py",),
+    "storage/cache": ("storage/test_waiting.py", "storage/test_cache.py"),
+    "storage/paths": ("storage/test_paths.py", "storage/test_cache.py"),
+    "storage/provenance": ("storage/test_origins.py", "storage/test_damaged_files.py"),
+    "models/hooks": ("models/test_hooks.py",),
+    "models/identity": ("models/test_identity.py",),
+    "pruning": ("pruning", "../property"),
+    "refinement": ("refinement", "../oracle/test_compensation.py"),
+    "evaluation": ("evaluation", "../oracle/test_perplexity.py"),
 }
-"""The tests of a wing's modules, where it is not only tests/unit/<wing>."""
+"""The tests of a module or a wing, below UNIT, where they are not UNIT/<wing>."""
 PRELOADED = (
     "datasets",
     "hypothesis",
@@ -324,7 +331,8 @@ class Trial:
     def __post_init__(self) -> None:
         self.source = self.path.read_text(encoding="utf-8")
         wing = self.path.parent.name
-        self.tests = TESTS.get(wing, (f"tests/unit/{wing}",))
+        own = TESTS.get(f"{wing}/{self.path.stem}") or TESTS.get(wing, (wing,))
+        self.tests = [f"{UNIT}/{path}" for path in own]
         self.mutants = [
             mutant
             for mutant in mutants(self.source)

@@ -1,0 +1,240 @@
+"""How a file takes the place of another, and how it is laid out."""
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from heapr_lab.errors import CacheError
+from heapr_lab.storage import files
+
+ROWS = 3000
+
+
+def mode(path: Path) -> int:
+    """The permissions of a file."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# --- replacing ------------------------------------------------------------------
+
+
+def test_the_temporary_file_itself_becomes_the_file(tmp_path: Path) -> None:
+    """It is renamed, not copied: whoever reads the old file goes on reading that."""
+    path = tmp_path / "x.txt"
+    path.write_text("old")
+    with path.open() as reader:
+        with files.replacing(path) as temporary:
+            temporary.write_text("new")
+            written = temporary.stat().st_ino
+            assert path.read_text() == "old"
+        assert reader.read() == "old"
+    assert path.stat().st_ino == written
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_temporary_names(tmp_path: Path) -> None:
+    """Beside the file, with its extension, and another one for each writer."""
+    path = tmp_path / "a" / "b" / "x.parquet"
+    with files.replacing(path) as first, files.replacing(path) as second:
+        assert first != second
+        for name in (first, second):
+            assert name.parent == path.parent
+            assert name.name.startswith(".partial-")
+            assert name.name.endswith("-x.parquet")
+            name.write_text("x")
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    """What it points to is replaced, in the folder where that lies."""
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "x.txt", tmp_path / "link.txt"
+    target.write_text("old")
+    link.symlink_to(target)
+    with files.replacing(link) as temporary:
+        assert temporary.parent == target.parent
+        temporary.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_who_may_read_a_file_is_asked_of_the_umask(tmp_path: Path, umask: int) -> None:
+    """Also where its writer, as that of safetensors, asks nobody."""
+    before = os.umask(umask)
+    try:
+        with files.replacing(tmp_path / "x.safetensors") as temporary:
+            save_file({"x": np.ones(2)}, temporary)
+            temporary.chmod(0o600)
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "x.safetensors") == 0o666 & ~umask
+
+
+def test_a_folder_can_take_a_name_too(tmp_path: Path) -> None:
+    """Its own permissions stay."""
+    with files.replacing(tmp_path / "folder") as temporary:
+        temporary.mkdir(mode=0o750)
+    assert mode(tmp_path / "folder") == 0o750
+
+
+def test_share_mode_changes_the_files_of_a_folder(tmp_path: Path) -> None:
+    """All of them, and no folder."""
+    like, folder = tmp_path / "like", tmp_path / "folder"
+    like.write_text("")
+    like.chmod(0o640)
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner").chmod(0o700)
+    for name in ("a", "b"):
+        (folder / name).write_text("")
+        (folder / name).chmod(0o600)
+    files.share_mode(folder, like)
+    assert [mode(folder / name) for name in ("a", "b")] == [0o640, 0o640]
+    assert mode(folder / "inner") == 0o700
+
+
+# --- layout ---------------------------------------------------------------------
+
+
+def layout(path: Path) -> dict[str, tuple[str, bool, bool]]:
+    """Of each column: compression, whether it has a dictionary, whether it is split."""
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    columns = [group.column(i) for i in range(group.num_columns)]
+    return {
+        column.path_in_schema: (
+            column.compression,
+            column.has_dictionary_page,
+            "BYTE_STREAM_SPLIT" in column.encodings,
+        )
+        for column in columns
+    }
+
+
+def test_columns_are_laid_out_by_what_they_hold(tmp_path: Path) -> None:
+    """What repeats has a dictionary; other floats are split into byte streams."""
+    rows = np.arange(ROWS)
+    random = np.random.default_rng(0).normal(size=ROWS).astype(np.float32)
+    frame = pd.DataFrame(
+        {
+            "integer": rows,
+            "text": "a",
+            "random": random,
+            "runs": random[rows // 10],
+            "mostly_runs": random[rows // 3],
+            "seldom": random[rows // 5 * 5 + (rows % 5 == 4)],
+        }
+    )
+    files.write_frame(tmp_path / "x.parquet", frame, {})
+    dictionary, split = ("ZSTD", True, False), ("ZSTD", False, True)
+    assert layout(tmp_path / "x.parquet") == {
+        "integer": dictionary,
+        "text": dictionary,
+        "random": split,
+        "runs": dictionary,
+        "mostly_runs": split,
+        "seldom": split,
+    }
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_frames_of_few_rows(tmp_path: Path, rows: int) -> None:
+    """Whether their values repeat, one row cannot tell."""
+    frame = pd.DataFrame({"x": np.full(rows, 0.5)})
+    files.write_frame(tmp_path / "x.parquet", frame, {})
+    pd.testing.assert_frame_equal(files.read_frame(tmp_path / "x.parquet")[0], frame)
+    assert layout(tmp_path / "x.parquet")["x"][1] == (rows == 2)
+
+
+def test_every_page_has_a_checksum_and_row_groups_are_long(tmp_path: Path) -> None:
+    """A group is 2²⁰ rows; readers that know checksums look at them."""
+    path = tmp_path / "x.parquet"
+    frame = pd.DataFrame({"x": np.zeros(2**20 + 1, dtype=np.int8)})
+    files.write_frame(path, frame, {})
+    sizes = pq.ParquetFile(path).metadata
+    assert [sizes.row_group(i).num_rows for i in range(2)] == [2**20, 1]
+    assert sizes.num_row_groups == 2
+
+
+def test_json_is_for_reading(tmp_path: Path) -> None:
+    """Indented, in letters rather than escapes, and ended by a new line."""
+    files.write_json(tmp_path / "x.json", {"b": "ℓ", "a": 1})
+    text = (tmp_path / "x.json").read_text("utf-8")
+    assert text == '{\n  "a": 1,\n  "b": "ℓ"\n}\n'
+
+
+def test_states_are_plain_safetensors(tmp_path: Path) -> None:
+    """Any reader of safetensors finds the arrays, whatever their order in memory."""
+    array = np.arange(6.0).reshape(2, 3).T
+    files.save_state(tmp_path / "s.safetensors", {"x": array}, {})
+    np.testing.assert_array_equal(load_file(tmp_path / "s.safetensors")["x"], array)
+
+
+# --- reading --------------------------------------------------------------------
+
+
+def test_paths_may_be_texts(tmp_path: Path) -> None:
+    """Every writer and reader takes a str."""
+    parquet, plain, state = (str(tmp_path / name) for name in "abc")
+    frame = pd.DataFrame({"x": [1.0, 2.0]})
+    files.write_frame(parquet, frame, {"a": 1})
+    pd.testing.assert_frame_equal(files.read_frame(parquet)[0], frame)
+    assert files.read_metadata(parquet) == {"a": 1}
+    files.write_json(plain, [1])
+    assert files.read_json(plain) == [1]
+    files.save_state(state, {"x": np.ones(1)}, {"b": 2})
+    assert files.load_state(state)[1] == {"b": 2}
+
+
+READERS: tuple[Callable[[str], Any], ...] = (
+    files.read_frame,
+    files.read_metadata,
+    files.read_json,
+    files.load_state,
+)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_damage_is_told_of_a_path_given_as_text(
+    tmp_path: Path, read: Callable[[str], Any]
+) -> None:
+    """The error names the file and says what to do."""
+    (tmp_path / "broken").write_bytes(b"\xff\xfe{")
+    with pytest.raises(CacheError, match=r"broken.*give another file"):
+        read(str(tmp_path / "broken"))
+
+
+def test_a_path_in_the_cache_may_be_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in the cache is the same, however its folder is given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEAPR_CACHE_DIR", "cache")
+    absolute = tmp_path / "cache" / "x"
+    assert files.remedy(absolute) == files.remedy(Path("cache/x"))
+    assert "will be made again" in files.remedy(absolute)
+    assert "give another file" in files.remedy(tmp_path / "x")
+
+
+def test_a_state_without_our_header_is_foreign(tmp_path: Path) -> None:
+    """With no metadata at all, or with another program's."""
+    path = tmp_path / "s.safetensors"
+    for metadata in (None, {"format": "pt"}):
+        save_file({"x": np.ones(2)}, path, metadata=metadata)
+        with pytest.raises(CacheError, match="was not written by heapr_lab"):
+            files.load_state(path)
+
+
+def test_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
+    """SHA-256 of "abc", as FIPS 180-2 has it."""
+    (tmp_path / "x").write_bytes(b"abc")
+    assert files.checksum(tmp_path / "x") == (
+        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    )

@@ -1,0 +1,151 @@
+"""Who asks for what another is computing or writing, waits or is refused."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.storage import cache, files
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test's own."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def answer(value: Any, key: dict[str, Any] | None = None) -> Any:
+    """A result of kind `answers` for {"x": 1}."""
+    return cache.cached_json("answers", key or {"x": 1}, lambda: value)
+
+
+def test_waiting_is_said_only_of_a_lock_that_is_held(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The one that waits reads what the other has made, and says what it waits for."""
+    caplog.set_level(logging.INFO)
+    path = cache.cache_path("answers", {"x": 1}, extension="json")
+    inside, results = threading.Event(), []
+
+    def slow() -> int:
+        inside.set()
+        while "waiting for" not in caplog.text:
+            pass
+        return 1
+
+    first = threading.Thread(
+        target=lambda: results.append(cache.cached_json("answers", {"x": 1}, slow))
+    )
+    first.start()
+    assert inside.wait(60)
+    results.append(answer(2))
+    first.join()
+    assert results == [1, 1]
+    assert f"waiting for {path}, which another is computing" in caplog.text
+    caplog.clear()
+    assert answer(3) == 1
+    assert answer(3, {"x": 2}) == 3
+    assert caplog.text == ""
+
+
+def test_a_result_made_while_one_waited_is_that_of_its_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key is checked then, too."""
+    path = cache.cache_path("answers", {"x": 1}, extension="json")
+    lock = cache.lock(path)
+    acquire = type(lock).acquire
+
+    def made_meanwhile(self: Any, *args: Any, **options: Any) -> Any:
+        files.write_json(path, 5)
+        files.write_json(path.with_name(f"{path.name}.key.json"), {"x": 9})
+        return acquire(self, *args, **options)
+
+    monkeypatch.setattr(type(lock), "acquire", made_meanwhile)
+    with pytest.raises(CacheError, match="was made for another key"):
+        answer(1)
+
+
+def test_a_lock_makes_its_folder(folder: Path) -> None:
+    """Given as a text or a path, it stands beside the file that it is for."""
+    with cache.lock(str(folder / "a" / "b" / "x.json")) as lock:
+        assert Path(lock.lock_file) == folder / "a" / "b" / "x.json.lock"
+    with cache.lock(folder / "a" / "b" / "y.json"):
+        pass
+
+
+def test_a_result_without_its_key_is_foreign() -> None:
+    """Nothing says what it was made for."""
+    answer(1)
+    path = cache.cache_path("answers", {"x": 1}, extension="json")
+    path.with_name(f"{path.name}.key.json").unlink()
+    with pytest.raises(CacheError, match=r"is foreign: .*\.json\.key\.json, which"):
+        answer(1)
+
+
+def test_the_key_is_written_before_the_result() -> None:
+    """So that a result that is there always has its key."""
+    path = cache.cache_path("answers", {"x": 1}, extension="json")
+
+    def write(temporary: Path, value: int) -> None:
+        assert files.read_json(path.with_name(f"{path.name}.key.json")) == {"x": 1}
+        assert not path.exists()
+        files.write_json(temporary, value)
+
+    done = cache.cached(
+        "answers",
+        {"x": 1},
+        lambda: 4,
+        read=files.read_json,
+        write=write,
+        extension="json",
+    )
+    assert done == files.read_json(path) == 4
+
+
+def test_results_are_parquet_files_unless_it_is_said() -> None:
+    """The extension is that of the file which is written."""
+    written: list[Path] = []
+
+    def write(path: Path, value: int) -> None:
+        written.append(path)
+        files.write_json(path, value)
+
+    cache.cached("numbers", {}, lambda: 4, read=files.read_json, write=write)
+    assert cache.cache_path("numbers", {}, extension="parquet").exists()
+    assert [path.suffix for path in written] == [".parquet"]
+
+
+def test_the_right_to_write_is_held_beside_the_output(folder: Path) -> None:
+    """In folders that are made for it; the file that stands for it goes afterwards."""
+    output = folder / "deep" / "er" / "x.png"
+    for _ in range(2):
+        with cache.writing(output):
+            names = [path.name for path in output.parent.iterdir()]
+            assert names == [".partial-x.png.lock"]
+        assert list(output.parent.iterdir()) == []
+
+
+def test_where_nothing_can_be_written(folder: Path) -> None:
+    """The folder is named, and why."""
+    (folder / "file").write_text("")
+    with (
+        pytest.raises(SpecError, match=r"nothing can be written to .*file \((?!None)"),
+        cache.writing(folder / "file" / "x.png"),
+    ):
+        pass
+
+
+def test_after_a_failure_others_can_compute_at_once() -> None:
+    """Nothing is held by a thread that has failed."""
+    with pytest.raises(ZeroDivisionError):
+        cache.cached_json("answers", {"x": 1}, lambda: 1 // 0)
+    results: list[int] = []
+    other = threading.Thread(target=lambda: results.append(answer(2)), daemon=True)
+    other.start()
+    other.join(30)
+    assert results == [2]
