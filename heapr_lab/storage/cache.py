@@ -44,7 +44,6 @@ def hashed_path(kind: str, sha256: str, *, extension: str) -> Path:
 def lock(path: Path | str) -> filelock.BaseFileLock:
     """A lock, to be entered with `with`, among all processes and threads on `path`."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     return filelock.FileLock(path.with_name(f"{path.name}.lock"))
 
 
@@ -61,7 +60,6 @@ def writing(path: Path) -> Iterator[None]:
     name = path.with_name(f".partial-{path.name}.lock")
     guard = filelock.FileLock(name)
     try:
-        name.parent.mkdir(parents=True, exist_ok=True)
         guard.acquire(timeout=0)
     except filelock.Timeout as error:
         raise SpecError(

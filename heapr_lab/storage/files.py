@@ -108,11 +108,7 @@ def write_frame(
         {**(table.schema.metadata or {}), _KEY.encode(): canonical_json(header)}
     )
     repeated = [name for name in table.column_names if _repeats(table.column(name))]
-    split = [
-        field.name
-        for field in table.schema
-        if pa.types.is_floating(field.type) and field.name not in repeated
-    ]
+    split = [name for name in table.column_names if name not in repeated]
     with replacing(path) as temporary:
         pq.write_table(
             table,
@@ -121,7 +117,6 @@ def write_frame(
             use_dictionary=repeated,
             use_byte_stream_split=split,
             write_page_checksum=True,
-            row_group_size=2**20,
         )
 
 

@@ -48,11 +48,22 @@ MODULES = (
 )
 UNIT = "tests/unit"
 TESTS = {
-    "storage/files": ("storage/test_files.py", "storage/test_cache.py"),
+    "storage/files": (
+        "storage/test_files.py",
+        "storage/test_cache.py",
+        "storage/test_damaged_files.py",
+    ),
     "storage/hashing": ("storage/test_hashing.py",),
-    "storage/cache": ("storage/test_waiting.py", "storage/test_cache.py"),
+    "storage/cache": (
+        "storage/test_waiting.py",
+        "storage/test_cache.py",
+        "storage/test_paths.py",
+    ),
     "storage/paths": ("storage/test_paths.py", "storage/test_cache.py"),
     "storage/provenance": ("storage/test_origins.py", "storage/test_damaged_files.py"),
+    "importance/columns": ("importance/test_rows.py", "importance/test_table.py"),
+    "importance/merging": ("importance/test_merging.py", "importance/test_table.py"),
+    "importance/table": ("importance/test_table.py", "importance/test_table_parts.py"),
     "models/hooks": ("models/test_hooks.py",),
     "models/identity": ("models/test_identity.py",),
     "pruning": ("pruning", "../property"),

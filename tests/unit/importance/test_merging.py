@@ -1,0 +1,170 @@
+"""How rows and metadata of two tables become one, without a model."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.columns import MAXIMA, NORMS, SUMS
+from heapr_lab.importance.merging import merge_frames, merge_metadata
+from heapr_lab.storage.hashing import digest
+
+
+def frame(**columns: Any) -> pd.DataFrame:
+    """Three atoms of one expert."""
+    return pd.DataFrame({"layer": 0, "expert": 0, "atom": [0, 1, 2], **columns})
+
+
+# --- rows -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*SUMS, *MAXIMA, *NORMS])
+def test_each_column_has_its_rule(name: str) -> None:
+    """Sums add, of maxima the larger stays, norms are those of one model."""
+    a, b = [1.0, 2.0, 4.0], [3.0, 2.0, 1.0]
+    expected = [4.0, 4.0, 5.0] if name in SUMS else [3.0, 2.0, 4.0]
+    if name in NORMS:
+        b = expected = a
+    ours = frame(**{name: a}).set_index(pd.Index([7, 8, 9]))
+    merged = merge_frames(ours, frame(**{name: b}))
+    assert merged[name].tolist() == expected
+    assert merged.index.tolist() == [7, 8, 9]
+    assert ours[name].tolist() == a
+
+
+def test_sums_of_unequal_types_are_rounded_once() -> None:
+    """In the wider type: float32 and float64 give float64, whole numbers stay whole."""
+    a, b = np.float32(1), 2.0**-30
+    merged = merge_frames(frame(sum_h2=a), frame(sum_h2=b))
+    assert merged["sum_h2"].tolist() == [1 + 2.0**-30] * 3
+    narrow = frame(sum_h2=np.array([0.1, 0.2, 0.3], dtype=np.float32))
+    assert merge_frames(narrow, narrow)["sum_h2"].dtype == np.float32
+    large = frame(tokens=2**60 + 1)
+    assert merge_frames(large, large)["tokens"].tolist() == [2**61 + 2] * 3
+    assert merge_frames(large, large)["tokens"].dtype == np.int64
+
+
+def test_norms_may_differ_by_rounding_alone() -> None:
+    """By a hundred-thousandth of their value, however small that is."""
+    merge_frames(frame(w_up_sq=1e-9), frame(w_up_sq=1e-9 * (1 + 9e-6)))
+    for other in (1e-9 * (1 + 2e-5), 0.0):
+        with pytest.raises(SpecError, match="w_up_sq differs in 3 of 3 rows"):
+            merge_frames(frame(w_up_sq=1e-9), frame(w_up_sq=other))
+
+
+def test_rows_that_differ() -> None:
+    """The first difference is named, in whichever key it is."""
+    with pytest.raises(SpecError, match="different rows: 3 and 2 atoms"):
+        merge_frames(frame(), frame().iloc[:2])
+    for name in ("layer", "expert", "atom"):
+        other = frame()
+        other.loc[1:, name] = 9
+        found = frame()[name].iloc[1]
+        with pytest.raises(
+            SpecError, match=f"row 1 has {name} {found} in one and 9 in the other"
+        ):
+            merge_frames(frame(), other)
+
+
+def test_columns_that_only_one_has() -> None:
+    """All of them are named, whichever table has them."""
+    with pytest.raises(SpecError, match=r"only one of them has sum_g2, sum_h2$"):
+        merge_frames(frame(sum_h2=1.0), frame(sum_g2=1.0))
+
+
+def test_a_column_without_a_rule() -> None:
+    """Is not guessed at."""
+    with pytest.raises(SpecError, match=r"cannot merge column mine: .*sum_h2.*drop it"):
+        merge_frames(frame(mine=1.0), frame(mine=1.0))
+
+
+# --- metadata ---------------------------------------------------------------------
+
+
+def test_metadata_of_two_tables() -> None:
+    """N adds, windows are listed one after the other, what is equal stays."""
+    ours = {"N": 3, "windows": ["a"], "note": 1, "mine": 2, "spec_hash": "x"}
+    theirs = {"N": 4, "windows": ["b", "c"], "note": 1, "mine": 3, "spec_hash": "x"}
+    assert merge_metadata(ours, theirs) == {
+        "N": 7,
+        "windows": ["a", "b", "c"],
+        "note": 1,
+    }
+    assert merge_metadata({"only": 1}, {}) == merge_metadata({}, {"only": 1}) == {}
+    assert merge_metadata({"windows": ["a"]}, {}) == {"windows": ["a"]}
+    assert merge_metadata({}, {"windows": ["a"]}) == {"windows": ["a"]}
+    assert merge_metadata({"N": 1, "note": 0}, {"N": 2, "note": 1}) == {"N": 3}
+
+
+def test_specifications_are_listed_whole() -> None:
+    """Beside what they have in common, also those of merged tables."""
+    a, b, c = ({"model": "m", "calibration": name} for name in "abc")
+    one = merge_metadata({"spec": a}, {"spec": b})
+    assert one["spec"] == {"model": "m", "merged": [a, b]}
+    assert one["spec_hash"] == digest(one["spec"])
+    for both, merged in (
+        (merge_metadata(one, {"spec": c}), [a, b, c]),
+        (merge_metadata({"spec": c}, one), [c, a, b]),
+    ):
+        assert both["spec"] == {"model": "m", "merged": merged}
+        assert both["spec_hash"] == digest(both["spec"])
+
+
+def test_provenance_of_one_table_only() -> None:
+    """Stays listed; there is no hash of it."""
+    said = {"device": "cpu"}
+    expected = {"provenance": {"device": "cpu", "merged": [said]}}
+    assert merge_metadata({"provenance": said}, {}) == expected
+    assert merge_metadata({}, {"provenance": said}) == expected
+
+
+def test_only_one_knows_its_tokens() -> None:
+    """Then nobody knows those of both."""
+    for pair in (({"N": 1}, {}), ({}, {"N": 1})):
+        with pytest.raises(SpecError, match="only one of the tables has N"):
+            merge_metadata(*pair)
+
+
+def test_architectures_that_differ() -> None:
+    """Are named by the sizes that do; one that is missing differs in all."""
+    ours = {"architecture": {"a": 1, "b": 2, "c": 3}}
+    with pytest.raises(SpecError, match=r"they differ in b, c, d$"):
+        merge_metadata(ours, {"architecture": {"a": 1, "b": 3, "d": 4}})
+    for pair in ((ours, {}), ({}, ours)):
+        with pytest.raises(SpecError, match=r"they differ in a, b, c$"):
+            merge_metadata(*pair)
+    assert merge_metadata(ours, ours) == ours
+
+
+def test_ways_of_measuring_that_differ() -> None:
+    """Both values are told; a default that is left out is that value."""
+    one = {"spec": {"labels": "model"}}
+    for pair in ((one, {"spec": {"dtype": 1}}), ({"spec": {"dtype": 1}}, one)):
+        with pytest.raises(SpecError, match=r"specifications differ in (dtype|labels)"):
+            merge_metadata(*pair)
+    with pytest.raises(SpecError, match="differ in dtype: f16 and f32; measure"):
+        merge_metadata({"spec": {"dtype": "f16"}}, {"spec": {"dtype": "f32"}})
+    data = {"spec": {"model": "m", "labels": "data"}}
+    assert merge_metadata(data, {"spec": {"model": "m"}})["spec"]["model"] == "m"
+
+
+def test_a_table_that_says_nothing_of_its_measurement() -> None:
+    """Merges with any."""
+    merged = merge_metadata({}, {"spec": {"model": "m"}})
+    assert merged["spec"] == {"model": "m", "merged": [{"model": "m"}]}
+
+
+def test_what_would_count_twice() -> None:
+    """A calibration set by its hash, else windows by their number."""
+    hashes = [f"{i}" * 64 for i in range(3)]
+    a, b = ({"spec": {"calibration": name}} for name in hashes[:2])
+    with pytest.raises(SpecError, match=f"the calibration set {'1' * 12} would count"):
+        merge_metadata(merge_metadata(a, b), b)
+    ours, theirs = {"windows": ["a", "b", "c"]}, {"windows": ["d", "b", "a", "e"]}
+    with pytest.raises(SpecError, match="cannot merge: 2 of 4 windows would count"):
+        merge_metadata(ours, theirs)
+    same = {**a, "windows": ["a"]}
+    with pytest.raises(SpecError, match="the calibration set 0"):
+        merge_metadata(same, same)

@@ -1,0 +1,192 @@
+"""What a table tells of itself: shapes, experts, scores, files and its card."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.storage import files
+
+HEAPR = ("tokens", "sum_h2", "sum_g2")
+
+
+def table(*shapes: tuple[int, int], **metadata: Any) -> ImportanceTable:
+    """Layers 1, 3, 5 … of these many experts and atoms; the first expert unrouted."""
+    rows = [
+        {"layer": 2 * i + 1, "expert": expert, "atom": atom}
+        for i, (n_experts, d_inter) in enumerate(shapes)
+        for expert in range(n_experts)
+        for atom in range(d_inter)
+    ]
+    frame = pd.DataFrame(rows)
+    frame["tokens"] = 10 * frame["expert"]
+    for name in ("sum_h2", "sum_g2"):
+        frame[name] = (frame["tokens"] * (1 + frame["atom"])).astype(np.float64)
+    return ImportanceTable.from_frame(frame, **metadata)
+
+
+def test_shapes_of_unequal_layers() -> None:
+    """Each layer's own; what is handed out can be changed without harm."""
+    found = table((2, 3), (1, 4), (3, 1))
+    assert found.shapes() == {1: (2, 3), 3: (1, 4), 5: (3, 1)}
+    assert {type(n) for shape in found.shapes().values() for n in shape} == {int}
+    found.shapes().clear()
+    assert len(found.shapes()) == found.n_layers == 3
+    assert found.n_atoms == 6 + 4 + 3
+
+
+def test_experts_of_unequal_layers() -> None:
+    """One row for each, also where the number of the expert stays the same."""
+    found = table((2, 2), (1, 2), (1, 2), N=5)
+    assert found.expert_tokens().to_dict("list") == {
+        "layer": [1, 1, 3, 5],
+        "expert": [0, 1, 0, 0],
+        "tokens": [0, 10, 0, 0],
+    }
+    unrouted = found.unrouted()
+    assert unrouted.to_dict("list") == {"layer": [1, 3, 5], "expert": [0, 0, 0]}
+    assert unrouted.index.tolist() == [0, 1, 2]
+    assert repr(found) == (
+        "ImportanceTable(3 layers, 4 experts, 8 atoms, 5 predicted tokens (N), "
+        "3 unrouted experts)"
+    )
+
+
+def test_large_numbers_have_commas_and_what_is_unknown_is_left_out() -> None:
+    """In the summary of a table without tokens and N."""
+    frame = table((1, 1000)).frame.drop(columns="tokens")
+    assert repr(ImportanceTable.from_frame(frame)) == (
+        "ImportanceTable(1 layers, 1 experts, 1,000 atoms)"
+    )
+    assert "1,234 predicted" in repr(ImportanceTable.from_frame(frame, N=1234))
+
+
+def test_the_architecture_is_that_of_the_metadata() -> None:
+    """As it was given."""
+    shape = LayerShape(n_experts=1, d_inter=2, d_expert=8)
+    given = Architecture(1000, 2, 8, {1: shape}, 50, 16)
+    assert table((1, 2), architecture=given.to_dict()).architecture == given
+
+
+def test_estimators_that_the_columns_suffice_for() -> None:
+    """Those that divide by N need it."""
+    found = table((1, 2))
+    suffice = {
+        name for name, one in ESTIMATORS.items() if set(one.needs) <= set(found.frame)
+    }
+    per_token = {name for name in suffice if ESTIMATORS[name].per_predicted_token}
+    assert per_token
+    assert set(found.estimators) == suffice - per_token
+    assert set(table((1, 2), N=3).estimators) == suffice
+    assert [n for n in ESTIMATORS if n in found.estimators] == [*found.estimators]
+
+
+def test_scores_are_remembered_by_their_options() -> None:
+    """In whatever order these are given; others are other scores."""
+    found = table((1, 50))
+    assert found.scores("random", seed=1) is found.scores("random", seed=1)
+    assert (found.scores("random", seed=1) != found.scores("random", seed=2)).any()
+    np.testing.assert_array_equal(found.scores(), found.score("heapr").to_numpy())
+    assert found.score().name == "heapr"
+    assert found.scores("random", seed=1).tolist() == (
+        found.score("random", seed=1).tolist()
+    )
+
+
+def test_the_latest_eight_values_are_remembered() -> None:
+    """The oldest goes for a ninth."""
+    found = table((1, 1))
+    first = [found.memo(key, object) for key in range(8)]
+    again = [found.memo(key, object) for key in range(8)]
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    found.memo("ninth", object)
+    assert found.memo(1, object) is first[1]
+    assert found.memo(0, object) is not first[0]
+    assert found.memo("nothing", lambda: None) is None
+    assert found.memo("nothing", object) is None
+
+
+def test_metadata_are_handed_out_as_copies() -> None:
+    """Also what lies within them; plain data, as a file would hold them."""
+    found = table((1, 1), spec={"sizes": (1, 2)})
+    assert found.metadata == {"spec": {"sizes": [1, 2]}}
+    found.metadata["spec"]["sizes"].append(3)
+    assert found.metadata == {"spec": {"sizes": [1, 2]}}
+
+
+def test_a_column_that_is_missing_is_named_with_those_that_are_not() -> None:
+    """So that one sees what there is."""
+    said = "no column sum_p, it has layer, expert, atom, tokens, sum_h2, sum_g2; read"
+    with pytest.raises(SpecError, match=said):
+        table((1, 1)).column("sum_p")
+
+
+# --- files ------------------------------------------------------------------------
+
+
+def test_columns_that_are_read(tmp_path: Path) -> None:
+    """The keys come first, and once."""
+    path = tmp_path / "t.parquet"
+    table((1, 2)).write(path)
+    some = ImportanceTable.read(str(path), columns=["sum_g2", "atom"])
+    assert list(some.frame) == ["layer", "expert", "atom", "sum_g2"]
+    assert some.metadata == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("N", 0, "has N=0, expected a positive number"),
+        ("N", -1, "has N=-1, expected a positive number"),
+        ("N", "7", "has N=7, expected a positive number"),
+        ("N", None, "has N=None, expected a positive number"),
+        ("spec", [], r"has spec=\[\], expected a dict"),
+        ("spec_hash", 5, "has spec_hash=5, expected a str"),
+        ("architecture", "a" * 50, f"has architecture={'a' * 40}, expected a dict"),
+        ("provenance", 0, "has provenance=0, expected a dict"),
+    ],
+)
+def test_metadata_of_other_kinds(
+    tmp_path: Path, name: str, value: object, expected: str
+) -> None:
+    """A file that holds them is damaged, and what is wrong in it is told."""
+    path = tmp_path / "t.parquet"
+    metadata = {"kind": "ImportanceTable", name: value}
+    files.write_frame(path, table((1, 1)).frame, metadata)
+    with pytest.raises(CacheError, match=rf"t\.parquet is damaged: its .*{expected}"):
+        ImportanceTable.read(str(path))
+
+
+def test_the_least_number_of_tokens(tmp_path: Path) -> None:
+    """Is one."""
+    table((1, 1), N=1).write(tmp_path / "t.parquet")
+    assert ImportanceTable.read(tmp_path / "t.parquet").metadata == {"N": 1}
+
+
+def test_a_file_of_no_kind(tmp_path: Path) -> None:
+    """It is told what was expected."""
+    files.write_frame(tmp_path / "t.parquet", table((1, 1)).frame, {})
+    with pytest.raises(
+        CacheError, match="holds another kind of table, expected an ImportanceTable;"
+    ):
+        ImportanceTable.read(tmp_path / "t.parquet")
+
+
+# --- display ----------------------------------------------------------------------
+
+
+def test_the_card_has_quartiles_where_they_can_be_computed() -> None:
+    """Least, quartiles and largest heapr score to three digits."""
+    html = table((2, 5))._repr_html_()
+    assert "Importance table" in html
+    # ½ (a + 1)² for atoms a of the second expert, and five noughts
+    assert "heapr score (min, quartiles, max)" in html
+    assert "0  0  0.25  3.88  12.5" in html
+    bare = ImportanceTable.from_frame(table((1, 2)).frame.drop(columns="sum_g2"))
+    assert "heapr score" not in bare._repr_html_()
