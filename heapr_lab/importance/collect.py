@@ -93,7 +93,7 @@ def collect_statistics(
         labels: whose next tokens the loss is of: the text's ("data", as the paper), or
             tokens that the model itself predicts, drawn with a fixed seed ("model"), as
             the Fisher information is defined; that takes a forward pass more.
-        batch_size: windows per pass; by default chosen by itself, and halved whenever
+        batch_size: windows per pass; by default chosen by itself, and reduced whenever
             the device runs out of memory.
         progress: called after each batch with (windows done, windows in all).
         state: a file to save an unfinished pass to, and to resume it from; removed at

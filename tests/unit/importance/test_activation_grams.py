@@ -1,0 +1,292 @@
+"""Second moments of routed activations, against the products of a dense matrix."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from torch import nn
+
+from heapr_lab.errors import CoverageError, LayoutError, SpecError
+from heapr_lab.importance import activation_grams
+from heapr_lab.importance.activation_grams import (
+    LayerGrams,
+    collect_grams,
+    default_span,
+    fit_at_once,
+    iter_grams,
+    sizes_of,
+)
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.hooks import observed
+from heapr_lab.text.calibration import CalibrationSet
+
+N_WINDOWS = 6
+IDS = tiny_ids(n_sequences=N_WINDOWS)
+WINDOWS = CalibrationSet.from_ids(IDS)
+N_EXPERTS, D_INTER = 4, 8
+BLOCK_BYTES = 2 * 8 * N_EXPERTS * D_INTER**2
+"""Of the sums of a tiny layer, expert by expert."""
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A tiny qwen2_moe of two layers, in float64."""
+    return tiny_model("qwen2_moe")
+
+
+class Features:
+    """The matrix φ of every token: p · h of its experts, and 0 for all others."""
+
+    def __init__(self) -> None:
+        self.calls: list[torch.Tensor] = []
+
+    def observe(
+        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
+    ) -> None:
+        """One window."""
+        phi = torch.zeros(IDS.shape[1], N_EXPERTS, D_INTER, dtype=torch.float64)
+        experts = torch.repeat_interleave(torch.arange(N_EXPERTS), torch.tensor(tokens))
+        for i, (row, expert) in enumerate(zip(rows, experts, strict=True)):
+            phi[row, expert] = p[i] * h[i]
+        self.calls.append(phi)
+
+
+@pytest.fixture(scope="module")
+def phi(model: nn.Module) -> dict[int, torch.Tensor]:
+    """φ of each layer, (windows, tokens, E, I)."""
+    layers = find_experts(model)
+    seen = [Features() for _ in layers]
+    with torch.no_grad(), observed(layers, seen):
+        for window in IDS:
+            model(window[None])
+    pairs = zip(layers, seen, strict=True)
+    return {layer.layer: torch.stack(own.calls) for layer, own in pairs}
+
+
+def expected(phi: torch.Tensor, span: str) -> torch.Tensor:
+    """Σ φ φᵀ of the windows to fit and of those held out: 1 and 5."""
+    held_out = torch.arange(N_WINDOWS) % 4 == 1
+    parts = []
+    for chosen in (~held_out, held_out):
+        own = phi[chosen].reshape(-1, N_EXPERTS, D_INTER)
+        if span == "expert":
+            parts.append(torch.einsum("tei,tej->eij", own, own))
+        else:
+            flat = own.reshape(len(own), -1)
+            parts.append((flat.T @ flat)[None])
+    return torch.stack(parts)
+
+
+def assert_right(
+    found: dict[int, LayerGrams], phi: dict[int, torch.Tensor], span: str
+) -> None:
+    """The sums of every layer in `found` are those of its φ."""
+    for number, grams in found.items():
+        right = expected(phi[number], span)
+        assert grams.span == span
+        assert grams.sums.dtype == torch.float64
+        torch.testing.assert_close(grams.sums, right, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(grams.total, right[0] + right[1])
+        assert grams.tokens.sum(1).tolist() == [2 * 9 * 4, 2 * 9 * 2]
+
+
+@pytest.mark.parametrize("span", ["expert", "layer"])
+def test_sums_are_those_of_the_dense_matrix(
+    model: nn.Module, phi: dict[int, torch.Tensor], span: str
+) -> None:
+    """With tokens of both parts counted for each expert."""
+    found = collect_grams(model, WINDOWS, span=span)
+    assert [*found] == [0, 1]
+    assert_right(found, phi, span)
+    for number, grams in found.items():
+        used = (phi[number] != 0).any(-1)
+        held_out = torch.arange(N_WINDOWS) % 4 == 1
+        assert grams.tokens[0].tolist() == used[~held_out].sum((0, 1)).tolist()
+        assert grams.tokens[1].tolist() == used[held_out].sum((0, 1)).tolist()
+
+
+def test_an_expert_without_tokens(model: nn.Module) -> None:
+    """Its sums are nought, and those of the others are right."""
+    other = tiny_model("qwen2_moe")
+    with torch.no_grad():
+        other.model.layers[0].mlp.gate.weight[0] = 0
+        other.model.layers[0].mlp.gate.weight[1:] *= 1e3
+    for span in ("expert", "layer"):
+        grams = collect_grams(other, WINDOWS, span=span, layers=[0])[0]
+        for expert in (grams.tokens == 0).all(0).nonzero()[:, 0].tolist():
+            first = slice(expert * D_INTER, (expert + 1) * D_INTER)
+            own = grams.total[expert] if span == "expert" else grams.total[0, first]
+            assert (own == 0).all()
+        assert torch.isfinite(grams.sums).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"),
+    [
+        (4096, [4, 6]),
+        (9 * 3, [3, 4, 6]),
+        (9 * 2 - 1, [1, 2, 3, 4, 5, 6]),
+        (1, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_forwards_are_of_a_few_windows(
+    tokens: int,
+    steps: list[int],
+    model: nn.Module,
+    phi: dict[int, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many as have about 4096 tokens, at least one; after each it is told."""
+    assert activation_grams._TOKENS_AT_ONCE == 4096
+    monkeypatch.setattr(activation_grams, "_TOKENS_AT_ONCE", tokens)
+    told: list[tuple[int, int]] = []
+    found = collect_grams(model, WINDOWS, progress=lambda *n: told.append(n))
+    assert told == [(step, N_WINDOWS) for step in steps]
+    assert_right(found, phi, "expert")
+
+
+def test_chosen_layers(model: nn.Module, phi: dict[int, torch.Tensor]) -> None:
+    """Only those; what has no experts is named."""
+    found = collect_grams(model, WINDOWS, layers=[1])
+    assert [*found] == [1]
+    assert_right(found, phi, "expert")
+    with pytest.raises(SpecError, match=r"layers \[2, 7\] have no .* of \[0, 1\] have"):
+        collect_grams(model, WINDOWS, layers=[7, 1, 2])
+
+
+def test_too_little_to_sum(model: nn.Module) -> None:
+    """Two windows are enough, one is not; neither is no layer."""
+    two = CalibrationSet.from_ids(IDS[:2])
+    assert collect_grams(model, two)[0].tokens.sum(1).tolist() == [18, 18]
+    with pytest.raises(SpecError, match="1 windows and 2 layers, expected at least 2"):
+        collect_grams(model, CalibrationSet.from_ids(IDS[:1]))
+    with pytest.raises(SpecError, match="6 windows and 0 layers"):
+        collect_grams(model, WINDOWS, layers=[])
+    with pytest.raises(SpecError, match="span is 'row', expected one of expert, layer"):
+        collect_grams(model, WINDOWS, span="row")
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(SpecError, match="autocast to bfloat16"),
+    ):
+        collect_grams(model, WINDOWS)
+    outside = CalibrationSet.from_ids(IDS + 48)
+    with pytest.raises(SpecError, match="48"):
+        collect_grams(model, outside)
+
+
+def test_a_layer_that_takes_no_part() -> None:
+    """It is named, with how often it did."""
+    model = tiny_model("qwen2_moe")
+    model.model.layers[1].mlp.forward = lambda x: x
+    with pytest.raises(CoverageError, match="layer 1 took part in 0 of 2 forwards"):
+        collect_grams(model, WINDOWS)
+
+
+def test_activations_of_low_precision_are_multiplied_in_single(
+    phi: dict[int, torch.Tensor],
+) -> None:
+    """And added up in double precision."""
+    model = tiny_model("qwen2_moe").to(torch.bfloat16)
+    sums = collect_grams(model, WINDOWS)[0].total
+    assert sums.dtype == torch.float64
+    right = expected(phi[0], "expert").sum(0)
+    assert (sums - right).norm() < 0.05 * right.norm()
+    assert (sums.bfloat16().double() != sums).any()
+    symmetric = sums.transpose(1, 2)
+    torch.testing.assert_close(sums, symmetric, rtol=1e-5, atol=1e-9)
+
+
+# --- layer by layer ---------------------------------------------------------------
+
+
+def walked(model: nn.Module, span: str) -> tuple[dict[int, LayerGrams], list[Any]]:
+    """What iter_grams gives, and what it tells."""
+    told: list[Any] = []
+    grams = iter_grams(model, WINDOWS, span=span, progress=lambda *n: told.append(n))
+    return {layer.layer: own for layer, own in grams}, told
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for the sums of one layer."""
+    monkeypatch.setattr(activation_grams, "_AT_ONCE", BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("span", ["expert", "layer"])
+def test_one_pass_where_all_sums_fit(
+    model: nn.Module, phi: dict[int, torch.Tensor], span: str
+) -> None:
+    """The layers in their order."""
+    found, told = walked(model, span)
+    assert [*found] == [0, 1]
+    assert told == [(4, N_WINDOWS), (6, N_WINDOWS)]
+    assert_right(found, phi, span)
+
+
+@pytest.mark.usefixtures("small")
+def test_layers_are_run_one_by_one_where_sums_do_not_fit(
+    model: nn.Module, phi: dict[int, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same sums, and after each of two layers half of the windows."""
+    found, told = walked(model, "expert")
+    assert [*found] == [0, 1]
+    assert told == [(3, N_WINDOWS), (6, N_WINDOWS)]
+    assert_right(found, phi, "expert")
+    assert caplog.text == ""
+    assert len(list(iter_grams(model, WINDOWS, span="expert"))) == 2
+
+
+@pytest.mark.usefixtures("small")
+def test_passes_for_groups_where_layers_do_not_run_alone(
+    model: nn.Module,
+    phi: dict[int, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is said why and how many; windows done are those of one pass."""
+
+    def refuse(*_: object) -> None:
+        raise LayoutError("no")
+
+    monkeypatch.setattr(activation_grams, "LayerByLayer", refuse)
+    found, told = walked(model, "expert")
+    assert caplog.messages == ["no; so 2 forward passes are taken instead of one"]
+    assert told == [(2, 6), (3, 6), (5, 6), (6, 6)]
+    assert [*found] == [0, 1]
+    assert_right(found, phi, "expert")
+    assert len(list(iter_grams(model, WINDOWS, span="expert"))) == 2
+
+
+# --- sizes ------------------------------------------------------------------------
+
+
+def test_sizes(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of each expert, or one of the layer; what fits is counted in bytes."""
+    layers = find_experts(model)
+    assert sizes_of(layers[0], "expert") == (N_EXPERTS, D_INTER)
+    assert sizes_of(layers[0], "layer") == (1, N_EXPERTS * D_INTER)
+    for room, fit in {2 * BLOCK_BYTES: True, 2 * BLOCK_BYTES - 1: False}.items():
+        monkeypatch.setattr(activation_grams, "_AT_ONCE", room)
+        assert fit_at_once(layers, "expert") == fit
+    assert fit_at_once(layers[:1], "expert")
+    assert not fit_at_once(layers, "layer")
+    groups = [len(group) for group in activation_grams._groups(layers * 3, "layer")]
+    assert groups == [1] * 6
+    monkeypatch.setattr(activation_grams, "_AT_ONCE", 2 * BLOCK_BYTES)
+    groups = [len(group) for group in activation_grams._groups(layers * 3, "expert")]
+    assert groups == [2, 2, 2]
+
+
+def test_the_span_by_default(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole layers up to 4096 atoms, where no output is normalised before the sum."""
+    layers = find_experts(model)
+    assert activation_grams._LARGEST_LAYER == 4096
+    assert default_span(layers) == "layer"
+    monkeypatch.setattr(activation_grams, "_LARGEST_LAYER", N_EXPERTS * D_INTER)
+    assert default_span(layers) == "layer"
+    monkeypatch.setattr(activation_grams, "_LARGEST_LAYER", N_EXPERTS * D_INTER - 1)
+    assert default_span(layers) == "expert"
+    monkeypatch.undo()
+    monkeypatch.setattr(layers[1].module, "has_post_expert_norm", True)
+    assert default_span(layers) == "expert"

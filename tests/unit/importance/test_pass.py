@@ -1,0 +1,364 @@
+"""What a pass takes, says and writes down, beside what it counts."""
+
+import copy
+import logging
+import platform
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers
+from families import tiny_ids, tiny_model
+from torch import nn
+
+from heapr_lab.errors import CoverageError, SpecError
+from heapr_lab.importance import collect
+from heapr_lab.importance.collect import collect_statistics, statistics_spec
+from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.models.hooks import edits_of, masked, observed, probed
+from heapr_lab.models.identity import identity_in_force
+from heapr_lab.models.likelihood import sampled_targets, token_nll
+from heapr_lab.storage import files
+from heapr_lab.storage.hashing import digest
+from heapr_lab.text.calibration import CalibrationSet
+
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A tiny qwen2_moe in float64."""
+    return tiny_model("qwen2_moe")
+
+
+# --- coverage ---------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """A decoder layer through which the states go two times."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, states: torch.Tensor, **options: object) -> torch.Tensor:
+        """The layer of itself."""
+        return self.layer(self.layer(states, **options), **options)
+
+
+def test_a_layer_that_takes_part_twice_is_an_error() -> None:
+    """It is not counted once, nor are its two inputs added up."""
+    model = tiny_model("qwen2_moe")
+    model.model.layers[1] = Twice(model.model.layers[1])
+    with probed(find_experts(model)) as probes:
+        hook = model.get_input_embeddings().register_forward_hook(
+            lambda _module, _args, output: output.requires_grad_(True)
+        )
+        token_nll(model, WINDOWS.ids).sum().backward()
+        hook.remove()
+    assert [probe.backwards for probe in probes.values()] == [1, 2]
+    said = "layer 1 took part 2 times in the pass over windows 0 to 1, expected once"
+    with pytest.raises(CoverageError, match=said):
+        collect_statistics(model, WINDOWS, batch_size=2)
+
+
+def test_experts_without_tokens_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """They are counted, and named by layer and expert."""
+    model = tiny_model("qwen2_moe")
+    ids = WINDOWS.ids[:1, :2]
+    table = collect_statistics(model, CalibrationSet.from_ids(ids))
+    unrouted = table.unrouted()
+    assert len(unrouted)
+    named = ", ".join(f"{row.layer}/{row.expert}" for row in unrouted.itertuples())
+    assert (
+        f"{len(unrouted)} experts saw no token (layer/expert): {named}"
+        in caplog.messages
+    )
+
+
+def test_all_experts_with_tokens_say_nothing(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And windows that are all different neither."""
+    table = collect_statistics(model, CalibrationSet.from_ids(tiny_ids(n_sequences=20)))
+    assert len(table.unrouted()) == 0
+    assert caplog.messages == []
+
+
+# --- what it is told --------------------------------------------------------------
+
+
+def test_labels_and_batches_that_there_are_not(model: nn.Module) -> None:
+    """Are refused, with those that there are."""
+    with pytest.raises(
+        SpecError, match="labels is 'mine', expected one of data, model"
+    ):
+        collect_statistics(model, WINDOWS, labels="mine")
+    for size in (0, -1, 1.5, True):
+        with pytest.raises(SpecError, match="batch_size"):
+            collect_statistics(model, WINDOWS, batch_size=size)
+    outside = CalibrationSet.from_ids(WINDOWS.ids + 48)
+    with pytest.raises(SpecError, match="48"):
+        collect_statistics(model, outside)
+
+
+def test_the_models_own_labels(model: nn.Module) -> None:
+    """Are drawn by the number of each window, whatever the batches are."""
+    seen: list[list[int]] = []
+
+    def noted(of: nn.Module, ids: torch.Tensor, *, seeds: Any) -> torch.Tensor:
+        seen.append(list(seeds))
+        return sampled_targets(of, ids, seeds=seeds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collect, "sampled_targets", noted)
+        table = collect_statistics(model, WINDOWS, labels="model", batch_size=2)
+    assert seen == [[0, 1], [2, 3], [4]]
+    whole = collect_statistics(model, WINDOWS, labels="model", batch_size=5)
+    pd.testing.assert_frame_equal(table.frame, whole.frame, rtol=1e-12)
+    data = collect_statistics(model, WINDOWS)
+    assert not np.allclose(data.column("sum_g2"), table.column("sum_g2"))
+    assert np.allclose(data.column("sum_h2"), table.column("sum_h2"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(4096, 5), (18, 2), (17, 1), (1, 1), (9 * 4, 4)]
+)
+def test_the_batch_size_by_default(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tokens: int, size: int
+) -> None:
+    """Windows of about 4096 tokens on a CPU; at least one, at most all."""
+    assert collect._TOKENS_PER_BATCH == {"cpu": 4096, "cuda": 32768}
+    monkeypatch.setattr(collect, "_TOKENS_PER_BATCH", {"cpu": tokens})
+    table = collect_statistics(model, WINDOWS)
+    assert table.metadata["provenance"]["batch_size"] == size
+
+
+def test_out_of_memory_makes_the_batches_smaller(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is that of the smaller ones."""
+    sizes: list[int] = []
+    step = collect._Pass._step
+
+    def cramped(self: Any, ids: torch.Tensor, *rest: Any) -> None:
+        sizes.append(len(ids))
+        if len(ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        step(self, ids, *rest)
+
+    monkeypatch.setattr(collect._Pass, "_step", cramped)
+    table = collect_statistics(model, WINDOWS)
+    assert sizes == [5, 4, 3, 2, 2, 1]
+    assert table.metadata["provenance"]["batch_size"] == 2
+
+
+# --- what is written down ---------------------------------------------------------
+
+
+def test_metadata(model: nn.Module) -> None:
+    """All that determined the numbers, and where they were measured."""
+    begun = datetime.now(UTC) - timedelta(seconds=1)
+    windows = CalibrationSet.from_ids(WINDOWS.ids)
+    metadata = collect_statistics(model, windows, batch_size=2).metadata
+    spec = statistics_spec(identity_in_force(model), windows)
+    assert spec == {
+        "schema": 1,
+        "model": identity_in_force(model),
+        "calibration": windows.fingerprint,
+    }
+    assert metadata["spec"] == spec
+    assert metadata["spec_hash"] == digest(spec)
+    assert metadata["windows"] == windows.window_fingerprints()
+    assert metadata["architecture"] == describe(model).to_dict()
+    assert metadata["N"] == 40
+    own = statistics_spec(identity_in_force(model), windows, labels="model")
+    assert own == spec | {"labels": "model"}
+    said = metadata["provenance"]
+    assert begun <= datetime.fromisoformat(said.pop("created")) <= datetime.now(UTC)
+    seconds = said.pop("seconds")
+    assert 0 < seconds < 600
+    assert seconds == round(seconds, 2)
+    assert said == {
+        "model": model.config._name_or_path,
+        "revision": None,
+        "calibration": windows.provenance | {"n_sequences": 5, "seq_len": 9},
+        "device": "cpu",
+        "batch_size": 2,
+        "resumed_at": 0,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def test_the_name_and_revision_of_a_model() -> None:
+    """Are those of its configuration."""
+    model = tiny_model("qwen2_moe")
+    model.config._name_or_path, model.config._commit_hash = "some/model", "abc"
+    said = collect_statistics(model, WINDOWS).metadata["provenance"]
+    assert (said["model"], said["revision"]) == ("some/model", "abc")
+
+
+def test_rows_are_in_order_with_small_types() -> None:
+    """Single precision for a model in single precision, whole numbers of tokens."""
+    table = collect_statistics(tiny_model("mixtral", dtype=torch.float32), WINDOWS)
+    frame = table.frame
+    keys = frame[["layer", "expert", "atom"]]
+    assert keys.to_numpy().tolist() == [
+        [layer, expert, atom]
+        for layer in range(2)
+        for expert in range(4)
+        for atom in range(8)
+    ]
+    assert frame.index.tolist() == list(range(64))
+    assert {str(kind) for kind in frame.dtypes[4:]} == {"float32"}
+
+
+# --- states -----------------------------------------------------------------------
+
+
+def interrupted(model: nn.Module, state: Path, at: int) -> None:
+    """A pass of single windows that ends with an error after window `at`."""
+
+    def progress(done: int, _total: int) -> None:
+        if done == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_statistics(model, WINDOWS, batch_size=1, state=state, progress=progress)
+
+
+def test_a_state_says_what_it_is_of(
+    model: nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The hash of the specification, and how many windows are done."""
+    monkeypatch.setattr(collect, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(collect, "_SAVE_SHARE", float("inf"))
+    state = tmp_path / "pass.state"
+    interrupted(model, state, 3)
+    arrays, meta = files.load_state(state)
+    spec = statistics_spec(identity_in_force(model), WINDOWS)
+    assert meta == {"key": digest(spec), "done": 2}
+    assert {name.partition(".")[0] for name in arrays} == {"0", "1"}
+    assert arrays["1.tokens"].sum() == 2 * 9 * 2
+    caplog.set_level(logging.INFO)
+    collect_statistics(model, WINDOWS, state=state)
+    assert f"resumed {state} at window 2" in caplog.messages
+
+
+def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of this test's own: each window takes 30 s, each saving 1.5 s."""
+    now = [0.0]
+    saved: list[tuple[int, float]] = []
+    step, save = collect._Pass._step, collect._Pass._save
+
+    def stepping(self: Any, *args: Any) -> None:
+        now[0] += 30
+        step(self, *args)
+
+    def saving(self: Any, probes: Any, done: int) -> None:
+        saved.append((done, now[0]))
+        now[0] += 1.5
+        save(self, probes, done)
+
+    monkeypatch.setattr(collect.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(collect._Pass, "_step", stepping)
+    monkeypatch.setattr(collect._Pass, "_save", saving)
+    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=9))
+    state = tmp_path / "pass.state"
+    collect_statistics(model, windows, batch_size=1, state=state)
+    # After 60 s; then 1.5 s are 2 % of 75 s, which three windows take.
+    assert saved == [(2, 60.0), (5, 151.5), (8, 243.0)]
+    assert not state.exists()
+    collect_statistics(model, windows, batch_size=1)
+    assert len(saved) == 3
+
+
+# --- masks and observers in nested contexts ------------------------------------------
+
+
+class Rows:
+    """Counts the calls and keeps the last activations."""
+
+    def __init__(self) -> None:
+        self.h: list[torch.Tensor] = []
+
+    def observe(self, h: torch.Tensor, **_: Any) -> None:
+        """One call."""
+        self.h.append(h.detach().clone())
+
+
+def test_observers_see_the_dense_model(model: nn.Module) -> None:
+    """Whatever mask is around them, which is there again afterwards."""
+    layers = find_experts(model)
+    drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in layers]
+    dense, inside = [Rows(), Rows()], [Rows(), Rows()]
+    with torch.no_grad():
+        with observed(layers, dense):
+            expected = model(WINDOWS.ids).logits
+        with masked(layers, drop):
+            with observed(layers, inside):
+                assert torch.equal(model(WINDOWS.ids).logits, expected)
+            assert len(edits_of(model)) == 2
+            assert not torch.allclose(model(WINDOWS.ids).logits, expected)
+        model(WINDOWS.ids)
+    assert edits_of(model) == {}
+    for one, other in zip(dense, inside, strict=True):
+        assert len(one.h) == len(other.h) == 1
+        assert torch.equal(one.h[0], other.h[0])
+
+
+def test_replaced_weights_in_nested_masks(model: nn.Module) -> None:
+    """The inner W_down rules; where there is none, the outer one stays."""
+    layers = find_experts(model)
+    keep = [torch.ones(4, 8, dtype=torch.bool) for _ in layers]
+    two, three = ([layer.down.detach() * k for layer in layers] for k in (2, 3))
+
+    def logits(*masks: Any) -> torch.Tensor:
+        if not masks:
+            return model(WINDOWS.ids).logits
+        with masked(layers, keep, masks[0]):
+            return logits(*masks[1:])
+
+    with torch.no_grad():
+        assert torch.equal(logits(two, three), logits(three))
+        assert torch.equal(logits(two, None), logits(two))
+        assert torch.equal(logits(None, two), logits(two))
+        assert torch.equal(
+            logits([two[0], None], [None, three[1]]), logits([two[0], three[1]])
+        )
+        assert not torch.allclose(logits(two), logits(three))
+
+
+def test_a_model_that_is_copied_while_it_is_masked(model: nn.Module) -> None:
+    """The copy is dense, runs as the model did, and can be masked itself."""
+    layers = find_experts(model)
+    drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in layers]
+    with torch.no_grad():
+        dense = model(WINDOWS.ids).logits
+        with masked(layers, drop):
+            twin = copy.deepcopy(model)
+            assert torch.equal(twin(WINDOWS.ids).logits, dense)
+        assert torch.equal(twin(WINDOWS.ids).logits, dense)
+        own = find_experts(twin)
+        with masked(own, drop):
+            assert not torch.allclose(twin(WINDOWS.ids).logits, dense)
+        assert torch.equal(twin(WINDOWS.ids).logits, dense)
