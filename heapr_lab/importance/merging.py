@@ -31,7 +31,7 @@ def merge_frames(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     for name in ours.columns.difference(list(KEYS)):
         a, b = ours[name].to_numpy(), theirs[name].to_numpy()
         if name in SUMS:
-            merged[name] = _sum(a, b)
+            merged[name] = a + b
         elif name in MAXIMA:
             merged[name] = np.maximum(a, b)
         elif name not in NORMS:
@@ -92,14 +92,6 @@ def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in first.items()
         if all(name in part and part[name] == value for part in others)
     }
-
-
-def _sum(a: np.ndarray, b: np.ndarray) -> Any:
-    """The sum in the wider of both types, rounded once."""
-    kind = np.result_type(a, b)
-    if kind.kind != "f":
-        return a + b
-    return (a.astype(np.float64) + b).astype(kind)
 
 
 def _check_rows(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:

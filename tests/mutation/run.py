@@ -61,7 +61,11 @@ TESTS = {
     ),
     "storage/paths": ("storage/test_paths.py", "storage/test_cache.py"),
     "storage/provenance": ("storage/test_origins.py", "storage/test_damaged_files.py"),
-    "importance/columns": ("importance/test_rows.py", "importance/test_table.py"),
+    "importance/columns": (
+        "importance/test_rows.py",
+        "importance/test_table.py",
+        "importance/test_merging.py",
+    ),
     "importance/merging": ("importance/test_merging.py", "importance/test_table.py"),
     "importance/table": ("importance/test_table.py", "importance/test_table_parts.py"),
     "importance/collect": ("importance/test_pass.py", "importance/test_collect.py"),

@@ -34,8 +34,12 @@ def test_each_column_has_its_rule(name: str) -> None:
     assert ours[name].tolist() == a
 
 
-def test_sums_of_unequal_types_are_rounded_once() -> None:
+def test_sums_are_rounded_once() -> None:
     """In the wider type: float32 and float64 give float64, whole numbers stay whole."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.lognormal(0, 9, 3).astype(np.float32) for _ in range(2))
+    exact = (x.astype(np.float64) + y).astype(np.float32)
+    assert (merge_frames(frame(sum_h2=x), frame(sum_h2=y))["sum_h2"] == exact).all()
     a, b = np.float32(1), 2.0**-30
     merged = merge_frames(frame(sum_h2=a), frame(sum_h2=b))
     assert merged["sum_h2"].tolist() == [1 + 2.0**-30] * 3
@@ -165,6 +169,8 @@ def test_what_would_count_twice() -> None:
     ours, theirs = {"windows": ["a", "b", "c"]}, {"windows": ["d", "b", "a", "e"]}
     with pytest.raises(SpecError, match="cannot merge: 2 of 4 windows would count"):
         merge_metadata(ours, theirs)
+    with pytest.raises(SpecError, match="cannot merge: 1 of 1 windows would count"):
+        merge_metadata({**a, "windows": ["w"]}, {**b, "windows": ["w"]})
     same = {**a, "windows": ["a"]}
     with pytest.raises(SpecError, match="the calibration set 0"):
         merge_metadata(same, same)

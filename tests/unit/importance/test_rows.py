@@ -103,7 +103,7 @@ def test_the_atom_of_an_impossible_value_is_named(name: str, bad: float) -> None
     """The first one, and what was expected there."""
     said = rf"column {name} has {bad} at \(layer, expert, atom\) \(4, 5, 7\), "
     with pytest.raises(SpecError, match=said + "expected a finite number from 0;"):
-        check_values(frame(**{name: [1.0, bad, bad]}))
+        check_values(frame(**{name: [0.0, bad, bad]}))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
