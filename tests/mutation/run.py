@@ -83,6 +83,7 @@ TESTS = {
 }
 """The tests of a module or a wing, below UNIT, where they are not UNIT/<wing>."""
 PRELOADED = (
+    "accelerate.utils",
     "datasets",
     "hypothesis",
     "ipywidgets",
@@ -92,7 +93,10 @@ PRELOADED = (
     "pyarrow.parquet",
     "safetensors.torch",
     "scipy.stats",
+    "sympy",
+    "tokenizers",
     "torch",
+    "torch._dynamo",
     "transformers",
     "typer",
 )

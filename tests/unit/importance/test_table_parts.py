@@ -67,6 +67,14 @@ def test_large_numbers_have_commas_and_what_is_unknown_is_left_out() -> None:
     assert "1,234 predicted" in repr(ImportanceTable.from_frame(frame, N=1234))
 
 
+def test_what_cannot_have_been_measured_is_no_table() -> None:
+    """Neither values nor a specification that was edited."""
+    with pytest.raises(SpecError, match="column sum_h2 has -1"):
+        ImportanceTable.from_frame(table((1, 1)).frame.assign(sum_h2=-1.0))
+    with pytest.raises(SpecError, match="one of them was edited"):
+        table((1, 1), spec={"a": 1}, spec_hash="0" * 64)
+
+
 def test_the_architecture_is_that_of_the_metadata() -> None:
     """As it was given."""
     shape = LayerShape(n_experts=1, d_inter=2, d_expert=8)
@@ -184,9 +192,9 @@ def test_a_file_of_no_kind(tmp_path: Path) -> None:
 def test_the_card_has_quartiles_where_they_can_be_computed() -> None:
     """Least, quartiles and largest heapr score to three digits."""
     html = table((2, 5))._repr_html_()
-    assert "Importance table" in html
+    assert ">Importance table<" in html
     # ½ (a + 1)² for atoms a of the second expert, and five noughts
-    assert "heapr score (min, quartiles, max)" in html
+    assert ">heapr score (min, quartiles, max)<" in html
     assert "0  0  0.25  3.88  12.5" in html
     bare = ImportanceTable.from_frame(table((1, 2)).frame.drop(columns="sum_g2"))
     assert "heapr score" not in bare._repr_html_()
