@@ -1,0 +1,270 @@
+"""What is reported of a compensation, and when weights stay as they are, by hand."""
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import random_keep
+from torch import nn
+
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.importance.activation_grams import LayerGrams
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.refinement.compensation import (
+    RIDGES,
+    Compensation,
+    compensate,
+    describe_weights,
+    fit_compensation,
+    solve_layers,
+)
+from heapr_lab.text.calibration import CalibrationSet
+
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=12))
+COUPLED = [[2.0, 1.0], [1.0, 2.0]]
+"""Products of two atoms over the tokens of one part."""
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A tiny qwen2_moe: 4 experts of 8 atoms in each of 2 layers."""
+    return tiny_model("qwen2_moe")
+
+
+@pytest.fixture
+def layer() -> ExpertsLayer:
+    """Four experts of eight atoms; the first two columns of the first are (1, 2)."""
+    layer = find_experts(tiny_model("qwen2_moe"))[0]
+    with torch.no_grad():
+        layer.down.zero_()
+        layer.down[0, 5, :2] = torch.tensor([1.0, 2.0])
+    return layer
+
+
+def grams_of(
+    fit: list[list[float]], held_out: list[list[float]], *, tokens: int = 8
+) -> LayerGrams:
+    """Sums over the tokens of the first two atoms of the first expert, 0 elsewhere."""
+    sums = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
+    for part, block in enumerate((fit, held_out)):
+        sums[part, 0, :2, :2] = torch.tensor(block)
+    return LayerGrams("expert", sums, torch.full((2, 4), tokens // 2))
+
+
+def without(*atoms: int) -> KeepMask:
+    """The mask of one layer that drops these atoms of the first expert."""
+    kept = np.ones((4, 8), bool)
+    kept[0, list(atoms)] = False
+    return KeepMask.from_arrays({0: kept})
+
+
+def solved(
+    layer: ExpertsLayer, grams: LayerGrams, *, keep: KeepMask, ridge: float | None = 0.0
+) -> tuple[torch.Tensor, dict[str, object]]:
+    """The new columns of the first expert (I,), and its layer's row of the report."""
+    found = solve_layers([layer], keep, {0: grams}, ridge=ridge)
+    (row,) = found.report.to_dict("records")
+    return found.downs[0][0, 5], row
+
+
+# --- by hand ----------------------------------------------------------------------
+
+
+def test_a_column_takes_over_what_it_shares(layer: ExpertsLayer) -> None:
+    """Without atom 1 the other's column 1 becomes 1 + 2 · 1/2: the error 8 → 6.
+
+    All atoms but these two are silent, so the mean of the diagonal over the seven that
+    stay is 4/7 of both parts together, and the ridge 7/4 adds 1 to the 4 of atom 0.
+    """
+    grams = grams_of(COUPLED, COUPLED)
+    keep = without(1)
+    column, row = solved(layer, grams, keep=keep, ridge=1.75)
+    assert column.tolist() == pytest.approx([1 + 2 * 2 / 5, *[0] * 7])
+    # Of held-out tokens, fitted to the others: x = 2 / (2 + 1/2) leaves, of the output
+    # 2 + 4 + 8, the error 8 - 2 · 2 x + 2 x² with x = 4/5.
+    assert row == {
+        "layer": 0,
+        "ridge": 1.75,
+        "changed": True,
+        "dropped": pytest.approx(8 / 14),
+        "compensated": pytest.approx((8 - 4 * 0.8 + 2 * 0.64) / 14),
+        "untouched": [],
+        "singular": 3,  # the experts without activation
+    }
+
+
+def test_weights_stay_where_held_out_tokens_say_otherwise(
+    layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Atoms that go together in one part and against each other in the other one."""
+    against = [[2.0, -1.0], [-1.0, 2.0]]
+    grams = grams_of(COUPLED, against)
+    column, row = solved(layer, grams, keep=without(1), ridge=None)
+    assert column.tolist() == [1.0, *[0] * 7]
+    assert (row["changed"], row["singular"]) == (False, 0)
+    # Of the output 2 - 4 + 8 = 6.
+    assert row["dropped"] == row["compensated"] == pytest.approx(8 / 6)
+    assert "layer 0: on held-out tokens no ridge errs less" in caplog.text
+    # A ridge that was asked for is taken as it is.
+    column, row = solved(layer, grams, keep=without(1), ridge=1.75)
+    assert (row["changed"], row["ridge"]) == (True, 1.75)
+    # x = 4/5 adds 2 · 2 x + 2 x² to the error 8.
+    assert row["compensated"] == pytest.approx((8 + 4 * 0.8 + 2 * 0.64) / 6)
+
+
+def test_the_ridge_of_least_held_out_error_is_chosen(layer: ExpertsLayer) -> None:
+    """It shrinks towards what the held-out tokens ask for; both ends are tried."""
+    assert RIDGES == (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+    # The fit alone gives x = 1; held-out tokens ask for x = 2 s.
+    chosen = {
+        share: solved(
+            layer,
+            grams_of(COUPLED, [[2.0, share], [share, 2.0]]),
+            keep=without(1),
+            ridge=None,
+        )[1]["ridge"]
+        for share in (1.2, 0.98, 0.9, 0.5)
+    }
+    # x = 2 / (2 + 2/7 ridge) = 1 / (1 + ridge / 7), to be nearest to s.
+    assert chosen == {1.2: 1e-5, 0.98: 1e-1, 0.9: 1.0, 0.5: 1.0}
+
+
+def test_a_mask_that_drops_nothing_changes_nothing(
+    layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no error, and nothing to warn of."""
+    column, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(), ridge=None)
+    assert column.tolist() == [1.0, 2.0, *[0] * 6]
+    assert (row["changed"], row["dropped"], row["compensated"]) == (False, 0, 0)
+    assert not caplog.text
+
+
+def test_a_layer_without_output_has_no_error(layer: ExpertsLayer) -> None:
+    """Rather than one that is not a number."""
+    silent = [[0.0, 0.0], [0.0, 0.0]]
+    _, row = solved(layer, grams_of(silent, silent), keep=without(1), ridge=None)
+    assert (row["changed"], row["dropped"], row["compensated"]) == (False, 0, 0)
+
+
+def test_an_expert_needs_as_many_tokens_as_it_keeps_atoms(
+    layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of both parts; seven stay of eight, or six."""
+    for drop, tokens, changed in (((1,), 8, True), ((1,), 6, False), ((1, 2), 6, True)):
+        caplog.clear()
+        grams = grams_of(COUPLED, COUPLED, tokens=tokens)
+        column, row = solved(layer, grams, keep=without(*drop), ridge=1.75)
+        assert (column[0] > 1) == changed
+        # The others keep all eight.
+        others = [] if tokens == 8 else [1, 2, 3]
+        assert row["untouched"] == ([] if changed else [0]) + others
+        names = ", ".join(map(str, row["untouched"]))  # type: ignore[call-overload]
+        assert (f"layer 0: experts {names} see fewer tokens" in caplog.text) == bool(
+            row["untouched"]
+        )
+
+
+def test_singular_solves_are_counted(
+    layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Atoms without activation, and no ridge: the smallest solution leaves them."""
+    column, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(1))
+    assert column.tolist() == pytest.approx([2.0, *[0] * 7])
+    assert row["singular"] == 4
+    assert "layer 0: 4 of 4 solves are singular at ridge 0" in caplog.text
+
+
+def test_layers_are_solved_for_their_own_sums(model: nn.Module) -> None:
+    """In the order of the layers, each with its row."""
+    keep = random_keep(model)
+    found = fit_compensation(model, keep, WINDOWS)
+    assert found.report["layer"].tolist() == [0, 1]
+    assert found.report.index.tolist() == [0, 1]
+    assert list(found.downs) == [0, 1]
+    assert found.settings == {"span": "layer", "ridge": None}
+    own = fit_compensation(model, keep, WINDOWS, span="expert", ridge=0.5)
+    assert own.settings == {"span": "expert", "ridge": 0.5}
+
+
+# --- what is said of it -----------------------------------------------------------
+
+
+def test_the_pruned_model_has_the_report_and_says_what_was_done(
+    model: nn.Module,
+) -> None:
+    """Of the windows, the span, and the layers whose weights stayed."""
+    keep = random_keep(model)
+    done: list[tuple[int, int]] = []
+    options = {"span": "expert", "ridge": 0.5}
+    pruned = compensate(
+        model, keep, WINDOWS, progress=lambda *now: done.append(now), **options
+    )
+    found = fit_compensation(model, keep, WINDOWS, **options)
+    assert done[-1] == (8, 8)
+    assert pruned.heapr_report.equals(found.report)
+    said = (
+        "W_down compensated by least squares (span expert) on 8 windows of 12 tokens "
+        f"of {WINDOWS.label}{{}}; all else sliced, otherwise unchanged"
+    )
+    assert pruned.heapr_weights == describe_weights(found, WINDOWS) == said.format("")
+    report = found.report.assign(changed=[False, False])
+    stayed = Compensation(found.downs, report, found.settings)
+    assert describe_weights(stayed, WINDOWS) == said.format(", but for layers 0, 1")
+
+
+def test_a_compensation_is_shown_in_a_line(model: nn.Module) -> None:
+    """Layers, span, and the mean errors without and with it."""
+    report = fit_compensation(model, random_keep(model), WINDOWS).report
+    report = report.assign(dropped=[0.1, 0.3], compensated=[0.05, 0.1])
+    shown = Compensation({}, report, {"span": "layer"})
+    assert repr(shown) == (
+        "Compensation(layers 2, span layer, error of the output, dropped → compensated "
+        "0.2 → 0.075)"
+    )
+    assert "<strong>Compensation</strong>" in shown._repr_html_()
+
+
+def test_fingerprints_tell_weights_apart() -> None:
+    """By their numbers, shapes, types and layers; a transposed view is its copy."""
+    down = torch.arange(6.0).view(1, 2, 3)
+    others = [
+        {0: down + 1},
+        {1: down},
+        {0: down.view(1, 3, 2)},
+        {0: down.view(torch.int32)},
+        {0: down, 1: down},
+    ]
+    prints = [
+        Compensation(downs, None, {}).fingerprint  # type: ignore[arg-type]
+        for downs in ({0: down}, *others)
+    ]
+    for one, other in itertools.combinations(prints, 2):
+        assert one != other
+    view = Compensation({0: down.mT.contiguous().mT}, None, {})  # type: ignore[arg-type]
+    assert view.fingerprint == prints[0]
+    assert len(prints[0]) == 64
+
+
+# --- what is refused --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ridge", [-1e-9, float("nan")])
+def test_a_ridge_below_0_is_refused(layer: ExpertsLayer, ridge: float) -> None:
+    """Nor is what is no number taken."""
+    with pytest.raises(SpecError, match=f"ridge is {ridge}, expected a number from 0"):
+        solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=ridge)
+
+
+def test_offloaded_weights_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """They are not there to be solved for."""
+    caplog.set_level(logging.INFO)
+    model = tiny_model("qwen2_moe")
+    experts = find_experts(model)[1].module
+    keep = random_keep(model)
+    experts.to("meta")
+    with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.experts is offloaded"):
+        fit_compensation(model, keep, WINDOWS)

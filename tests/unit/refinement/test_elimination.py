@@ -1,0 +1,235 @@
+"""Costs of elimination by hand, and what a table says of how they were found."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from torch import nn
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.activation_grams import LayerGrams, collect_grams
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.refinement.elimination import (
+    COLUMN,
+    eliminate,
+    elimination_spec,
+    layer_costs,
+    with_elimination,
+)
+from heapr_lab.text.calibration import CalibrationSet
+
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=4, seq_len=12))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A tiny qwen2_moe: 4 experts of 8 atoms in each of 2 layers."""
+    return tiny_model("qwen2_moe")
+
+
+@pytest.fixture(scope="module")
+def table(model: nn.Module) -> ImportanceTable:
+    """Its statistics."""
+    return collect_statistics(model, WINDOWS)
+
+
+@pytest.fixture
+def layer() -> ExpertsLayer:
+    """Four experts of eight atoms in 16 dimensions, whose W_down is 0."""
+    layer = find_experts(tiny_model("qwen2_moe"))[0]
+    with torch.no_grad():
+        layer.down.zero_()
+    return layer
+
+
+def grams_of(*blocks: list[list[float]], span: str = "expert") -> LayerGrams:
+    """Sums over one token for each expert, 0 but for the first atoms of the first."""
+    sums = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
+    for expert, block in enumerate(blocks):
+        values = torch.tensor(block, dtype=torch.float64)
+        sums[0, expert, : len(block), : len(block)] = values
+    return LayerGrams(span, sums, torch.ones(2, 4, dtype=torch.long))
+
+
+# --- by hand ----------------------------------------------------------------------
+
+# The mean of the diagonal of C, over the atoms that some token reaches, is 2, so that
+# the ridge 1/2 adds 1: C + λ = [3 1; 1 3], and its inverse B is [3 -1; -1 3] / 8.
+COUPLED = [[2.0, 1.0], [1.0, 2.0]]
+
+
+def test_what_goes_first_leaves_its_part_to_the_other(layer: ExpertsLayer) -> None:
+    """Columns (1, 2): 1 / B₀₀ = 8/3, then (2 + 1/3)² · 3 = 49/3; in all wᵀ(C + λ)w."""
+    with torch.no_grad():
+        layer.down[0, 5, :2] = torch.tensor([1.0, 2.0])
+    # The first expert's output has the energy 2 · 1 + 2 · 4 = 10: its rate is 1/2.
+    base = torch.zeros(4, 8)
+    base[0, 3] = 5.0
+    costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.5, n_steps=8)
+    expected = torch.zeros(4, 8, dtype=torch.float64)
+    expected[0, :2] = torch.tensor([8 / 3, 49 / 3], dtype=torch.float64) / 2
+    torch.testing.assert_close(costs, expected)
+
+
+def test_later_atoms_never_cost_less(layer: ExpertsLayer) -> None:
+    """Columns (1, -1): 8/3, then (1 - 1/3)² · 3 = 4/3, which is raised to 8/3."""
+    with torch.no_grad():
+        layer.down[0, 5, :2] = torch.tensor([1.0, -1.0])
+    base = torch.zeros(4, 8)
+    base[0, 3] = 4.0  # as much as the energy
+    costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.5, n_steps=8)
+    assert costs[0, :2].tolist() == pytest.approx([8 / 3, 8 / 3])
+
+
+def test_atoms_of_one_step_cost_what_they_do_at_its_start(layer: ExpertsLayer) -> None:
+    """Both at once: 8/3 and 4 · 8/3, as if the other one stayed."""
+    with torch.no_grad():
+        layer.down[0, 5, :2] = torch.tensor([2.0, 1.0])
+    base = torch.zeros(4, 8)
+    base[0, 3] = 10.0  # as much as the energy
+    costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.5, n_steps=1)
+    assert costs[0, :2].tolist() == pytest.approx([32 / 3, 8 / 3])
+
+
+def test_each_expert_has_its_own_rate(layer: ExpertsLayer) -> None:
+    """Loss for each unit of error; an expert without output has none to lose."""
+    with torch.no_grad():
+        layer.down[:2, 5, 0] = torch.tensor([1.0, 3.0])
+    base = torch.zeros(4, 8)
+    base[:3, 0] = torch.tensor([6.0, 6.0, 6.0])
+    blocks = [[[1.0]], [[2.0]], [[5.0]]]
+    costs = layer_costs(layer, grams_of(*blocks), base, ridge=0.5, n_steps=8)
+    # ‖w‖² · 3/2 C, of which each unit costs 6 / (‖w‖² C).
+    assert costs[:, 0].tolist() == pytest.approx([9.0, 9.0, 0.0, 0.0])
+    assert costs[:, 1:].count_nonzero() == 0
+
+
+def test_a_share_of_the_atoms_goes_in_each_step(layer: ExpertsLayer) -> None:
+    """Five atoms in two steps are three and two; the second sees the first gone."""
+    C = torch.full((5, 5), 1.0) + torch.eye(5)
+    with torch.no_grad():
+        layer.down[0, 5, :5] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    base = torch.zeros(4, 8)
+    base[0, 0] = 2.0 * 55  # as much as the energy
+    costs = layer_costs(layer, grams_of(C.tolist()), base, ridge=0.5, n_steps=2)
+    # C + λ = 2 I + 11ᵀ, and so B = I/2 - 11ᵀ/14: 3/7 on its diagonal.
+    assert costs[0, :3].tolist() == pytest.approx([7 / 3, 4 * 7 / 3, 9 * 7 / 3])
+    # Of two atoms (2 I + 11ᵀ)⁻¹ is I/2 - 11ᵀ/8: 3/8. The others' sum, 6, is left to
+    # them in equal parts of 6/4: columns (5.5, 6.5).
+    assert costs[0, 3:5].tolist() == pytest.approx([5.5**2 * 8 / 3, 6.5**2 * 8 / 3])
+
+
+def test_an_atom_that_no_token_reaches_costs_nothing(layer: ExpertsLayer) -> None:
+    """Whatever its column, and it changes no other's cost."""
+    with torch.no_grad():
+        layer.down[0, 5, :3] = torch.tensor([1.0, 2.0, 100.0])
+    base = torch.zeros(4, 8)
+    base[0, 3] = 10.0
+    costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.5, n_steps=8)
+    assert costs[0].tolist() == pytest.approx([8 / 3, 49 / 3, 0, 0, 0, 0, 0, 0])
+
+
+# --- the table --------------------------------------------------------------------
+
+
+def test_the_specification_has_all_that_determines_the_scores(
+    model: nn.Module, table: ImportanceTable
+) -> None:
+    """That of the table besides; a cache is keyed by it, so it is written out here."""
+    found = eliminate(model, table, WINDOWS, span="expert", ridge=0.5, n_steps=2)
+    spec = found.metadata["spec"]
+    assert spec.pop("elimination") == {
+        "span": "expert",
+        "ridge": 0.5,
+        "n_steps": 2,
+        "calibration": WINDOWS.fingerprint,
+        "schema": 1,
+    }
+    assert spec == table.metadata["spec"]
+    by_default = {"span": None, "ridge": 0.03, "n_steps": 128}
+    for spec in (
+        eliminate(model, table, WINDOWS).metadata["spec"],
+        elimination_spec(table, WINDOWS),
+    ):
+        own = spec["elimination"]
+        assert {name: own[name] for name in by_default} == by_default
+    nameless = ImportanceTable.from_frame(table.frame)
+    assert list(elimination_spec(nameless, WINDOWS)) == ["elimination"]
+
+
+def test_defaults_are_those_that_the_specification_names(
+    model: nn.Module, table: ImportanceTable
+) -> None:
+    """Whichever function is called without them; the small model goes by layers."""
+    expected = eliminate(
+        model, table, WINDOWS, span="layer", ridge=0.03, n_steps=128
+    ).frame[COLUMN]
+    assert eliminate(model, table, WINDOWS).frame[COLUMN].equals(expected)
+    layers = find_experts(model)
+    sums = collect_grams(model, WINDOWS, span="layer")
+    pairs = [(layer, sums[layer.layer]) for layer in layers]
+    assert with_elimination(table, pairs).frame[COLUMN].equals(expected)
+    base = torch.tensor(table.score("shrunk").to_numpy()).view(2, 4, 8)
+    costs = [layer_costs(*pair, own) for pair, own in zip(pairs, base, strict=True)]
+    assert torch.stack(costs).flatten().tolist() == expected.tolist()
+
+
+def test_without_a_specification_the_table_has_none(
+    model: nn.Module, table: ImportanceTable
+) -> None:
+    """Not that of the table it was made of, which other numbers would belong to."""
+    sums = collect_grams(model, WINDOWS)
+    pairs = [(layer, sums[layer.layer]) for layer in find_experts(model)]
+    metadata = with_elimination(table, pairs).metadata
+    assert {"spec", "spec_hash"} & metadata.keys() == set()
+    assert metadata["N"] == table.metadata["N"]
+    assert metadata["architecture"] == table.metadata["architecture"]
+    named = with_elimination(table, pairs, spec={"a": 1}).metadata
+    assert named["spec"] == {"a": 1}
+
+
+def test_progress_counts_the_windows(model: nn.Module, table: ImportanceTable) -> None:
+    """Of its one pass."""
+    done: list[tuple[int, int]] = []
+    eliminate(model, table, WINDOWS, progress=lambda *now: done.append(now))
+    assert done[-1] == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("ridge", "n_steps"), [(0.0, 1), (-0.1, 1), (float("nan"), 1), (0.1, 0)]
+)
+def test_settings_that_are_not_positive_are_refused(
+    model: nn.Module, table: ImportanceTable, ridge: float, n_steps: int
+) -> None:
+    """The message has both; one step is the least there is."""
+    message = f"ridge {ridge} and n_steps {n_steps}: expected both above 0"
+    with pytest.raises(SpecError, match=message):
+        eliminate(model, table, WINDOWS, ridge=ridge, n_steps=n_steps)
+    eliminate(model, table, WINDOWS, ridge=0.1, n_steps=1)
+
+
+def test_normalised_experts_are_refused_together() -> None:
+    """Their outputs do not add up as they are."""
+    model = tiny_model("qwen2_moe")
+    table = collect_statistics(model, WINDOWS)
+    for layer in find_experts(model):
+        layer.module.has_post_expert_norm = True
+        layer.module.post_expert_norm = nn.Identity()
+    with pytest.raises(SpecError, match="normalises each expert's output"):
+        eliminate(model, table, WINDOWS, span="layer")
+
+
+def test_sums_of_both_parts_count(layer: ExpertsLayer) -> None:
+    """Held-out tokens are no others here."""
+    with torch.no_grad():
+        layer.down[0, 5, :2] = torch.tensor([1.0, 2.0])
+    base = torch.zeros(4, 8)
+    base[0, 3] = 5.0
+    grams = grams_of(COUPLED)
+    apart = replace(grams, sums=grams.sums[[1, 0]])
+    found = [layer_costs(layer, own, base, n_steps=8) for own in (grams, apart)]
+    assert torch.equal(*found)
+    assert found[0].any()
