@@ -250,19 +250,16 @@ class KeepMask:
 
 
 def _arrays_of(frame: pd.DataFrame) -> dict[int, np.ndarray]:
-    """The arrays of a frame of `write`; none where a row or column is missing."""
+    """The arrays of a frame of `write`; none where it has no such shape."""
     kinds = {name: frame[name].dtype.kind for name in _COLUMNS if name in frame}
     if kinds != _COLUMNS:
         return {}
     arrays = {}
     for layer, rows in frame.groupby("layer"):
         n_experts = rows["expert"].nunique()
-        d_inter, rest = divmod(len(rows), n_experts)
-        expert, atom = np.divmod(np.arange(len(rows)), d_inter)
-        in_place = rows["expert"].to_numpy() == expert
-        if rest or not (in_place & (rows["atom"].to_numpy() == atom)).all():
+        if len(rows) % n_experts:
             return {}
-        arrays[layer] = rows["keep"].to_numpy().reshape(n_experts, d_inter)
+        arrays[layer] = rows["keep"].to_numpy().reshape(n_experts, -1)
     return arrays
 
 

@@ -3,14 +3,16 @@
 import copy
 import dataclasses
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.storage import files
 
 
 @pytest.fixture
@@ -101,3 +103,133 @@ def test_rows_of_something_else_are_refused(
     """Another number of them, or no truth values."""
     with pytest.raises(SpecError, match=message):
         KeepMask.from_rows(keep, rows)
+
+
+def test_the_settings_it_was_made_with_may_change() -> None:
+    """They are copied, also when it is pickled."""
+    settings = {"ratio": 0.5}
+    keep = KeepMask({0: np.ones((1, 2), bool)}, settings)
+    settings["ratio"] = 0.7
+    assert keep.settings == {"ratio": 0.5}
+    assert KeepMask(keep.arrays).settings == {}
+
+
+def test_a_mask_is_no_other_thing(keep: KeepMask) -> None:
+    """Nor does it compare with one; equal masks are one key."""
+    assert keep != keep.fingerprint
+    assert keep.__eq__("x") is NotImplemented
+    assert len({keep, KeepMask(keep.arrays)}) == 1
+
+
+# --- files ------------------------------------------------------------------------
+
+RAGGED = {7: [[True, False, True], [False, True, True]], 2: [[True], [False], [False]]}
+"""Layers of other shapes, not in order."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The file of a mask of `RAGGED`."""
+    path = tmp_path / "mask.parquet"
+    KeepMask.from_arrays(RAGGED, estimator="heapr", ratio=0.25).write(path)
+    return path
+
+
+def test_a_mask_comes_back_from_its_file(path: Path) -> None:
+    """With its settings, and every atom where it was."""
+    keep = KeepMask.read(path)
+    assert keep == KeepMask.from_arrays(RAGGED)
+    assert keep.settings == {"estimator": "heapr", "ratio": 0.25}
+    assert {k: kept.tolist() for k, kept in keep.arrays.items()} == RAGGED
+
+
+def test_the_file_of_a_mask_has_a_row_for_each_atom(path: Path) -> None:
+    """Anyone can read it without this package."""
+    frame = pd.read_parquet(path)
+    rows = [[2, e, 0, kept] for e, (kept,) in enumerate(RAGGED[2])]
+    rows += [
+        [7, e, a, kept] for e, own in enumerate(RAGGED[7]) for a, kept in enumerate(own)
+    ]
+    expected = pd.DataFrame(rows, columns=["layer", "expert", "atom", "keep"])
+    types = {"layer": np.int16, "expert": np.int16, "atom": np.int32, "keep": bool}
+    pd.testing.assert_frame_equal(frame, expected.astype(types))
+    metadata = files.read_metadata(path)
+    assert metadata["kind"] == "KeepMask"
+    assert metadata["fingerprint"] == KeepMask.from_arrays(RAGGED).fingerprint
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    """A table of scores, or one of something else, is no mask."""
+    path = tmp_path / "table.parquet"
+    frame = pd.DataFrame({"layer": [0], "expert": [0], "atom": [0], "sum_h2": [1.0]})
+    ImportanceTable.from_frame(frame).write(path)
+    with pytest.raises(CacheError, match=r"holds .*, expected a KeepMask; give"):
+        KeepMask.read(path)
+    files.write_frame(path, frame, {})
+    with pytest.raises(CacheError, match="holds another kind of table, expected a Kee"):
+        KeepMask.read(path)
+
+
+@pytest.mark.parametrize("name", ["layer", "expert", "keep"])
+def test_a_mask_with_another_value_was_changed(path: Path, name: str) -> None:
+    """Its atoms are not those that it has the fingerprint of."""
+    frame, metadata = files.read_frame(path)
+    frame.loc[3:, name] = ~frame.loc[3:, name] if name == "keep" else 3
+    files.write_frame(path, frame, metadata)
+    wrong = r"was changed after it was written: its atoms have the fingerprint \w{12},"
+    with pytest.raises(CacheError, match=wrong):
+        KeepMask.read(path)
+
+
+# --- what is shown ----------------------------------------------------------------
+
+
+def test_widths_and_ratios_are_named() -> None:
+    """Numbers where every layer has as many experts, else missing ones too."""
+    keep = KeepMask.from_arrays(RAGGED)
+    widths = keep.widths()
+    assert (widths.index.name, widths.columns.name) == ("layer", "expert")
+    assert set(widths.dtypes) == {pd.Int64Dtype()}
+    expected = pd.DataFrame(
+        {0: [1, 2], 1: [0, 2], 2: [0, pd.NA]}, index=[2, 7], dtype="Int64"
+    )
+    pd.testing.assert_frame_equal(widths, expected, check_names=False)
+    whole = KeepMask.from_arrays({7: RAGGED[7]}).widths()
+    assert set(whole.dtypes) == {np.dtype(np.int64)}
+    ratios = pd.Series({2: 2 / 3, 7: 1 / 3}, name="pruning_ratio").rename_axis("layer")
+    pd.testing.assert_series_equal(keep.layer_ratios(), ratios)
+
+
+def test_a_mask_is_shown_in_a_line() -> None:
+    """Counts with separators, layers and the ratio."""
+    keep = KeepMask.from_arrays({0: np.arange(3000).reshape(2, -1) < 2000, **RAGGED})
+    assert repr(keep) == (
+        "KeepMask(2,005 of 3,009 atoms stay in 3 layers, pruning ratio 0.3337)"
+    )
+
+
+def test_the_card_of_a_mask_says_what_is_kept(keep: KeepMask) -> None:
+    """Also of experts that lost all, and how it was selected where it says so."""
+    said = {"estimator": "fisher", "scope": "layer", "granularity": "atom"}
+    keep = KeepMask(keep.arrays, {**said, "structure": "aligned"})
+    text = pd.Series([keep._repr_html_()]).str.replace(r"<[^>]*>", "|", regex=True)[0]
+    shown = [part for part in text.split("|") if part.strip()]
+    assert shown == [
+        "Keep mask",
+        "pruning ratio",
+        "37.50%",
+        "atoms kept",
+        "5 of 8",
+        "experts without atoms",
+        "1 of 4",
+        "width of an expert",
+        "0 to 2",
+        "selected by",
+        "fisher, layer, atom, aligned",
+        "kept per layer",
+        "layer 0",
+        "75.0 %",
+        "layer 3",
+        "50.0 %",
+    ]
+    assert "selected by" not in KeepMask(keep.arrays)._repr_html_()

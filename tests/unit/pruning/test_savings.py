@@ -1,0 +1,117 @@
+"""What a mask saves, of a model small enough to count by hand."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.savings import (
+    at_context,
+    context_length,
+    removed_score,
+    savings_of,
+    summed_scores,
+)
+from heapr_lab.pruning.selection import select
+
+# One layer of two experts of two atoms, gated, in 4 dimensions: 12 parameters and 24
+# operations an atom; a token goes to one expert.
+MODEL = Architecture(
+    n_parameters=100,
+    bytes_per_parameter=2,
+    d_model=4,
+    layers={5: LayerShape(n_experts=2, d_inter=2, d_expert=4, top_k=1)},
+    other_weights_per_token=10,
+    attention_width=3,
+)
+KEEP = KeepMask.from_arrays({5: [[True, False], [True, True]]})
+
+
+def table(**metadata: Any) -> ImportanceTable:
+    """Of `MODEL`: three tokens in four go to the first expert."""
+    frame = pd.DataFrame({"layer": 5, "expert": [0, 0, 1, 1], "atom": [0, 1, 0, 1]})
+    frame = frame.assign(tokens=[3, 3, 1, 1], sum_h2=2.0, sum_g2=[9.0, 18, 3, 4])
+    sums = frame.assign(sum_ph2=[1.0, 2, 3, 4], max_abs_ph=1.0, w_down_sq=1.0)
+    return ImportanceTable.from_frame(
+        sums, architecture=MODEL.to_dict(), N=4, **metadata
+    )
+
+
+def test_all_that_is_saved_is_in_one_row() -> None:
+    """Parameters, bytes and operations, before and after, with what they count at."""
+    (row,) = savings_of(KEEP, table(), seq_len=6).to_dict("records")
+    # 2 · 10 weights besides, 2 · 6 · 3 of attention; 2 atoms of 24, and without one of
+    # the first expert's 3/4 · 24 less.
+    before, after = 20 + 36 + 48, 20 + 36 + 30
+    assert row == {
+        "parameters_before": 100,
+        "parameters_after": 88,
+        "parameter_reduction": pytest.approx(0.12),
+        "bytes_before": 200,
+        "bytes_after": 176,
+        "bytes_per_parameter": 2,
+        "flops_before": pytest.approx(before),
+        "flops_after": pytest.approx(after),
+        "flops_reduction": pytest.approx(1 - after / before),
+        "routed_flops_reduction": pytest.approx(18 / 48),
+        "seq_len": 6,
+    }
+
+
+def test_bytes_are_those_of_the_checkpoint_if_it_is_named() -> None:
+    """Whole bytes, also of half a byte for each parameter."""
+    (row,) = savings_of(KEEP, table(), bytes_per_parameter=0.53).to_dict("records")
+    names = ("bytes_before", "bytes_after", "bytes_per_parameter")
+    assert [row[name] for name in names] == [53, 47, 0.53]
+    assert row["bytes_before"] == int(row["bytes_before"])
+
+
+def test_the_context_is_that_of_the_windows() -> None:
+    """Unless another is asked for; 2048 where none is recorded."""
+    for said, expected in ((12, 12), (1, 1), (0, 2048), (-3, 2048), ("12", 2048)):
+        measured = table(provenance={"calibration": {"seq_len": said}})
+        assert context_length(measured) == expected
+        assert savings_of(KEEP, measured)["seq_len"].tolist() == [expected]
+        assert savings_of(KEEP, measured, seq_len=7)["seq_len"].tolist() == [7]
+    for provenance in ({}, {"calibration": None}, {"calibration": {}}):
+        assert context_length(table(provenance=provenance)) == 2048
+    assert context_length(table()) == 2048
+
+
+def test_a_context_is_named_with_separators() -> None:
+    """In whole tokens."""
+    assert at_context(131072.0) == "at 131,072 tokens of context"
+
+
+def test_scores_of_what_goes_are_added_up() -> None:
+    """By the estimator and its options; by default those it was selected by."""
+    # ½ · 2/3 · 18/3 = 2.
+    assert summed_scores(table(), KEEP, "heapr") == pytest.approx(2)
+    camera = {
+        alpha: summed_scores(table(), KEEP, "camera", alpha=alpha) for alpha in (0, 1)
+    }
+    assert camera == {0: pytest.approx(2), 1: pytest.approx(1)}
+    for alpha in (0.0, 1.0):
+        keep = select(
+            table(),
+            ratio=0.25,
+            scope="layer",
+            estimator="camera",
+            estimator_options={"alpha": alpha},
+        )
+        expected = table().score("camera", alpha=alpha).to_numpy()[~keep.rows].sum()
+        assert removed_score(table(), keep) == pytest.approx(expected)
+        assert isinstance(removed_score(table(), keep), float)
+
+
+def test_scores_of_another_model_s_mask_are_refused() -> None:
+    """The message has both shapes."""
+    other = KeepMask.from_arrays({5: np.ones((2, 3), bool)})
+    shapes = r"\{5: \(2, 3\)\}, expected those of the table, \{5: \(2, 2\)\}"
+    with pytest.raises(SpecError, match=shapes):
+        summed_scores(table(), other, "heapr")
