@@ -36,7 +36,7 @@ def table(**metadata: Any) -> ImportanceTable:
     """Of `MODEL`: three tokens in four go to the first expert."""
     frame = pd.DataFrame({"layer": 5, "expert": [0, 0, 1, 1], "atom": [0, 1, 0, 1]})
     frame = frame.assign(tokens=[3, 3, 1, 1], sum_h2=2.0, sum_g2=[9.0, 18, 3, 4])
-    sums = frame.assign(sum_ph2=[1.0, 2, 3, 4], max_abs_ph=1.0, w_down_sq=1.0)
+    sums = frame.assign(sum_ph2=[1.0, 2, 3, 4], max_abs_ph=3.0, w_down_sq=1.0)
     return ImportanceTable.from_frame(
         sums, architecture=MODEL.to_dict(), N=4, **metadata
     )
@@ -95,7 +95,7 @@ def test_scores_of_what_goes_are_added_up() -> None:
     camera = {
         alpha: summed_scores(table(), KEEP, "camera", alpha=alpha) for alpha in (0, 1)
     }
-    assert camera == {0: pytest.approx(2), 1: pytest.approx(1)}
+    assert camera == {0: pytest.approx(2), 1: pytest.approx(9)}
     for alpha in (0.0, 1.0):
         keep = select(
             table(),

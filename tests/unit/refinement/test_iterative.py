@@ -1,6 +1,7 @@
 """Rounds of pruning: nested masks, scores of what is left, counts that add up."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from families import tiny_ids, tiny_model
 from keeps import zeroed_twin
 
 from heapr_lab.errors import SpecError
+from heapr_lab.importance import activation_grams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
@@ -16,10 +18,10 @@ from heapr_lab.models.likelihood import sampled_targets
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import GONE
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import prune
+from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement import iterative
 from heapr_lab.refinement.compensation import fit_compensation
-from heapr_lab.refinement.iterative import prune_in_rounds
+from heapr_lab.refinement.iterative import Rounds, prune_in_rounds
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=6, seq_len=20))
@@ -163,3 +165,138 @@ def test_sampled_targets_follow_the_predictions() -> None:
     found = torch.bincount(drawn, minlength=len(expected)) / len(drawn)
     error = (found - expected).abs()
     assert (error <= 5 * (expected * (1 - expected) / len(drawn)).sqrt()).all()
+
+
+# --- what a run costs and says ----------------------------------------------------
+
+
+def history_of(**options: object) -> tuple[Rounds, list[tuple[int, int]]]:
+    """Two rounds of the tiny model, and the progress that they reported."""
+    done: list[tuple[int, int]] = []
+    found = prune_in_rounds(
+        tiny_model("qwen2_moe"),
+        WINDOWS,
+        rounds=2,
+        progress=lambda *now: done.append(now),
+        **{"ratio": 0.5} | options,
+    )
+    return found, done
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_passes_are_counted_in_windows(given: bool, compensated: bool) -> None:
+    """A scoring for each round, one fewer with a table, and one for the sums."""
+    model = tiny_model("qwen2_moe")
+    table = collect_statistics(model, WINDOWS) if given else None
+    _, done = history_of(table=table, compensated=compensated)
+    total = 6 * (2 - given + compensated)
+    assert {of for _, of in done} == {total}
+    counts = [now for now, _ in done]
+    assert counts == sorted(counts)
+    assert set(range(6, total + 1, 6)) <= set(counts)
+
+
+def test_sums_that_do_not_fit_are_collected_in_every_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same masks and weights, for a pass more."""
+    at_once, _ = history_of()
+    monkeypatch.setattr(activation_grams, "_AT_ONCE", 1)
+    apart, done = history_of()
+    assert done[-1] == (6 * 4, 6 * 4)
+    assert apart.keep == at_once.keep
+    assert apart.compensation.fingerprint == at_once.compensation.fingerprint
+    uncompensated, done = history_of(compensated=False)
+    assert done[-1] == (6 * 2, 6 * 2)
+    assert uncompensated.compensation is None
+
+
+def test_the_history_has_a_row_for_each_round() -> None:
+    """What is gone after it, and the passes until then."""
+    found, _ = history_of(ratio=0.3)
+    # ⌊0.15 · 64⌋ and ⌊0.3 · 64⌋ atoms.
+    assert found.history.to_dict("records") == [
+        {"round": 1, "achieved_ratio": 9 / 64, "passes": 1},
+        {"round": 2, "achieved_ratio": 19 / 64, "passes": 2},
+    ]
+    assert found.keep.settings["ratio"] == 0.3
+    assert found.keep.settings["rounds"] == 2
+    one = prune_in_rounds(tiny_model("qwen2_moe"), WINDOWS, ratio=0.3, rounds=1)
+    assert one.keep.settings["rounds"] == 1
+    by_default = prune_in_rounds(tiny_model("qwen2_moe"), WINDOWS, ratio=0.3)
+    assert len(by_default.history) == 4
+    assert by_default.compensation is not None
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("span", [None, "expert"])
+def test_weights_that_come_along_are_those_of_the_span(
+    monkeypatch: pytest.MonkeyPatch, span: str | None, at_once: bool
+) -> None:
+    """As if fitted to the last mask alone; small layers are spanned by default."""
+    if not at_once:
+        monkeypatch.setattr(activation_grams, "_AT_ONCE", 1)
+    found, _ = history_of(span=span)
+    model = tiny_model("qwen2_moe")
+    expected = fit_compensation(model, found.keep, WINDOWS, span=span or "layer")
+    assert found.compensation.settings["span"] == (span or "layer")
+    assert found.compensation.fingerprint == expected.fingerprint
+
+
+def test_a_table_stands_for_the_first_scoring() -> None:
+    """Another one gives another mask; one of another model is refused."""
+    model = tiny_model("qwen2_moe")
+    table = collect_statistics(model, WINDOWS)
+    found, _ = history_of(table=table)
+    assert found.keep == history_of()[0].keep
+    frame = table.frame
+    frame["sum_g2"] = frame["sum_g2"].to_numpy()[::-1]
+    upside_down = ImportanceTable.from_frame(frame, **table.metadata)
+    assert history_of(table=upside_down)[0].keep != found.keep
+    other = collect_statistics(tiny_model("qwen2_moe", num_experts=3), WINDOWS)
+    with pytest.raises(SpecError, match="expected the table of this model"):
+        history_of(table=other)
+
+
+def test_a_masked_model_is_refused() -> None:
+    """It is not the dense one, whose rounds these are."""
+    model = tiny_model("qwen2_moe")
+    mask = select(collect_statistics(model, WINDOWS), ratio=0.2)
+    text = "leave the masking.* block, and begin again with the dense model$"
+    with masking(model, mask), pytest.raises(SpecError, match=text):
+        prune_in_rounds(model, WINDOWS, ratio=0.5)
+
+
+def test_what_is_gone_is_marked_layer_by_layer() -> None:
+    """With norms of 0 without compensation, and without a mask not at all."""
+    model = tiny_model("qwen2_moe")
+    dense = iterative._scored(model, WINDOWS, None, None, progress=lambda *_now: None)
+    assert GONE not in dense.frame
+    rng = np.random.default_rng(0)
+    keep = KeepMask.from_arrays({k: rng.random((4, 8)) < 0.5 for k in (0, 1)})
+    table = iterative._scored(model, WINDOWS, keep, None, progress=lambda *_now: None)
+    assert (table.column(GONE) == ~keep.rows).all()
+    expected = np.where(keep.rows, dense.column("w_down_sq"), 0.0)
+    np.testing.assert_allclose(table.column("w_down_sq"), expected)
+    assert table.frame["w_down_sq"].dtype == dense.frame["w_down_sq"].dtype
+    assert table.metadata["N"] == dense.metadata["N"]
+
+
+def test_rounds_are_shown_with_their_shares() -> None:
+    """In a line, and on a card."""
+    found, _ = history_of()
+    assert repr(found) == "Rounds(2 rounds, pruning ratio 0.5, compensated)"
+    without = Rounds(found.keep, None, found.history)
+    assert repr(without) == "Rounds(2 rounds, pruning ratio 0.5, not compensated)"
+    for rounds, compensated in ((found, "yes"), (without, "no")):
+        text = re.sub(r"<[^>]*>", "|", rounds._repr_html_())
+        assert [part for part in text.split("|") if part.strip()] == [
+            "Pruning in rounds",
+            "round 1",
+            "25.00% gone, passes so far 1",
+            "round 2",
+            "50.00% gone, passes so far 2",
+            "compensated",
+            compensated,
+        ]

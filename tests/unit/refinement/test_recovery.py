@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import find_experts
 from heapr_lab.models.modes import evaluating
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.distillation import Teacher
@@ -130,5 +131,103 @@ def test_what_cannot_be_trained_is_refused(dense: nn.Module) -> None:
     """A model that was not sliced, and numbers that are not positive."""
     with pytest.raises(SpecError, match="no sliced experts to train"):
         recover(dense, dense, WINDOWS)
-    with pytest.raises(SpecError, match="n_steps must be positive, got 0"):
-        recover(pruned_of(dense), dense, WINDOWS, n_steps=0)
+    pruned = pruned_of(dense)
+    for name in ("n_steps", "batch_size", "learning_rate"):
+        with pytest.raises(SpecError, match=f"{name} must be positive, got 0"):
+            recover(pruned, dense, WINDOWS, **{name: 0})
+
+
+# --- how it learns ----------------------------------------------------------------
+
+
+def test_it_is_adam_with_a_warm_up_and_clipped_gradients() -> None:
+    """Step by step by hand: full batches, the rate up over a tenth and down to 0."""
+    dense = tiny_model("qwen2_moe")
+    pruned, twin = pruned_of(dense), pruned_of(dense)
+    n_steps, rate = 20, 1e-2
+    recover(pruned, dense, WINDOWS, n_steps=n_steps, batch_size=6, learning_rate=rate)
+    weights = expert_weights(twin)
+    optimizer = torch.optim.Adam(weights, lr=rate)
+    log_p = logits_of(dense, WINDOWS.ids)[:, :-1].log_softmax(-1)
+    for step in range(n_steps):
+        rising, falling = step / 2, (n_steps - step) / (n_steps - 2)
+        optimizer.param_groups[0]["lr"] = rate * min(rising, falling)
+        log_q = twin(WINDOWS.ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+        loss = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+        grads = torch.autograd.grad(loss, weights)
+        size = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad * min(1.0, 1.0 / float(size))
+        optimizer.step()
+    for found, expected in zip(expert_weights(pruned), weights, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def watch_windows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The windows of each step, which are run in evaluation mode."""
+    seen: list[tuple[int, ...]] = []
+    mean_kl = Teacher.mean_kl
+
+    def noted(self: Teacher, model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
+        assert not any(module.training for module in model.modules())
+        seen.append(tuple(windows.tolist()))
+        return mean_kl(self, model, windows)
+
+    monkeypatch.setattr(Teacher, "mean_kl", noted)
+    return seen
+
+
+def test_every_window_is_seen_as_often(
+    dense: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many of them in each step, in another order each time round."""
+    seen = watch_windows(monkeypatch)
+    recover(pruned_of(dense), dense, WINDOWS, n_steps=6, batch_size=2)
+    assert [len(windows) for windows in seen] == [2] * 6
+    first, second = sum(seen[:3], ()), sum(seen[3:], ())
+    assert sorted(first) == sorted(second) == [*range(6)]
+    assert first != second
+
+
+def test_defaults_are_200_steps_of_8_windows(
+    dense: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With seed 0 and a rate of 1e-4 at most; the model says what was done."""
+    seen = watch_windows(monkeypatch)
+    more = CalibrationSet.from_ids(WINDOWS.ids.repeat(2, 1))
+
+    def stop(*done: int) -> None:
+        assert done == (1, 200)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        recover(pruned_of(dense), dense, more, progress=stop)
+    assert len(seen[0]) == 8
+    options = {"n_steps": 3, "batch_size": 2}
+    by_default = recover(pruned_of(dense), dense, WINDOWS, **options)
+    asked = recover(
+        pruned_of(dense), dense, WINDOWS, seed=0, learning_rate=1e-4, **options
+    )
+    expected = logits_of(asked, WINDOWS.ids)
+    assert torch.equal(logits_of(by_default, WINDOWS.ids), expected)
+    recover(asked, dense, WINDOWS, **options)
+    assert asked.heapr_weights == (
+        "sliced; then the experts distilled from the dense model in 3 steps of 2 "
+        "windows; then the experts distilled from the dense model in 3 steps of 2 "
+        "windows"
+    )
+
+
+def test_the_norm_of_an_output_is_no_expert_s_weight(dense: nn.Module) -> None:
+    """It is all experts', as a router is."""
+    for layer in find_experts(dense):
+        layer.module.has_post_expert_norm = True
+        layer.module.post_expert_norm = nn.LayerNorm(16)
+    pruned = pruned_of(dense)
+    found = {id(weight) for weight in expert_weights(pruned)}
+    names = {name for name, p in pruned.named_parameters() if id(p) in found}
+    assert names == {
+        f"model.layers.{layer}.mlp.experts.{name}"
+        for layer in (0, 1)
+        for name in ("up_rows", "down_columns")
+    }

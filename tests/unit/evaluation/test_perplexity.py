@@ -1,0 +1,226 @@
+"""Batches that fit, divergences by hand, and what is refused before a forward."""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import full_keep, random_keep
+from torch import nn
+
+from heapr_lab.errors import SpecError
+from heapr_lab.evaluation import perplexity
+from heapr_lab.evaluation.perplexity import (
+    Divergence,
+    Perplexity,
+    evaluate_divergence,
+    evaluate_perplexity,
+    exp_nll,
+    kl_divergence,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A tiny qwen2_moe of 48 tokens and 64 positions."""
+    return tiny_model("qwen2_moe")
+
+
+@contextlib.contextmanager
+def room_for(model: nn.Module, n_windows: int, *, error: Exception) -> Iterator[list]:
+    """Forwards of more windows raise `error`; gives the sizes of all that began."""
+    sizes: list[int] = []
+
+    def check(_module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        sizes.append(len(args[0]))
+        if len(args[0]) > n_windows:
+            raise error
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(check)
+    try:
+        yield sizes
+    finally:
+        hook.remove()
+
+
+FULL = torch.OutOfMemoryError("CUDA out of memory.")
+
+
+# --- batches ----------------------------------------------------------------------
+
+
+def test_batches_have_2048_tokens(model: nn.Module) -> None:
+    """32 windows of 64 tokens; the last batch is what is left."""
+    with room_for(model, 100, error=FULL) as sizes:
+        evaluate_perplexity(model, tiny_ids(n_sequences=33, seq_len=64))
+    assert sizes == [32, 1]
+
+
+def test_a_window_is_never_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it alone has more tokens; beside a GPU more are taken at once."""
+    long = torch.zeros(2, 4096)
+    assert perplexity._automatic_batch_size(long) == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert perplexity._automatic_batch_size(long) == 8
+
+
+def test_what_is_tried_again_counts_once(model: nn.Module) -> None:
+    """Batches halve until they fit, and the sums are those of one batch."""
+    ids, keep = tiny_ids(n_sequences=5), random_keep(model)
+    whole = evaluate_perplexity(model, ids)
+    apart = evaluate_divergence(model, keep, ids)
+    heard: list[tuple[int, int]] = []
+    with room_for(model, 3, error=FULL) as sizes:
+        again = evaluate_perplexity(model, ids, progress=lambda *n: heard.append(n))
+    assert again.nll == pytest.approx(whole.nll, rel=1e-12)
+    assert sizes == [5, 2, 2, 1]
+    assert heard == [(2, 5), (4, 5), (5, 5)]
+    with room_for(model, 1, error=FULL) as sizes:
+        found = evaluate_divergence(model, keep, ids)
+    assert sizes == [5, 2, *[1] * 10]
+    assert found.kl == pytest.approx(apart.kl, rel=1e-12)
+    assert found.top1_agreement == apart.top1_agreement
+    assert apart.n_tokens == 5 * 8
+
+
+def test_a_batch_that_fails_halfway_counts_once(model: nn.Module) -> None:
+    """Also where memory runs out in the masked half of a batch's work."""
+    ids, keep = tiny_ids(n_sequences=4), random_keep(model)
+    expected = evaluate_divergence(model, keep, ids)
+    calls: list[int] = []
+
+    def second_fails(_module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        calls.append(len(args[0]))
+        if len(calls) == 2:
+            raise FULL
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(second_fails)
+    try:
+        found = evaluate_divergence(model, keep, ids)
+    finally:
+        hook.remove()
+    assert calls == [4, 4, 2, 2, 2, 2]
+    assert found.kl == pytest.approx(expected.kl, rel=1e-12)
+
+
+def test_memory_is_given_back_between_attempts(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU, once for each that failed; nothing holds the tensors of that one."""
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    with room_for(model, 1, error=error) as sizes:
+        evaluate_perplexity(model, tiny_ids(n_sequences=4))
+    assert sizes == [4, 2, 1, 1, 1, 1]
+    assert len(emptied) == 2
+    assert error.__traceback__ is None
+
+
+def test_errors_that_smaller_batches_do_not_help_are_raised(model: nn.Module) -> None:
+    """At once; and where a single window does not fit."""
+    with room_for(model, 0, error=ValueError("another one")) as sizes:
+        with pytest.raises(ValueError, match="another one"):
+            evaluate_perplexity(model, tiny_ids())
+        assert sizes == [3]
+    with room_for(model, 0, error=FULL) as sizes:
+        with pytest.raises(torch.OutOfMemoryError):
+            evaluate_perplexity(model, tiny_ids())
+        assert sizes == [3, 1]
+    for evaluate in (
+        lambda: evaluate_perplexity(model, tiny_ids(), batch_size=2),
+        lambda: evaluate_divergence(model, full_keep(model), tiny_ids(), batch_size=2),
+    ):
+        with room_for(model, 1, error=FULL) as sizes:
+            with pytest.raises(torch.OutOfMemoryError):
+                evaluate()
+            assert sizes == [2]
+
+
+def test_progress_of_a_divergence_counts_windows(model: nn.Module) -> None:
+    """After each batch."""
+    heard: list[tuple[int, int]] = []
+    evaluate_divergence(
+        model,
+        full_keep(model),
+        tiny_ids(n_sequences=3),
+        batch_size=2,
+        progress=lambda *now: heard.append(now),
+    )
+    assert heard == [(2, 3), (3, 3)]
+
+
+def test_ids_that_are_no_windows_are_refused(model: nn.Module) -> None:
+    """So are tokens that the model does not have, and batches of none."""
+    keep = full_keep(model)
+    for ids, text in (
+        ([[1, 48]], "token id 48 at window 0, position 1 is not in"),
+        ([[1.5, 2.0]], "expected whole numbers"),
+    ):
+        with pytest.raises(SpecError, match=text):
+            evaluate_perplexity(model, ids)
+        with pytest.raises(SpecError, match=text):
+            evaluate_divergence(model, keep, ids)
+    with pytest.raises(SpecError, match="batch_size must be a whole number from 1"):
+        evaluate_divergence(model, keep, tiny_ids(), batch_size=0)
+    as_lists = evaluate_perplexity(model, tiny_ids().tolist())
+    assert as_lists == evaluate_perplexity(model, tiny_ids())
+
+
+# --- numbers ----------------------------------------------------------------------
+
+
+def test_kl_where_one_model_excludes_a_token() -> None:
+    """What p never does is free; what q never does, though p does, is infinite."""
+    p = torch.tensor([1.0, 0.0]).log()
+    q = torch.tensor([0.5, 0.5]).log()
+    assert kl_divergence(p, q).item() == pytest.approx(math.log(2))
+    assert kl_divergence(q, p).item() == math.inf
+
+
+def test_kl_is_of_each_row() -> None:
+    """Over the last axis, in nats: of (1/2, 1/2) and (1/4, 3/4), and of equals."""
+    p = torch.full((3, 2, 2), 0.5).log()
+    q = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log().expand(3, 2, 2)
+    found = kl_divergence(p, q)
+    assert found.shape == (3, 2)
+    assert found[:, 0].tolist() == pytest.approx([0.5 * math.log(4 / 3)] * 3)
+    assert found[:, 1].count_nonzero() == 0
+
+
+def test_the_exponential_overflows_to_infinity() -> None:
+    """Not below 709 nats."""
+    assert exp_nll(0.0) == 1
+    assert exp_nll(700.0) == math.exp(700.0)
+    assert exp_nll(710.0) == math.inf
+
+
+def test_cards_name_their_numbers() -> None:
+    """With units; counts have separators."""
+    shown = {
+        Perplexity(value=20.08553, nll=3.0, n_tokens=12345): [
+            "Perplexity",
+            "perplexity",
+            "20.09",
+            "nll [nats per token]",
+            "3.0000",
+            "predicted tokens",
+            "12,345",
+        ],
+        Divergence(kl=0.012345, top1_agreement=0.98765, n_tokens=12345): [
+            "Divergence from the dense model",
+            "KL(dense ‖ pruned) [nats per token]",
+            "0.01235",
+            "top-1 agreement",
+            "98.77%",
+            "predicted tokens",
+            "12,345",
+        ],
+    }
+    for value, expected in shown.items():
+        text = re.sub(r"<[^>]*>", "|", value._repr_html_())
+        assert [part for part in text.split("|") if part.strip()] == expected

@@ -1,0 +1,196 @@
+"""What a pruned model remembers, and which tables and masks are of which model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import full_keep, logits_of, random_keep
+from torch import nn
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import (
+    check_keep,
+    check_table,
+    keeps_of,
+    masking,
+    prune,
+    sliced,
+)
+from heapr_lab.text.calibration import CalibrationSet
+
+IDS = tiny_ids()
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A tiny qwen2_moe."""
+    return tiny_model("qwen2_moe")
+
+
+def doubled(model: nn.Module, *numbers: int) -> dict[int, torch.Tensor]:
+    """Twice the W_down of these layers, or of all."""
+    return {
+        layer.layer: 2 * layer.down.detach()
+        for layer in find_experts(model)
+        if not numbers or layer.layer in numbers
+    }
+
+
+def with_doubled(model: nn.Module, *numbers: int) -> nn.Module:
+    """Another model with these weights."""
+    twin = tiny_model("qwen2_moe")
+    with torch.no_grad():
+        for layer in find_experts(twin):
+            if layer.layer in numbers:
+                layer.down.mul_(2)
+    return twin
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_pruned_model_knows_its_mask(model: nn.Module, inplace: bool) -> None:
+    """And that its weights were replaced, if they were."""
+    keep = random_keep(model)
+    pruned = prune(model, keep, inplace=inplace)
+    assert pruned.heapr_keep is keep
+    assert not hasattr(pruned, "heapr_weights")
+    assert hasattr(model, "heapr_keep") == inplace
+    model = tiny_model("qwen2_moe")
+    pruned = prune(model, keep, downs=doubled(model), inplace=inplace)
+    assert pruned.heapr_keep is keep
+    assert pruned.heapr_weights == "W_down replaced, all else sliced"
+    assert hasattr(model, "heapr_weights") == inplace
+
+
+@pytest.mark.parametrize("numbers", [(0,), (1,), (0, 1)])
+def test_only_the_layers_that_are_given_are_replaced(
+    model: nn.Module, numbers: tuple[int, ...]
+) -> None:
+    """Masked, sliced and sliced in place, as if the weights had been those."""
+    keep, downs = random_keep(model), doubled(model, *numbers)
+    expected = logits_of(prune(with_doubled(model, *numbers), keep), IDS)
+    with masking(model, keep, downs) as same:
+        assert same is model
+        torch.testing.assert_close(logits_of(model, IDS), expected)
+    torch.testing.assert_close(
+        logits_of(prune(model, keep, downs=downs), IDS), expected
+    )
+    prune(model, keep, downs=downs, inplace=True)
+    torch.testing.assert_close(logits_of(model, IDS), expected)
+
+
+def test_methods_of_the_dense_model_are_left_behind(model: nn.Module) -> None:
+    """Those that accelerate binds to a model: the copy has those of its class."""
+
+    def refuse(*_args: Any) -> None:
+        raise AssertionError("of the dense model")
+
+    model.to = model.cuda = refuse  # type: ignore[method-assign,assignment]
+    pruned = prune(model, random_keep(model))
+    assert pruned.to(torch.float32) is pruned
+    assert {"to", "cuda"} & pruned.__dict__.keys() == set()
+    assert model.to is refuse
+    # In place the model is the same, and so are they.
+    assert prune(model, random_keep(model), inplace=True).to is refuse
+
+
+def test_pruned_experts_have_their_own_modes(model: nn.Module) -> None:
+    """As all other modules of the copy do."""
+    model.train()
+    pruned = prune(model, random_keep(model))
+    assert all(module.training for module in pruned.modules())
+    assert not any(isinstance(m, RaggedExperts) for m in model.modules())
+
+
+def test_slices_of_a_layer_need_no_gradients() -> None:
+    """Also where the layer's weights have them; biases are those of the rows."""
+    layer = find_experts(tiny_model("gpt_oss"))[0]
+    keep = torch.zeros(4, 8, dtype=torch.bool)
+    keep[1, [2, 5]] = True
+    keep[3, 7] = True
+    experts = sliced(layer, keep)
+    assert experts.heapr_widths == [0, 2, 0, 1]
+    assert experts.down_columns.grad_fn is None
+    expected = [layer.down[1, :, 2], layer.down[1, :, 5], layer.down[3, :, 7]]
+    assert torch.equal(experts.down_columns, torch.stack(expected))
+    rows = [(1, [4, 5, 10, 11]), (3, [14, 15])]  # gate and up take turns
+    biases = torch.cat([layer.up_bias[e][own] for e, own in rows])
+    assert torch.equal(experts.up_bias, biases)
+    assert torch.equal(experts.down_bias, layer.down_bias)
+    new = torch.randn(layer.down.shape, dtype=layer.dtype)
+    given = sliced(layer, keep, new)
+    assert torch.equal(given.down_columns[2], new[3, :, 7])
+    assert torch.equal(given.up_rows, experts.up_rows)
+
+
+# --- what belongs together --------------------------------------------------------
+
+
+def layers_of(model: nn.Module) -> list[ExpertsLayer]:
+    """Its layers."""
+    return find_experts(model)
+
+
+def test_masks_come_as_tensors_in_the_order_of_the_layers(model: nn.Module) -> None:
+    """Copied, so that nothing writes into the mask."""
+    keep = random_keep(model)
+    found = keeps_of(layers_of(model), keep)
+    for number, kept in enumerate(found):
+        assert kept.dtype == torch.bool
+        assert np.array_equal(kept.numpy(), keep.by_layer(number))
+        kept[:] = False
+    assert keep == random_keep(model)
+
+
+def test_a_mask_of_another_shape_is_named(model: nn.Module) -> None:
+    """Of every layer that is asked about; the right shape passes."""
+    first, second = layers_of(model)
+    check_keep(first, torch.ones(4, 8, dtype=torch.bool))
+    text = r"layer 1 has shape \(8, 4\), expected \(4, 8\): it was made for another"
+    with pytest.raises(SpecError, match=text):
+        check_keep(second, torch.ones(8, 4, dtype=torch.bool))
+    with pytest.raises(SpecError, match=text):
+        sliced(second, torch.ones(8, 4, dtype=torch.bool))
+    arrays = {**full_keep(model).arrays, 1: np.ones((8, 4), bool)}
+    with pytest.raises(SpecError, match=text):
+        keeps_of([first, second], KeepMask(arrays))
+
+
+def test_a_table_is_of_the_model_it_was_measured_on(model: nn.Module) -> None:
+    """By its layers, and by what its specification says of the model."""
+    table = collect_statistics(model, CalibrationSet.from_ids(IDS))
+    check_table(model, layers_of(model), table)
+    other = tiny_model("qwen2_moe", seed=1)
+    with pytest.raises(SpecError, match="differs in weights; collect the statistics"):
+        check_table(other, layers_of(other), table)
+    fewer = tiny_model("qwen2_moe", num_experts=3)
+    shapes = r"\{0: \(4, 8\), 1: \(4, 8\)\}, the model \{0: \(3, 8\), 1: \(3, 8\)\}"
+    with pytest.raises(SpecError, match=shapes):
+        check_table(fewer, layers_of(fewer), table)
+
+
+def test_all_that_differs_is_named(model: nn.Module) -> None:
+    """In order, also what only one of the two says."""
+    table = collect_statistics(model, CalibrationSet.from_ids(IDS))
+    spec = table.metadata["spec"]
+    said = {**spec["model"], "a": 1, "weights": "other"}
+    del said["dtype"]
+    changed = ImportanceTable.from_frame(table.frame, spec={**spec, "model": said})
+    with pytest.raises(SpecError, match="differs in a, dtype, weights; collect"):
+        check_table(model, layers_of(model), changed)
+
+
+@pytest.mark.parametrize("metadata", [{}, {"spec": None}, {"spec": {"schema": 1}}])
+def test_a_table_that_does_not_say_is_taken(
+    model: nn.Module, metadata: dict[str, Any]
+) -> None:
+    """As far as it tells, it is of this model."""
+    table = collect_statistics(model, CalibrationSet.from_ids(IDS))
+    silent = ImportanceTable.from_frame(table.frame, **metadata)
+    check_table(model, layers_of(model), silent)
