@@ -20,7 +20,7 @@ Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · 
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -52,7 +52,7 @@ RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 class Compensation:
     """New columns of W_down for one mask."""
 
-    downs: Mapping[int, torch.Tensor] = field(repr=False)
+    downs: Mapping[int, torch.Tensor]
     """By layer (E, D, I), 0 where atoms are gone, in the model's dtype."""
     report: pd.DataFrame
     """By layer: ridge, whether the layer was `changed` (not where no ridge errs less on

@@ -178,6 +178,23 @@ def test_singular_solves_are_counted(
     assert "layer 0: 4 of 4 solves are singular at ridge 0" in caplog.text
 
 
+def test_an_expert_without_atoms_has_nothing_to_solve_for(layer: ExpertsLayer) -> None:
+    """Nor is that singular; the other three are, having no activation."""
+    grams = grams_of(COUPLED, COUPLED)
+    column, row = solved(layer, grams, keep=without(*range(8)))
+    assert column.count_nonzero() == 0
+    assert (row["singular"], row["dropped"]) == (3, 1)
+
+
+def test_errors_are_shares_of_the_output(layer: ExpertsLayer) -> None:
+    """However small that is."""
+    with torch.no_grad():
+        layer.down.mul_(1e-6)
+    _, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=1.75)
+    assert row["dropped"] == pytest.approx(8 / 14)
+    assert row["compensated"] == pytest.approx((8 - 4 * 0.8 + 2 * 0.64) / 14)
+
+
 def test_layers_are_solved_for_their_own_sums(model: nn.Module) -> None:
     """In the order of the layers, each with its row."""
     keep = random_keep(model)
