@@ -10,7 +10,7 @@ from keeps import logits_of, random_keep
 from oracles import token_by_token
 from oracles.features import Features, features_of
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import CoverageError, SpecError
 from heapr_lab.importance.activation_grams import FIT, HELD_OUT, SPANS, collect_grams
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import observed
@@ -86,3 +86,21 @@ def test_another_thread_s_forward_is_not_summed() -> None:
         thread.start()
         thread.join()
     assert not any(observer.parts for observer in observers)
+
+
+def test_a_layer_takes_part_once_in_every_forward() -> None:
+    """One that is skipped, or runs twice, would leave sums of other tokens."""
+    for times, seen in ((0, 0), (2, 4)):
+        model = tiny_model("qwen2_moe")
+        mlp = model.model.layers[1].mlp
+        forward = mlp.forward
+
+        def run(
+            x: torch.Tensor, times: int = times, forward: Any = forward
+        ) -> torch.Tensor:
+            return sum((forward(x) for _ in range(times)), torch.zeros_like(x))
+
+        mlp.forward = run
+        text = f"layer 1 took part in {seen} of 2 forwards, expected all"
+        with pytest.raises(CoverageError, match=text):
+            collect_grams(model, WINDOWS)
