@@ -211,17 +211,18 @@ def test_a_mask_is_shown_in_a_line() -> None:
 def test_the_card_of_a_mask_says_what_is_kept(keep: KeepMask) -> None:
     """Also of experts that lost all, and how it was selected where it says so."""
     said = {"estimator": "fisher", "scope": "layer", "granularity": "atom"}
-    keep = KeepMask(keep.arrays, {**said, "structure": "aligned"})
+    arrays = {**keep.arrays, 3: np.zeros((2, 2), bool)}
+    keep = KeepMask(arrays, {**said, "structure": "aligned"})
     text = pd.Series([keep._repr_html_()]).str.replace(r"<[^>]*>", "|", regex=True)[0]
     shown = [part for part in text.split("|") if part.strip()]
     assert shown == [
         "Keep mask",
         "pruning ratio",
-        "37.50%",
+        "62.50%",
         "atoms kept",
-        "5 of 8",
+        "3 of 8",
         "experts without atoms",
-        "1 of 4",
+        "2 of 4",
         "width of an expert",
         "0 to 2",
         "selected by",
@@ -230,6 +231,6 @@ def test_the_card_of_a_mask_says_what_is_kept(keep: KeepMask) -> None:
         "layer 0",
         "75.0 %",
         "layer 3",
-        "50.0 %",
+        "0.0 %",
     ]
     assert "selected by" not in KeepMask(keep.arrays)._repr_html_()

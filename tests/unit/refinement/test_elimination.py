@@ -132,6 +132,20 @@ def test_an_atom_that_no_token_reaches_costs_nothing(layer: ExpertsLayer) -> Non
     assert costs[0].tolist() == pytest.approx([8 / 3, 49 / 3, 0, 0, 0, 0, 0, 0])
 
 
+def test_costs_do_not_depend_on_the_scale_of_columns(layer: ExpertsLayer) -> None:
+    """The rate makes up for it, to all digits: λ = 1/10 leaves (2.1² - 1) / 2.1."""
+    base = torch.zeros(4, 8)
+    base[0, 3] = 10.0
+    for scale in (1.0, 1e-6):
+        with torch.no_grad():
+            layer.down[0, 5, :2] = scale * torch.tensor([1.0, 2.0])
+        costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.05, n_steps=8)
+        first = 3.41 / 2.1
+        # In all wᵀ(C + λ)w = 2.1 + 4 + 4 · 2.1.
+        expected = pytest.approx([first, 14.5 - first], rel=1e-12)
+        assert costs[0, :2].tolist() == expected
+
+
 # --- the table --------------------------------------------------------------------
 
 
@@ -175,6 +189,16 @@ def test_defaults_are_those_that_the_specification_names(
     base = torch.tensor(table.score("shrunk").to_numpy()).view(2, 4, 8)
     costs = [layer_costs(*pair, own) for pair, own in zip(pairs, base, strict=True)]
     assert torch.stack(costs).flatten().tolist() == expected.tolist()
+
+
+def test_the_number_of_steps_reaches_the_arithmetic(
+    model: nn.Module, table: ImportanceTable
+) -> None:
+    """All at once costs what each costs alone, which is less than in turn."""
+    together, in_turn = (
+        eliminate(model, table, WINDOWS, n_steps=n).frame[COLUMN] for n in (1, 128)
+    )
+    assert together.sum() < 0.9 * in_turn.sum()
 
 
 def test_without_a_specification_the_table_has_none(
