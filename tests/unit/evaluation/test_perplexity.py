@@ -21,6 +21,7 @@ from heapr_lab.evaluation.perplexity import (
     exp_nll,
     kl_divergence,
 )
+from heapr_lab.models.likelihood import token_nll
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,10 @@ def test_a_window_is_never_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it alone has more tokens; beside a GPU more are taken at once."""
     long = torch.zeros(2, 4096)
     assert perplexity._automatic_batch_size(long) == 1
+    assert perplexity._automatic_batch_size(torch.zeros(1, 683)) == 2  # 2048 / 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert perplexity._automatic_batch_size(long) == 8
+    assert perplexity._automatic_batch_size(torch.zeros(1, 10923)) == 2  # 32768 / 3
 
 
 def test_what_is_tried_again_counts_once(model: nn.Module) -> None:
@@ -165,10 +168,28 @@ def test_ids_that_are_no_windows_are_refused(model: nn.Module) -> None:
             evaluate_perplexity(model, ids)
         with pytest.raises(SpecError, match=text):
             evaluate_divergence(model, keep, ids)
+    heard: list[tuple[int, int]] = []
+    late = torch.cat([tiny_ids(), torch.full((1, 9), 48)])
+    with pytest.raises(SpecError, match="token id 48 at window 3, position 0"):
+        evaluate_perplexity(
+            model, late, batch_size=1, progress=lambda *now: heard.append(now)
+        )
+    assert heard == []  # before any forward
     with pytest.raises(SpecError, match="batch_size must be a whole number from 1"):
         evaluate_divergence(model, keep, tiny_ids(), batch_size=0)
     as_lists = evaluate_perplexity(model, tiny_ids().tolist())
     assert as_lists == evaluate_perplexity(model, tiny_ids())
+
+
+def test_nats_are_added_up_in_float64() -> None:
+    """Also of a model in float32, whose sums would round."""
+    model, ids = tiny_model("qwen2_moe", dtype=torch.float32), tiny_ids(n_sequences=40)
+    with torch.no_grad():
+        terms = token_nll(model, ids)
+    assert terms.dtype == torch.float32
+    expected = terms.double().sum().item() / terms.numel()
+    found = evaluate_perplexity(model, ids, batch_size=40).nll
+    assert found == pytest.approx(expected, rel=1e-13)
 
 
 # --- numbers ----------------------------------------------------------------------
