@@ -76,7 +76,7 @@ TESTS = {
         "importance/test_table_parts.py",
     ),
     "models/hooks": ("models/test_hooks.py", "importance/test_pass.py"),
-    "models/identity": ("models/test_identity.py",),
+    "models/identity": ("models/test_identity_parts.py", "models/test_identity.py"),
     "pruning": ("pruning", "../property"),
     "refinement": ("refinement", "../oracle/test_compensation.py"),
     "evaluation": ("evaluation", "../oracle/test_perplexity.py"),
