@@ -362,3 +362,32 @@ def test_a_model_that_is_copied_while_it_is_masked(model: nn.Module) -> None:
         with masked(own, drop):
             assert not torch.allclose(twin(WINDOWS.ids).logits, dense)
         assert torch.equal(twin(WINDOWS.ids).logits, dense)
+
+
+def test_a_copy_knows_how_the_model_ran() -> None:
+    """Made while the model was masked, it goes back to that after a mask of its own."""
+    model = tiny_model("qwen2_moe", dtype=torch.float32)
+    model.set_experts_implementation("batched_mm")
+    drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in range(2)]
+    with masked(find_experts(model), drop):
+        twin = copy.deepcopy(model)
+    with masked(find_experts(twin), drop):
+        pass
+    assert twin.config._experts_implementation == "batched_mm"
+    assert model.config._experts_implementation == "batched_mm"
+
+
+def test_each_layer_has_its_own_mask_observer_and_probe(model: nn.Module) -> None:
+    """One too few is an error; nothing stays on the modules afterwards."""
+    layers = find_experts(model)
+    drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in layers]
+    for context in (
+        lambda: masked(layers, drop[:1]),
+        lambda: masked(layers, drop, [None]),
+        lambda: observed(layers, [Rows()]),
+    ):
+        with pytest.raises(ValueError, match="shorter"), context():
+            pass
+    with probed(layers):
+        assert all("_heapr_probe" in layer.module.__dict__ for layer in layers)
+    assert not any("_heapr_probe" in layer.module.__dict__ for layer in layers)
