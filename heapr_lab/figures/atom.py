@@ -5,7 +5,8 @@ token's input, h_k the activation of atomic expert k. (The paper writes the tran
 and so speaks of columns of `W_gate` and `W_up`.)
 """
 
-import matplotlib.pyplot as plt
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,11 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from heapr_lab.errors import SpecError
-from heapr_lab.figures.style import ATOM_COLOR, styled
+from heapr_lab.figures.style import ATOM_COLOR, figure_with, own_axes, styled
 
 _INK = "#444444"
 _OPERATOR_X = 14.2
 _PRODUCT_X = 17.4
+_CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
 
 
 def atomic_expert_data(
@@ -87,10 +89,9 @@ def plot_atomic_expert(
         The Axes, without axis lines.
     """
     data = atomic_expert_data() if data is None else data
-    if ax is None:
-        ax = plt.subplots(figsize=(7, 4.4))[1]
-    _draw_cells(ax, data)
+    ax = own_axes(ax, size=(7, 4.4))
     boxes = _boxes(data)
+    _draw_cells(ax, data, boxes)
     _label_parts(ax, boxes)
     _draw_flow(ax, data, boxes)
     ax.set_aspect("equal")
@@ -100,8 +101,8 @@ def plot_atomic_expert(
     return ax
 
 
-def _draw_cells(ax: Axes, data: pd.DataFrame) -> None:
-    # shades only make a matrix look like one; they are no data
+def _draw_cells(ax: Axes, data: pd.DataFrame, boxes: pd.DataFrame) -> None:
+    # the shades are random and carry no information
     shades = np.random.default_rng(7).uniform(0.25, 1.0, size=len(data))
     plain, own = np.array(to_rgb("#AEB6BF")), np.array(to_rgb(ATOM_COLOR))
     for cell, shade in zip(data.itertuples(), shades, strict=True):
@@ -116,17 +117,10 @@ def _draw_cells(ax: Axes, data: pd.DataFrame) -> None:
                 linewidth=0.8,
             )
         )
-    for _, box in _boxes(data).iterrows():
-        size = (box["right"] - box["left"], box["top"] - box["bottom"])
-        ax.add_patch(
-            Rectangle(
-                (box["left"], box["bottom"]),
-                *size,
-                fill=False,
-                edgecolor=_INK,
-                linewidth=0.9,
-            )
-        )
+    for box in boxes.itertuples():
+        width, height = box.right - box.left, box.top - box.bottom
+        outline: dict[str, Any] = {"fill": False, "edgecolor": _INK, "linewidth": 0.9}
+        ax.add_patch(Rectangle((box.left, box.bottom), width, height, **outline))
 
 
 def _boxes(data: pd.DataFrame) -> pd.DataFrame:
@@ -153,14 +147,9 @@ def _label_parts(ax: Axes, boxes: pd.DataFrame) -> None:
     for part, name in names.items():
         box = boxes.loc[part]
         above = part != "W_up"
-        ax.text(
-            (box["left"] + box["right"]) / 2,
-            box["top"] + 0.45 if above else box["bottom"] - 0.45,
-            name,
-            ha="center",
-            va="bottom" if above else "top",
-            fontsize=11,
-        )
+        x = (box["left"] + box["right"]) / 2
+        y = box["top"] + 0.45 if above else box["bottom"] - 0.45
+        ax.text(x, y, name, ha="center", va="bottom" if above else "top", fontsize=11)
     for part in ("W_gate", "W_up"):
         box = boxes.loc[part]
         _small(ax, box["right"] + 0.6, box["bottom"] + 2, "d_inter", 90)
@@ -170,22 +159,13 @@ def _label_parts(ax: Axes, boxes: pd.DataFrame) -> None:
     _small(ax, x["left"] - 0.7, 0.0, "d_model", 90)
 
 
-def _letter_k(ax: Axes, centre: tuple[float, float]) -> None:
-    ax.text(*centre, "$k$", ha="center", va="center", fontsize=10, color=ATOM_COLOR)
+def _letter_k(ax: Axes, x: float, y: float) -> None:
+    ax.text(x, y, "$k$", fontsize=10, color=ATOM_COLOR, **_CENTRED)
 
 
 def _small(ax: Axes, x: float, y: float, text: str, rotation: float = 0) -> None:
-    ax.text(
-        x,
-        y,
-        text,
-        rotation=rotation,
-        ha="center",
-        va="center",
-        fontsize=8,
-        color="#777777",
-        family="monospace",
-    )
+    look = _CENTRED | {"fontsize": 8, "color": "#777777", "family": "monospace"}
+    ax.text(x, y, text, rotation=rotation, **look)
 
 
 def _draw_flow(ax: Axes, data: pd.DataFrame, boxes: pd.DataFrame) -> None:
@@ -196,28 +176,22 @@ def _draw_flow(ax: Axes, data: pd.DataFrame, boxes: pd.DataFrame) -> None:
     for y, beside in ((gate_y, 1.0), (up_y, -1.0)):
         left = boxes.loc["W_gate", "left"]
         _arrow(ax, (x["right"] + 0.2, 0), (left - 0.2, y))
-        _letter_k(ax, (left - 0.55, y + beside))
+        _letter_k(ax, left - 0.55, y + beside)
     column = data.loc[data["of_atom"] & data["matrix"].eq("W_down"), "left"].iloc[0]
-    _letter_k(ax, (column + 0.5, down["bottom"] - 0.8))
-    _node(ax, (_OPERATOR_X, gate_y), "act")
+    _letter_k(ax, column + 0.5, down["bottom"] - 0.8)
+    _node(ax, _OPERATOR_X, gate_y, "act")
     _arrow(ax, (right + 0.2, gate_y), (_OPERATOR_X - 1.1, gate_y))
-    _node(ax, (_PRODUCT_X, 0), "×")
+    _node(ax, _PRODUCT_X, 0, "×")
     _arrow(ax, (_OPERATOR_X + 0.8, gate_y - 0.8), (_PRODUCT_X - 0.4, 1.0))
     _arrow(ax, (right + 0.2, up_y), (_PRODUCT_X - 0.4, -1.0))
     _arrow(ax, (_PRODUCT_X + 1.1, 0), (down["left"] - 0.2, 0))
-    ax.text(
-        (_PRODUCT_X + 1.1 + down["left"]) / 2,
-        0.5,
-        "$h_k$",
-        ha="center",
-        va="bottom",
-        fontsize=11,
-        color=ATOM_COLOR,
-    )
+    above = _CENTRED | {"va": "bottom"}
+    middle = (_PRODUCT_X + 1.1 + down["left"]) / 2
+    ax.text(middle, 0.5, "$h_k$", fontsize=11, color=ATOM_COLOR, **above)
     for before, after, text in (("W_down", "e_k", ""), ("e_k", "E", r"$\sum_k$")):
         start, end = boxes.loc[before, "right"] + 0.2, boxes.loc[after, "left"] - 0.2
         _arrow(ax, (start, 0), (end, 0))
-        ax.text((start + end) / 2, 0.5, text, ha="center", va="bottom", fontsize=10)
+        ax.text((start + end) / 2, 0.5, text, fontsize=10, **above)
     _draw_formulas(ax, boxes)
 
 
@@ -234,46 +208,29 @@ def _draw_formulas(ax: Axes, boxes: pd.DataFrame) -> None:
         boxes.loc["W_up", "bottom"] - 3.4,
         r"atomic expert $k$  =  row $k$ of $W_{\mathrm{gate}}$  +  "
         r"row $k$ of $W_{\mathrm{up}}$  +  column $k$ of $W_{\mathrm{down}}$",
-        ha="center",
-        va="center",
         fontsize=11,
         color=ATOM_COLOR,
+        **_CENTRED,
     )
 
 
-def _node(ax: Axes, centre: tuple[float, float], text: str) -> None:
-    ax.text(
-        *centre,
-        text,
-        ha="center",
-        va="center",
-        fontsize=9,
-        bbox={
-            "boxstyle": "circle,pad=0.3",
-            "facecolor": "white",
-            "edgecolor": _INK,
-            "linewidth": 0.9,
-        },
-    )
+def _node(ax: Axes, x: float, y: float, text: str) -> None:
+    circle = {
+        "boxstyle": "circle,pad=0.3",
+        "facecolor": "white",
+        "edgecolor": _INK,
+        "linewidth": 0.9,
+    }
+    ax.text(x, y, text, fontsize=9, bbox=circle, **_CENTRED)
 
 
 def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    ax.add_patch(
-        FancyArrowPatch(
-            start,
-            end,
-            arrowstyle="-|>",
-            mutation_scale=9,
-            linewidth=1.1,
-            color=_INK,
-            shrinkA=0,
-            shrinkB=0,
-        )
-    )
+    look: dict[str, Any] = {"mutation_scale": 9, "linewidth": 1.1, "color": _INK}
+    arrow = FancyArrowPatch(start, end, arrowstyle="-|>", shrinkA=0, shrinkB=0, **look)
+    ax.add_patch(arrow)
 
 
 @styled
 def figure_atomic_expert(data: pd.DataFrame | None = None) -> Figure:
     """The picture on a figure of its own."""
-    figure = plot_atomic_expert(data).figure
-    return figure if isinstance(figure, Figure) else figure.get_figure(root=True)
+    return figure_with(plot_atomic_expert(data))

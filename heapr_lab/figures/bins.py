@@ -9,12 +9,11 @@ from heapr_lab.errors import SpecError
 from heapr_lab.figures.curves import matching, require_one_row
 from heapr_lab.figures.style import (
     LABELS,
-    REFERENCE_GREY,
+    REFERENCE_LINE,
     add_legend,
+    figure_of,
     look,
     own_axes,
-    panels,
-    share_legend,
     styled,
 )
 from heapr_lab.importance.estimators import ESTIMATORS
@@ -170,23 +169,14 @@ def _use_log_axes(ax: Axes, rows: pd.DataFrame) -> None:
 
 def _draw_agreement(ax: Axes, rows: pd.DataFrame) -> None:
     ends = np.array([rows["score_sum"].min(), rows["score_sum"].max()])
-    ax.plot(
-        ends,
-        ends,
-        color=REFERENCE_GREY,
-        linestyle="--",
-        linewidth=1,
-        zorder=1,
-        label="prediction = measurement",
-    )
+    label = "prediction = measurement"
+    ax.plot(ends, ends, zorder=1, label=label, **REFERENCE_LINE)
 
 
 @styled
 def figure_bins(data: pd.DataFrame) -> Figure:
     """Bins by original index (as the paper) and by score rank, side by side."""
     held = [order for order in ORDERS if order in set(data["order"])]
-    figure, axes = panels(len(held), height=3.0)
-    for order, ax in zip(held, axes, strict=True):
-        plot_bins(data, order=order, ax=ax)
-    share_legend(figure)
-    return figure
+    return figure_of(
+        held, lambda order, ax: plot_bins(data, order=order, ax=ax), height=3.0
+    )

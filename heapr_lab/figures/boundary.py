@@ -1,7 +1,5 @@
 """Figure 4: how far pruning goes before it hurts, and what it saves on the way."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -9,25 +7,24 @@ from matplotlib.figure import Figure
 
 from heapr_lab.errors import SpecError
 from heapr_lab.figures.curves import (
+    AS_THE_PAPER,
     CURVE_COLUMNS,
     curves_data,
-    draw_chance,
+    draw_curve,
     draw_paper_points,
-    label_panel,
+    finish_panel,
     matching,
     savings_curves,
     sort_curves,
-    use_log,
 )
 from heapr_lab.figures.paper import paper_label, paper_table
 from heapr_lab.figures.style import (
     LABELS,
     PAPER_GREY,
     add_legend,
+    figure_of,
     look,
     own_axes,
-    panels,
-    share_legend,
     show_percent,
     styled,
 )
@@ -41,7 +38,6 @@ def boundary_data(
     *,
     estimator: str = "heapr",
     scope: str = "global",
-    paper_dir: Path | None = None,
 ) -> pd.DataFrame:
     """Accuracy, perplexity and FLOPs saved over the ratio, with the paper's statements.
 
@@ -54,19 +50,13 @@ def boundary_data(
         savings: parameters and FLOPs saved per setting.
         estimator: whose scores.
         scope: "global" or "layer".
-        paper_dir: folder of the paper's CSV files, if not the usual one.
 
     Returns:
         A curve frame (see `heapr_lab.figures.curves`) with two columns more:
         `parameter_reduction`, the share of the whole model, and `at_most`, True where
         the paper says "below".
     """
-    settings = {
-        "estimator": estimator,
-        "scope": scope,
-        "granularity": "atom",
-        "structure": "ragged",
-    }
+    settings = AS_THE_PAPER | {"estimator": estimator, "scope": scope}
     share = routed_share(matching(savings, settings))
     ours = pd.concat(
         [
@@ -74,7 +64,7 @@ def boundary_data(
             savings_curves(savings, vary="estimator", settings=settings),
         ]
     )
-    paper = _paper_boundary(share, paper_dir)
+    paper = _paper_boundary(share)
     data = pd.concat([sort_curves(ours).assign(at_most=False), paper])
     data["parameter_reduction"] = data["ratio"] * share
     return data.reset_index(drop=True)
@@ -95,8 +85,8 @@ def routed_share(savings: pd.DataFrame) -> float:
     return float(pruned["parameter_reduction"].sum() / pruned["achieved_ratio"].sum())
 
 
-def _paper_boundary(share: float, paper_dir: Path | None) -> pd.DataFrame:
-    table = paper_table("boundary", directory=paper_dir)
+def _paper_boundary(share: float) -> pd.DataFrame:
+    table = paper_table("boundary")
     stated = table["share_of_model_removed"].astype(str)
     base = pd.DataFrame(
         {
@@ -136,11 +126,7 @@ def plot_boundary(
     for dataset in ours["dataset"].drop_duplicates():
         _draw_curve(ax, ours[ours["dataset"].eq(dataset)], column=column)
     _draw_statements(ax, rows[rows["source"].eq("paper")], column=column)
-    label_panel(ax, quantity, relative=quantity == "accuracy")
-    if quantity == "perplexity":
-        use_log(ax)
-    if quantity == "accuracy":
-        draw_chance(ax, rows)
+    finish_panel(ax, rows, quantity, relative=quantity == "accuracy")
     if quantity != "perplexity":
         ax.set_ylim(bottom=0)
     _draw_model_axis(ax, data)
@@ -159,15 +145,8 @@ def _draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str) -> None:
     dataset, metric = curve[["dataset", "metric"]].iloc[0]
     of_text = dataset and metric != "flops_reduction"
     shown = look(dataset if of_text else curve["name"].iloc[0])
-    errors = curve["relative_stderr" if column == "relative" else "stderr"]
-    ax.errorbar(
-        curve["ratio"],
-        curve[column],
-        yerr=None if errors.isna().all() else errors.fillna(0),
-        color=shown.color,
-        marker=shown.marker,
-        label=_label(metric, dataset),
-    )
+    line = shown.keywords() | {"label": _label(metric, dataset)}
+    draw_curve(ax, curve, column=column, **line)
 
 
 def _draw_statements(ax: Axes, statements: pd.DataFrame, *, column: str) -> None:
@@ -222,8 +201,6 @@ def _draw_model_axis(ax: Axes, data: pd.DataFrame) -> None:
 def figure_boundary(data: pd.DataFrame) -> Figure:
     """Accuracy, perplexity and FLOPs saved side by side, one legend."""
     held = [name for name in QUANTITIES if name in set(data["metric"])]
-    figure, axes = panels(len(held), height=3.0)
-    for quantity, ax in zip(held, axes, strict=True):
-        plot_boundary(data, quantity=quantity, ax=ax)
-    share_legend(figure)
-    return figure
+    return figure_of(
+        held, lambda name, ax: plot_boundary(data, quantity=name, ax=ax), height=3.0
+    )

@@ -5,11 +5,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from heapr_lab.errors import SpecError
-from heapr_lab.figures.curves import METRICS, matching
+from heapr_lab.figures.curves import (
+    AS_THE_PAPER,
+    METRICS,
+    find_panel,
+    matching,
+    panels_of,
+)
 from heapr_lab.figures.style import (
     LABELS,
-    REFERENCE_GREY,
+    REFERENCE_LINE,
     add_legend,
     look,
     own_axes,
@@ -40,13 +45,7 @@ def calibration_size_data(
         Columns calibration, n_sequences, metric, dataset, value (mean over seeds),
         spread (standard deviation over seeds, NaN for one seed), n_seeds, dense.
     """
-    settings = {
-        "estimator": estimator,
-        "scope": scope,
-        "granularity": "atom",
-        "structure": "ragged",
-        "ratio": ratio,
-    }
+    settings = {"estimator": estimator, "scope": scope, "ratio": ratio} | AS_THE_PAPER
     rows = matching(results[results["metric"].isin(METRICS)], settings)
     keys = ["calibration", "n_sequences", "metric", "dataset"]
     rows = rows.drop_duplicates([*keys, "seed"])
@@ -85,17 +84,7 @@ def plot_calibration_size(
     Raises:
         SpecError: there is no such panel.
     """
-    pairs = [
-        pair
-        for pair in _panels_of(data)
-        if metric in {None, pair[0]} and dataset in {None, pair[1]}
-    ]
-    if not pairs:
-        raise SpecError(
-            f"no rows of metric {metric!r} on data set {dataset!r}: the data holds "
-            f"{_panels_of(data)}. Ask for one of those."
-        )
-    metric, dataset = pairs[0]
+    metric, dataset = find_panel(data, metric, dataset)
     rows = matching(data, {"metric": metric, "dataset": dataset})
     ax = own_axes(ax)
     for corpus, curve in rows.groupby("calibration"):
@@ -104,19 +93,10 @@ def plot_calibration_size(
             curve["n_sequences"],
             curve["value"],
             yerr=curve["spread"].fillna(0),
-            color=shown.color,
-            marker=shown.marker,
-            label=f"calibrated on {shown.label}",
+            **shown.keywords() | {"label": f"calibrated on {shown.label}"},
         )
     if rows["dense"].notna().any():
-        level = rows["dense"].iloc[0]
-        ax.axhline(
-            level,
-            color=REFERENCE_GREY,
-            linestyle="--",
-            linewidth=1,
-            label="dense model",
-        )
+        ax.axhline(rows["dense"].iloc[0], label="dense model", **REFERENCE_LINE)
     _finish(ax, rows, metric=metric)
     ax.set_title(look(dataset).label)
     add_legend(ax)
@@ -134,15 +114,10 @@ def _finish(ax: Axes, rows: pd.DataFrame, *, metric: str) -> None:
         show_percent(ax.yaxis)
 
 
-def _panels_of(data: pd.DataFrame) -> list[tuple[str, str]]:
-    pairs = set(zip(data["metric"], data["dataset"], strict=True))
-    return sorted(pairs, key=lambda pair: (METRICS.index(pair[0]), pair[1]))
-
-
 @styled
 def figure_calibration_size(data: pd.DataFrame) -> Figure:
     """Every metric and data set, one panel each; the legend names the error bars."""
-    wanted = _panels_of(data)
+    wanted = panels_of(data)
     figure, axes = panels(len(wanted), height=2.6)
     for (metric, dataset), ax in zip(wanted, axes, strict=True):
         plot_calibration_size(data, metric=metric, dataset=dataset, ax=ax)

@@ -4,30 +4,26 @@ Values are shown relative to the dense model, because that is what can be laid b
 the paper's numbers for another model on other data.
 """
 
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from heapr_lab.figures.curves import (
+    AS_THE_PAPER,
     curves_data,
-    draw_chance,
     draw_curves,
-    label_panel,
+    finish_panel,
     panel,
     panels_of,
     savings_curves,
     sort_curves,
-    use_log,
 )
 from heapr_lab.figures.paper import PAPER_TASKS, paper_dense, paper_table
 from heapr_lab.figures.style import (
     add_legend,
+    figure_of,
     look,
     own_axes,
-    panels,
-    share_legend,
     styled,
 )
 
@@ -43,7 +39,6 @@ def granularity_data(
     *,
     estimator: str = "heapr",
     scope: str = "global",
-    paper_dir: Path | None = None,
 ) -> pd.DataFrame:
     """Curves of pruning whole experts and of pruning atomic experts, with the paper's.
 
@@ -52,7 +47,6 @@ def granularity_data(
         savings: parameters and FLOPs saved per setting.
         estimator: whose scores.
         scope: "global" or "layer".
-        paper_dir: folder of the paper's CSV files, if not the usual one.
 
     Returns:
         A curve frame (see `heapr_lab.figures.curves`) whose `name` is "atom" or
@@ -61,19 +55,14 @@ def granularity_data(
     settings = {"estimator": estimator, "scope": scope, "structure": "ragged"}
     ours = curves_data(results, vary="granularity", settings=settings)
     saved = savings_curves(savings, vary="granularity", settings=settings)
-    paper = _paper_granularity(paper_dir)
+    paper = _paper_granularity()
     if ours["dataset"].eq("wikitext2").any():
         # the paper's perplexity is that of WikiText-2; without it, any panel must do
         paper.loc[paper["metric"].eq("perplexity"), "dataset"] = "wikitext2"
     return sort_curves(pd.concat([ours, saved, paper]))
 
 
-def scope_data(
-    results: pd.DataFrame,
-    *,
-    estimator: str = "heapr",
-    paper_dir: Path | None = None,
-) -> pd.DataFrame:
+def scope_data(results: pd.DataFrame, *, estimator: str = "heapr") -> pd.DataFrame:
     """Curves of global and of layer-wise pruning of atomic experts, with the paper's.
 
     The paper's points are Qwen1.5-MoE's: for DeepSeekMoE it prints `acc_norm` here but
@@ -83,18 +72,13 @@ def scope_data(
     Args:
         results: evaluation rows of one calibration, dense rows among them.
         estimator: whose scores.
-        paper_dir: folder of the paper's CSV files, if not the usual one.
 
     Returns:
         A curve frame whose `name` is "global" or "layer".
     """
-    settings = {
-        "estimator": estimator,
-        "granularity": "atom",
-        "structure": "ragged",
-    }
+    settings = AS_THE_PAPER | {"estimator": estimator}
     ours = curves_data(results, vary="scope", settings=settings)
-    return sort_curves(pd.concat([ours, _paper_scopes(paper_dir)]))
+    return sort_curves(pd.concat([ours, _paper_scopes()]))
 
 
 def _title(metric: str, dataset: str) -> str:
@@ -103,9 +87,9 @@ def _title(metric: str, dataset: str) -> str:
     return "\n".join(filter(None, ("whole model", dataset)))
 
 
-def _paper_granularity(paper_dir: Path | None) -> pd.DataFrame:
-    table = paper_table("granularity", directory=paper_dir)
-    dense = paper_dense(_GRANULARITY_MODEL, directory=paper_dir)
+def _paper_granularity() -> pd.DataFrame:
+    table = paper_table("granularity")
+    dense = paper_dense(_GRANULARITY_MODEL)
     table = table[table["model"].eq(_GRANULARITY_MODEL)]
     wide = pd.DataFrame(
         {
@@ -121,9 +105,9 @@ def _paper_granularity(paper_dir: Path | None) -> pd.DataFrame:
     return rows.assign(source="paper", model=_GRANULARITY_MODEL, dataset="")
 
 
-def _paper_scopes(paper_dir: Path | None) -> pd.DataFrame:
-    table = paper_table("global_vs_layer", directory=paper_dir)
-    dense = paper_dense(_SCOPE_MODEL, directory=paper_dir)
+def _paper_scopes() -> pd.DataFrame:
+    table = paper_table("global_vs_layer")
+    dense = paper_dense(_SCOPE_MODEL)
     table = table[table["model"].eq(_SCOPE_MODEL) & table["method"].isin(list(_SCOPES))]
     rows = pd.DataFrame(
         {
@@ -161,15 +145,8 @@ def plot_comparison(
     rows, metric, dataset = panel(data, metric, dataset)
     ax = own_axes(ax)
     relative = metric != "flops_reduction"
-    if relative:
-        draw_curves(ax, rows, column="relative", error="relative_stderr")
-    else:
-        draw_curves(ax, rows, column="value", error="stderr")
-    label_panel(ax, metric, relative=relative)
-    if metric == "perplexity":
-        use_log(ax)
-    if metric == "accuracy":
-        draw_chance(ax, rows)
+    draw_curves(ax, rows, column="relative" if relative else "value")
+    finish_panel(ax, rows, metric, relative=relative)
     ax.set_title(_title(metric, dataset))
     add_legend(ax)
     return ax
@@ -178,12 +155,11 @@ def plot_comparison(
 @styled
 def figure_comparison(data: pd.DataFrame) -> Figure:
     """Every metric and data set of a curve frame, one panel each, one legend."""
-    wanted = panels_of(data)
-    figure, axes = panels(len(wanted))
-    for (metric, dataset), ax in zip(wanted, axes, strict=True):
-        plot_comparison(data, metric=metric, dataset=dataset, ax=ax)
-    share_legend(figure)
-    return figure
+
+    def draw(pair: tuple[str, str], ax: Axes) -> None:
+        plot_comparison(data, metric=pair[0], dataset=pair[1], ax=ax)
+
+    return figure_of(panels_of(data[data["source"].eq("ours")]), draw)
 
 
 plot_granularity = plot_scope = plot_comparison

@@ -20,6 +20,7 @@ from heapr_lab.figures.style import (
     LABELS,
     PAPER_GREY,
     REFERENCE_GREY,
+    REFERENCE_LINE,
     look,
     place,
     show_percent,
@@ -29,6 +30,9 @@ from heapr_lab.pruning.savings import at_context
 METRICS = ("perplexity", "accuracy")
 CHANCE = {"continuation": 0.25}
 """Accuracy of guessing, for the tasks whose number of choices is known."""
+
+AS_THE_PAPER = {"granularity": "atom", "structure": "ragged"}
+"""Settings of the paper's method that the figures vary only where they say so."""
 
 CURVE_COLUMNS = [
     "source",
@@ -176,11 +180,33 @@ def sort_curves(curves: pd.DataFrame) -> pd.DataFrame:
 
 
 def panels_of(data: pd.DataFrame) -> list[tuple[str, str]]:
-    """The (metric, data set) pairs of our rows: perplexities, accuracies, FLOPs."""
-    ours = data[data["source"].eq("ours")]
-    pairs = set(zip(ours["metric"], ours["dataset"], strict=True))
+    """The (metric, data set) pairs of rows: perplexities, accuracies, then FLOPs."""
+    pairs = set(zip(data["metric"], data["dataset"], strict=True))
     order = [*METRICS, "flops_reduction"]
     return sorted(pairs, key=lambda pair: (order.index(pair[0]), pair[1]))
+
+
+def find_panel(
+    data: pd.DataFrame, metric: str | None, dataset: str | None
+) -> tuple[str, str]:
+    """The first (metric, data set) pair of rows with that metric and data set.
+
+    Args:
+        data: rows with columns `metric` and `dataset`.
+        metric: None takes any.
+        dataset: None takes any.
+
+    Raises:
+        SpecError: there is no such panel.
+    """
+    pairs = panels_of(data)
+    for found in pairs:
+        if metric in {None, found[0]} and dataset in {None, found[1]}:
+            return found
+    raise SpecError(
+        f"no rows of metric {metric!r} on data set {dataset!r}: the data holds "
+        f"{pairs}. Ask for one of those."
+    )
 
 
 def panel(
@@ -193,38 +219,34 @@ def panel(
     Raises:
         SpecError: there is no such panel.
     """
-    pairs = [
-        pair
-        for pair in panels_of(data)
-        if metric in {None, pair[0]} and dataset in {None, pair[1]}
-    ]
-    if not pairs:
-        raise SpecError(
-            f"no rows of metric {metric!r} on data set {dataset!r}: the data holds "
-            f"{panels_of(data)}. Ask for one of those."
-        )
-    metric, dataset = pairs[0]
-    ours = data["source"].eq("ours") & data["dataset"].eq(dataset)
-    paper = data["source"].eq("paper") & data["dataset"].isin(["", dataset])
+    ours, paper = data["source"].eq("ours"), data["source"].eq("paper")
+    metric, dataset = find_panel(data[ours], metric, dataset)
+    ours &= data["dataset"].eq(dataset)
+    paper &= data["dataset"].isin(["", dataset])
     return data[data["metric"].eq(metric) & (ours | paper)], metric, dataset
 
 
-def draw_curves(ax: Axes, rows: pd.DataFrame, *, column: str, error: str) -> None:
+def draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str, **line: Any) -> None:
+    """One curve over the ratio, with error bars where there are standard errors.
+
+    Args:
+        ax: where to draw.
+        curve: rows of a curve frame, sorted by ratio.
+        column: "value" or "relative".
+        **line: keywords of matplotlib's `errorbar`.
+    """
+    errors = curve["relative_stderr" if column == "relative" else "stderr"]
+    bars = None if errors.isna().all() else errors.fillna(0)
+    ax.errorbar(curve["ratio"], curve[column], yerr=bars, **line)
+
+
+def draw_curves(ax: Axes, rows: pd.DataFrame, *, column: str) -> None:
     """Our curves with error bars, and the paper's points as hollow grey markers."""
     ours = rows[rows["source"].eq("ours")]
     for name in ours["name"].drop_duplicates():
         curve = ours[ours["name"].eq(name)].sort_values("ratio")
-        shown = look(name)
-        errors = curve[error].to_numpy(dtype=float)
-        ax.errorbar(
-            curve["ratio"],
-            curve[column],
-            yerr=None if np.isnan(errors).all() else np.nan_to_num(errors),
-            color=shown.color,
-            marker=shown.marker,
-            label=shown.label,
-            zorder=3 - 0.01 * place(name),  # the first in the legend lies on top
-        )
+        depth = 3 - 0.01 * place(name)  # the first in the legend lies on top
+        draw_curve(ax, curve, column=column, zorder=depth, **look(name).keywords())
     paper = rows[rows["source"].eq("paper")]
     for (name, model), points in paper.groupby(["name", "model"], sort=False):
         draw_paper_points(
@@ -255,8 +277,8 @@ def draw_paper_points(
     )
 
 
-def label_panel(ax: Axes, metric: str, *, relative: bool) -> None:
-    """Axis labels, per cent ticks and the dense model's line of one panel."""
+def finish_panel(ax: Axes, rows: pd.DataFrame, metric: str, *, relative: bool) -> None:
+    """Axis labels, scales, and the lines of the dense model and of guessing."""
     key = f"relative {metric}" if relative else metric
     ax.set_xlabel(LABELS["ratio"])
     ax.set_ylabel(LABELS[key])
@@ -264,10 +286,14 @@ def label_panel(ax: Axes, metric: str, *, relative: bool) -> None:
     if metric != "perplexity":
         show_percent(ax.yaxis)
     if relative:
-        ax.axhline(1, color=REFERENCE_GREY, linestyle="--", linewidth=1, zorder=1)
+        ax.axhline(1, zorder=1, **REFERENCE_LINE)
+    if metric == "perplexity":
+        _use_log(ax)
+    if metric == "accuracy":
+        _draw_chance(ax, rows)
 
 
-def draw_chance(ax: Axes, rows: pd.DataFrame) -> None:
+def _draw_chance(ax: Axes, rows: pd.DataFrame) -> None:
     """A dotted line at the accuracy of guessing, where it is known for the task."""
     ours = rows[rows["source"].eq("ours") & rows["dataset"].isin(list(CHANCE))]
     if ours.empty:
@@ -283,7 +309,7 @@ def draw_chance(ax: Axes, rows: pd.DataFrame) -> None:
     )
 
 
-def use_log(ax: Axes) -> None:
+def _use_log(ax: Axes) -> None:
     """A logarithmic y axis with ticks written as plain numbers."""
     ax.set_yscale("log")
     low, high = ax.get_ylim()

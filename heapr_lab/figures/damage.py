@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
+    REFERENCE_LINE,
     look,
     own_axes,
     panels,
@@ -58,15 +59,8 @@ def plot_damage(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     drawn = data[data["measured"].gt(0)]
     low, high = _limits(drawn)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    ax.axline(
-        (low, low),
-        (high, high),
-        color=REFERENCE_GREY,
-        linestyle="--",
-        linewidth=1,
-        zorder=1,
-        label="prediction = measurement",
-    )
+    label = "prediction = measurement"
+    ax.axline((low, low), (high, high), zorder=1, label=label, **REFERENCE_LINE)
     for name, rows in drawn.groupby("estimator", sort=False):
         style = look(str(name))
         for used, part in rows.groupby("used_for_fit"):

@@ -32,8 +32,8 @@ from heapr_lab.figures import (
     structures,
     tables,
 )
-from heapr_lab.figures.files import rows_text, save_figure, settle
-from heapr_lab.figures.style import styled
+from heapr_lab.figures.files import rows_text, save_figure, settle, write_files
+from heapr_lab.figures.style import figure_with, styled
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage.provenance import rows_digest
 
@@ -165,7 +165,7 @@ class Display:
         """
         chosen = {name: options.pop(name, None) for name in self._functions.panel}
         ax = self._functions.plot(self._panel(chosen), ax=ax, **options)
-        self._figure, self._axes = _figure_of(ax), [ax]
+        self._figure, self._axes = figure_with(ax), [ax]
         return ax
 
     @property
@@ -173,7 +173,7 @@ class Display:
         """The figure that was drawn last; all panels, drawn now, if there is none."""
         if self._figure is None:
             draw = self._functions.figure
-            figure = _figure_of(self.plot()) if draw is None else draw(self.frame)
+            figure = figure_with(self.plot()) if draw is None else draw(self.frame)
             # This object shows it; left with pyplot, a notebook would show it twice.
             plt.close(figure)
             settle(figure)
@@ -219,12 +219,10 @@ class Display:
         Returns:
             The three paths.
         """
-        stem, rows = Path(stem), rows_text(self.frame)
+        rows = rows_text(self.frame)
         said = {**(provenance or {}), "figure": self.kind, "data": rows_digest(rows)}
         paths = save_figure(self.figure_, stem, provenance=said)
-        path = stem.with_name(f"{stem.name}.csv")
-        path.write_text(rows, encoding="utf-8", newline="\n")
-        return [*paths, path]
+        return paths + write_files(stem, {"csv": rows.encode()})
 
     @styled
     def _repr_png_(self) -> bytes:
@@ -258,9 +256,3 @@ def _kind(name: str) -> Kind:
     if name not in KINDS:
         raise SpecError(f"no figure {name!r}; there is {', '.join(KINDS)}")
     return KINDS[name]
-
-
-def _figure_of(ax: Axes) -> Figure:
-    figure = ax.get_figure(root=True)
-    assert figure is not None  # an Axes that was just drawn on has one
-    return figure

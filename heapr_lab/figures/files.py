@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +57,24 @@ def save_figure(
         provenance: plain data that says where the numbers come from. Its `data`, where
             there is one, is the `rows_digest` of the rows that were drawn.
     """
-    stem = Path(stem)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    said = mark(provenance)
+    title, said = Path(stem).name, mark(provenance)
     metadata = {
-        "png": {"Description": said, "Title": stem.name, "Software": None},
+        "png": {"Description": said, "Title": title, "Software": None},
         "pdf": {
             "Keywords": said,
-            "Title": stem.name,
+            "Title": title,
             "Creator": "heapr-lab",
             "Producer": None,
             "CreationDate": None,
         },
     }
     settle(figure)
-    paths = []
+    contents = {}
     for suffix, fields in metadata.items():
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix, metadata=fields)
-        path = stem.with_name(f"{stem.name}.{suffix}")
-        path.write_bytes(buffer.getvalue())
-        paths.append(path)
-    return paths
+        contents[suffix] = buffer.getvalue()
+    return write_files(stem, contents)
 
 
 def write_table(
@@ -94,8 +91,6 @@ def write_table(
         stem: path without a suffix; its folder is made.
         provenance: plain data that says where the numbers come from.
     """
-    stem = Path(stem)
-    stem.parent.mkdir(parents=True, exist_ok=True)
     rows = rows_text(frame)
     said = mark(provenance | {"data": rows_digest(rows)})
     texts = {
@@ -103,11 +98,21 @@ def write_table(
         "md": f"{table_markdown(frame)}\n<!-- {said} -->\n",
         "tex": f"% {said}\n{table_latex(frame)}",
     }
-    paths = []
-    for suffix, text in texts.items():
-        path = stem.with_name(f"{stem.name}.{suffix}")
-        path.write_text(text, encoding="utf-8", newline="\n")
-        paths.append(path)
+    return write_files(stem, {name: text.encode() for name, text in texts.items()})
+
+
+def write_files(stem: str | Path, contents: Mapping[str, bytes]) -> list[Path]:
+    """Write `contents`, by suffix, to files beside each other and return their paths.
+
+    Args:
+        stem: path without a suffix; its folder is created.
+        contents: what each file contains; the suffixes are without a dot.
+    """
+    stem = Path(stem)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in contents]
+    for path, content in zip(paths, contents.values(), strict=True):
+        path.write_bytes(content)
     return paths
 
 

@@ -12,9 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from heapr_lab.figures.style import (
     LABELS,
     add_legend,
+    figure_by_ratio,
     own_axes,
-    panels,
-    share_legend,
     show_percent,
     styled,
 )
@@ -94,16 +93,14 @@ def plot_layer_ratios(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 @styled
 def figure_layer_ratios(data: pd.DataFrame) -> Figure:
     """One panel of bars per global ratio, on one scale."""
-    ratios = list(data["ratio"].drop_duplicates())
-    figure, axes = panels(len(ratios))
     top = min(1.0, data["layer_ratio"].max() * 1.2)
-    for ratio, ax in zip(ratios, axes, strict=True):
-        plot_layer_ratios(data[data["ratio"].eq(ratio)], ax=ax)
-        ax.set_ylim(0, top)
-        ax.set_title(f"{100 * ratio:g} % removed globally")
+
+    def plot(rows: pd.DataFrame, *, ax: Axes) -> Axes:
+        plot_layer_ratios(rows, ax=ax).set_ylim(0, top)
         ax.get_lines()[0].set_label("share removed from all layers together")
-    share_legend(figure)
-    return figure
+        return ax
+
+    return figure_by_ratio(data, plot, title="{:g} % removed globally")
 
 
 def widths_data(

@@ -27,14 +27,12 @@ _FOLDERS = (
 )
 
 
-def paper_table(name: str, *, directory: Path | None = None) -> pd.DataFrame:
+def paper_table(name: str) -> pd.DataFrame:
     """One of the paper's tables, as published.
 
     Args:
         name: `main_results`, `global_vs_layer`, `granularity`, `cost`,
             `calibration_sizes` or `boundary`.
-        directory: the folder of the CSV files; by default `data/paper` of the
-            repository, or the copy that an installed package brings.
 
     Returns:
         The CSV file as a frame; a dash of the paper is NaN.
@@ -42,16 +40,14 @@ def paper_table(name: str, *, directory: Path | None = None) -> pd.DataFrame:
     Raises:
         SpecError: there is no such table.
     """
-    folders = (Path(directory),) if directory is not None else _FOLDERS
-    for folder in folders:
+    for folder in _FOLDERS:
         path = folder / f"{name}.csv"
         if path.is_file():
             return pd.read_csv(path)
-    found = sorted({path.stem for folder in folders for path in folder.glob("*.csv")})
+    found = sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.csv")})
     raise SpecError(
-        f"no table {name!r} in {[str(folder) for folder in folders]}: found "
-        f"{found or 'no CSV file'}. Name one of those, or pass the folder with the "
-        "paper's CSV files as directory."
+        f"no table {name!r} in {[str(folder) for folder in _FOLDERS]}: found "
+        f"{found or 'no CSV file'}. Use the name of one of those."
     )
 
 
@@ -61,14 +57,14 @@ def paper_label(model: str) -> str:
     return f"paper: {short}, not comparable (other model and data)"
 
 
-def paper_dense(model: str, *, directory: Path | None = None) -> pd.Series:
+def paper_dense(model: str) -> pd.Series:
     """The unpruned model's published WikiText-2 perplexity and mean task accuracy.
 
     Returns:
         Series with `perplexity` and `accuracy` (a fraction; the mean of the seven
         tasks, as the paper prints them to two digits).
     """
-    table = paper_table("main_results", directory=directory)
+    table = paper_table("main_results")
     row = table[table["model"].eq(model) & table["method"].eq("Original")].iloc[0]
     return pd.Series(
         {

@@ -1,5 +1,7 @@
 """Two budgets at once: Δloss against operations saved, at equal parameters saved."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -8,11 +10,10 @@ from matplotlib.figure import Figure
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
+    figure_by_ratio,
     look,
     own_axes,
-    panels,
     place,
-    share_legend,
     show_percent,
     styled,
 )
@@ -56,35 +57,16 @@ def plot_pareto(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         The Axes.
     """
     ax = own_axes(ax)
+    x, y = "routed_flops_reduction", "delta_nll"
+    hollow: dict[str, Any] = {"markerfacecolor": "white", "linestyle": "none"}
     for name in sorted(data["estimator"].unique(), key=place):
-        style = look(name)
+        line = look(name).keywords()
         rows = data[data["estimator"].eq(name)].sort_values("price")
-        ax.plot(
-            rows["routed_flops_reduction"],
-            rows["delta_nll"],
-            color=style.color,
-            marker=style.marker,
-            markevery=np.flatnonzero(rows["efficient"]).tolist(),
-            label=style.label,
-        )
+        marked = np.flatnonzero(rows["efficient"]).tolist()
+        ax.plot(rows[x], rows[y], markevery=marked, **line)
         beaten = rows[~rows["efficient"]]
-        ax.plot(
-            beaten["routed_flops_reduction"],
-            beaten["delta_nll"],
-            color=style.color,
-            marker=style.marker,
-            markerfacecolor="white",
-            linestyle="none",
-        )
-    ax.plot(
-        [],
-        [],
-        color=REFERENCE_GREY,
-        marker="o",
-        markerfacecolor="white",
-        linestyle="none",
-        label=_DOMINATED,
-    )
+        ax.plot(beaten[x], beaten[y], **line | hollow | {"label": None})
+    ax.plot([], [], color=REFERENCE_GREY, marker="o", label=_DOMINATED, **hollow)
     ax.set_xlabel("routed FLOPs saved [%] ↑")
     ax.set_ylabel(LABELS["delta_nll"])
     show_percent(ax.xaxis)
@@ -94,13 +76,7 @@ def plot_pareto(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 @styled
 def figure_pareto(data: pd.DataFrame) -> Figure:
     """One panel for each ratio; along a curve the price goes from 0, left, to 1."""
-    ratios = list(data["ratio"].drop_duplicates())
-    figure, axes = panels(len(ratios))
-    for ratio, ax in zip(ratios, axes, strict=True):
-        plot_pareto(data[data["ratio"].eq(ratio)], ax=ax)
-        ax.set_title(f"{100 * ratio:g} % of parameters")
-    share_legend(figure)
-    return figure
+    return figure_by_ratio(data, plot_pareto, title="{:g} % of parameters")
 
 
 def pareto_table(data: pd.DataFrame) -> pd.DataFrame:

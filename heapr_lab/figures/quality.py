@@ -7,10 +7,9 @@ from matplotlib.figure import Figure
 
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
+    figure_of,
     look,
     own_axes,
-    panels,
-    share_legend,
     styled,
 )
 from heapr_lab.importance.estimators import PER_TOKEN
@@ -81,15 +80,11 @@ def plot_quality(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         own = rows[rows["variant"].eq(name)].sort_values("ratio")
         if own.empty:
             continue
-        style = look(name)
         ax.errorbar(
             100 * own["ratio"],
             own["delta_nll"],
             yerr=own["delta_nll_std"].fillna(0.0),
-            color=style.color,
-            marker=style.marker,
-            label=style.label,
-            capsize=2,
+            **look(name).keywords(),
         )
     ax.set_xlabel("atomic experts removed [%]")
     ax.set_ylabel(f"Δloss [{PER_TOKEN}] ↓")
@@ -101,13 +96,11 @@ def plot_quality(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def figure_quality(data: pd.DataFrame) -> Figure:
     """One panel for each corpus, calibrated and tested on it."""
     same = data[data["calibration"].eq(data["test"])]
-    corpora = list(same["test"].drop_duplicates())
-    figure, axes = panels(len(corpora))
-    for corpus, ax in zip(corpora, axes, strict=True):
-        plot_quality(same[same["test"].eq(corpus)], ax=ax)
-        ax.set_title(corpus)
-    share_legend(figure)
-    return figure
+
+    def draw(corpus: str, ax: Axes) -> None:
+        plot_quality(same[same["test"].eq(corpus)], ax=ax).set_title(corpus)
+
+    return figure_of(same["test"].drop_duplicates(), draw)
 
 
 def quality_table(data: pd.DataFrame) -> pd.DataFrame:

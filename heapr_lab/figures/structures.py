@@ -7,10 +7,9 @@ from matplotlib.ticker import ScalarFormatter
 
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
+    figure_by_ratio,
     look,
     own_axes,
-    panels,
-    share_legend,
     styled,
 )
 from heapr_lab.importance.estimators import PER_TOKEN
@@ -50,25 +49,14 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for name, rows in data.groupby("structure", sort=False):
         style = look(str(name))
         if name == RAGGED:
-            ax.axhline(
-                0.0,
-                color=REFERENCE_GREY,
-                linestyle="--",
-                label=style.label,
-            )
+            ax.axhline(0.0, color=REFERENCE_GREY, linestyle="--", label=style.label)
             continue
         ordered = rows.sort_values("multiple")
-        ax.plot(
-            ordered["multiple"].astype(int),
-            ordered["excess_nll"],
-            color=style.color,
-            marker=style.marker,
-            label=style.label,
-        )
+        multiples = ordered["multiple"].astype(int)
+        ax.plot(multiples, ordered["excess_nll"], **style.keywords())
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(ScalarFormatter())
-    multiples = data["multiple"].dropna().astype(int).unique().tolist()
-    ax.set_xticks(multiples)
+    ax.set_xticks(data["multiple"].dropna().astype(int).unique().tolist())
     ax.minorticks_off()
     ax.set_xlabel("widths’ multiple [atoms]")
     ax.set_ylabel(f"Δloss above ragged [{PER_TOKEN}]")
@@ -78,13 +66,7 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 @styled
 def figure_structures(data: pd.DataFrame) -> Figure:
     """One panel for each ratio."""
-    ratios = list(data["ratio"].drop_duplicates())
-    figure, axes = panels(len(ratios))
-    for ratio, ax in zip(ratios, axes, strict=True):
-        plot_structures(data[data["ratio"].eq(ratio)], ax=ax)
-        ax.set_title(f"{100 * ratio:g} % removed")
-    share_legend(figure)
-    return figure
+    return figure_by_ratio(data, plot_structures, title="{:g} % removed")
 
 
 def structures_table(data: pd.DataFrame) -> pd.DataFrame:

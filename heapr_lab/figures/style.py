@@ -10,12 +10,13 @@ import functools
 import textwrap
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -51,8 +52,16 @@ LABELS = {
 
 _LABEL_WIDTH = 40
 
+REFERENCE_LINE: dict[str, Any] = {
+    "color": REFERENCE_GREY,
+    "linestyle": "--",
+    "linewidth": 1,
+}
+"""Keywords of a line that curves or points are compared with."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,10 @@ class Look:
     color: str
     marker: str
     label: str
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of matplotlib's `plot` and `errorbar`."""
+        return asdict(self)
 
 
 _LOOKS = {
@@ -167,6 +180,13 @@ def own_axes(ax: Axes | None, *, size: tuple[float, float] = (4.6, 3.2)) -> Axes
     return plt.subplots(figsize=size)[1] if ax is None else ax
 
 
+def figure_with(ax: Axes) -> Figure:
+    """The whole figure that `ax` is in."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None  # it was not removed from its figure
+    return figure
+
+
 def panels(count: int, *, height: float = 2.7) -> tuple[Figure, list[Axes]]:
     """A figure of README width with `count` panels, at most three in a row."""
     columns = min(count, 3) if count != 4 else 2
@@ -178,6 +198,42 @@ def panels(count: int, *, height: float = 2.7) -> tuple[Figure, list[Axes]]:
     for spare in axes[count:]:
         spare.remove()
     return figure, axes[:count]
+
+
+def figure_of(
+    items: Iterable[T], draw: Callable[[T, Axes], object], *, height: float = 2.7
+) -> Figure:
+    """A figure with a panel for each item and one legend.
+
+    Args:
+        items: what the panels show.
+        draw: draws one item on its Axes.
+        height: of a row of panels, in inches.
+    """
+    items = list(items)
+    figure, axes = panels(len(items), height=height)
+    for item, ax in zip(items, axes, strict=True):
+        draw(item, ax)
+    share_legend(figure)
+    return figure
+
+
+def figure_by_ratio(
+    data: pd.DataFrame, plot: Callable[..., Axes], *, title: str
+) -> Figure:
+    """A figure with a panel for the rows of each ratio.
+
+    Args:
+        data: rows with a column `ratio`.
+        plot: draws some of them, on the Axes `ax`.
+        title: format of a panel's title, of the ratio in per cent.
+    """
+
+    def draw(ratio: float, ax: Axes) -> None:
+        plot(data[data["ratio"].eq(ratio)], ax=ax)
+        ax.set_title(title.format(100 * ratio))
+
+    return figure_of(data["ratio"].drop_duplicates(), draw)
 
 
 def share_legend(figure: Figure) -> None:

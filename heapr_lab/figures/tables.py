@@ -1,25 +1,24 @@
 """Tables 8 and 9: estimators × ratios, and what measuring the scores costs."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from heapr_lab.errors import SpecError
 from heapr_lab.figures.comparisons import figure_comparison, plot_comparison
-from heapr_lab.figures.curves import METRICS, curves_data, sort_curves
+from heapr_lab.figures.curves import AS_THE_PAPER, METRICS, curves_data, sort_curves
 from heapr_lab.figures.paper import paper_dense, paper_table
 from heapr_lab.figures.style import (
     LABELS,
     add_legend,
+    figure_of,
     look,
     own_axes,
-    panels,
     place,
-    share_legend,
     styled,
 )
 
@@ -42,10 +41,7 @@ figure_main = figure_comparison
 
 
 def main_data(
-    results: pd.DataFrame,
-    *,
-    paper_model: str = "DeepSeekMoE-16B-Base",
-    paper_dir: Path | None = None,
+    results: pd.DataFrame, *, paper_model: str = "DeepSeekMoE-16B-Base"
 ) -> pd.DataFrame:
     """One curve per estimator over the ratios, with the paper's HEAPr on WikiText-2.
 
@@ -54,7 +50,6 @@ def main_data(
     Args:
         results: evaluation rows of one calibration, dense rows among them.
         paper_model: the model whose published points are added.
-        paper_dir: folder of the paper's CSV files, if not the usual one.
 
     Returns:
         A curve frame (see `heapr_lab.figures.curves`) whose `name` is the estimator.
@@ -62,23 +57,18 @@ def main_data(
     dense = results["estimator"].eq("dense")
     with_global = set(results.loc[results["scope"].eq("global"), "estimator"])
     main_scope = results["scope"].eq("global") | ~results["estimator"].isin(with_global)
-    settings = {"granularity": "atom", "structure": "ragged"}
-    ours = curves_data(results[dense | main_scope], vary="estimator", settings=settings)
-    return sort_curves(pd.concat([ours, _paper_heapr(paper_model, paper_dir)]))
+    rows = results[dense | main_scope]
+    ours = curves_data(rows, vary="estimator", settings=AS_THE_PAPER)
+    return sort_curves(pd.concat([ours, _paper_heapr(paper_model)]))
 
 
-def _paper_heapr(model: str, paper_dir: Path | None) -> pd.DataFrame:
-    table = paper_table("main_results", directory=paper_dir)
-    dense = paper_dense(model, directory=paper_dir)
+def _paper_heapr(model: str) -> pd.DataFrame:
+    table = paper_table("main_results")
     rows = table[table["model"].eq(model) & table["method"].eq("HEAPr")]
-    values = pd.DataFrame(
-        {
-            "ratio": rows["ratio"],
-            "value": rows["wikitext2_ppl"].astype(float),
-            "relative": rows["wikitext2_ppl"].astype(float) / dense["perplexity"],
-        }
-    )
-    return values.assign(
+    perplexity = rows["wikitext2_ppl"].astype(float)
+    return rows[["ratio"]].assign(
+        value=perplexity,
+        relative=perplexity / paper_dense(model)["perplexity"],
         source="paper",
         name="heapr",
         model=model,
@@ -147,7 +137,6 @@ def cost_data(
     costs: Iterable[Mapping[str, Any]] | pd.DataFrame,
     *,
     baseline: str | None = None,
-    paper_dir: Path | None = None,
 ) -> pd.DataFrame:
     """Measured costs with the paper's, in seconds and bytes.
 
@@ -155,7 +144,6 @@ def cost_data(
         costs: rows of method, model, d_model, d_inter, n_experts, seconds, peak_bytes
             and state_bytes.
         baseline: the method whose time `times_baseline` divides by, per model.
-        paper_dir: folder of the paper's CSV files, if not the usual one.
 
     Returns:
         The rows of `costs` with `source` "ours", then the paper's with `source`
@@ -174,7 +162,7 @@ def cost_data(
                 f"{sorted(set(ours['method']))}. Time it there too."
             )
         ours["times_baseline"] = ours["seconds"] / ours["model"].map(base)
-    published = paper_table("cost", directory=paper_dir)
+    published = paper_table("cost")
     paper = pd.DataFrame(
         {
             "source": "paper",
@@ -271,12 +259,10 @@ def plot_cost(
         costs = ours[ours["method"].eq(method)].set_index("model")[quantity]
         values = costs.reindex(models).to_numpy(dtype=float)
         shift = (number - (len(methods) - 1) / 2) * height
-        rows = [index + shift for index in range(len(models))]
+        rows = np.arange(len(models)) + shift
         scale = 1 if quantity == "seconds" else MIB
-        shown = look(method)
-        ax.barh(
-            rows, values / scale, height=height, color=shown.color, label=shown.label
-        )
+        color, label = look(method).color, look(method).label
+        ax.barh(rows, values / scale, height=height, color=color, label=label)
     ax.set_yticks(range(len(models)), models)
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
@@ -288,12 +274,11 @@ def plot_cost(
 @styled
 def figure_cost(data: pd.DataFrame) -> Figure:
     """Time, peak memory and state side by side, one legend."""
-    figure, axes = panels(3, height=2.6)
-    for quantity, ax in zip(
-        ("seconds", "peak_bytes", "state_bytes"), axes, strict=True
-    ):
+    quantities = ("seconds", "peak_bytes", "state_bytes")
+
+    def draw(quantity: str, ax: Axes) -> None:
         plot_cost(data, quantity=quantity, ax=ax)
-        if ax is not axes[0]:
+        if quantity != quantities[0]:
             ax.set_yticklabels([])
-    share_legend(figure)
-    return figure
+
+    return figure_of(quantities, draw, height=2.6)
