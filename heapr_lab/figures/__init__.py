@@ -1,11 +1,11 @@
 """Tables to data frames to Axes to files: every figure and table, without torch.
 
-Each figure is a data function that returns a tidy frame (`boundary_data`), a plot
-function that draws it on one Axes and returns that (`plot_boundary`), and a figure
-function that lays out all its panels (`figure_boundary`). Each table is a data function
-and a `..._table` function that returns it as people read it. `save_figure` and
-`write_table` make files of them, the same input giving the same bytes. `Display` holds
-the rows of any of the figures and shows it in a notebook.
+Each figure has a data function that returns a tidy frame (`boundary_data`), a plot
+function that draws the frame on one Axes and returns it (`plot_boundary`), and a figure
+function that lays out all panels (`figure_boundary`). Each table has a data function
+and a `..._table` function that formats the rows for readers. `save_figure` and
+`write_table` write files; the same input gives the same bytes. A `Display` holds the
+rows of any figure and shows it in a notebook.
 """
 
 from heapr_lab.figures.atom import (

@@ -1,4 +1,4 @@
-"""Figure 2: does the summed score of a group of atoms foretell what losing it costs?"""
+"""Figure 2: does the summed score of a group of atoms predict the loss increase?"""
 
 import numpy as np
 import pandas as pd
@@ -36,7 +36,7 @@ def bins_data(
         bins: one row per order and bin: order, bin, score_sum, delta_nll, estimator,
             dataset.
         estimator: whose scores.
-        dataset: where the loss was measured; may be left out if there is one only.
+        dataset: where the loss was measured; None if there is only one.
         n_resamples: bootstrap resamples of the bins.
         seed: of the bootstrap.
 
@@ -46,13 +46,13 @@ def bins_data(
         those three.
 
     Raises:
-        SpecError: several data sets and none chosen.
+        SpecError: there are several data sets and `dataset` is None.
     """
     rows = matching(bins, {"estimator": estimator})
     held = sorted(set(rows["dataset"]))
     if dataset is None and len(held) > 1:
         raise SpecError(
-            f"bins of {len(held)} data sets {held}, expected one. Pass dataset=."
+            f"bins of {len(held)} data sets {held}, expected one. Name one as dataset."
         )
     rows = matching(rows, {"dataset": dataset or held[0]})
     rows = require_one_row(rows, ["order", "bin"]).sort_values(["order", "bin"])
@@ -75,7 +75,7 @@ def spearman_interval(
     """Spearman's correlation and the percentile interval of its bootstrap.
 
     Pairs are resampled with replacement; resamples in which x or y is constant have no
-    correlation and are left out.
+    correlation and are ignored.
 
     Returns:
         rho, rho_low and rho_high.
@@ -102,15 +102,15 @@ def plot_bins(
 ) -> Axes:
     """Measured against predicted loss change, one point per bin of 10 % of the atoms.
 
-    Numbers beside the points are the bins; where the estimator's scores are nats per
-    predicted token, a dashed line shows where prediction and measurement agree (the
-    paper's score is a mean over an expert's own tokens). Score bins span orders of
-    magnitude and get logarithmic axes (linear around 0 where a measured change is not
-    positive).
+    Each point is labelled with the number of its bin. If the scores of the estimator
+    are nats per predicted token, a dashed line shows where prediction and measurement
+    agree (the paper's score is a mean over an expert's own tokens). Bins by score span
+    orders of magnitude and have logarithmic axes (linear around 0 where a measured
+    change is not positive).
 
     Args:
         data: from `bins_data`.
-        order: "index" or "score"; by default the first there is.
+        order: "index" or "score"; by default the first in the data.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -147,7 +147,7 @@ def plot_bins(
         f"Spearman ρ = {first['rho']:.2f}, "
         f"95 % interval [{first['rho_low']:.2f}, {first['rho_high']:.2f}]"
     ).replace("-", "−")
-    # the second line of the panel's name, in plain type
+    # the second line of the title, in regular type
     ax.set_title(ORDERS.get(order, order) + "\n")
     ax.text(0, 1.03, found, transform=ax.transAxes, fontsize=8)
     ax.margins(0.1)
@@ -175,7 +175,7 @@ def _draw_agreement(ax: Axes, rows: pd.DataFrame) -> None:
 
 @styled
 def figure_bins(data: pd.DataFrame) -> Figure:
-    """Bins by original index (as the paper) and by score rank, side by side."""
+    """Bins by original index (as in the paper) and by score rank, side by side."""
     held = [order for order in ORDERS if order in set(data["order"])]
     return figure_of(
         held, lambda order, ax: plot_bins(data, order=order, ax=ax), height=3.0

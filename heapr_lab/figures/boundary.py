@@ -1,4 +1,4 @@
-"""Figure 4: how far pruning goes before it hurts, and what it saves on the way."""
+"""Figure 4: accuracy, perplexity and FLOPs saved against the pruning ratio."""
 
 import numpy as np
 import pandas as pd
@@ -41,20 +41,20 @@ def boundary_data(
 ) -> pd.DataFrame:
     """Accuracy, perplexity and FLOPs saved over the ratio, with the paper's statements.
 
-    The paper's ratio is the share of the whole model; it is placed on our axis of
-    routed atomic experts by the routed share of our model, so that it is right on the
-    second axis.
+    The paper's ratio is a share of the whole model. Divided by the routed share of our
+    model it is a position on our axis of routed atomic experts, so that the second axis
+    shows the paper's value.
 
     Args:
-        results: evaluation rows of one calibration, dense rows among them.
+        results: evaluation rows of one calibration, including dense rows.
         savings: parameters and FLOPs saved per setting.
         estimator: whose scores.
         scope: "global" or "layer".
 
     Returns:
-        A curve frame (see `heapr_lab.figures.curves`) with two columns more:
-        `parameter_reduction`, the share of the whole model, and `at_most`, True where
-        the paper says "below".
+        A curve frame (see `heapr_lab.figures.curves`) with two more columns:
+        `parameter_reduction`, the share of the whole model that is removed, and
+        `at_most`, True where the paper says "below".
     """
     settings = AS_THE_PAPER | {"estimator": estimator, "scope": scope}
     share = routed_share(matching(savings, settings))
@@ -74,7 +74,7 @@ def routed_share(savings: pd.DataFrame) -> float:
     """Share of the whole model's parameters that are routed atomic experts.
 
     Raises:
-        SpecError: nothing is removed in any row.
+        SpecError: no row removes anything.
     """
     pruned = savings[savings["achieved_ratio"].gt(0)]
     if pruned.empty:
@@ -135,7 +135,7 @@ def plot_boundary(
 
 
 def _label(metric: str, dataset: str) -> str:
-    """What the legend calls a curve."""
+    """The name of a curve in the legend."""
     if not dataset:
         return "_nolegend_"
     return f"FLOPs {dataset}" if metric == "flops_reduction" else look(dataset).label
@@ -160,7 +160,7 @@ def _draw_statements(ax: Axes, statements: pd.DataFrame, *, column: str) -> None
         label=paper_label(statements["model"].iloc[0]),
     )
     for row in statements[statements["at_most"]].to_dict("records"):
-        # "below 0.4" holds for every smaller share too: an arrow to the left
+        # "below 0.4" includes every smaller share: an arrow to the left
         ax.annotate(
             "",
             xy=(row["ratio"] - 0.16, row[column]),
@@ -199,7 +199,7 @@ def _draw_model_axis(ax: Axes, data: pd.DataFrame) -> None:
 
 @styled
 def figure_boundary(data: pd.DataFrame) -> Figure:
-    """Accuracy, perplexity and FLOPs saved side by side, one legend."""
+    """Accuracy, perplexity and FLOPs saved side by side, with one legend."""
     held = [name for name in QUANTITIES if name in set(data["metric"])]
     return figure_of(
         held, lambda name, ax: plot_boundary(data, quantity=name, ax=ax), height=3.0

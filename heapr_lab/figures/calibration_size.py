@@ -1,4 +1,4 @@
-"""Figure 3: how much calibration text it takes, and whether it matters which."""
+"""Figure 3: quality against the amount of calibration text, for each corpus."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -35,9 +35,9 @@ def calibration_size_data(
     """Mean and spread over seeds of each metric, per corpus and calibration size.
 
     Args:
-        results: evaluation rows of several calibrations; the dense model's rows, where
-            there are any, give `dense`.
-        ratio: the pruning ratio asked for.
+        results: evaluation rows of several calibrations; `dense` is taken from the
+            rows of the dense model, if there are any.
+        ratio: the requested pruning ratio.
         estimator: whose scores.
         scope: "global" or "layer".
 
@@ -74,8 +74,8 @@ def plot_calibration_size(
 
     Args:
         data: from `calibration_size_data`.
-        metric: "perplexity" or "accuracy"; by default the first there is.
-        dataset: where it was measured; by default the first there is.
+        metric: "perplexity" or "accuracy"; by default the first in the data.
+        dataset: where it was measured; by default the first in the data.
         ax: where to draw; None makes a new figure.
 
     Returns:

@@ -1,7 +1,7 @@
 """Atomic against whole experts, and global against layer-wise selection.
 
-Values are shown relative to the dense model, because that is what can be laid beside
-the paper's numbers for another model on other data.
+Values are relative to the dense model, so that they can be shown beside the paper's,
+which are of another model and other data.
 """
 
 import pandas as pd
@@ -43,7 +43,7 @@ def granularity_data(
     """Curves of pruning whole experts and of pruning atomic experts, with the paper's.
 
     Args:
-        results: evaluation rows of one calibration, dense rows among them.
+        results: evaluation rows of one calibration, including dense rows.
         savings: parameters and FLOPs saved per setting.
         estimator: whose scores.
         scope: "global" or "layer".
@@ -57,7 +57,7 @@ def granularity_data(
     saved = savings_curves(savings, vary="granularity", settings=settings)
     paper = _paper_granularity()
     if ours["dataset"].eq("wikitext2").any():
-        # the paper's perplexity is that of WikiText-2; without it, any panel must do
+        # the paper's perplexity is on WikiText-2; without it, every panel shows it
         paper.loc[paper["metric"].eq("perplexity"), "dataset"] = "wikitext2"
     return sort_curves(pd.concat([ours, saved, paper]))
 
@@ -65,12 +65,12 @@ def granularity_data(
 def scope_data(results: pd.DataFrame, *, estimator: str = "heapr") -> pd.DataFrame:
     """Curves of global and of layer-wise pruning of atomic experts, with the paper's.
 
-    The paper's points are Qwen1.5-MoE's: for DeepSeekMoE it prints `acc_norm` here but
-    no dense value of it, so nothing relative can be said. Averages are those of the
-    seven cells; the paper prints another one for HEAPr-G at 25 %.
+    The paper's points are those of Qwen1.5-MoE: for DeepSeekMoE the paper gives
+    `acc_norm` without its dense value, so that it cannot be made relative. Averages are
+    over the seven tasks; for HEAPr-G at 25 % the paper prints a different average.
 
     Args:
-        results: evaluation rows of one calibration, dense rows among them.
+        results: evaluation rows of one calibration, including dense rows.
         estimator: whose scores.
 
     Returns:
@@ -135,8 +135,8 @@ def plot_comparison(
     Args:
         data: from `granularity_data`, `scope_data` or `main_data`.
         metric: "perplexity" (log axis), "accuracy" or "flops_reduction"; by default
-            the first there is.
-        dataset: a data set of that metric; by default the first there is.
+            the first in the data.
+        dataset: a data set of that metric; by default the first in the data.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -154,7 +154,7 @@ def plot_comparison(
 
 @styled
 def figure_comparison(data: pd.DataFrame) -> Figure:
-    """Every metric and data set of a curve frame, one panel each, one legend."""
+    """Every metric and data set of a curve frame, a panel each, with one legend."""
 
     def draw(pair: tuple[str, str], ax: Axes) -> None:
         plot_comparison(data, metric=pair[0], dataset=pair[1], ax=ax)

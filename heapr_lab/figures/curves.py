@@ -29,7 +29,7 @@ from heapr_lab.pruning.savings import at_context
 
 METRICS = ("perplexity", "accuracy")
 CHANCE = {"continuation": 0.25}
-"""Accuracy of guessing, for the tasks whose number of choices is known."""
+"""Accuracy of guessing, for tasks whose number of choices is known."""
 
 AS_THE_PAPER = {"granularity": "atom", "structure": "ragged"}
 """Settings of the paper's method that the figures vary only where they say so."""
@@ -52,7 +52,7 @@ def matching(frame: pd.DataFrame, settings: Mapping[str, Any]) -> pd.DataFrame:
     """The rows of `frame` in which every column of `settings` has its value.
 
     Raises:
-        SpecError: no row is left.
+        SpecError: there is no such row.
     """
     rows = np.ones(len(frame), dtype=bool)
     for column, value in settings.items():
@@ -60,17 +60,17 @@ def matching(frame: pd.DataFrame, settings: Mapping[str, Any]) -> pd.DataFrame:
     if not rows.any():
         held = {column: sorted(set(frame[column].dropna())) for column in settings}
         raise SpecError(
-            f"no rows with {dict(settings)}: the frame holds {held}. Evaluate that "
-            "setting first, or ask for one that was evaluated."
+            f"no rows with {dict(settings)}: the frame contains {held}. Evaluate that "
+            "setting first, or use one that was evaluated."
         )
     return frame[rows]
 
 
 def require_one_row(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """`frame` without repeated rows, in which each combination of `keys` stands once.
+    """`frame` without repeated rows, with one row for each combination of `keys`.
 
     Raises:
-        SpecError: two different rows share their keys.
+        SpecError: two different rows have the same keys.
     """
     unique = frame.drop_duplicates()
     twice = unique[unique.duplicated(list(keys), keep=False)]
@@ -86,16 +86,17 @@ def require_one_row(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 
 
 def relative_to_dense(results: pd.DataFrame) -> pd.DataFrame:
-    """`results` with perplexity and accuracy also as multiples of the dense model's.
+    """Perplexities and accuracies of `results`, also relative to the dense model.
 
-    Adds `relative` and `relative_stderr` (the dense value taken as exact), and sets
-    `ratio` to the achieved one.
+    Adds `relative` and `relative_stderr` (the dense value is taken as exact), and sets
+    `ratio` to the achieved ratio.
 
     Args:
-        results: evaluation rows, the dense model's (estimator "dense") among them.
+        results: evaluation rows, including those of the dense model (estimator
+            "dense").
 
     Raises:
-        SpecError: a metric of a data set has no row of the dense model.
+        SpecError: the dense model has no row for a metric and data set.
     """
     rows = results[results["metric"].isin(METRICS)].copy()
     dense = rows[rows["estimator"].eq("dense")]
@@ -104,8 +105,8 @@ def relative_to_dense(results: pd.DataFrame) -> pd.DataFrame:
     missing = sorted(set(keys) - set(base.index))
     if missing:
         raise SpecError(
-            f"no row with estimator 'dense' for {missing}; values are stated relative "
-            "to the unpruned model. Evaluate the dense model on them too."
+            f"no row with estimator 'dense' for {missing}, but values are relative to "
+            "the dense model. Evaluate the dense model on them too."
         )
     divisor = base.reindex(keys).to_numpy()
     rows["relative"] = rows["value"].to_numpy() / divisor
@@ -135,7 +136,7 @@ def curves_data(
     dense = rows[rows["estimator"].eq("dense")].drop_duplicates(["dataset", "metric"])
     starts = [dense.assign(name=name) for name in sorted(set(pruned["name"]))]
     curves = pd.concat([*starts, pruned]).assign(source="ours", model="")
-    # a curve starts only on data sets on which it goes on
+    # a curve has a start only for data sets on which it has other points
     alive = pruned[["name", "metric", "dataset"]].drop_duplicates()
     curves = curves.merge(alive, on=["name", "metric", "dataset"])
     return sort_curves(curves)
@@ -146,8 +147,8 @@ def savings_curves(
 ) -> pd.DataFrame:
     """Curves of the FLOPs saved (metric "flops_reduction"), from 0 at ratio 0.
 
-    Their `dataset` names the context at which operations were counted, where `savings`
-    says it.
+    Their `dataset` names the context length for which operations were counted, if
+    `savings` has a column `seq_len`.
     """
     rows = matching(savings, settings)
     rows = rows.assign(
@@ -163,12 +164,12 @@ def savings_curves(
 
 
 def _context_of(savings: pd.DataFrame) -> Any:
-    """At how many tokens of context each row was counted; "" where nothing says so."""
+    """The context length of each row as text; "" if it is unknown."""
     return savings["seq_len"].map(at_context) if "seq_len" in savings else ""
 
 
 def sort_curves(curves: pd.DataFrame) -> pd.DataFrame:
-    """`curves` with exactly the curve columns, sorted, on a fresh index."""
+    """`curves` with exactly the curve columns, sorted, with a new index."""
     order = ["source", "metric", "dataset", "name", "model", "ratio"]
     full = curves.reindex(columns=CURVE_COLUMNS)
     return full.sort_values(
@@ -204,8 +205,8 @@ def find_panel(
         if metric in {None, found[0]} and dataset in {None, found[1]}:
             return found
     raise SpecError(
-        f"no rows of metric {metric!r} on data set {dataset!r}: the data holds "
-        f"{pairs}. Ask for one of those."
+        f"no rows of metric {metric!r} on data set {dataset!r}: the data contains "
+        f"{pairs}. Use one of those."
     )
 
 
@@ -214,7 +215,7 @@ def panel(
 ) -> tuple[pd.DataFrame, str, str]:
     """Our rows of one panel with the paper's rows of its metric; the first by default.
 
-    The paper's rows carry the data set "" where they are drawn on any data set.
+    The paper's rows have the data set "" if they are drawn on every data set.
 
     Raises:
         SpecError: there is no such panel.
@@ -261,7 +262,7 @@ def draw_curves(ax: Axes, rows: pd.DataFrame, *, column: str) -> None:
 def draw_paper_points(
     ax: Axes, x: Sequence[float], y: Sequence[float], *, marker: str, label: str
 ) -> None:
-    """Hollow grey points; the legend names each model once."""
+    """Hollow grey points, with one legend entry for each label."""
     known = ax.get_legend_handles_labels()[1]
     ax.plot(
         x,
@@ -294,7 +295,7 @@ def finish_panel(ax: Axes, rows: pd.DataFrame, metric: str, *, relative: bool) -
 
 
 def _draw_chance(ax: Axes, rows: pd.DataFrame) -> None:
-    """A dotted line at the accuracy of guessing, where it is known for the task."""
+    """A dotted line at the accuracy of guessing, if it is known for the task."""
     ours = rows[rows["source"].eq("ours") & rows["dataset"].isin(list(CHANCE))]
     if ours.empty:
         return
@@ -310,10 +311,10 @@ def _draw_chance(ax: Axes, rows: pd.DataFrame) -> None:
 
 
 def _use_log(ax: Axes) -> None:
-    """A logarithmic y axis with ticks written as plain numbers."""
+    """A logarithmic y axis with tick labels in decimal notation."""
     ax.set_yscale("log")
     low, high = ax.get_ylim()
-    narrow = high / low < 4  # too few of 1, 2, 5, 10 to read a value from
+    narrow = high / low < 4  # too few ticks at 1, 2, 5, 10 to read values from
     ax.yaxis.set_major_locator(
         MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1, 2, 5))
     )

@@ -1,4 +1,4 @@
-"""Δloss foretold from summed scores by a map fitted to a few ratios, and measured."""
+"""Δloss predicted from summed scores by a map fitted at a few ratios, and measured."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ from heapr_lab.figures.style import (
 from heapr_lab.importance.estimators import PER_TOKEN
 
 _MAP = ["estimator", "corpus", "calibrated_on", "n_points"]
-"""What the points of one map, asked about one corpus, have in common."""
+"""Columns that identify a map and the corpus for which it predicts."""
 
 _MARGIN = 1.4
 
@@ -29,11 +29,11 @@ def damage_data(measured: pd.DataFrame) -> pd.DataFrame:
         measured: rows of `benchmarks/damage.py`.
 
     Returns:
-        Columns estimator, corpus (whose Δloss), calibrated_on (whose Δloss the map was
-        fitted to), n_points (of the fit), ratio, used_for_fit, predicted, measured,
-        relative_error (predicted ÷ measured − 1; missing where no Δloss above 0 was
-        measured) and naive (the summed score itself; missing where that is not nats per
-        predicted token).
+        Columns estimator, corpus (of the predicted Δloss), calibrated_on (the corpus
+        whose Δloss the map was fitted to), n_points (of the fit), ratio, used_for_fit,
+        predicted, measured, relative_error (predicted ÷ measured − 1; missing unless
+        the measured Δloss is above 0) and naive (the summed score itself; missing
+        unless its unit is nats per predicted token).
     """
     columns = [*_MAP, "ratio", "used_for_fit", "predicted", "measured"]
     truth = measured["measured"].where(measured["measured"].gt(0))
@@ -45,11 +45,11 @@ def damage_data(measured: pd.DataFrame) -> pd.DataFrame:
 def plot_damage(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Measured against predicted Δloss on logarithmic axes, with the identity.
 
-    Filled markers were used for the fit, hollow ones were not.
+    Points with filled markers were used for the fit, those with hollow ones were not.
 
     Args:
-        data: from `damage_data`, of one corpus, calibrated_on and n_points; what was
-            not measured above 0 cannot be drawn.
+        data: from `damage_data`, of one corpus, calibrated_on and n_points; rows whose
+            measured Δloss is not above 0 are not drawn.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -87,16 +87,16 @@ def plot_damage(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 def _limits(data: pd.DataFrame) -> tuple[float, float]:
-    """Limits of both axes that the Δloss of `data` fits between."""
+    """Limits of both axes, with a margin around every Δloss of `data`."""
     values = data[["predicted", "measured"]].to_numpy()
     return float(values.min()) / _MARGIN, float(values.max()) * _MARGIN
 
 
 @styled
 def figure_damage(data: pd.DataFrame) -> Figure:
-    """The maps of the most points: a panel for each corpus and each it was fitted on.
+    """A panel for each corpus and each corpus that its map was fitted on.
 
-    All panels have the same axes.
+    Only the maps fitted to the most points are shown; all panels have the same limits.
     """
     shown = data[data["n_points"].eq(data["n_points"].max())]
     groups = list(shown.groupby(["corpus", "calibrated_on"], sort=False))
@@ -113,10 +113,10 @@ def figure_damage(data: pd.DataFrame) -> Figure:
 
 
 def damage_table(data: pd.DataFrame) -> pd.DataFrame:
-    """How far each map is off at the ratios that it was not fitted to.
+    """Errors of each map at the ratios that it was not fitted to.
 
-    Errors are |predicted ÷ measured − 1|. `naive ÷ measured` is the median of what
-    the summed score itself would say; missing where it is not nats per predicted token.
+    Errors are |predicted ÷ measured − 1|. `naive ÷ measured` is the median for the
+    summed score itself; missing unless its unit is nats per predicted token.
     """
     unused = data[~data["used_for_fit"]]
     size = unused["relative_error"].abs()

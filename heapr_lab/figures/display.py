@@ -1,7 +1,7 @@
-"""A figure with its numbers, as the last expression of a cell shows it.
+"""A figure with its numbers, displayed by a notebook as the last expression of a cell.
 
-The interface is that of scikit-learn's displays: compute once, then look at `frame`,
-draw with `plot(ax=...)`, and find what was drawn in `figure_` and `axes_`.
+The interface is that of scikit-learn's displays: compute once, then read `frame`, draw
+with `plot(ax=...)`, and access the result as `figure_` and `axes_`.
 """
 
 import base64
@@ -45,9 +45,9 @@ class Kind:
     data: Callable[..., pd.DataFrame]
     plot: Callable[..., Axes]
     figure: Callable[[pd.DataFrame], Figure] | None = None
-    """All panels; None where one panel is all there is."""
+    """Draws all panels; None if the figure has only one."""
     panel: tuple[str, ...] = ()
-    """Columns that have one value in a panel."""
+    """Columns that have a single value within a panel."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -100,15 +100,15 @@ KINDS: Mapping[str, Kind] = {
     ),
     "widths": Kind(layers.widths_data, layers.plot_width_cells),
 }
-"""By name: `boundary_data`, `plot_boundary` and `figure_boundary` are of `boundary`."""
+"""Every kind by name: `boundary` has `boundary_data`, `plot_boundary`, and so on."""
 
 
 class Display:
-    """A figure that is drawn when it is looked at, and the rows it is drawn from.
+    """A figure that is drawn when it is displayed, and the rows it is drawn from.
 
     Attributes:
         kind: a name in `figures.KINDS`.
-        frame: the rows, tidy.
+        frame: the rows, a tidy frame.
 
     Example:
         >>> data = pd.DataFrame({"ratio": 0.5, "achieved_ratio": 0.5, "layer": [0, 1],
@@ -118,11 +118,11 @@ class Display:
     """
 
     def __init__(self, kind: str, frame: pd.DataFrame) -> None:
-        """Hold rows.
+        """Store the rows of a figure.
 
         Args:
             kind: a name in `figures.KINDS`.
-            frame: as the data function of that name returns it.
+            frame: rows as the data function of that kind returns them.
 
         Raises:
             SpecError: there is no such kind.
@@ -135,27 +135,29 @@ class Display:
 
     @classmethod
     def from_results(cls, kind: str, *results: Any, **options: Any) -> "Display":
-        """Compute the rows, as the data function of `kind` does.
+        """Compute the rows with the data function of `kind`.
 
         Args:
             kind: a name in `figures.KINDS`.
-            *results: of that function: evaluation rows, masks by ratio, ...
-            **options: of that function.
+            *results: positional arguments of that function: evaluation rows, masks by
+                ratio, ...
+            **options: keyword arguments of that function.
 
         Raises:
-            SpecError: there is no such kind, or the results do not suit it.
+            SpecError: there is no such kind, or the data function raised it.
         """
         return cls(kind, _kind(kind).data(*results, **options))
 
     # --- drawing ----------------------------------------------------------------
 
     def plot(self, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw one panel; `figure_` and `axes_` are then where that was.
+        """Draw one panel; `figure_` and `axes_` then refer to it.
 
         Args:
             ax: where to draw; None makes a new figure.
-            **options: of the plot function of this kind, and which panel it is where
-                the rows are of several: `ratio`, `corpus`, ...; by default the first.
+            **options: keyword arguments of the plot function of this kind, and, if
+                the rows are of several panels, which one: `ratio`, `corpus`, ...; by
+                default the first.
 
         Returns:
             The Axes.
@@ -170,11 +172,11 @@ class Display:
 
     @property
     def figure_(self) -> Figure:
-        """The figure that was drawn last; all panels, drawn now, if there is none."""
+        """The figure that was drawn last; if there is none, all panels are drawn."""
         if self._figure is None:
             draw = self._functions.figure
             figure = figure_with(self.plot()) if draw is None else draw(self.frame)
-            # This object shows it; left with pyplot, a notebook would show it twice.
+            # This object displays it; pyplot would display it a second time.
             plt.close(figure)
             settle(figure)
             self._figure, self._axes = figure, list(figure.axes)
@@ -182,15 +184,15 @@ class Display:
 
     @property
     def axes_(self) -> list[Axes]:
-        """Axes that were drawn on last: one of `plot`, or those of all panels."""
-        _ = self.figure_  # drawn now if it was not
+        """The Axes that were drawn last: that of `plot`, or those of all panels."""
+        _ = self.figure_  # draws it if necessary
         return list(self._axes)
 
     def _panel(self, chosen: Mapping[str, Any]) -> pd.DataFrame:
         """The rows of one panel.
 
         Raises:
-            SpecError: there are none.
+            SpecError: there is no such panel.
         """
         rows = self.frame
         for column, wanted in chosen.items():
@@ -198,8 +200,8 @@ class Display:
             value = held[0] if wanted is None else wanted
             if value not in held:
                 raise SpecError(
-                    f"{self.kind} has no panel with {column} {value!r}; there is "
-                    f"{', '.join(map(repr, held))}"
+                    f"{self.kind} has no panel with {column} {value!r}; expected one "
+                    f"of {', '.join(map(repr, held))}"
                 )
             rows = rows[rows[column].eq(value)]
         return rows
@@ -212,9 +214,9 @@ class Display:
         """Write `figure_` as `stem`.png and .pdf and the rows as .csv.
 
         Args:
-            stem: path without a suffix; its folder is made.
-            provenance: plain data that says where the numbers come from; which rows
-                were drawn is added.
+            stem: path without a suffix; its folder is created.
+            provenance: plain data that says where the numbers come from; the kind and
+                the digest of the rows are added.
 
         Returns:
             The three paths.
@@ -251,8 +253,8 @@ def _kind(name: str) -> Kind:
     """The kind of that name.
 
     Raises:
-        SpecError: there is none.
+        SpecError: there is no such kind.
     """
     if name not in KINDS:
-        raise SpecError(f"no figure {name!r}; there is {', '.join(KINDS)}")
+        raise SpecError(f"no figure {name!r}; expected one of {', '.join(KINDS)}")
     return KINDS[name]

@@ -36,7 +36,7 @@ _LATEX = {
 
 @styled
 def settle(figure: Figure) -> None:
-    """Lay `figure` out, for good: a second layout may differ in the last bits."""
+    """Lay out `figure` and fix the layout: a second one may differ in the last bits."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
 
@@ -47,15 +47,15 @@ def save_figure(
 ) -> list[Path]:
     """Write `figure` as `stem`.png and `stem`.pdf and return the two paths.
 
-    No date or version goes into the files, so equal figures are equal bytes.
-    `provenance` and its hash stand in the PNG's Description and in the PDF's Keywords,
-    from where `read_provenance` takes them.
+    The files contain no date and no version, so that equal figures give equal bytes.
+    `provenance` and its hash are written to the Description of the PNG and the Keywords
+    of the PDF, where `read_provenance` reads them.
 
     Args:
-        figure: what to write; its layout is settled by this.
-        stem: path without a suffix; its folder is made.
-        provenance: plain data that says where the numbers come from. Its `data`, where
-            there is one, is the `rows_digest` of the rows that were drawn.
+        figure: the figure to write; its layout is fixed by `settle`.
+        stem: path without a suffix; its folder is created.
+        provenance: plain data that says where the numbers come from. Its `data`, if
+            present, is the `rows_digest` of the rows that were drawn.
     """
     title, said = Path(stem).name, mark(provenance)
     metadata = {
@@ -82,13 +82,13 @@ def write_table(
 ) -> list[Path]:
     """Write `frame` as `stem`.csv, `stem`.md and `stem`.tex and return the paths.
 
-    The CSV file keeps every digit and nothing but the table; Markdown and LaTeX
-    (booktabs) are for reading: about four significant digits, a dash for a missing
-    value, and in a comment `provenance`, with the `rows_digest` of the CSV file.
+    The CSV file contains only the table, with every digit. The Markdown and LaTeX
+    (booktabs) files are for readers: about four significant digits, a dash for a
+    missing value, and in a comment `provenance` and the `rows_digest` of the CSV file.
 
     Args:
         frame: the table; its index is not written.
-        stem: path without a suffix; its folder is made.
+        stem: path without a suffix; its folder is created.
         provenance: plain data that says where the numbers come from.
     """
     rows = rows_text(frame)
@@ -117,13 +117,13 @@ def write_files(stem: str | Path, contents: Mapping[str, bytes]) -> list[Path]:
 
 
 def rows_text(frame: pd.DataFrame) -> str:
-    """`frame` as CSV with every digit, without its index."""
+    """`frame` as CSV with every digit and without the index."""
     text: str = frame.to_csv(index=False, lineterminator="\n")
     return text
 
 
 def table_markdown(frame: pd.DataFrame) -> str:
-    """`frame` as a GitHub table, numbers to the right."""
+    """`frame` as a GitHub table, with numbers right-aligned."""
     header, rows, numeric = _cells(frame)
     rules = ["---:" if right else "---" for right in numeric]
     lines = [header, rules, *rows]
@@ -132,7 +132,7 @@ def table_markdown(frame: pd.DataFrame) -> str:
 
 
 def table_latex(frame: pd.DataFrame) -> str:
-    """`frame` as a LaTeX tabular with the rules of booktabs."""
+    """`frame` as a LaTeX tabular with booktabs rules."""
     header, rows, numeric = _cells(frame)
     align = "".join("r" if right else "l" for right in numeric)
     lines = [
@@ -160,10 +160,9 @@ def _cells(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], list[bool]]
 
 
 def format_column(values: pd.Series) -> list[str]:
-    """`values` for reading: one number of decimals for all, missing ones a dash.
+    """`values` as text: the same number of decimals for all, a dash if missing.
 
-    Decimals are such that the median has four significant digits; whole numbers have
-    none.
+    The median has four significant digits; whole numbers have no decimals.
 
     Example:
         >>> format_column(pd.Series([28.3149, 9.5, float("nan")]))
@@ -172,7 +171,7 @@ def format_column(values: pd.Series) -> list[str]:
     if not pd.api.types.is_float_dtype(values.dtype):
         return ["—" if pd.isna(value) else str(value) for value in values]
     sizes = values.abs()[values.abs().gt(0) & np.isfinite(values)]
-    # 100 * 0.3 is a whole number to a reader
+    # 100 * 0.3 counts as a whole number
     if sizes.empty or np.allclose(sizes, sizes.round(), rtol=1e-12):
         decimals = 0
     else:

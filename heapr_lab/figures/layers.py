@@ -1,4 +1,4 @@
-"""Figure 1, removed share per layer, and the picture of the widths that are left."""
+"""Figure 1: removed share per layer; and a heat map of the widths of the experts."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -22,11 +22,11 @@ _RATIO_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 
 
 class Keep(Protocol):
-    """What this module asks of a keep mask."""
+    """What this module needs of a keep mask."""
 
     @property
     def achieved_ratio(self) -> float:
-        """Share of all routed atomic experts that is removed."""
+        """Share of all routed atomic experts that are removed."""
 
     def layer_ratios(self) -> pd.Series:
         """Share of the atomic experts removed, per layer."""
@@ -39,7 +39,7 @@ def layer_ratios_data(masks: Mapping[float, Keep]) -> pd.DataFrame:
         masks: the keep mask selected at each ratio.
 
     Returns:
-        Columns ratio (as asked), achieved_ratio, layer, layer_ratio.
+        Columns ratio (requested), achieved_ratio, layer, layer_ratio.
     """
     frames = [
         pd.DataFrame(
@@ -57,10 +57,10 @@ def layer_ratios_data(masks: Mapping[float, Keep]) -> pd.DataFrame:
 
 @styled
 def plot_layer_ratios(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Bars of the removed share per layer, a dashed line at each global ratio.
+    """Bars of the removed share per layer, with a dashed line at each global ratio.
 
     Args:
-        data: from `layer_ratios_data`; several ratios stand side by side.
+        data: from `layer_ratios_data`; bars of several ratios are side by side.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -92,7 +92,7 @@ def plot_layer_ratios(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @styled
 def figure_layer_ratios(data: pd.DataFrame) -> Figure:
-    """One panel of bars per global ratio, on one scale."""
+    """One panel of bars per global ratio, all on the same scale."""
     top = min(1.0, data["layer_ratio"].max() * 1.2)
 
     def plot(rows: pd.DataFrame, *, ax: Axes) -> Axes:
@@ -113,7 +113,7 @@ def widths_data(
         tokens: routed tokens, layer × expert.
 
     Returns:
-        Columns layer, expert, kept, and tokens where they are given.
+        Columns layer, expert, kept, and, if given, tokens.
     """
     columns = {"kept": widths} | ({} if tokens is None else {"tokens": tokens})
     long = {
@@ -153,10 +153,10 @@ def plot_widths(
 
     Args:
         widths: kept atoms, layer × expert, as `KeepMask.widths()` gives them.
-        tokens: routed tokens, layer × expert. A dot's area is the expert's share of
-            its layer's tokens; × marks an expert without any.
+        tokens: routed tokens, layer × expert. The area of a dot is the expert's share
+            of the tokens of its layer; × marks an expert without tokens.
         full_width: atoms of an unpruned expert, the top of the colour scale; by
-            default the widest one.
+            default the largest width.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -195,7 +195,7 @@ def _draw_load(ax: Axes, tokens: pd.DataFrame) -> None:
     totals = np.nansum(counts, axis=1, keepdims=True)
     share = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
     used = np.argwhere(share > 0)
-    # the busiest expert's dot fills a cell of about 0.2 inch on a 7 inch figure
+    # the largest dot fills a cell of about 0.2 inches on a figure 7 inches wide
     largest = 72 * min(0.16, 4.5 / counts.shape[1])
     ax.scatter(
         used[:, 1],

@@ -1,4 +1,4 @@
-"""The paper's published numbers, and how they are marked in our figures."""
+"""The numbers published in the paper, and their label in our figures."""
 
 import sysconfig
 from pathlib import Path
@@ -22,20 +22,20 @@ PAPER_TASKS = (
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (
     _PACKAGE.parent / "data" / "paper",
-    # where a wheel puts them (pyproject.toml, tool.setuptools.data-files)
+    # where a wheel installs them (pyproject.toml, tool.setuptools.data-files)
     Path(sysconfig.get_path("data")) / "share" / "heapr_lab" / "paper",
 )
 
 
 def paper_table(name: str) -> pd.DataFrame:
-    """One of the paper's tables, as published.
+    """One of the tables of the paper, as published.
 
     Args:
         name: `main_results`, `global_vs_layer`, `granularity`, `cost`,
             `calibration_sizes` or `boundary`.
 
     Returns:
-        The CSV file as a frame; a dash of the paper is NaN.
+        The CSV file as a frame; a dash in the paper is NaN.
 
     Raises:
         SpecError: there is no such table.

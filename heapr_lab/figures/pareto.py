@@ -1,4 +1,4 @@
-"""Two budgets at once: Δloss against operations saved, at equal parameters saved."""
+"""Two budgets: Δloss against operations saved, at equal parameters saved."""
 
 from typing import Any
 
@@ -24,20 +24,21 @@ _DOMINATED = "dominated by another point"
 
 
 def pareto_data(measured: pd.DataFrame) -> pd.DataFrame:
-    """Savings and Δloss of every estimator, price and ratio, and which are worth it.
+    """Savings and Δloss of every estimator, price and ratio, and the Pareto front.
 
     Args:
         measured: rows of `benchmarks/pareto.py`, of one model.
 
     Returns:
-        Columns model, estimator, price (0: parameters, 1: operations), ratio (asked
-        for, of the model's parameters), parameter_reduction, routed_flops_reduction,
-        score (sum over what goes), delta_nll in nats per token, and efficient: whether
-        no row saves as much of both, loses as little, and is better in one of them.
+        Columns model, estimator, price (0: parameters, 1: operations), ratio
+        (requested, of the model's parameters), parameter_reduction,
+        routed_flops_reduction, score (sum over the pruned atoms), delta_nll in nats per
+        token, and efficient: whether no other row is at least as good in both savings
+        and in Δloss and better in one of the three.
     """
     columns = ["model", "estimator", "price", "ratio", *_SAVINGS, "score", "delta_nll"]
     losses = np.column_stack([-measured[_SAVINGS], measured["delta_nll"]])
-    # [i, j]: row j is as good as row i in everything, or better
+    # [i, j]: row j is at least as good as row i in everything
     as_good = np.all(losses[None] <= losses[:, None], axis=2)
     beaten = np.any(as_good & ~as_good.T, axis=1)
     return measured[columns].assign(efficient=~beaten)
@@ -45,9 +46,9 @@ def pareto_data(measured: pd.DataFrame) -> pd.DataFrame:
 
 @styled
 def plot_pareto(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Δloss over operations saved, a curve for each estimator along its prices.
+    """Δloss against operations saved, a curve over the prices for each estimator.
 
-    Hollow points are not on the front.
+    Hollow points are not on the Pareto front.
 
     Args:
         data: from `pareto_data`, of one ratio.
@@ -75,12 +76,12 @@ def plot_pareto(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @styled
 def figure_pareto(data: pd.DataFrame) -> Figure:
-    """One panel for each ratio; along a curve the price goes from 0, left, to 1."""
+    """One panel for each ratio; prices increase along each curve from 0 on the left."""
     return figure_by_ratio(data, plot_pareto, title="{:g} % of parameters")
 
 
 def pareto_table(data: pd.DataFrame) -> pd.DataFrame:
-    """`pareto_data` for reading: a row for each ratio, estimator and price."""
+    """`pareto_data` for readers: a row for each ratio, estimator and price."""
     ordered = data.sort_values(
         ["ratio", "estimator", "price"],
         key=lambda column: column.map(place) if column.name == "estimator" else column,

@@ -1,4 +1,4 @@
-"""What additions to the paper's method are worth: Δloss beside that of HEAPr."""
+"""What additions to the paper's method gain: their Δloss compared with HEAPr's."""
 
 import numpy as np
 import pandas as pd
@@ -25,22 +25,22 @@ DRAWN = (
     "shrunk + compensation",
     "elimination + compensation",
 )
-"""Variants in the picture; the table has all."""
+"""Variants in the figure; the table has all."""
 _LINEAR_BELOW = 0.03
 _RUN = ["model", "calibration", "test", "seed", "ratio"]
 
 
 def quality_data(measured: pd.DataFrame) -> pd.DataFrame:
-    """Δloss of each variant, over that of HEAPr on the same calibration windows.
+    """Δloss of each variant and of HEAPr on the same calibration windows.
 
     Args:
         measured: rows of `benchmarks/quality.py`.
 
     Returns:
         Columns model, calibration, test, equal (atoms or flops), variant, ratio,
-        n_seeds, delta_nll and paper (HEAPr's), means over calibration seeds, with the
-        former's standard deviation (`_std`, missing for one seed); relative_worst, the
-        largest quotient of a seed; routed_flops_reduction, passes, seconds.
+        n_seeds, delta_nll and paper (HEAPr's), which are means over calibration seeds,
+        delta_nll_std (standard deviation, missing for one seed), relative_worst (the
+        largest quotient of a seed), routed_flops_reduction, passes, seconds.
     """
     paper = measured[measured["variant"].eq(PAPER) & measured["equal"].eq("atoms")]
     own = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
@@ -64,7 +64,7 @@ def quality_data(measured: pd.DataFrame) -> pd.DataFrame:
 def plot_quality(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Δloss against the ratio; bars are one standard deviation over seeds.
 
-    The axis is linear around 0, where a little pruning may even help, else logarithmic.
+    The axis is logarithmic, but linear around 0, because a little pruning may help.
 
     Args:
         data: from `quality_data`, of one model, calibration and test corpus.
@@ -94,7 +94,7 @@ def plot_quality(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @styled
 def figure_quality(data: pd.DataFrame) -> Figure:
-    """One panel for each corpus, calibrated and tested on it."""
+    """One panel for each corpus, with models calibrated and tested on it."""
     same = data[data["calibration"].eq(data["test"])]
 
     def draw(corpus: str, ax: Axes) -> None:
@@ -104,11 +104,11 @@ def figure_quality(data: pd.DataFrame) -> Figure:
 
 
 def quality_table(data: pd.DataFrame) -> pd.DataFrame:
-    """`quality_data` for reading: a row for each variant and what is held equal.
+    """`quality_data` for readers: a row for each variant and quantity held equal.
 
     Mean Δloss over corpora and seeds ÷ HEAPr's, on the calibrated corpora and on the
-    other ones; the worst of any corpora and seed; and, on the calibrated corpora, at
-    how many times HEAPr's ratio the loss is the same.
+    others; the largest quotient of any corpora and seed; and, on the calibrated
+    corpora, the multiple of HEAPr's ratio at which the loss is the same.
     """
     data = data[~data["calibration"].str.contains(r"[*+]")]
     same = data["calibration"].eq(data["test"])
@@ -135,17 +135,17 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def _pooled(rows: pd.DataFrame) -> float:
-    """Mean Δloss of the rows over HEAPr's; missing without rows."""
+    """Mean Δloss of the rows ÷ HEAPr's; missing if there are no rows."""
     if rows.empty:
         return float("nan")
     return float(rows["delta_nll"].sum() / rows["paper"].sum())
 
 
 def _ratio_gained(rows: pd.DataFrame, ratio: float) -> float:
-    """Over HEAPr's: the ratio at which the loss is that of HEAPr at `ratio`.
+    """The ratio at which the loss equals that of HEAPr at `ratio`, ÷ `ratio`.
 
-    Read between the measured ratios, where the loss grows about as the cube of the
-    ratio; the mean over corpora, each at most what was measured.
+    Interpolated between the measured ratios, where the loss grows about as the cube of
+    the ratio, and limited to the largest of them; the mean over corpora.
     """
     gains = []
     for _, own in rows.groupby("test"):
@@ -159,10 +159,10 @@ def _ratio_gained(rows: pd.DataFrame, ratio: float) -> float:
 
 
 def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Accuracy on the continuation task of the calibrated corpora, for reading.
+    """Accuracy on the continuation task of the calibrated corpora, for readers.
 
-    Means over corpora and seeds; ± is the standard error of the items, which all seeds
-    share.
+    Means over corpora and seeds; ± is the standard error over the items, which are the
+    same for all seeds.
 
     Args:
         measured: rows of accuracy of `benchmarks/quality.py`.
@@ -176,8 +176,8 @@ def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:
     over = own.groupby(["variant", "ratio"], sort=False)
     means = over["accuracy"].mean()
     errors = over["stderr"].agg(lambda part: np.sqrt((part**2).sum()) / corpora)
-    told = [f"{m:.1%} ± {e:.1%}" for m, e in zip(means, errors, strict=True)]
-    wide = pd.Series(told, index=means.index).unstack("ratio")
+    texts = [f"{m:.1%} ± {e:.1%}" for m, e in zip(means, errors, strict=True)]
+    wide = pd.Series(texts, index=means.index).unstack("ratio")
     wide = wide.loc[list(dict.fromkeys(measured["variant"]))]
     wide.columns = [f"accuracy at {100 * ratio:g} % ↑" for ratio in wide.columns]
     dense = own["dense"].groupby("calibration").first().mean()
@@ -186,9 +186,9 @@ def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:
 
 
 def learned_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/learned.py` for reading: Δloss before and after recovery.
+    """Rows of `benchmarks/learned.py` for readers: Δloss before and after recovery.
 
-    The recovery's own seconds are those of the row with it.
+    A row with recovery has the time of the recovery alone.
     """
     named = {
         "method": "mask",
@@ -202,7 +202,7 @@ def learned_table(measured: pd.DataFrame) -> pd.DataFrame:
 
 
 def outliers_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/outliers.py` for reading: the losses, and who prunes them."""
+    """Rows of `benchmarks/outliers.py` for readers: losses, and how many are pruned."""
     losses = [name for name in measured if name.endswith("Δloss")]
     pruned = {
         "magnitude at 0.2": "pruned by magnitude at 20 %",

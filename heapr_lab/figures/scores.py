@@ -1,4 +1,4 @@
-"""Scores in bins of a logarithmic axis: how many there are, and how many of them go."""
+"""Histograms of scores on a logarithmic axis, and how many of each bin are pruned."""
 
 import math
 from dataclasses import dataclass
@@ -25,23 +25,23 @@ _KEPT = "#CCCCCC"
 
 @dataclass(frozen=True)
 class ScoreBins:
-    """Bins of equal width on a logarithmic axis, and which of them each score is in."""
+    """Bins of equal width on a logarithmic axis, and the bin of each score."""
 
     edges: np.ndarray
-    """(n_bins + 1,), rising."""
+    """(n_bins + 1,), increasing."""
     numbers: np.ndarray
-    """Of each score's bin, from 0; n_bins where the score is not above 0."""
+    """Index of the bin of each score, from 0; n_bins if the score is not above 0."""
 
     @property
     def n_not_positive(self) -> int:
-        """Scores that have no logarithm."""
+        """Number of scores that have no logarithm."""
         return int((self.numbers == len(self.edges) - 1).sum())
 
     def counts(self, chosen: np.ndarray | None = None) -> np.ndarray:
         """Scores in each bin, (n_bins,).
 
         Args:
-            chosen: which scores count, bool, in their order; None counts all.
+            chosen: which scores are counted, bool, one for each; None counts all.
         """
         numbers = self.numbers if chosen is None else self.numbers[chosen]
         return np.bincount(numbers, minlength=len(self.edges))[:-1]
@@ -50,19 +50,19 @@ class ScoreBins:
 def bin_scores(
     scores: np.ndarray, *, edge: float | None = None, bins: int = N_BINS
 ) -> ScoreBins:
-    """The bin of each score, of bins that reach from the least above 0 to the largest.
+    """The bin of each score; the bins cover the positive scores.
 
     Args:
         scores: (n,), finite.
-        edge: a score that parts two bins where it is among the others.
-        bins: how many bins, give or take one.
+        edge: a score that is a bin edge, if it is within the range of the others.
+        bins: number of bins, plus or minus one.
     """
     positive = scores[scores > 0]
     low, high = (positive.min(), positive.max()) if len(positive) else (1.0, 10.0)
     anchor = edge if edge is not None and low < edge < high else low
     below, above = (math.log(end) - math.log(anchor) for end in (low, high))
     width = max((above - below) / bins, 1e-6)
-    # Half a bin of room at the top, so that rounding loses no score.
+    # Half a bin of room at the top, so that no score is lost to rounding.
     places = np.arange(
         math.floor(below / width), math.floor(above / width + 0.5) + 2, dtype=float
     )
@@ -80,14 +80,14 @@ def score_histogram_data(
 ) -> pd.DataFrame:
     """Counts of the scores in bins of equal width on a logarithmic axis.
 
-    Scores of 0 (and below, where a first-order term is kept) have no logarithm; their
+    Scores of 0 (and below, if a first-order term is kept) have no logarithm; their
     number is in `attrs["n_not_positive"]`, beside `attrs["estimator"]`.
 
     Args:
-        scores: one score per atomic expert; the series' name is the estimator's.
+        scores: one score per atomic expert; the name of the series is the estimator.
         cut: the score below which atoms are removed; it is a bin edge, so that no bin
-            holds both.
-        bins: how many bins, give or take the one that the cut adds.
+            contains both removed and kept atoms.
+        bins: number of bins, plus or minus one.
 
     Returns:
         Columns left, right (bin edges), n_atoms, removed (the bin lies below the cut).
@@ -100,8 +100,8 @@ def score_histogram_data(
     left, right, counts = found.edges[:-1], found.edges[1:], found.counts()
     if found.n_not_positive == len(values):
         raise SpecError(
-            f"none of {len(values)} scores is above 0, so there is no logarithmic axis "
-            "for them. Measure the table on text that reaches the experts."
+            f"none of {len(values)} scores is above 0, so that a logarithmic axis is "
+            "impossible. Measure the table on text that reaches the experts."
         )
     data = pd.DataFrame({"left": left, "right": right, "n_atoms": counts})
     data["removed"] = data["right"].le(cut) if cut is not None else False
@@ -128,7 +128,7 @@ def plot_score_histogram(
 
 @styled
 def plot_score_bins(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """`plot_score_histogram` of scores that were counted.
+    """`plot_score_histogram` of scores that are counted already.
 
     Args:
         data: from `score_histogram_data`.
@@ -150,18 +150,18 @@ def plot_score_bins(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 class ScorePicture:
-    """The histogram on one Axes: drawn once, then changed as often as one likes.
+    """A histogram on one Axes that is drawn once and then updated in place.
 
-    What is removed stands in front of all.
+    Removed scores are drawn in front of all scores.
 
     Attributes:
-        ax: where it is.
-        removed: the scores that go.
-        cut: the line at the upper edge of the last bin of which scores go.
+        ax: where it is drawn.
+        removed: the bars of the removed scores.
+        cut: the line at the upper edge of the last bin with removed scores.
     """
 
     def __init__(self, ax: Axes) -> None:
-        """Draw what `show` and `remove` change."""
+        """Create the artists that `show` and `remove` update."""
         self.ax = ax
         self._every = self._stairs(_KEPT, "kept")
         self.removed = self._stairs(ATOM_COLOR, "removed")
@@ -184,11 +184,11 @@ class ScorePicture:
         """Show other scores, none of them removed.
 
         Args:
-            edges: of the bins, (n_bins + 1,).
-            counts: scores in each bin, (n_bins,).
-            estimator: whose scores; None where they have no name.
-            hidden: how many scores have no place on the axis.
-            counted: what has a score.
+            edges: edges of the bins, (n_bins + 1,).
+            counts: number of scores in each bin, (n_bins,).
+            estimator: whose scores; None if they have no name.
+            hidden: number of scores that are not on the axis.
+            counted: what is scored.
         """
         self._every.set_data(counts, edges)
         self.remove(np.zeros_like(counts))
@@ -201,7 +201,7 @@ class ScorePicture:
         self._note.set_text(note)
 
     def remove(self, counts: np.ndarray) -> None:
-        """Show how many scores of each bin go, (n_bins,)."""
+        """Show the number of removed scores in each bin, (n_bins,)."""
         _, edges, _ = self._every.get_data()
         self.removed.set_data(counts, edges)
         gone = np.flatnonzero(counts)

@@ -1,4 +1,4 @@
-"""What structures of widths cost: Δloss against the multiple that widths are of."""
+"""What structures cost: Δloss against the multiple that widths are restricted to."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -24,9 +24,9 @@ def structures_data(measured: pd.DataFrame) -> pd.DataFrame:
         measured: rows of `benchmarks/structures.py`.
 
     Returns:
-        Columns model, structure, multiple (missing for ragged widths), ratio (asked
-        for), achieved_ratio, delta_nll, and excess_nll: what of it ragged widths with
-        as many atoms do not have.
+        Columns model, structure, multiple (missing for ragged widths), ratio
+        (requested), achieved_ratio, delta_nll, and excess_nll: delta_nll minus that of
+        ragged widths with as many atoms.
     """
     columns = ["model", "structure", "multiple", "ratio", "achieved_ratio", "delta_nll"]
     excess = measured["delta_nll"] - measured["ragged_delta_nll"]
@@ -36,7 +36,7 @@ def structures_data(measured: pd.DataFrame) -> pd.DataFrame:
 
 @styled
 def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """What a structure adds to Δloss, over the multiple; ragged widths are the zero.
+    """What a structure adds to Δloss, against the multiple; ragged widths are at 0.
 
     Args:
         data: from `structures_data`, of one ratio.
@@ -70,9 +70,9 @@ def figure_structures(data: pd.DataFrame) -> Figure:
 
 
 def structures_table(data: pd.DataFrame) -> pd.DataFrame:
-    """`structures_data` for reading: what each structure adds to Δloss at each ratio.
+    """`structures_data` for readers: what each structure adds to Δloss at each ratio.
 
-    The rows of ragged widths have their Δloss itself.
+    Rows of ragged widths contain Δloss itself.
     """
     multiple = data["multiple"].map(lambda m: "any" if pd.isna(m) else str(m))
     shown = data["excess_nll"].where(data["structure"].ne(RAGGED), data["delta_nll"])

@@ -1,9 +1,8 @@
-"""One look for every figure: a style file, and a colour and a marker per name.
+"""The style of all figures: a style file, and a colour and a marker for each name.
 
 Names are estimators (`heapr`), granularities (`atom`), scopes (`layer`), corpora
-(`ptb`) and benchmark methods (`two_stage`). A name looks the same in every figure,
-whatever else is drawn beside it. Colours are those of Okabe and Ito; the controls are
-grey or orange.
+(`ptb`) and benchmark methods (`two_stage`). A name has the same look in every figure.
+Colours are those of Okabe and Ito; control methods are grey or orange.
 """
 
 import functools
@@ -31,7 +30,7 @@ STYLE_FILE = Path(__file__).parent / "heapr.mplstyle"
 PAPER_GREY = "#555555"
 REFERENCE_GREY = "#888888"
 ATOM_COLOR = "#D55E00"
-"""Colour of one atomic expert in the picture of what it is."""
+"""Colour of the highlighted atomic expert, and of removed atoms."""
 
 LABELS = {
     "ratio": "atomic experts removed [%]",
@@ -66,7 +65,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Look:
-    """How one name is drawn, wherever it is drawn."""
+    """How a name is drawn in every figure."""
 
     color: str
     marker: str
@@ -119,8 +118,8 @@ _SPARE_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 def look(name: str) -> Look:
     """Colour, marker and legend label of `name`.
 
-    A name that has none of its own gets one from a checksum of its letters, so that it
-    still looks the same everywhere.
+    Other names get a look from a checksum of the name, so that it is the same in every
+    figure.
     """
     if name in _LOOKS:
         return _LOOKS[name]
@@ -133,17 +132,17 @@ def look(name: str) -> Look:
 
 
 def place(name: str) -> int:
-    """Where `name` stands among names in legends and tables; unknown ones last."""
+    """Position of `name` in legends and tables; unknown names are last."""
     known = list(_LOOKS)
     return known.index(name) if name in known else len(known)
 
 
 def prefer_own_fonts() -> None:
-    """Let matplotlib find the fonts it brings before the system's of the same name.
+    """Make matplotlib prefer its own fonts to system fonts of the same name.
 
-    It looks names up in a list that all environments of a user share. The list may lack
-    its own fonts or begin with the system's, whose glyphs are the same but not the
-    tables around them, which a PDF file contains.
+    Matplotlib looks up names in a list that all environments of a user share. The list
+    may lack matplotlib's own fonts or begin with those of the system, which have the
+    same glyphs but other tables, and a PDF file contains these tables.
     """
     folder = Path(mpl.get_data_path(), "fonts", "ttf")
     manager = font_manager.fontManager
@@ -156,18 +155,18 @@ def prefer_own_fonts() -> None:
     )
 
 
-# Fonts found before this was imported are remembered by matplotlib, but under the
-# settings they were looked for with, which are not those of the house style.
+# Matplotlib caches fonts that were found before this import, but by the settings of the
+# search, which are not those of the house style.
 prefer_own_fonts()
 
 
 def styled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, run in the house style, which ends with it."""
+    """`function`, which then runs in the house style."""
 
     @functools.wraps(function)
     def in_style(*args: P.args, **kwargs: P.kwargs) -> R:
-        # A notebook's backend turns interactive mode on when first used; inside the
-        # context that would end with it, and later figures would not be shown.
+        # The backend of a notebook turns interactive mode on at its first use; inside
+        # the context, this would be undone at the end, and later figures not be shown.
         plt.draw_if_interactive()
         with plt.style.context(STYLE_FILE):
             return function(*args, **kwargs)
@@ -237,7 +236,7 @@ def figure_by_ratio(
 
 
 def share_legend(figure: Figure) -> None:
-    """One legend under the panels, in place of each panel's own."""
+    """One legend below the panels instead of one in each panel."""
     entries = _entries(figure.axes)
     for ax in figure.axes:
         legend = ax.get_legend()
@@ -245,7 +244,7 @@ def share_legend(figure: Figure) -> None:
             legend.remove()
     if not entries:
         return
-    figure.draw_without_rendering()  # the first layout, which a legend is fitted to
+    figure.draw_without_rendering()  # a legend is fitted to the first layout
     for columns in range(len(entries), 0, -1):
         legend = figure.legend(
             list(entries.values()),
@@ -259,14 +258,14 @@ def share_legend(figure: Figure) -> None:
 
 
 def add_legend(ax: Axes) -> None:
-    """The legend of one Axes, long labels broken; none where nothing is labelled."""
+    """The legend of one Axes, with long labels wrapped; none without labels."""
     entries = _entries([ax])
     if entries:
         ax.legend(list(entries.values()), list(entries))
 
 
 def _entries(axes: Iterable[Axes]) -> dict[str, Any]:
-    """Legend handles by label, once each: curves, then lines, then the paper's."""
+    """Legend handles by label, without repetition: curves, lines, then the paper's."""
     handles: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -280,5 +279,5 @@ def _entries(axes: Iterable[Axes]) -> dict[str, Any]:
 
 
 def show_percent(axis: Axis) -> None:
-    """Write the fractions on `axis` as per cent; the unit is in its label."""
+    """Format fractions on `axis` in per cent; the unit belongs to the label."""
     axis.set_major_formatter(lambda value, _: f"{100 * value:g}".replace("-", "−"))

@@ -45,10 +45,10 @@ def main_data(
 ) -> pd.DataFrame:
     """One curve per estimator over the ratios, with the paper's HEAPr on WikiText-2.
 
-    An estimator that was evaluated with both scopes is shown with the global one.
+    An estimator that was evaluated with both scopes is shown with the global scope.
 
     Args:
-        results: evaluation rows of one calibration, dense rows among them.
+        results: evaluation rows of one calibration, including dense rows.
         paper_model: the model whose published points are added.
 
     Returns:
@@ -82,13 +82,13 @@ def main_table(data: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         Columns `removed [%]`, `method`, then the perplexities, then the accuracies in
-        per cent, each followed by its standard error where there is one.
+        per cent, each followed by its standard error, if known.
     """
     ours = data[data["source"].eq("ours")]
-    # layer-wise counts round down in each layer: 0.1999 stands beside 0.2
+    # layer-wise counts are rounded down in each layer: 0.1999 is merged with 0.2
     ours = ours.assign(ratio=ours["ratio"].round(3))
     start = ours["ratio"].eq(0)
-    # the dense model is one line, not one per estimator
+    # the dense model has one row, not one per estimator
     ours = ours.assign(name=ours["name"].mask(start, "dense"))
     ours = ours.drop_duplicates(["name", "ratio", "metric", "dataset"])
     lines = {}
@@ -110,7 +110,7 @@ def main_table(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def comparison_table(data: pd.DataFrame) -> pd.DataFrame:
-    """Any curve frame as a table: ours and the paper's rows, marked as such.
+    """Any curve frame as a table of our rows and the paper's, marked as such.
 
     Returns:
         Columns `source`, `selection`, `removed [%]`, `metric`, `data set`, `value`,
@@ -138,19 +138,19 @@ def cost_data(
     *,
     baseline: str | None = None,
 ) -> pd.DataFrame:
-    """Measured costs with the paper's, in seconds and bytes.
+    """Measured costs and the paper's, in seconds and bytes.
 
     Args:
         costs: rows of method, model, d_model, d_inter, n_experts, seconds, peak_bytes
             and state_bytes.
-        baseline: the method whose time `times_baseline` divides by, per model.
+        baseline: the method relative to whose time `times_baseline` is, per model.
 
     Returns:
         The rows of `costs` with `source` "ours", then the paper's with `source`
-        "paper"; `times_baseline` where a baseline is named.
+        "paper"; with a column `times_baseline` if there is a baseline.
 
     Raises:
-        SpecError: a model has no row of the baseline.
+        SpecError: the baseline was not measured on a model.
     """
     ours = pd.DataFrame(costs).assign(source="ours")
     if baseline is not None:
@@ -159,7 +159,7 @@ def cost_data(
         if missing:
             raise SpecError(
                 f"no row of baseline {baseline!r} for {missing}: found methods "
-                f"{sorted(set(ours['method']))}. Time it there too."
+                f"{sorted(set(ours['method']))}. Measure the baseline on them too."
             )
         ours["times_baseline"] = ours["seconds"] / ours["model"].map(base)
     published = paper_table("cost")
@@ -177,7 +177,7 @@ def cost_data(
 
 
 def cost_table(data: pd.DataFrame) -> pd.DataFrame:
-    """`cost_data` for reading: seconds and MiB, the paper's rows marked as such."""
+    """`cost_data` for readers: seconds and MiB, the paper's rows marked as such."""
     ours = data["source"].eq("ours")
     table = pd.DataFrame(
         {
@@ -198,7 +198,7 @@ def cost_table(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def panel_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/latency_browser.py` for reading."""
+    """Rows of `benchmarks/latency_browser.py` for readers."""
     named = {
         "table": "table",
         "atoms": "atoms",
@@ -210,7 +210,7 @@ def panel_table(measured: pd.DataFrame) -> pd.DataFrame:
 
 
 def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/speed.py` for reading: sliced against the faster dense.
+    """Rows of `benchmarks/speed.py` for readers: sliced against the faster dense model.
 
     Args:
         measured: mode, ratio, method, tokens_per_second, speedup_over_dense,
@@ -239,8 +239,8 @@ def plot_cost(
 ) -> Axes:
     """Bars of one measured cost, a group per model and a bar per method.
 
-    The paper's costs are of models a thousand times as large on another machine; they
-    stand in the table only.
+    The paper's costs are only in the table: they are of models a thousand times as
+    large, on another machine.
 
     Args:
         data: from `cost_data`.
@@ -273,7 +273,7 @@ def plot_cost(
 
 @styled
 def figure_cost(data: pd.DataFrame) -> Figure:
-    """Time, peak memory and state side by side, one legend."""
+    """Time, peak memory and state side by side, with one legend."""
     quantities = ("seconds", "peak_bytes", "state_bytes")
 
     def draw(quantity: str, ax: Axes) -> None:

@@ -87,14 +87,14 @@ def test_a_panel_is_chosen_by_what_it_is_of() -> None:
         for ax in (display.plot(), display.plot(ratio=0.4))
     ]
     assert heights == [pytest.approx([0, 0, 1, 2, 3])] * 2
-    with pytest.raises(SpecError, match=r"no panel with ratio 0\.3; there is 0\.2, 0"):
+    with pytest.raises(SpecError, match=r"no panel with ratio 0\.3; expected one of 0"):
         display.plot(ratio=0.3)
     assert display_of("cost").plot(quantity="peak_bytes").get_xlabel().endswith("↓")
 
 
 def test_an_unknown_kind_names_those_there_are() -> None:
     """In both constructors."""
-    with pytest.raises(SpecError, match=r"no figure 'speed'; there is atomic_expert,"):
+    with pytest.raises(SpecError, match=r"no figure 'speed'; expected one of atomic_"):
         Display("speed", pd.DataFrame())
     with pytest.raises(SpecError, match="no figure 'speed'"):
         Display.from_results("speed")
