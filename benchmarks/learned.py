@@ -1,15 +1,15 @@
-"""What training adds: learned masks against scores, and a recovery run after each.
+"""What training adds: learned masks compared with scores, and recovery after each.
 
     python benchmarks/learned.py [--model lab] [--corpus pydocs] [--ratios 0.4,0.6]
 
-Δloss on the test split of the corpus that everything was calibrated and trained on, in
-nats per token: of the masks of two scores, of the mask that training makes of the
-better one's ranks, and of each after a recovery run on the same calibration windows.
+Δloss in nats per token, on the test split of the corpus used for calibration and
+training, of the masks of two scores, of the mask learned from the ranks of the better
+score, and of each after a recovery run on the same calibration windows.
 
-*Token passes* are how often the calibration set's tokens went through a model, forward
-or backward: twice for a score. A row of a recovery run has the cost of that run alone.
-Seconds are without the score's, which are in the details. Another way to make a pruned
-model is one more entry of `METHODS`.
+*Token passes* count how often the tokens of the calibration set went through a model,
+forward or backward: twice for a score. A row of a recovery run has the cost of that run
+alone. Seconds exclude those of the score, which are in the details. To add a way of
+making a pruned model, add an entry to `METHODS`.
 """
 
 import argparse
@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import RESULTS, machine, write_results
+from benchmarks.machine import Rows
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.loading import LAB
 from heapr_lab.progress import progress_bar
@@ -44,7 +43,7 @@ _SCORE_PASSES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """How long is trained, and how fast."""
+    """Lengths, batch size and learning rate of the training runs."""
 
     learning: int
     recovery: int
@@ -55,7 +54,7 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A pruned model and what it took to make it."""
+    """A pruned model and what it cost to make."""
 
     model: nn.Module
     keep: KeepMask
@@ -70,7 +69,7 @@ def by_score(bench: Workbench, setting: Setting, _steps: Steps) -> Made:
 
 
 def by_compensation(bench: Workbench, setting: Setting, _steps: Steps) -> Made:
-    """Sliced by the ranks of the setting's estimator, what stays making up for it."""
+    """Sliced by the ranks of the setting's estimator and compensated."""
     keep = bench.keep(setting)
     made = compensate(bench.model, keep, bench.calibration_set(setting.calibration))
     return Made(made, keep, _SCORE_PASSES + 1)
@@ -90,7 +89,7 @@ def by_learning(bench: Workbench, setting: Setting, steps: Steps) -> Made:
             batch_size=steps.batch_size,
             progress=bar,
         )
-    # Besides its steps, the dense model once, and the first and the last mask.
+    # Besides the steps, the dense model and the first and last mask are evaluated once.
     passes = _SCORE_PASSES + 3 + _step_passes(steps.learning, steps, windows)
     return Made(prune(bench.model, keep), keep, passes)
 
@@ -106,13 +105,13 @@ METHODS: dict[str, tuple[str, Callable[[Workbench, Setting, Steps], Made]]] = {
     "learned": ("fisher", by_learning),
     "shrunk, compensated": ("shrunk", by_compensation),
 }
-"""The estimator and the maker of each."""
+"""For each method, the estimator and the function that makes the model."""
 
 
 def measure(
     bench: Workbench, method: str, ratio: float, corpus: str, steps: Steps
 ) -> Iterator[dict[str, Any]]:
-    """Two rows: the pruned model as it is made, and after a recovery run."""
+    """Two rows: the pruned model before and after a recovery run."""
     estimator, make = METHODS[method]
     setting = Setting(ratio, estimator=estimator, calibration=corpus)
     windows = bench.calibration_set(setting.calibration)
@@ -190,16 +189,11 @@ def main() -> None:
         "steps": dataclasses.asdict(steps),
         "score_seconds": table.metadata["provenance"]["seconds"],
     }
-    path = RESULTS / f"{options.name}.csv"
-    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
-    done = {(row["method"], row["ratio"]) for row in rows}
+    rows = Rows(options.name)
     for ratio in map(float, options.ratios.split(",")):
         for method in METHODS:
-            if (method, ratio) in done:
-                continue
-            rows += measure(bench, method, ratio, options.corpus, steps)
-            # After each, for a run takes a while.
-            write_results(options.name, rows, machine() | details)
+            if not rows.has({"method": method, "ratio": ratio}):
+                rows.add(measure(bench, method, ratio, options.corpus, steps), details)
 
 
 if __name__ == "__main__":

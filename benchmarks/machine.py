@@ -1,8 +1,9 @@
-"""What measured numbers depend on besides the code, and where they are written down."""
+"""Writing results to files, with the machine and versions they were measured on."""
 
 import json
 import os
 import platform
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,38 @@ RESULTS = Path(__file__).parent / "results"
 def write_results(
     name: str, rows: list[dict[str, Any]], details: dict[str, Any], out: Path = RESULTS
 ) -> None:
-    """Write NAME.csv, the table, and NAME.json, what it was measured on."""
+    """Write the table to NAME.csv and what it was measured on to NAME.json."""
     out.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(rows).to_csv(out / f"{name}.csv", index=False)
     text = json.dumps(details, indent=2, ensure_ascii=False)
     (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
+class Rows:
+    """A table of results that is written row by row, so that a stopped run can resume.
+
+    Attributes:
+        rows: those measured so far, in this run or an earlier one.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Read NAME.csv, if there is one."""
+        self.name = name
+        path = RESULTS / f"{name}.csv"
+        self.rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+
+    def has(self, key: dict[str, Any]) -> bool:
+        """Whether there is a row with these values."""
+        return any(all(row[k] == v for k, v in key.items()) for row in self.rows)
+
+    def add(self, rows: Iterable[dict[str, Any]], details: dict[str, Any]) -> None:
+        """Add rows and write the files."""
+        self.rows += rows
+        write_results(self.name, self.rows, machine() | details)
+
+
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Date, device, load and versions, to be written down beside a table."""
+    """Date, device, load and versions, which are stored beside a table."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": _processor() if device == "cpu" else torch.cuda.get_device_name(),

@@ -3,14 +3,14 @@
     python benchmarks/quality.py [--model lab] [--name quality] [--seeds 0,1,2]
         [--variants "heapr,shrunk + compensation"]
 
-Δloss in nats per token on test windows that nothing was fitted to, of masks and of
-compensated models, for calibration on each of two corpora (and, for one seed, on a
-mixture of both), tested on both. Every variant is measured at 20, 40, 60 and 80 % of
-the atoms; at 40 and 60 % those that choose other atoms than the paper are measured once
-more with as many routed FLOPs saved as the paper's mask saves. Costs are passes over
-the calibration set and seconds. Of the main variants accuracy on the continuation task
-of the calibrated corpus is measured too, into a file of its own (NAME_accuracy). Rows
-are written as they come, so that a run that was stopped goes on where it was.
+Δloss in nats per token of masked and of compensated models, on held-out test windows.
+Models are calibrated on each of two corpora (and, for one seed, on a mixture of both)
+and tested on both. Every variant is measured at 20, 40, 60 and 80 % of the atoms; at 40
+and 60 %, variants that select other atoms than the paper are also measured at as many
+routed FLOPs saved as the paper's mask saves. Costs are passes over the calibration set
+and seconds. For the main variants the accuracy on the continuation task of the
+calibrated corpus is written to a file of its own (NAME_accuracy). Rows are written one
+by one, so that a stopped run resumes where it was.
 """
 
 import argparse
@@ -23,11 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import RESULTS, machine, write_results
+from benchmarks.machine import Rows
 from heapr_lab.evaluation.harness import continuation_task, run_tasks
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.activation_grams import (
@@ -46,9 +44,8 @@ from heapr_lab.pruning.surgery import Downs, masking
 from heapr_lab.refinement.compensation import solve_layers
 from heapr_lab.refinement.elimination import with_elimination
 from heapr_lab.refinement.iterative import prune_in_rounds
-from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.2, 0.4, 0.6, 0.8)
@@ -66,7 +63,7 @@ class Variant:
 
     name: str
     choice: dict[str, Any]
-    """How atoms are chosen, as `select`."""
+    """How atoms are selected: arguments of `select`."""
     span: str | None = None
     """Of the compensation; None for none."""
     rounds: int = 1
@@ -117,19 +114,20 @@ VARIANTS = (
     Variant("heapr + compensation in experts", {}, span="expert", every_seed=False),
 )
 OTHER_ATOMS = ("shrunk", "elimination")
-"""What variants begin with that are measured at equal FLOPs as well."""
+"""Beginnings of the names of variants that are also measured at equal FLOPs."""
 PASSES = {"statistics": 3, "sampled labels": 1, "sums": 1}
-"""Costs in forward passes, a backward counted as two.
+"""Costs in forward passes; a backward pass counts as two.
 
-The sums serve elimination and compensation alike.
+Elimination and compensation use the same sums.
 """
 
 
 class Measured:
-    """One calibration set: its statistics and sums, each made once and timed."""
+    """Statistics and sums of one calibration set, each computed once and timed."""
 
-    def __init__(self, bench: Workbench, windows: CalibrationSet, corpus: str) -> None:
-        self.bench, self.windows, self.corpus = bench, windows, corpus
+    def __init__(self, bench: Workbench, calibration: Calibration) -> None:
+        self.bench, self.calibration = bench, calibration
+        self.windows = bench.calibration_set(calibration)
         self.layers = find_experts(bench.model)
         self.seconds: dict[str, float] = {}
         self.kept: dict[str, Any] = {}
@@ -150,7 +148,7 @@ class Measured:
         return found
 
     def sums(self, span: str) -> dict[int, LayerGrams]:
-        """What compensation and elimination are solved from."""
+        """The sums that compensation and elimination solve for weights."""
         found: dict[int, LayerGrams] = self._timed(
             f"sums {span}",
             lambda: collect_grams(self.bench.model, self.windows, span=span),
@@ -158,7 +156,7 @@ class Measured:
         return found
 
     def eliminated(self) -> ImportanceTable:
-        """The table with the scores of elimination, from the sums that are there."""
+        """The table with the scores of elimination, computed from `sums`."""
         grams = self.sums(default_span(self.layers))
         found: ImportanceTable = self._timed(
             "elimination",
@@ -171,7 +169,7 @@ class Measured:
     def pruned(
         self, variant: Variant, ratio: float, **choice: Any
     ) -> tuple[KeepMask, Downs | None, dict[str, float]]:
-        """Mask, weights in place of W_down, and what they cost."""
+        """Mask, replacements for W_down, and what they cost."""
         table = self.table(variant.labels)
         if variant.choice.get("estimator") == "elimination":
             table = self.eliminated()
@@ -248,7 +246,7 @@ def measure_accuracy(
     bench: Workbench, measured: Measured, variant: Variant, ratio: float
 ) -> dict[str, Any]:
     """One row: accuracy on the calibrated corpus, dense and pruned."""
-    corpus = measured.corpus
+    corpus = measured.calibration.corpus
     dense = measured.kept.setdefault("dense", accuracy(bench, corpus, None, None))
     keep, downs, _ = measured.pruned(variant, ratio)
     value, stderr = accuracy(bench, corpus, keep, downs)
@@ -293,25 +291,6 @@ def measure(
     return rows
 
 
-class Rows:
-    """A file of results that grows."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        path = RESULTS / f"{name}.csv"
-        self.rows = pd.read_csv(path).to_dict("records") if path.exists() else []
-
-    def has(self, key: dict[str, Any]) -> bool:
-        """Whether it was measured already."""
-        return any(all(row[k] == v for k, v in key.items()) for row in self.rows)
-
-    def add(self, key: dict[str, Any], found: list[dict[str, Any]]) -> None:
-        """Write what was measured."""
-        self.rows += [key | row for row in found]
-        facts = {"n_test": N_TEST, "n_items": N_ITEMS, "n_rounds": N_ROUNDS}
-        write_results(self.name, self.rows, machine() | facts)
-
-
 def main() -> None:
     """Measure all variants and write the table down."""
     parser = argparse.ArgumentParser(description="Measure what additions are worth.")
@@ -329,17 +308,15 @@ def main() -> None:
     variants = [own for own in VARIANTS if not asked or own.name in asked]
     bench = open_workbench(options.model, device="cpu", dtype="float32", profile="lab")
     bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
-    rows = {
-        kind: Rows(options.name + suffix)
-        for kind, suffix in (("loss", ""), ("accuracy", "_accuracy"))
-    }
-    held: tuple[Any, Measured | None] = (None, None)
+    losses, accuracies = Rows(options.name), Rows(f"{options.name}_accuracy")
+    details = {"n_test": N_TEST, "n_items": N_ITEMS, "n_rounds": N_ROUNDS}
+    measured: Measured | None = None
     for corpus, seed, variant, ratio, equal in runs(
         variants, tuple(options.corpora.split(",")), seeds
     ):
         if equal == "accuracy" and not options.accuracy:
             continue
-        into = rows["accuracy" if equal == "accuracy" else "loss"]
+        rows = accuracies if equal == "accuracy" else losses
         key = {
             "calibration": corpus,
             "seed": seed,
@@ -348,18 +325,16 @@ def main() -> None:
             "equal": "atoms" if equal == "accuracy" else equal,
             "model": bench.name,
         }
-        if into.has(key):
+        if rows.has(key):
             continue
-        if held[0] != (corpus, seed):
-            setting = Setting(0.0, calibration=corpus, seed=seed)
-            windows = bench.calibration_set(setting.calibration)
-            held = (corpus, seed), Measured(bench, windows, corpus)
-        assert held[1] is not None
+        calibration = Calibration(corpus, seed=seed)
+        if measured is None or measured.calibration != calibration:
+            measured = Measured(bench, calibration)
         if equal == "accuracy":
-            found = [measure_accuracy(bench, held[1], variant, ratio)]
+            found = [measure_accuracy(bench, measured, variant, ratio)]
         else:
-            found = measure(bench, held[1], variant, ratio, equal)
-        into.add(key, found)
+            found = measure(bench, measured, variant, ratio, equal)
+        rows.add([key | row for row in found], details)
 
 
 if __name__ == "__main__":
