@@ -1,8 +1,8 @@
-"""Our benchmarks: a row for each table of results that scripts in `benchmarks/` wrote.
+"""Our benchmarks: a row for each table of results written by scripts in `benchmarks/`.
 
-A reproduction does not repeat them: it draws what was measured, writes the tables, and
-fills the sections of `figures/README.md`, all by walking the rows below. A new
-benchmark is one script and one row.
+A reproduction does not repeat the measurements: it draws their results, writes the
+tables, and fills the sections of `figures/README.md`, all from the rows below. A new
+benchmark needs one script and one row.
 """
 
 import json
@@ -32,32 +32,32 @@ def _cost_data(rows: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One table of results, and how it is shown."""
+    """A table of results, and how it is presented."""
 
     name: str
-    """Of `benchmarks/results/NAME.csv` and .json, and of its block."""
+    """Name of its files `benchmarks/results/NAME.csv` and .json, and of its block."""
     script: str
-    """The file in `benchmarks/` that measures it."""
+    """The script in `benchmarks/` that measures it."""
     title: str
-    """Of its section in `figures/README.md`."""
+    """Heading of its section in `figures/README.md`."""
     table: Reshape = _as_measured
-    """From `data` to the table that people read."""
+    """Makes the table for readers from the rows of `data`."""
     data: Reshape = _as_measured
-    """From the results to the rows of the figure and the table."""
+    """Makes the rows of the figure and the table from the results."""
     figure: Draw | None = None
     stem: str = ""
-    """Of the files of its figure and table; without one they are not written."""
+    """Name of the files of its figure and table; if empty, none are written."""
     of_one_model: bool = False
-    """Whether it is shown only where the model it measured is reproduced."""
+    """Whether it is shown only if the model that it measured is reproduced."""
 
     @property
     def results(self) -> str:
-        """The committed results, from the project's folder."""
+        """Path of the committed results, relative to the project's folder."""
         return f"benchmarks/results/{self.name}.csv"
 
     @property
     def path(self) -> Path:
-        """Where the results are."""
+        """Path of the results."""
         return paths.project_dir() / self.results
 
     def rows(self) -> pd.DataFrame:
@@ -65,7 +65,7 @@ class Benchmark:
         return pd.read_csv(self.path)
 
     def machine(self) -> dict[str, Any]:
-        """What the results were measured on, and with."""
+        """The machine and versions that the results were measured with."""
         text = self.path.with_suffix(".json").read_text(encoding="utf-8")
         details: dict[str, Any] = json.loads(text)
         return details

@@ -1,4 +1,4 @@
-"""The paper's claims, checked against what was measured here."""
+"""The paper's claims, checked against our measurements."""
 
 import pandas as pd
 
@@ -10,7 +10,7 @@ _PAPER = {"scope": "global", "granularity": "atom", "structure": "ragged"}
 
 
 def claims(results: pd.DataFrame, bins: pd.DataFrame) -> pd.DataFrame:
-    """The paper's statements, what was found here, and whether they hold.
+    """The paper's claims, our findings, and whether the claims hold.
 
     Args:
         results: evaluation rows of the boundary and the ablations.
@@ -33,17 +33,17 @@ def claims(results: pd.DataFrame, bins: pd.DataFrame) -> pd.DataFrame:
 
 
 def claims_by_corpus(found: pd.DataFrame) -> pd.DataFrame:
-    """`claims` in fewer rows: one for each claim, a column for each kind of corpus.
+    """`claims` with one row for each claim and a column for each kind of corpus.
 
-    Accuracy and tenths, of which the claim names no corpus, are of the calibrated one.
+    Claims without a corpus (accuracy, tenths) are in the column of the calibrated one.
     """
     split = found["claim"].str.extract(rf"^(?:({CALIBRATED}|{OTHERS}), )?(.*)$")
     where, claim = split[0].fillna(CALIBRATED), split[1]
     holds = found["holds"].map({True: "yes: ", False: "**no**: "})
-    told = pd.DataFrame(
+    long = pd.DataFrame(
         {"claim": claim, "where": where, "found": holds + found["found"]}
     )
-    table = told.pivot(index="claim", columns="where", values="found")
+    table = long.pivot(index="claim", columns="where", values="found")
     order = list(dict.fromkeys(claim))
     return table.loc[order, list(dict.fromkeys(where))].reset_index()
 
@@ -51,7 +51,7 @@ def claims_by_corpus(found: pd.DataFrame) -> pd.DataFrame:
 def results_of_method(
     frame: pd.DataFrame, estimator: str, **changes: str
 ) -> pd.DataFrame:
-    """Rows of an estimator, selected as the paper does but for `changes`."""
+    """Rows of an estimator with the paper's settings, except for `changes`."""
     chosen = frame["estimator"].eq(estimator)
     for column, value in (_PAPER | changes).items():
         chosen &= frame[column].eq(value)
@@ -90,7 +90,7 @@ def _accuracy_kept(results: pd.DataFrame) -> tuple[str, str, bool]:
 def _lower_loss(
     results: pd.DataFrame, where: str, column: str, order: tuple[str, str]
 ) -> tuple[str, str, bool]:
-    """Mean loss over corpora of two variants, at every ratio both were run at."""
+    """Mean loss difference of two variants over corpora, at every common ratio."""
     better, worse = order
     first = _values(results_of_method(results, "heapr", **{column: better}), "nll")
     second = _values(results_of_method(results, "heapr", **{column: worse}), "nll")

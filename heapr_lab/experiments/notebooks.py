@@ -1,9 +1,9 @@
-"""Run notebooks headless, so that what is committed is what their cells give.
+"""Executing notebooks without JupyterLab, so that committed outputs are reproducible.
 
-A notebook is executed in a kernel of its own, in its folder, with the values of its
-`parameters` cell replaced, and written normalised: the same sources, inputs and
-installed packages give the same bytes. What it was made from stands in its metadata
-under `heapr_lab`, by which it is known whether it has to be executed again.
+A notebook is executed in its own kernel and folder, with the values of its `parameters`
+cell replaced, and written in a normal form: the same sources, inputs and installed
+packages give the same bytes. Digests of the sources and inputs in its metadata, under
+`heapr_lab`, show whether it has to be executed again.
 """
 
 import ast
@@ -25,7 +25,7 @@ from heapr_lab.storage import files, paths
 from heapr_lab.storage.hashing import digest
 
 MARK = "heapr_lab"
-"""Where a notebook's metadata tells what it was executed from."""
+"""Key of a notebook's metadata with the digests it was executed from."""
 NOT_COMPARABLE = "not comparable (other model and data)"
 PARAMETERS_TAG = "parameters"
 TIMEOUT_SECONDS = 1800
@@ -55,20 +55,20 @@ def execute_notebook(
     output: Path | str | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Path:
-    """Execute one notebook from top to bottom and write it, whole or not at all.
+    """Execute one notebook from top to bottom and write it atomically.
 
     Args:
-        path: the notebook; its folder is where it runs.
+        path: the notebook; it runs in its folder.
         parameters: values for names that its `parameters` cell assigns.
         inputs: digest of what the outputs depend on besides the sources; recorded.
         output: where the executed notebook is written; by default in place.
         timeout: seconds for one cell.
 
     Returns:
-        Where it was written.
+        Path of the executed notebook.
 
     Raises:
-        HeaprLabError: a cell failed; the file is as it was.
+        HeaprLabError: a cell failed; the file is unchanged.
     """
     path = Path(path)
     target = path if output is None else Path(output)
@@ -95,26 +95,25 @@ def execute_all(
 ) -> list[Path]:
     """Execute the notebooks of a folder that are not up to date.
 
-    A notebook is up to date when it was executed from the sources, parameters and
-    inputs that it would be executed from now. One that fails keeps no other from being
-    executed.
+    A notebook is up to date if it was executed with the present sources, parameters and
+    inputs. If one fails, the others are still executed.
 
     Args:
-        folder: of the notebooks.
-        parameters: as `execute_notebook`, of every notebook.
+        folder: folder of the notebooks.
+        parameters: as `execute_notebook`, for every notebook.
         inputs: as `execute_notebook`.
         output: folder of the executed notebooks; by default in place.
         timeout: as `execute_notebook`.
-        force: execute those that are up to date too.
-        executor: processes to execute them in; by default one after the other here.
+        force: also execute those that are up to date.
+        executor: executes them in parallel; None executes them one by one here.
         progress: called with (notebooks done, notebooks in all).
 
     Returns:
         The notebooks that were executed, in order of name.
 
     Raises:
-        HeaprLabError: notebooks failed, each of them named with its cell; their files
-            are as they were.
+        HeaprLabError: notebooks failed; each is named with its cell, and its file is
+            unchanged.
     """
     found = sorted(Path(folder).glob("*.ipynb"))
     targets = {path: Path(output or folder) / path.name for path in found}
@@ -128,7 +127,7 @@ def execute_all(
     )
     calls = {
         path: functools.partial(execute, path, output=targets[path])
-        for path in reversed(stale)  # the later ones take longest
+        for path in reversed(stale)  # the last ones take longest
     }
     failures = {}
     for through, (path, failure) in enumerate(_outcomes(calls, executor), start=1):
@@ -149,14 +148,14 @@ def _up_to_date(
 ) -> bool:
     try:
         return _recorded(target) == _record(_prepared(path, parameters), inputs)
-    except HeaprLabError:  # what is wrong is said when it is executed
+    except HeaprLabError:  # raised again when it is executed
         return False
 
 
 def _outcomes(
     calls: Mapping[Path, Callable[[], Path]], executor: Executor | None
 ) -> Iterator[tuple[Path, str | None]]:
-    """Each notebook once it is through, and why it failed, if it did."""
+    """Each notebook when it is finished, with the error if it failed."""
     if executor is None:
         for path, call in calls.items():
             yield path, _failure(call)
@@ -196,7 +195,7 @@ def _prepared(path: Path, parameters: Mapping[str, Any]) -> nbformat.NotebookNod
 
 
 def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None:
-    """Execute the cells of `notebook`, whose outputs are then in it.
+    """Execute the cells of `notebook` and store their outputs in it.
 
     Raises:
         HeaprLabError: a cell failed, took too long, or ended the kernel.
@@ -221,20 +220,20 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None
     raise HeaprLabError(
         f"{path.name}, cell {started[-1] + 1} failed: {what}\nThe cell:\n"
         f"{notebook.cells[started[-1]].source}\n"
-        "The file was left as it was; run the notebook in JupyterLab to see more"
+        "The file is unchanged; run the notebook in JupyterLab for details"
     )
 
 
 def _client(notebook: nbformat.NotebookNode, path: Path, timeout: float) -> Any:
-    """What executes `notebook` in a new kernel of this Python, in the file's folder."""
-    # What is up to date is skipped without these, which take a while to import.
+    """A client that runs `notebook` in a new kernel of this Python, in its folder."""
+    # Imported here because they are slow and not needed if all is up to date.
     from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
 
     class ThisPython(AsyncKernelManager):
-        """Kernels of the running Python, whatever is registered under its name."""
+        """Kernels of the running Python, not of the registered `python3` kernel."""
 
         @property
         def kernel_spec(self) -> KernelSpec:
@@ -251,7 +250,7 @@ def _client(notebook: nbformat.NotebookNode, path: Path, timeout: float) -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, so changed that a kernel draws inline, is silent, and repeats itself."""
+    """The environment of a kernel: inline figures, no progress bars, fixed hashes."""
     inherited = os.environ.get("PYTHONPATH")
     folders = [str(paths.project_dir()), *([inherited] if inherited else [])]
     return os.environ | {
@@ -282,7 +281,7 @@ def _recorded(path: Path) -> dict[str, str] | None:
         return None
     notebook = read_notebook(path)
     record = dict(notebook.metadata.get(MARK, {}))
-    # Someone may have edited it since.
+    # It may have been edited since.
     unchanged = record.get("sources") == sources_digest(notebook)
     return record if unchanged else None
 
@@ -295,11 +294,11 @@ def replace_parameters(
     Args:
         notebook: changed in place.
         parameters: a string, number, bool or None for each name.
-        name: how errors call the notebook.
+        name: name of the notebook in errors.
 
     Raises:
-        SpecError: there is not exactly one such cell, it holds something else than
-            literal assignments, or it does not assign a name that is given.
+        SpecError: there is not exactly one such cell, it contains anything but literal
+            assignments, or it does not assign one of the names.
     """
     cell = _parameters_cell(notebook, name=name)
     places = _assignments(cell.source, name=name)
@@ -354,7 +353,7 @@ def _assignments(source: str, *, name: str) -> dict[str, ast.Constant]:
 
 
 def _literal(value: Any) -> str:
-    # JSON's strings are Python's too, in the quotes that the formatter wants.
+    # JSON strings are Python literals, in the double quotes of the formatter.
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return repr(value)
@@ -364,10 +363,10 @@ def _literal(value: Any) -> str:
 
 
 def normalise(notebook: nbformat.NotebookNode, *, name: str = "notebook") -> None:
-    """Drop from `notebook` whatever may differ from one run to the next.
+    """Remove everything from `notebook` that may differ between runs.
 
-    That is timings, versions, widget states and views, and what went to stderr, which
-    is logged instead.
+    These are timings, versions, widget states and views, and output to stderr, which is
+    logged instead.
     """
     for cell in notebook.cells:
         tags = cell.metadata.get("tags")
@@ -386,7 +385,7 @@ def _normal_outputs(
             logger.warning("%s wrote to stderr: %s", name, output.text.strip())
             continue
         if output.output_type == "stream" and kept and kept[-1].get("name") == "stdout":
-            kept[-1].text += output.text  # how it was split is a matter of timing
+            kept[-1].text += output.text  # the split depends on timing
             continue
         if "data" in output:
             output.data.pop(_WIDGET, None)
@@ -397,11 +396,11 @@ def _normal_outputs(
     return kept
 
 
-# --- what notebooks say of the paper ----------------------------------------------
+# --- tables in notebooks ----------------------------------------------------------
 
 
 def beside_paper(rows: Mapping[str, tuple[Any, Any]]) -> pd.DataFrame:
-    """The paper's values beside ours, marked as not comparable.
+    """The paper's values beside ours, labelled as not comparable.
 
     Args:
         rows: {quantity: (the paper's, ours)}.
@@ -416,19 +415,19 @@ def beside_paper(rows: Mapping[str, tuple[Any, Any]]) -> pd.DataFrame:
     frame = pd.DataFrame(
         [(quantity, *values) for quantity, values in rows.items()],
         columns=["quantity", "paper", "ours"],
-        dtype=object,  # counts, shares and words stand below each other
+        dtype=object,  # a column may mix counts, shares and text
     )
     return frame.assign(comparison=NOT_COMPARABLE)
 
 
 def what_was_found(findings: Mapping[str, tuple[Any, bool]]) -> pd.DataFrame:
-    """What holds of one model and text and need not hold of another.
+    """Findings that hold for one model and text and need not hold for others.
 
-    Counts and ranges hold anywhere and are asserted; a finding is reported, and ends
-    nothing where it does not hold.
+    Counts and ranges must hold for every model and are asserted; a finding is reported
+    and raises no error if it does not hold.
 
     Args:
-        findings: {finding: (the value that was found, whether it holds)}.
+        findings: {finding: (the measured value, whether it holds)}.
 
     Returns:
         Columns finding, found, holds here.

@@ -1,8 +1,8 @@
-"""The paper's experiments: which settings each asks for, and the frame it gives.
+"""The paper's experiments: the settings of each, and the frame of its results.
 
 Each function takes a `Workbench` and returns the tidy frame that a data function of
-`heapr_lab.figures` reads. Everything goes through the workbench's cache, so that a
-figure's notebook, the command line and `reproduce` share their work.
+`heapr_lab.figures` reads. Everything is cached by the workbench, so that notebooks, the
+command line and `reproduce` share their work.
 """
 
 import logging
@@ -27,24 +27,24 @@ from heapr_lab.workbench.workbench import Workbench
 logger = logging.getLogger(__name__)
 
 BOUNDARY_RATIOS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""Ratios of the pruning boundary, the paper's 25 and 50 % among them."""
+"""Ratios of the pruning boundary, including the paper's 25 and 50 %."""
 METHOD_RATIOS = (0.2, 0.4, 0.6)
 CALIBRATION_SIZES = (8, 16, 32, 64, 128)
 CALIBRATION_RATIO = 0.2
 TEST_CORPORA = ("pydocs", "wikitext2", "ptb", "c4")
-"""Where perplexity is measured, of those that can be had."""
+"""Where perplexity is measured, if the corpus is available."""
 
 Step = Callable[[str], None]
 """Called with a label before each step of an experiment."""
 
 
 def test_corpora() -> tuple[list[str], dict[str, str]]:
-    """The corpora to evaluate on here, and why others were skipped."""
+    """The available test corpora, and why the others are skipped."""
     return available_corpora(TEST_CORPORA)
 
 
 def calibration_pair(bench: Workbench) -> tuple[str, str]:
-    """Two corpora with windows enough: a domain of pydocs where there is no other."""
+    """Two corpora with enough windows; the second may be a domain of pydocs."""
     for name in ("wikitext2", "wikitext2:tokenized", "c4"):
         try:
             bench.calibration_set(Calibration(name))
@@ -61,7 +61,7 @@ def boundary_settings() -> list[Setting]:
 
 
 def method_settings() -> list[Setting]:
-    """Every estimator of the one table at three ratios, in its widest scope."""
+    """Every estimator without an extra pass, at three ratios, in its widest scope."""
     return [
         Setting(
             ratio,
@@ -82,7 +82,7 @@ def ablation_settings() -> list[Setting]:
 
 
 def all_settings() -> list[Setting]:
-    """Every setting of the figures that share one calibration, once."""
+    """Every setting of the figures with a single calibration, without repetition."""
     settings = [*boundary_settings(), *method_settings(), *ablation_settings()]
     return list(dict.fromkeys(settings))
 
@@ -90,14 +90,14 @@ def all_settings() -> list[Setting]:
 def results(
     bench: Workbench, settings: Iterable[Setting], corpora: Sequence[str]
 ) -> pd.DataFrame:
-    """Evaluation rows of `settings`, the dense model's first."""
+    """Evaluation rows of the dense model, then of `settings`."""
     frames = [bench.evaluate(None, corpora)]
     frames += [bench.evaluate(setting, corpora) for setting in settings]
     return pd.concat(frames, ignore_index=True)
 
 
 def savings(bench: Workbench, settings: Iterable[Setting]) -> pd.DataFrame:
-    """What each setting saves of parameters, bytes and FLOPs."""
+    """Parameters, bytes and FLOPs saved by each setting."""
     frames = [bench.savings(setting) for setting in settings]
     return pd.concat(frames, ignore_index=True)
 
@@ -111,7 +111,7 @@ def layer_masks(bench: Workbench) -> dict[float, KeepMask]:
 
 
 def calibration_draws(bench: Workbench) -> list[Calibration]:
-    """One for each corpus and seed, at the largest size."""
+    """A calibration for each corpus and seed, at the largest size."""
     return [
         Calibration(corpus, seed=seed)
         for corpus in calibration_pair(bench)
@@ -120,7 +120,7 @@ def calibration_draws(bench: Workbench) -> list[Calibration]:
 
 
 def calibration_results(bench: Workbench, draws: Iterable[Calibration]) -> pd.DataFrame:
-    """Results at every calibration size of each draw, the dense model's first."""
+    """Results of the dense model, then at every calibration size of each draw."""
     pair = calibration_pair(bench)
     corpora = [corpus for corpus in pair if not corpus.startswith("pydocs:")]
     selection = Selection(CALIBRATION_RATIO)
@@ -138,8 +138,8 @@ def nested_tables(
 ) -> dict[int, ImportanceTable]:
     """Tables of the first 8, 16, ... windows of one draw, each window measured once.
 
-    Draws are nested and sums add up, so each size is the one before it merged with the
-    windows between.
+    Draws are nested and sums are additive, so that each table is the previous one
+    merged with that of the windows in between.
     """
     windows = bench.calibration_set(calibration)
     largest = bench.profile.n_sequences
@@ -158,10 +158,10 @@ def nested_tables(
 
 
 def bin_results(bench: Workbench, *, estimator: str = "heapr") -> pd.DataFrame:
-    """Loss change when a tenth of the atoms goes, for ten tenths in two orders.
+    """Loss change when a tenth of the atoms is pruned, for ten tenths in two orders.
 
-    By original index as the paper's figure, and by score rank. As there, the loss is
-    measured on the calibration windows themselves, as many as a test takes.
+    The orders are the original index, as in the paper's figure, and the score rank. As
+    in the paper, the loss is measured on calibration windows, as many as a test has.
 
     Columns: order (`index`, `score`), bin, score_sum (sum of the bin's scores),
     delta_nll (nats per token), estimator, dataset.
@@ -175,7 +175,8 @@ def bin_results(bench: Workbench, *, estimator: str = "heapr") -> pd.DataFrame:
     rows = []
     for order, ranks in bin_orders(scores).items():
         for index, atoms in enumerate(np.array_split(ranks, 10)):
-            pruned = bench.perplexity(_without(table, atoms), windows)
+            kept = ~np.isin(np.arange(len(scores)), atoms)
+            pruned = bench.perplexity(KeepMask.from_rows(table, kept), windows)
             rows.append(
                 {
                     "order": order,
@@ -195,9 +196,3 @@ def bin_orders(scores: np.ndarray) -> dict[str, np.ndarray]:
         "index": np.arange(len(scores)),
         "score": np.argsort(scores, kind="stable"),
     }
-
-
-def _without(table: ImportanceTable, atoms: np.ndarray) -> KeepMask:
-    kept = np.ones(table.n_atoms, dtype=bool)
-    kept[atoms] = False
-    return KeepMask.from_rows(table, kept)

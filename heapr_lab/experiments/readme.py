@@ -1,7 +1,7 @@
-"""What was found, where people read it: the blocks of README.md and figures/README.md.
+"""Results in README.md and figures/README.md: the blocks that are generated.
 
-A block stands between `<!-- NAME -->` and `<!-- end -->`; the text around it is written
-by hand.
+A block is between `<!-- NAME -->` and `<!-- end -->`; the text around it is written by
+hand.
 """
 
 import ast
@@ -22,23 +22,23 @@ from heapr_lab.pruning.savings import at_context
 
 SUMMARY_RATIOS = (0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.8)
 FRONT_RATIOS = (0.0, 0.2, 0.4, 0.6)
-"""Those in README.md; `figures/README.md` has all."""
+"""Ratios shown in README.md; `figures/README.md` shows all."""
 BETTER = (
     "shrunk",
     "heapr + compensation",
     "shrunk + compensation",
     "elimination + compensation",
 )
-"""Variants of the quality benchmark in README.md."""
+"""Variants of the quality benchmark shown in README.md."""
 _LABS = {"quality": "lab", "quality_wide": "wide"}
-"""What README.md calls the models of two benchmarks."""
+"""Names of the models of two benchmarks in README.md."""
 
 
 def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
     """Perplexities, accuracy and savings of the paper's method over the ratios.
 
     Args:
-        results: evaluation rows, the dense model's among them.
+        results: evaluation rows, including those of the dense model.
         savings: parameters and FLOPs saved per setting.
     """
     ours = results_of_method(results, "heapr")
@@ -74,7 +74,7 @@ def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
 def front_blocks(
     summary: pd.DataFrame, claims: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
 ) -> dict[str, str]:
-    """The blocks of README.md that hold numbers.
+    """The blocks of README.md that contain numbers.
 
     Args:
         summary: from `summary_table`.
@@ -90,7 +90,7 @@ def front_blocks(
 
 
 def _front_summary(summary: pd.DataFrame) -> pd.DataFrame:
-    """Some ratios of the summary, shares in per cent."""
+    """Some ratios of the summary, with shares in per cent."""
     rows = summary[summary["ratio"].isin(FRONT_RATIOS)].copy()
     rows.insert(0, "removed", rows.pop("ratio").map("{:.0%}".format))
     shares = rows.columns[rows.columns.str.contains("saved|accuracy")]
@@ -99,7 +99,7 @@ def _front_summary(summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def better_table(measured: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Δloss over HEAPr's at equal atoms, of four variants on both lab models."""
+    """Δloss ÷ HEAPr's at equal atoms, for four variants on both lab models."""
     columns = {}
     for name, label in _LABS.items():
         table = figures.quality_table(measured[name])
@@ -112,7 +112,7 @@ def better_table(measured: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def _numbers(measured: Mapping[str, pd.DataFrame]) -> str:
-    """What one pass costs, and what the best variant loses, in two items."""
+    """Two list items: the cost of one pass, and the Δloss of the best variant."""
     cost = measured["cost"]
     times = {
         method: cost.loc[cost["method"].eq(method), "times_baseline"]
@@ -135,7 +135,7 @@ def wings(order: Iterable[str]) -> str:
     """A list item for each wing: its folder and the first line of its docstring.
 
     Args:
-        order: names of the wings, as they are listed.
+        order: names of the wings, in the order of the list.
     """
     package = Path(heapr_lab.__file__).parent
     lines = []
@@ -151,7 +151,7 @@ def wings(order: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """A block of `figures/README.md`, and the heading that a new one gets."""
+    """A block of `figures/README.md`, and the heading used when it is added."""
 
     title: str
     block: str
@@ -162,10 +162,10 @@ def sections(
 ) -> dict[str, Section]:
     """Every section of `figures/README.md`; arguments as `front_blocks`."""
     holds = claims["holds"].map({True: "yes", False: "**no**"})
-    told = as_block(claims.assign(holds=holds))
+    checked = as_block(claims.assign(holds=holds))
     found = {
         "summary": Section("What pruning costs and saves", as_block(summary)),
-        "claims": Section("The paper's claims", told),
+        "claims": Section("The paper's claims", checked),
     }
     for name, data in measured.items():
         row = BENCHMARKS[name]
@@ -174,7 +174,7 @@ def sections(
 
 
 def _shown(row: Benchmark, data: pd.DataFrame) -> str:
-    """Where a benchmark was run, its figure if it has one, and its table."""
+    """A benchmark's machine, its figure, if it has one, and its table."""
     machine = row.machine()
     results = f"../{row.results}"
     said = (
@@ -188,7 +188,7 @@ def _shown(row: Benchmark, data: pd.DataFrame) -> str:
 
 
 def fill_sections(path: Path, found: Mapping[str, Section]) -> None:
-    """Fill the block of each section; one that the file lacks is added at its end."""
+    """Fill the block of each section; a missing one is added at the end of the file."""
     text = path.read_text(encoding="utf-8")
     added = [
         f"\n## {section.title}\n\n<!-- {name} --><!-- end -->\n"
@@ -214,12 +214,15 @@ def fill_blocks(path: Path, blocks: Mapping[str, str]) -> None:
             rf"<!-- {name} -->.*?<!-- end -->", text, maxsplit=1, flags=re.DOTALL
         )
         if len(parts) != 2:
-            raise SpecError(f"{path} has no block '<!-- {name} --> … <!-- end -->'")
+            raise SpecError(
+                f"{path} has no block '<!-- {name} --> … <!-- end -->'; add one where "
+                "the numbers belong"
+            )
         head, tail = parts
         text = f"{head}<!-- {name} -->{block}<!-- end -->{tail}"
     path.write_text(text, encoding="utf-8")
 
 
 def as_block(frame: pd.DataFrame) -> str:
-    """A frame as a Markdown table on lines of its own."""
+    """A frame as a Markdown table, surrounded by newlines."""
     return f"\n{table_markdown(frame).strip()}\n"

@@ -1,8 +1,8 @@
-"""The main job: every figure and table of the paper, on any model, from one call.
+"""Every figure and table of the paper, on any model, from one call.
 
-Score, prune at 10 to 90 %, evaluate, draw, execute the notebooks. Each step goes
-through the cache, so that an interrupted run goes on where it stopped and a second one
-only draws. What is committed is rewritten only by `publish`.
+Score, prune at 10 to 90 %, evaluate, draw, execute the notebooks. Each step is cached,
+so that an interrupted run resumes where it stopped and a second run only draws.
+Committed files are rewritten only with `publish`.
 """
 
 import functools
@@ -23,6 +23,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.experiments import claims, paper, readme
 from heapr_lab.experiments.benchmarks import BENCHMARKS, Draw, Reshape, measured_for
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
+from heapr_lab.figures.files import write_files
 from heapr_lab.models.loading import LAB
 from heapr_lab.progress import progress_bar
 from heapr_lab.pruning.savings import at_context
@@ -37,25 +38,25 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 @dataclass(frozen=True)
 class Summary:
-    """What a reproduction made."""
+    """Results of a reproduction."""
 
     figures: Path
     """Folder of the figures and tables."""
     files: list[Path] = field(repr=False)
     notebooks: list[Path]
-    """Notebooks executed (those that were up to date are not)."""
+    """Executed notebooks (without those that were up to date)."""
     skipped: dict[str, str]
-    """Corpora that could not be had, and why."""
+    """Corpora that are not available, and why."""
     perplexity: dict[str, tuple[float, float]]
-    """Per corpus: of the dense model, and with 25 % of the atoms gone."""
+    """For each corpus, of the dense model and with 25 % of the atoms pruned."""
     saved: pd.Series = field(repr=False)
     """Parameters and FLOPs saved at 25 %."""
     claims: pd.DataFrame = field(repr=False)
-    """What the paper says, what was found, and whether it holds here."""
+    """The paper's claims, our findings, and whether the claims hold."""
     seconds: float
 
     def lines(self) -> list[str]:
-        """What a person would want to know."""
+        """The summary for the user, as lines of text."""
         changes = "; ".join(
             f"{corpus} {dense:.2f} → {pruned:.2f}"
             for corpus, (dense, pruned) in self.perplexity.items()
@@ -94,21 +95,21 @@ def reproduce(
 
     Args:
         name_or_path: a hub id, a local folder, or `lab`.
-        profile: how much text to use; a name of `settings.PROFILES`.
+        profile: how much text to use; a name in `settings.PROFILES`.
         device: as `load_model`.
         dtype: as `load_model`.
-        figures_dir: where figures and executed notebooks go; by default a folder of
-            this model and profile in `figures/`.
+        figures_dir: folder of the figures and executed notebooks; by default a folder
+            of this model and profile in `figures/`.
         notebooks: whether to execute the notebooks.
-        publish: rewrite what is committed instead: the figures in `figures/`, the
-            notebooks where they are, and the blocks of README.md and figures/README.md.
-        n_workers: processes that share the steps; None takes one for each core where
-            the model is small and on the CPU, else one. With more than one, a script
-            needs `if __name__ == "__main__"`.
+        publish: rewrite the committed files instead: the figures in `figures/`, the
+            notebooks in place, and the blocks of README.md and figures/README.md.
+        n_workers: number of processes; None takes one for each core if the model is
+            small and on the CPU, else one. With more than one, a script needs
+            `if __name__ == "__main__"`.
 
     Raises:
-        HeaprLabError: something cannot be had or measured, or notebooks failed, after
-            all of them were run; what was done is kept.
+        HeaprLabError: something is not available or cannot be measured, or notebooks
+            failed (after all of them were run); finished steps stay in the cache.
     """
     started = time.perf_counter()
     _check_publish(publish, name_or_path, profile, figures_dir)
@@ -126,7 +127,7 @@ def reproduce(
         if publish:
             _fill_readmes(found)
         if notebooks:
-            # It takes seconds, in which the figures are drawn.
+            # The import takes seconds, during which the figures are drawn.
             importlib.import_module("heapr_lab.experiments.notebooks")
         files = drawing()
         executed: list[Path] = []
@@ -148,21 +149,22 @@ def reproduce(
 def _check_publish(
     publish: bool, name_or_path: str, profile: str | None, figures_dir: Path | None
 ) -> None:
-    """Make sure that what is committed is only made of what it says it is of.
+    """Make sure that committed files are only rewritten for the lab model.
 
     Raises:
-        SpecError: it would be of another model or profile, or lie elsewhere.
+        SpecError: `publish` is combined with another model, profile or folder.
     """
     ours = name_or_path == LAB and profile in (None, LAB) and figures_dir is None
     if publish and not ours:
         raise SpecError(
-            "what is committed is of the lab model with its own profile: publish goes "
-            "with no other model, profile or folder; leave it out"
+            f"publish with model {name_or_path!r}, profile {profile!r} and folder "
+            f"{figures_dir}: expected the lab model, its own profile and no folder, "
+            "which the committed files are of. Omit publish or the other options"
         )
 
 
 def _harvest(bench: Workbench, executor: Executor | None) -> None:
-    """Read the docstrings of every package, which each corpus of them needs first."""
+    """Read the docstrings of every package, which all pydocs corpora need."""
     steps = [functools.partial(_harvest_one, name) for name in pydocs.not_harvested()]
     with progress_bar("reading docstrings", "package") as show:
         run_steps(steps, bench, executor, progress=show)
@@ -174,12 +176,12 @@ def _harvest_one(package: str, _bench: Workbench) -> None:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Rows of all experiments."""
+    """Results of all experiments."""
 
     results: pd.DataFrame
-    """Of the dense model and every setting, on every corpus."""
+    """Rows of the dense model and every setting, on every corpus."""
     sizes: pd.DataFrame
-    """Of every calibration draw, at every size."""
+    """Rows of every calibration draw, at every size."""
     tenths: pd.DataFrame
     """Δloss of each tenth of the atoms."""
 
@@ -187,12 +189,12 @@ class Measurements:
 def run_experiments(
     bench: Workbench, corpora: list[str], executor: Executor | None = None
 ) -> Measurements:
-    """All that the figures need, measured or from the cache, under one bar with an ETA.
+    """Everything that the figures need, measured or cached, with one progress bar.
 
     Args:
         bench: the model.
         corpora: where perplexity is measured.
-        executor: as `workers.workers` gives it; by default this process.
+        executor: from `workers.workers`; None runs everything in this process.
     """
     draws: list[Step] = [
         functools.partial(paper.calibration_results, draws=[draw])
@@ -202,14 +204,14 @@ def run_experiments(
         operator.methodcaller("evaluate", setting, corpora)
         for setting in (None, *paper.all_settings())
     ]
-    # The long ones first, so that no process waits for them at the end.
+    # Long steps first, so that no process waits for them at the end.
     steps = [_measure, _eliminate, *draws, paper.bin_results, *evaluations]
     with progress_bar("experiments", "step") as show:
         given = run_steps(steps, bench, executor, progress=show)
     sizes, (tenths, *results) = given[2 : 2 + len(draws)], given[2 + len(draws) :]
     return Measurements(
         results=pd.concat(results, ignore_index=True),
-        # Each draw has the rows of the dense model.
+        # Each draw includes the rows of the dense model.
         sizes=pd.concat(sizes).drop_duplicates(ignore_index=True),
         tenths=tenths,
     )
@@ -220,24 +222,24 @@ def _measure(bench: Workbench) -> None:
 
 
 def _eliminate(bench: Workbench) -> None:
-    """For a notebook, which would wait for it."""
+    """Compute the scores of elimination, which a notebook needs."""
     bench.importance(estimator=ELIMINATION)
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What several figures, tables and the READMEs have in common."""
+    """Data shared by several figures, tables and the READMEs."""
 
     measured: Measurements
     savings: pd.DataFrame
     claims: pd.DataFrame
     summary: pd.DataFrame
     benchmarks: dict[str, pd.DataFrame]
-    """Rows of the benchmarks that are shown beside this model, by name."""
+    """Rows of the benchmarks that are shown for this model, by name."""
 
 
 def find(bench: Workbench, measured: Measurements) -> Findings:
-    """What follows from what was measured, here and by the benchmarks."""
+    """Savings, claims and summary of the measurements, and rows of benchmarks."""
     savings = paper.savings(bench, paper.all_settings())
     return Findings(
         measured=measured,
@@ -250,14 +252,14 @@ def find(bench: Workbench, measured: Measurements) -> Findings:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure to draw, with its table where it has one."""
+    """A figure to draw, and its table, if it has one."""
 
     name: str
     data: pd.DataFrame
     figure: Draw
     table: Reshape | None = None
     source: str = ""
-    """The committed results that `data` was made of, where the bench did not."""
+    """Path of the committed results that `data` was made from; "" for the bench."""
 
 
 def draw_all(
@@ -266,7 +268,7 @@ def draw_all(
     """Write every figure (png, pdf), table (csv, md, tex) and its data (csv).
 
     Returns:
-        What waits for the figures and gives all that was written.
+        A function that waits for the figures and returns all written paths.
     """
     pen = _Pen(bench, folder, executor)
     for drawing in _of_the_paper(bench, found):
@@ -304,7 +306,7 @@ def _of_the_paper(bench: Workbench, found: Findings) -> Iterator[Drawing]:
 
 
 def _of_benchmarks(found: Findings) -> Iterator[Drawing]:
-    """Those of the benchmarks that have a figure."""
+    """The figures of the benchmarks."""
     for name, data in found.benchmarks.items():
         row = BENCHMARKS[name]
         if row.figure is not None:
@@ -312,17 +314,17 @@ def _of_benchmarks(found: Findings) -> Iterator[Drawing]:
 
 
 def _fill_readmes(found: Findings) -> None:
-    """Put what was found where people read it."""
-    told = (found.summary, found.claims, found.benchmarks)
-    readme.fill_blocks(paths.project_dir() / "README.md", readme.front_blocks(*told))
-    readme.fill_sections(paths.figures_dir() / "README.md", readme.sections(*told))
+    """Write the findings to README.md and figures/README.md."""
+    parts = (found.summary, found.claims, found.benchmarks)
+    readme.fill_blocks(paths.project_dir() / "README.md", readme.front_blocks(*parts))
+    readme.fill_sections(paths.figures_dir() / "README.md", readme.sections(*parts))
 
 
 class _Pen:
     """Writes figures and tables with the provenance of one workbench.
 
-    Figures are drawn by the executor, if there is one: they take most of the time of a
-    run that finds everything else in the cache.
+    Figures are drawn by the executor, if there is one: they take most of the time when
+    everything else is cached.
     """
 
     def __init__(
@@ -334,7 +336,7 @@ class _Pen:
         table = bench.importance().metadata
         calibration = table["provenance"]["calibration"]
         drawn = ("corpus", "split", "n_sequences", "seq_len", "seed")
-        # Of a folder only the name: where it lies differs from machine to machine.
+        # Only the name of a folder: its location differs from machine to machine.
         name = Path(bench.name).name if Path(bench.name).is_dir() else bench.name
         self._made_on = {
             "model": {"name": name, **bench.identity},
@@ -344,36 +346,27 @@ class _Pen:
         }
 
     def files(self) -> list[Path]:
-        """All that was written, once it is."""
+        """All written paths; waits for figures that are still being drawn."""
         return [path for part in self._parts for path in part()]
 
     def draw(self, drawing: Drawing) -> None:
-        """Write a figure, its rows, and its table where it has one."""
+        """Write a figure, its rows, and its table, if it has one."""
         name, data, source = drawing.name, drawing.data, drawing.source
         rows = figures.rows_text(data)
         provenance = self._provenance(source, figure=name, data=rows_digest(rows))
-        path = self.folder / "data" / f"{name}.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(rows, encoding="utf-8", newline="\n")
-        self._start(
-            functools.partial(
-                _draw_one, data, drawing.figure, self.folder / name, provenance
-            ),
-            path,
-        )
+        written = write_files(self.folder / "data" / name, {"csv": rows.encode()})
+        arguments = data, drawing.figure, self.folder / name, provenance
+        if self._executor is None:
+            written = _draw_one(*arguments) + written
+            self._parts.append(lambda: written)
+        else:
+            future = self._executor.submit(_draw_one, *arguments)
+            self._parts.append(lambda: future.result() + written)
         if drawing.table is not None:
             self.table(name, drawing.table(data), source=source)
 
-    def _start(self, drawing: Callable[[], list[Path]], rows: Path) -> None:
-        if self._executor is None:
-            drawn = drawing()
-            self._parts.append(lambda: [*drawn, rows])
-        else:
-            future = self._executor.submit(drawing)
-            self._parts.append(lambda: [*future.result(), rows])
-
     def table(self, name: str, frame: pd.DataFrame, *, source: str = "") -> None:
-        """Write a table of what the bench, or `source`, has measured."""
+        """Write a table of results of the bench or, if given, of `source`."""
         provenance = self._provenance(source, table=name)
         stem = self.folder / f"{name}_table"
         written = figures.write_table(frame, stem, provenance=provenance)
@@ -394,11 +387,11 @@ def _draw_one(
 
 
 def _folder_of(bench: Workbench, name_or_path: str, *, publish: bool) -> Path:
-    """`figures/` for what is committed, else a folder in it of this model alone."""
+    """`figures/` if its files are to be committed, else a subfolder for this model."""
     if publish:
         return paths.figures_dir()
     name, path = name_or_path.replace("/", "-"), Path(name_or_path)
-    if path.is_dir():  # two folders may have one name
+    if path.is_dir():  # two folders may have the same name
         name = f"{path.resolve().name}-{digest(str(path.resolve()))[:6]}"
     return paths.figures_dir() / f"{name}-{bench.profile.name}"
 
@@ -410,9 +403,10 @@ def _execute_notebooks(
     output: Path | None,
     executor: Executor | None,
 ) -> list[Path]:
-    """Execute the notebooks: all of them unless this was done before with the cache.
+    """Execute the notebooks: all of them the first time, then those out of date.
 
-    A clone carries executed notebooks; that they run here has to be shown once.
+    A clone contains executed notebooks, so that the first time shows that they run
+    here.
     """
     from heapr_lab.experiments.notebooks import execute_all
 
@@ -449,6 +443,6 @@ def _perplexities(
 
 
 def _inputs(bench: Workbench, drawn: list[Path]) -> str:
-    """What the notebooks' outputs depend on besides their sources."""
+    """Digest of what the notebooks' outputs depend on besides their sources."""
     data = [path.read_text() for path in drawn if path.suffix == ".csv"]
     return digest({"model": bench.identity, "data": data})

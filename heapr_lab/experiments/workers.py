@@ -1,7 +1,7 @@
-"""Several processes that share one cache: the steps of a run, side by side.
+"""Steps of a run in several processes that share a cache.
 
-A small model leaves the cores of a machine idle: its products are too narrow to be
-shared out. Steps that meet in the cache alone can run in a process each instead.
+A small model leaves cores idle, because its matrix products are too small to be
+divided. Steps that share only the cache can run in separate processes instead.
 """
 
 import concurrent.futures
@@ -21,25 +21,25 @@ from heapr_lab.progress import Progress
 from heapr_lab.workbench.workbench import Workbench
 
 Step = Callable[[Workbench], Any]
-"""A part of a run that fills the cache; it and what it gives can be pickled."""
+"""A part of a run that fills the cache; it and its result can be pickled."""
 
 _SMALL = 100_000_000
-"""Parameters under which one core is enough for a model."""
+"""Number of parameters below which one core is enough for a model."""
 _AT_MOST = 8
 
 _of_this_process: list[Callable[[], Workbench]] = []
-"""In a process of a pool: what gives its workbench."""
+"""In a process of a pool: the function that opens its workbench."""
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def default_workers(bench: Workbench) -> int:
-    """As many as there are cores for a small model on the CPU, else one."""
+    """The number of cores (at most 8) for a small model on the CPU, else one."""
     weights = list(bench.model.parameters())
     small = sum(weight.numel() for weight in weights) < _SMALL
     on_cpu = all(weight.device.type == "cpu" for weight in weights)
@@ -50,17 +50,17 @@ def default_workers(bench: Workbench) -> int:
 def workers(
     n: int, open_bench: Callable[[], Workbench]
 ) -> Iterator[concurrent.futures.Executor | None]:
-    """A pool of `n` processes, or None where one is asked for: this one.
+    """A pool of `n` processes, or None if `n` is 1.
 
-    Each opens the workbench for itself, once it is needed. Whoever calls this from a
-    script guards it with `if __name__ == "__main__"`, as for any process pool.
+    Each process opens its own workbench when it needs it. A script that calls this has
+    to guard the call with `if __name__ == "__main__"`, as for any process pool.
 
     Args:
-        n: processes.
-        open_bench: gives the workbench; it has to be picklable.
+        n: number of processes.
+        open_bench: opens the workbench; it has to be picklable.
 
     Raises:
-        HeaprLabError: a process was ended from outside.
+        HeaprLabError: a process was killed.
     """
     if n == 1:
         yield None
@@ -71,14 +71,14 @@ def workers(
         initializer=_begin,
         initargs=(open_bench, max(1, cores() // n)),
     ) as executor:
-        for _ in range(n):  # what they import takes seconds, too
+        for _ in range(n):  # their imports take seconds, too
             executor.submit(cores)
         try:
             yield executor
         except BrokenProcessPool as error:
             raise HeaprLabError(
-                "a worker process was ended from outside, mostly for lack of memory; "
-                "run again with --workers 1: what was done is in the cache"
+                "a worker process was killed, most likely for lack of memory; run "
+                "again with --workers 1: finished steps are in the cache"
             ) from error
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
@@ -92,9 +92,9 @@ def run_steps(
     *,
     progress: Progress,
 ) -> list[Any]:
-    """What every step gives, in the executor's processes or one by one in this one.
+    """Results of all steps, run by the executor or, without one, in this process.
 
-    What was done before a step fails stays in the cache.
+    If a step fails, the results of finished steps stay in the cache.
     """
     if executor is None:
         given = []
@@ -111,18 +111,18 @@ def run_steps(
 
 
 def _begin(open_bench: Callable[[], Workbench], threads: int) -> None:
-    """What a new process does first."""
+    """Initialise a new process."""
     signal.signal(signal.SIGINT, _leave)
     _of_this_process.append(functools.cache(open_bench))
     os.environ["HEAPR_LAB_PROGRESS"] = "0"  # one bar is enough
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # of kernels that it starts
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for notebook kernels it starts
     torch.set_num_threads(threads)
 
 
 def _leave(*_args: object) -> None:
-    """End at once and without a word: the process that was started first says it all.
+    """Exit at once and silently: the main process reports the interruption.
 
-    What is written has temporary names until it is whole, and locks end with a process.
+    Files have temporary names until they are complete, and locks end with a process.
     """
     os._exit(130)
 

@@ -160,7 +160,7 @@ def test_a_strangers_run_changes_nothing_that_is_tracked(stranger: Clone) -> Non
 
 def test_publishing_is_of_the_lab_model_alone(tmp_path: Path) -> None:
     """What is committed says what it is of, so nothing else may be written there."""
-    with pytest.raises(SpecError, match="publish goes with no other model"):
+    with pytest.raises(SpecError, match="expected the lab model"):
         reproduce("lab", profile="small", publish=True)
-    with pytest.raises(SpecError, match="publish goes with no other model"):
+    with pytest.raises(SpecError, match="expected the lab model"):
         reproduce("lab", figures_dir=tmp_path, publish=True)
