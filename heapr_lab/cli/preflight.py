@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ _FILE_SUFFIXES = {
 
 _LONGEST_NAME = 220
 """Bytes; the 255 that file systems take, less what temporary names add."""
-_NUMBER = re.compile("[0-9]{1,6}")
 _CONTINUATION = "continuation"
 _ALWAYS_THERE = "pydocs"
 
@@ -152,26 +150,6 @@ def check_tasks(names: Iterable[str]) -> None:
 
 
 # --- layers -----------------------------------------------------------------------
-
-
-def layer_numbers(text: str) -> tuple[int, ...]:
-    """The layers in a list with commas.
-
-    Raises:
-        SpecError: a part of it is not a whole number.
-
-    Example:
-        >>> layer_numbers("0, 3")
-        (0, 3)
-    """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    wrong = [part for part in parts if not _NUMBER.fullmatch(part)]
-    if wrong:
-        raise SpecError(
-            f"--exclude-layers has {wrong[0][:40]!r}: expected numbers of layers with "
-            "commas, such as 0,3"
-        )
-    return tuple(int(part) for part in parts)
 
 
 def check_layers(source: Path, layers: Sequence[int]) -> None:

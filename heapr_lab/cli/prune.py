@@ -58,7 +58,7 @@ def prune(
     files are sliced one tensor at a time. Without such a file it comes from the cache,
     measured if it is not there, and what stays in a checkpoint makes up for what goes.
     """
-    from heapr_lab.pruning.options import Selection
+    from heapr_lab.pruning.options import Selection, parse_layers
     from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.presets import find_method
     from heapr_lab.workbench.settings import Setting
@@ -76,7 +76,7 @@ def prune(
         multiple=multiple or (1 if structure in _WITH_DEFAULT_MULTIPLE else None),
         of=of,
         price=price,
-        exclude_layers=preflight.layer_numbers(exclude_layers),
+        exclude_layers=parse_layers(exclude_layers, name="--exclude-layers"),
         min_atoms=min_atoms,
         protect_outliers=protect_outliers,
         protect_unrouted=protect_unrouted,

@@ -1,7 +1,6 @@
 """The controls of the panel: a named control for every field of a selection."""
 
 import html
-import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
@@ -11,13 +10,12 @@ import ipywidgets as ipw
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.pruning.options import BUDGETS, CHOICES, Selection
+from heapr_lab.pruning.options import BUDGETS, CHOICES, Selection, parse_layers
 from heapr_lab.pruning.selection import default_multiple
 from heapr_lab.workbench.presets import describe_estimator
 
 _LAST_STEP: Final = 99
 _BUDGETS = {name: of for of, name in BUDGETS.items()}
-_RANGE = re.compile(r"(\d+)(?:\s*[-–]\s*(\d+))?")
 TARGET = "target Δloss"
 """The budget that is solved for, from predictions."""
 
@@ -128,7 +126,7 @@ class Controls(ipw.VBox):
             multiple=None if ragged else self.multiple.value,
             of=_BUDGETS.get(self.budget.value, "atoms"),
             min_atoms=self.floor.value,
-            exclude_layers=layer_numbers(self.whole.value),
+            exclude_layers=parse_layers(self.whole.value, name="layers not pruned"),
         )
 
     @property
@@ -187,34 +185,6 @@ class Controls(ipw.VBox):
         self.multiple.disabled = self.structure.value == "ragged"
         self.rise.disabled = not self.to_target
         self.slider.disabled = self.ratio.disabled = self.to_target
-
-
-def layer_numbers(text: str) -> tuple[int, ...]:
-    """Numbers and ranges of numbers, ascending.
-
-    Raises:
-        SpecError: it is something else, or a range runs backwards.
-
-    Example:
-        >>> layer_numbers("5-7, 0")
-        (0, 5, 6, 7)
-    """
-    found: set[int] = set()
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        match = _RANGE.fullmatch(part)
-        if match is None:
-            raise SpecError(
-                f"cannot read {part!r} as layers: expected numbers and ranges, such as "
-                "0, 5-7"
-            )
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise SpecError(
-                f"the range of layers {part!r} runs backwards: expected the lower "
-                f"number first, {last}-{first}"
-            )
-        found |= set(range(first, last + 1))
-    return tuple(sorted(found))
 
 
 def read_ratio(text: str) -> float:

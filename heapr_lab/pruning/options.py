@@ -5,6 +5,7 @@ the manifests of checkpoints.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -34,6 +35,7 @@ BUDGETS = {
 """What the ratio counts, for people; `of` and `--of` take the keys."""
 _TOO_MANY = 2**31
 """Atoms that no expert has."""
+_LAYERS = re.compile(r"([0-9]{1,6})(?:\s*[-–]\s*([0-9]{1,6}))?")
 _OF_EARLIER_FILES = {"own_layers"}
 """Keys that `to_dict` wrote before and that say nothing of their own."""
 
@@ -91,6 +93,38 @@ def layer_numbers(values: Iterable[Any], *, name: str) -> tuple[int, ...]:
         whole_number(value, name=f"a layer of {name}", least=0) for value in values
     }
     return tuple(sorted(numbers))
+
+
+def parse_layers(text: str, *, name: str) -> tuple[int, ...]:
+    """The layers in a list of numbers and ranges as people write it, ascending.
+
+    Args:
+        text: numbers and ranges, separated by commas.
+        name: what to call the list in an error.
+
+    Raises:
+        SpecError: a part is neither, or a range runs backwards.
+
+    Example:
+        >>> parse_layers("5-7, 0", name="--exclude-layers")
+        (0, 5, 6, 7)
+    """
+    found: set[int] = set()
+    for part in filter(None, map(str.strip, text.split(","))):
+        match = _LAYERS.fullmatch(part)
+        if match is None:
+            raise SpecError(
+                f"{name}: cannot read {part[:40]!r}; give layer numbers and ranges "
+                "separated by commas, such as 0, 5-7"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise SpecError(
+                f"{name}: the range {part!r} runs backwards; give the lower number "
+                f"first, {last}-{first}"
+            )
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
 
 
 @dataclass(frozen=True, repr=False)

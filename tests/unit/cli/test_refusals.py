@@ -264,13 +264,15 @@ def test_nothing_to_measure(folder: Path, more: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ("foo", "--exclude-layers has 'foo': expected numbers"),
-        ("0,1.7", "--exclude-layers has '1.7'"),
-        ("-1", "--exclude-layers has '-1'"),
-        ("²", "--exclude-layers has '²'"),
-        ("9" * 5000, "--exclude-layers has '999"),
+        ("foo", "--exclude-layers: cannot read 'foo'; give layer numbers"),
+        ("0,1.7", "--exclude-layers: cannot read '1.7'"),
+        ("-1", "cannot read '-1'"),
+        ("²", "cannot read '²'"),
+        ("9" * 5000, "cannot read '999"),
+        ("1-0", "the range '1-0' runs backwards; give the lower number first, 0-1"),
         ("7", "no routed experts in layers 7; layers with routed experts: 0, 1"),
         ("0,1", "names every layer"),
+        ("0-1", "names every layer"),
     ],
 )
 def test_layers_that_are_not_there(folder: Path, layers: str, said: str) -> None:

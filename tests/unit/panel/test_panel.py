@@ -10,7 +10,6 @@ import pytest
 from random_tables import random_table, small_table
 
 from heapr_lab.errors import SpecError
-from heapr_lab.panel.controls import layer_numbers
 from heapr_lab.panel.panel import explore, layers_frame
 from heapr_lab.pruning.options import Selection
 
@@ -66,12 +65,6 @@ def test_controls_of_structure_budget_and_floor() -> None:
     saved = panel.session.savings()
     assert saved is not None
     assert 0.5 <= saved.routed_flops_reduction.iloc[0] < 0.53
-
-
-def test_layers_are_read_from_text() -> None:
-    """Numbers and ranges in any order."""
-    assert layer_numbers(" 7, 0-2,1 ") == (0, 1, 2, 7)
-    assert layer_numbers("") == ()
 
 
 def within(box: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from random_tables import random_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.controls import layer_numbers, read_ratio
+from heapr_lab.panel.controls import read_ratio
 from heapr_lab.panel.jobs import STALE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.pictures import ChoicePicture, LossPicture
@@ -56,14 +56,6 @@ def test_ratios_that_are_none_are_refused(text: str) -> None:
         read_ratio(text)
     with pytest.raises(SpecError, match=r"write 0\.40 or 40%"):
         read_ratio("40")
-
-
-@pytest.mark.parametrize("text", ["7-5", "5-", "-5", "1-2-3", "1.5", "²"])
-def test_layers_that_are_none_are_refused(text: str) -> None:
-    """A range has two ends, the lower first."""
-    with pytest.raises(SpecError, match=r"layers"):
-        layer_numbers(text)
-    assert layer_numbers("5 - 7,0") == (0, 5, 6, 7)
 
 
 def test_the_box_says_what_is_chosen() -> None:

@@ -14,7 +14,7 @@ from random_tables import random_table
 from heapr_lab import Calibration, Selection, Setting, select
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
-from heapr_lab.pruning.options import STRUCTURES
+from heapr_lab.pruning.options import STRUCTURES, parse_layers
 
 
 @st.composite
@@ -107,6 +107,20 @@ def test_what_cannot_be_used_is_named(plain: dict[str, Any], message: str) -> No
     """Also when it comes from a file."""
     with pytest.raises(SpecError, match=message):
         Selection.from_dict(plain)
+
+
+@pytest.mark.parametrize("text", ["7-5", "5-", "-5", "1-2-3", "1.5", "²", "9" * 5000])
+def test_lists_that_are_not_of_layers_are_refused(text: str) -> None:
+    """A range has two ends, the lower first."""
+    with pytest.raises(SpecError, match=r"excluded: .*; give"):
+        parse_layers(text, name="excluded")
+
+
+def test_lists_of_layers_are_read() -> None:
+    """Numbers and ranges in any order, each layer once."""
+    assert parse_layers(" 7, 0-2,1 ,", name="") == (0, 1, 2, 7)
+    assert parse_layers("5 - 7,0", name="") == (0, 5, 6, 7)
+    assert parse_layers("", name="") == ()
 
 
 def test_select_takes_one_way_of_saying_it() -> None:
