@@ -9,28 +9,13 @@ from pathlib import Path
 from heapr_lab.errors import SpecError
 
 _FILE_SUFFIXES = {
-    ".bin",
-    ".csv",
-    ".gguf",
-    ".json",
-    ".md",
-    ".npz",
-    ".parquet",
-    ".pdf",
-    ".pkl",
-    ".png",
-    ".pt",
-    ".pth",
-    ".safetensors",
-    ".tex",
-    ".txt",
-    ".zip",
-}
+    ".bin", ".csv", ".gguf", ".json", ".md", ".npz", ".parquet", ".pdf", ".pkl", ".png",
+    ".pt", ".pth", ".safetensors", ".tex", ".txt", ".zip",
+}  # fmt: skip
 """Names that end so are meant as files."""
 
 _LONGEST_NAME = 220
 """Bytes; the 255 that file systems take, less what temporary names add."""
-_CONTINUATION = "continuation"
 _ALWAYS_THERE = "pydocs"
 
 
@@ -136,11 +121,13 @@ def check_tasks(names: Iterable[str]) -> None:
         SpecError: there is no task of that name.
         CorpusError: its items, or its corpus, cannot be had.
     """
+    from heapr_lab.workbench.workbench import CONTINUATION
+
     of_harness = []
     for task in names:
         name, _, corpus = task.partition(":")
-        if name == _CONTINUATION:
-            check_corpora([corpus or "pydocs"], split="test")
+        if name == CONTINUATION:
+            check_corpora([corpus or _ALWAYS_THERE], split="test")
         else:
             of_harness.append(task)
     if of_harness:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SEARCHED = ("estimator", "scope", "granularity", "structure", "multiple")
 """What a search over ratios can follow of a selection."""
+_WITH_DEFAULT_MULTIPLE = {"aligned", "uniform"}
+"""Structures whose multiple is chosen, once widths are known, where none is given."""
 
 
 def prune(
@@ -65,15 +67,17 @@ def prune(
     from heapr_lab.workbench.workbench import open_workbench
 
     preset = find_method(method)
-    amount = Amount(ratio, max_rise, max_latency)
-    amount.check(alone=importance is not None, rounds=rounds)
+    _check_amount(
+        ratio, max_rise, max_latency, rounds=rounds, table_alone=importance is not None
+    )
+    unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
-        amount.ratio or 0.0,
+        ratio or 0.0,
         estimator=estimator or preset.estimator_for(importance, rounds=rounds),
         scope=scope,
         granularity=granularity,
         structure=structure,
-        multiple=multiple or (1 if structure in _WITH_DEFAULT_MULTIPLE else None),
+        multiple=1 if unset else multiple,
         of=of,
         price=price,
         exclude_layers=parse_layers(exclude_layers, name="--exclude-layers"),
@@ -84,97 +88,43 @@ def prune(
     request = Request(
         model=model,
         method=preset,
-        amount=amount,
+        max_rise=max_rise,
+        max_latency=max_latency,
         setting=Setting(selection, Calibration(corpus, n_sequences, seed=seed)),
-        default_multiple=multiple is None and structure in _WITH_DEFAULT_MULTIPLE,
+        default_multiple=unset,
         importance=importance,
         rounds=rounds,
         out=out,
         corpora=perplexity,
         seq_len=seq_len,
         open_bench=functools.cache(
-            functools.partial(
-                open_workbench,
-                model,
-                profile=profile,
-                seq_len=seq_len,
-                device=device,
-                dtype=dtype,
+            lambda: open_workbench(
+                model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
             )
         ),
     )
     print_facts(request.run(in_words=not as_json), as_json=as_json)
 
 
-_WITH_DEFAULT_MULTIPLE = {"aligned", "uniform"}
-"""Structures whose multiple is chosen, once widths are known, where none is given."""
-
-
-@dataclass(frozen=True)
-class Amount:
-    """How much goes: a ratio, or what it is searched for by."""
-
-    ratio: float | None
-    max_rise: float | None
-    max_latency: float | None
-
-    def check(self, *, alone: bool, rounds: int) -> None:
-        """Make sure that how much goes is said once, and can be found.
-
-        Args:
-            alone: whether there is a file of importance, and no model.
-            rounds: as `prune`.
-
-        Raises:
-            SpecError: it is said otherwise.
-        """
-        searched = self.max_rise is not None or self.max_latency is not None
-        if alone and (rounds > 1 or searched):
-            raise SpecError(
-                "--rounds, --max-rise and --max-latency run the model: leave "
-                "--importance out"
-            )
-        given = (self.ratio, self.max_rise, self.max_latency)
-        if sum(value is not None for value in given) != 1:
-            raise SpecError(
-                "how much goes has to be said once: give --ratio, --max-rise or "
-                "--max-latency"
-            )
-
-    def settle(self, setting: "Setting", bench: "Callable[[], Workbench]") -> "Setting":
-        """`setting` with the ratio that is asked for, searched where it has to be.
-
-        Raises:
-            SpecError: the selection has more to it than a search can follow, or no
-                ratio is fast enough.
-        """
-        from heapr_lab.workbench.budgets import ratio_for_latency, ratio_for_loss
-
-        if self.max_rise is not None:
-            _check_searchable(setting, option="--max-rise")
-            corpus = setting.calibration.corpus
-            return ratio_for_loss(bench(), setting, corpus, rise=self.max_rise)[0]
-        if self.max_latency is not None:
-            _check_searchable(setting, option="--max-latency")
-            return ratio_for_latency(bench(), setting, share=self.max_latency)[0]
-        return setting
-
-
-def _check_searchable(setting: "Setting", *, option: str) -> None:
-    """Make sure that nothing but the ratio decides how much goes.
+def _check_amount(
+    ratio: float | None, *limits: float | None, rounds: int, table_alone: bool
+) -> None:
+    """Make sure that the amount to prune is given once, and can be determined.
 
     Raises:
-        SpecError: something else does.
+        SpecError: it is given twice or not at all, or depends on a model that is not
+            run where there is a table alone.
     """
-    from heapr_lab.pruning.options import Selection
-
-    asked = setting.selection
-    plain = Selection(asked.ratio, **{name: getattr(asked, name) for name in _SEARCHED})
-    beyond = [name for name, value in vars(asked).items() if value != vars(plain)[name]]
-    if beyond:
+    if table_alone and (rounds > 1 or any(limit is not None for limit in limits)):
         raise SpecError(
-            f"{option} goes with {', '.join(_SEARCHED)}, not with {', '.join(beyond)}: "
-            "give --ratio"
+            "--rounds, --max-rise and --max-latency run the model: leave --importance "
+            "out"
+        )
+    given = sum(value is not None for value in (ratio, *limits))
+    if given != 1:
+        raise SpecError(
+            f"the amount to prune is given {given} times, expected once: give --ratio, "
+            "--max-rise or --max-latency"
         )
 
 
@@ -184,7 +134,8 @@ class Request:
 
     model: str
     method: "Method"
-    amount: Amount
+    max_rise: float | None
+    max_latency: float | None
     setting: "Setting"
     """Its ratio is 0 where it is searched, its multiple 1 where it is chosen later."""
     default_multiple: bool
@@ -252,7 +203,7 @@ class Request:
         corpus = self.setting.calibration.corpus
         preflight.check_layers(source, self.setting.selection.exclude_layers)
         parts = corpora_of(corpus)
-        if self.amount.max_rise is not None and len(parts) > 1:
+        if self.max_rise is not None and len(parts) > 1:
             raise SpecError(
                 f"--max-rise measures on the calibration corpus, and {corpus!r} is a "
                 "mixture: give --ratio, or one corpus"
@@ -280,7 +231,7 @@ class Request:
         if self.default_multiple:
             selection = replace(setting.selection, multiple=default_multiple(table))
             setting = replace(setting, selection=selection)
-        setting = self.amount.settle(setting, self.open_bench)
+        setting = self._searched(setting)
         if self.importance is not None:
             return Chosen(with_model(select(table, setting.selection), table))
         with _reported() as report:
@@ -292,6 +243,25 @@ class Request:
                 rounds=self.rounds,
                 report=report,
             )
+
+    def _searched(self, setting: "Setting") -> "Setting":
+        """`setting` with the ratio that meets the limit, if there is one.
+
+        Raises:
+            SpecError: the search does not support the selection, or no ratio is fast
+                enough.
+        """
+        from heapr_lab.workbench.budgets import ratio_for_latency, ratio_for_loss
+
+        if self.max_rise is not None:
+            _check_searchable(setting, option="--max-rise")
+            corpus, rise = setting.calibration.corpus, self.max_rise
+            return ratio_for_loss(self.open_bench(), setting, corpus, rise=rise)[0]
+        if self.max_latency is not None:
+            _check_searchable(setting, option="--max-latency")
+            bench, share = self.open_bench(), self.max_latency
+            return ratio_for_latency(bench, setting, share=share)[0]
+        return setting
 
     def _write(
         self,
@@ -333,6 +303,24 @@ class Request:
                 f"there is no tokenizer in {source}, and so none in {out}: copy that "
                 "of the base model there before it is evaluated"
             )
+
+
+def _check_searchable(setting: "Setting", *, option: str) -> None:
+    """Make sure that nothing but the ratio decides how much goes.
+
+    Raises:
+        SpecError: something else does.
+    """
+    from heapr_lab.pruning.options import Selection
+
+    asked = setting.selection
+    plain = Selection(asked.ratio, **{name: getattr(asked, name) for name in _SEARCHED})
+    beyond = [name for name, value in vars(asked).items() if value != vars(plain)[name]]
+    if beyond:
+        raise SpecError(
+            f"{option} goes with {', '.join(_SEARCHED)}, not with {', '.join(beyond)}: "
+            "give --ratio"
+        )
 
 
 def _check_out(out: Path | None, *, to_folder: bool) -> None:

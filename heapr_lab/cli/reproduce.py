@@ -1,6 +1,5 @@
 """`heapr-lab figures` and `heapr-lab reproduce`: what is published, made again."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,9 +18,9 @@ def figures(
     as_json: options.AsJson = False,
 ) -> None:
     """Make every figure and table."""
-    _reproduce(
-        model, profile, out, device, dtype,
-        notebooks=False, publish=False, n_workers=n_workers, as_json=as_json,
+    reproduce(
+        model, profile, out, notebooks=False, publish=False, n_workers=n_workers,
+        device=device, dtype=dtype, as_json=as_json,
     )  # fmt: skip
 
 
@@ -46,24 +45,6 @@ def reproduce(
 
     The main job: score, prune at 10 to 90 %, evaluate, draw.
     """
-    _reproduce(
-        model, profile, out, device, dtype,
-        notebooks=notebooks, publish=publish, n_workers=n_workers, as_json=as_json,
-    )  # fmt: skip
-
-
-def _reproduce(
-    model: str,
-    profile: str | None,
-    out: Path | None,
-    device: str,
-    dtype: str,
-    *,
-    notebooks: bool,
-    publish: bool,
-    n_workers: int | None,
-    as_json: bool,
-) -> None:
     if out is not None:
         preflight.check_folder(out)
     from heapr_lab.experiments.reproduce import reproduce as make
