@@ -2,18 +2,15 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import FAMILIES, tiny_ids, tiny_model
-from huggingface_hub import CommitOperationAdd, ModelCard
 from keeps import logits_of, random_keep
 from safetensors import safe_open
 from torch import nn
@@ -307,45 +304,6 @@ def test_a_crash_leaves_no_folder(
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path / "out", "qwen2_moe", "ragged")
     assert list(tmp_path.iterdir()) == []
-
-
-class LocalHub:
-    """A hub whose repositories are folders."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def create_repo(self, repo_id: str, **_options: Any) -> Any:
-        """Make the folder."""
-        (self.root / repo_id).mkdir(parents=True)
-        return SimpleNamespace(repo_id=repo_id)
-
-    def create_commit(
-        self, *, repo_id: str, operations: list[CommitOperationAdd], **_options: Any
-    ) -> None:
-        """Copy the files."""
-        for operation in operations:
-            target = self.root / repo_id / operation.path_in_repo
-            shutil.copyfile(operation.path_or_fileobj, target)
-
-
-def test_pushed_to_a_hub_it_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`push_to_hub` uploads weights, configuration and code."""
-    saved(tmp_path / "out", "qwen2_moe", "ragged")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
-    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda: LocalHub(tmp_path))
-    monkeypatch.setattr(
-        "transformers.utils.hub.create_and_tag_model_card",
-        lambda *_args, **_options: ModelCard("---\nlicense: mit\n---\n"),
-    )
-    model.push_to_hub("me/pruned")
-    again = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "me" / "pruned", dtype="float32"
-    )
-    assert torch.equal(logits_of(again, IDS), logits_of(model, IDS))
-    assert (tmp_path / "me" / "pruned" / "modeling_heapr.py").is_file()
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -4,14 +4,17 @@ import copy
 import dataclasses
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from score_tables import TWO_LAYERS, make_table
 
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.selection import select
 from heapr_lab.storage import files
 
 
@@ -234,3 +237,68 @@ def test_the_card_of_a_mask_says_what_is_kept(keep: KeepMask) -> None:
         "0.0 %",
     ]
     assert "selected by" not in KeepMask(keep.arrays)._repr_html_()
+
+
+# --- counts and arrays ---
+
+
+def test_mask_counts() -> None:
+    """Counts, widths and ratios of a mask written out."""
+    keep = KeepMask.from_arrays({5: [[True, False]], 2: [[True, True], [False, False]]})
+    assert keep.layers == (2, 5)
+    assert (keep.n_atoms, keep.n_kept, keep.n_removed) == (6, 3, 3)
+    assert keep.achieved_ratio == 0.5
+    assert keep.layer_ratios().to_dict() == {2: 0.5, 5: 0.5}
+    assert keep.widths().loc[2].tolist() == [2, 0]
+    assert keep.widths().loc[5].isna().tolist() == [False, True]
+
+
+def test_mask_does_not_change() -> None:
+    """A mask copies what it is made of and hands out read-only arrays."""
+    array = np.ones((1, 2), bool)
+    keep = KeepMask.from_arrays({0: array})
+    array[0, 0] = False
+    assert keep.n_removed == 0
+    with pytest.raises(ValueError, match="read-only"):
+        keep.by_layer(0)[0, 0] = False
+
+
+def test_fingerprint_tells_masks_apart() -> None:
+    """Masks are equal by what they keep: bits, shapes and layers, not settings."""
+    keep = KeepMask.from_arrays({0: [[True, False]]})
+    assert keep == KeepMask.from_arrays({0: [[True, False]]}, ratio=0.5)
+    others = [{0: [[False, True]]}, {1: [[True, False]]}, {0: [[True], [False]]}]
+    assert all(keep != KeepMask.from_arrays(other) for other in others)
+    assert len(keep.fingerprint) == 64
+
+
+def test_full_mask_keeps_everything() -> None:
+    """The full mask has the table's shapes and removes nothing."""
+    table = make_table(TWO_LAYERS)
+    assert KeepMask.full(table) == select(table, ratio=0)
+    assert KeepMask.full(table).n_removed == 0
+
+
+@pytest.mark.parametrize("array", [[[1, 0]], [True, False], np.ones((0, 2), bool)])
+def test_bad_arrays_are_refused(array: Any) -> None:
+    """Only bool (n_experts, d_inter) is a mask."""
+    with pytest.raises(SpecError, match=r"mask of layer 0 is .* expected bool"):
+        KeepMask.from_arrays({0: array})
+
+
+def test_absent_layers_are_errors() -> None:
+    """A mask without layers, or asked for one it lacks, says so."""
+    with pytest.raises(SpecError, match="at least one layer"):
+        KeepMask.from_arrays({})
+    with pytest.raises(SpecError, match="has no layer 3; it has 0"):
+        KeepMask.from_arrays({0: [[True]]}).by_layer(3)
+
+
+def test_mask_display_is_a_summary() -> None:
+    """The card says what stays, how it was selected, and draws a bar per layer."""
+    html = select(make_table(TWO_LAYERS), ratio=0.25)._repr_html_()
+    for text in ("25.00%", "12 of 16", "heapr, global, atom, ragged", "var(--jp-"):
+        assert text in html
+    assert html.count("layer 0") == html.count("layer 1") == 1
+    assert "width:50.0%" in html
+    assert "12 of 16" in repr(select(make_table(TWO_LAYERS), ratio=0.25))
