@@ -7,31 +7,21 @@ projection that an atom has: W_gate's and W_up's with a gate, else W_up's alone.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    apply_renamings,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.ragged_experts import (
-    RaggedExperts,
-    expert_conversions,
-    refuse_holes,
-)
+from heapr_lab.models.ragged_experts import RaggedExperts, expert_conversions
 from heapr_lab.models.safetensors_headers import FLOATS, ORDER, Stored, StoredTensor
+from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of
 
@@ -65,39 +55,6 @@ class ExpertWeight:
         if self.axis is not None:
             shape[self.axis] = n_parts * self.keep.shape[1]
         return tuple(shape)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A tensor in a file, and what it becomes in the model."""
-
-    file: Path
-    name: str
-    tensor: StoredTensor
-    parameter: str
-    converter: Any
-    """What joins it with others, if anything does."""
-    part: int
-    """Which of those that are joined."""
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.name} ({self.tensor.dtype} {self.tensor.shape})"
-
-
-def _found(skeleton: Any, conversions: list[Any], stored: Stored) -> Iterator[_Found]:
-    """What becomes of each tensor when transformers loads it into `skeleton`."""
-    known, prefix = skeleton.state_dict(), skeleton.base_model_prefix
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
-    owners: dict[Any, Any] = {p: c for c in converters for p in c.source_patterns}
-    for file, tensors in stored.items():
-        for name, tensor in tensors.items():
-            new, pattern = rename_source_key(name, renamings, converters, prefix, known)
-            if new not in known and name in known:
-                new, pattern = rename_source_key(name, [], [], prefix, known)
-            owner = owners.get(pattern)
-            part = owner.source_patterns.index(pattern) if owner else 0
-            yield _Found(file, name, tensor, new, owner, part)
 
 
 def _weights_of(
@@ -298,7 +255,7 @@ class Planner:
         Raises:
             LayoutError: the weights are not those that the model has.
         """
-        every = list(_found(self.skeleton, self.conversions, stored))
+        every = list(find_tensors(self.skeleton, self.conversions, stored))
         # As a loaded model does when it is saved: undo the renamings that were used.
         used = [c.reverse_transform() for c in self.conversions[::-1] if c.was_used()]
         self.renamings = [c for c in used if isinstance(c, WeightRenaming)]
@@ -318,15 +275,15 @@ class Planner:
                     f"only {', '.join(FLOATS)} weights: dequantise them"
                 )
         self._check_complete()
-        _check_whole(self.skeleton, every, sliced=self.weights)
+        check_whole(self.skeleton, every, sliced=self.weights)
         return [
             SlicedFile(path, sorted(own, key=_place)) for path, own in pieces.items()
         ]
 
-    def _in_experts(self, found: _Found) -> bool:
+    def _in_experts(self, found: FoundTensor) -> bool:
         return found.parameter.startswith(self.places)
 
-    def _pieces(self, found: _Found, weight: ExpertWeight) -> Iterator[Piece]:
+    def _pieces(self, found: FoundTensor, weight: ExpertWeight) -> Iterator[Piece]:
         """What is written of a tensor of experts."""
         start, n_experts = found.tensor.start, weight.shape[0]
         turned = weight.transposed and not self.stacked
@@ -374,7 +331,7 @@ class Planner:
         return str(apply_renamings(name, self.renamings))
 
     def _see(
-        self, found: _Found, weight: ExpertWeight, *, expert: int, part: int
+        self, found: FoundTensor, weight: ExpertWeight, *, expert: int, part: int
     ) -> None:
         key = (weight.name, expert, part)
         if expert >= weight.shape[0] or key in self.seen:
@@ -399,60 +356,12 @@ class Planner:
                 )
 
 
-def _check_whole(skeleton: Any, every: list[_Found], *, sliced: Container[str]) -> None:
-    """Check that the files have all that transformers would load into the model.
-
-    Args:
-        skeleton: the model.
-        every: what is in the files.
-        sliced: parameters that are checked elsewhere.
-
-    Raises:
-        LayoutError: something is missing, has another shape, or is of more layers.
-    """
-    known = skeleton.state_dict()
-    others = [found for found in every if found.parameter not in sliced]
-    parts: dict[str, set[int]] = {}
-    for found in others:
-        parts.setdefault(found.parameter, set()).add(found.part)
-    there = {
-        found.parameter
-        for found in others
-        if found.converter is None
-        or len(parts[found.parameter]) == len(found.converter.source_patterns)
-    }
-    for pair in skeleton.all_tied_weights_keys.items():
-        if there & set(pair):
-            there |= set(pair)
-    keys = SimpleNamespace(
-        missing_keys={n for n in known if n not in there and n not in sliced},
-        unexpected_keys=parts.keys() - known.keys(),
-    )
-    skeleton._adjust_missing_and_unexpected_keys(keys)
-    try:
-        refuse_holes(
-            skeleton,
-            missing=keys.missing_keys,
-            mismatched=[f.parameter for f in others if _differs(f, known)],
-            unexpected=keys.unexpected_keys,
-        )
-    except ValueError as error:
-        raise LayoutError(f"{every[0].file.parent}: {error}") from error
-
-
-def _differs(found: _Found, known: dict[str, torch.Tensor]) -> bool:
-    """Whether a tensor that becomes a parameter as it is has another shape."""
-    if found.converter is not None or found.parameter not in known:
-        return False
-    return tuple(known[found.parameter].shape) != found.tensor.shape
-
-
 def _place(piece: Piece) -> tuple[int, str]:
     """What safetensors' own writer sorts by."""
     return -ORDER.index(piece.tensor.dtype), piece.name
 
 
-def _check_tensor(found: _Found, weight: ExpertWeight) -> None:
+def _check_tensor(found: FoundTensor, weight: ExpertWeight) -> None:
     """Check that a tensor of experts can be sliced.
 
     Raises:

@@ -1,0 +1,103 @@
+"""What becomes of each tensor in a checkpoint's files when transformers loads it."""
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.models.ragged_experts import refuse_holes
+from heapr_lab.models.safetensors_headers import Stored, StoredTensor
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A tensor in a file, and what it becomes in the model."""
+
+    file: Path
+    name: str
+    tensor: StoredTensor
+    parameter: str
+    converter: Any
+    """What joins it with others, if anything does."""
+    part: int
+    """Which of those that are joined."""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name} ({self.tensor.dtype} {self.tensor.shape})"
+
+
+def find_tensors(
+    skeleton: Any, conversions: list[Any], stored: Stored
+) -> Iterator[FoundTensor]:
+    """What becomes of each tensor when transformers loads it into `skeleton`."""
+    known, prefix = skeleton.state_dict(), skeleton.base_model_prefix
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    owners: dict[Any, Any] = {p: c for c in converters for p in c.source_patterns}
+    for file, tensors in stored.items():
+        for name, tensor in tensors.items():
+            new, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            if new not in known and name in known:
+                new, pattern = rename_source_key(name, [], [], prefix, known)
+            owner = owners.get(pattern)
+            part = owner.source_patterns.index(pattern) if owner else 0
+            yield FoundTensor(file, name, tensor, new, owner, part)
+
+
+def check_whole(
+    skeleton: Any, every: list[FoundTensor], *, sliced: Container[str]
+) -> None:
+    """Check that the files have all that transformers would load into the model.
+
+    Args:
+        skeleton: the model.
+        every: what is in the files.
+        sliced: parameters that are checked elsewhere.
+
+    Raises:
+        LayoutError: something is missing, has another shape, or is of more layers.
+    """
+    known = skeleton.state_dict()
+    others = [found for found in every if found.parameter not in sliced]
+    parts: dict[str, set[int]] = {}
+    for found in others:
+        parts.setdefault(found.parameter, set()).add(found.part)
+    there = {
+        found.parameter
+        for found in others
+        if found.converter is None
+        or len(parts[found.parameter]) == len(found.converter.source_patterns)
+    }
+    for pair in skeleton.all_tied_weights_keys.items():
+        if there & set(pair):
+            there |= set(pair)
+    keys = SimpleNamespace(
+        missing_keys={n for n in known if n not in there and n not in sliced},
+        unexpected_keys=parts.keys() - known.keys(),
+    )
+    skeleton._adjust_missing_and_unexpected_keys(keys)
+    try:
+        refuse_holes(
+            skeleton,
+            missing=keys.missing_keys,
+            mismatched=[f.parameter for f in others if _differs(f, known)],
+            unexpected=keys.unexpected_keys,
+        )
+    except ValueError as error:
+        raise LayoutError(f"{every[0].file.parent}: {error}") from error
+
+
+def _differs(found: FoundTensor, known: dict[str, torch.Tensor]) -> bool:
+    """Whether a tensor that becomes a parameter as it is has another shape."""
+    if found.converter is not None or found.parameter not in known:
+        return False
+    return tuple(known[found.parameter].shape) != found.tensor.shape
