@@ -20,7 +20,7 @@ from safetensors import safe_open
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import read_config, read_tokenizer
 from heapr_lab.models.safetensors_headers import read_source
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.cache import writing
 
 ELSE = "use llama.cpp's own convert_hf_to_gguf.py"
@@ -98,7 +98,7 @@ def write_gguf(
         try:
             _add_settings(writer, config, gguf)
             _add_tokenizer(writer, folder, config, gguf)
-            _write_tensors(writer, pieces, gguf, progress)
+            _write_tensors(writer, pieces, gguf, progress or no_report)
             writer.close()
             temporary.replace(path)
         finally:
@@ -108,10 +108,7 @@ def write_gguf(
 
 
 def _write_tensors(
-    writer: Any,
-    pieces: list[_Piece],
-    gguf: Any,
-    progress: Progress | None,
+    writer: Any, pieces: list[_Piece], gguf: Any, progress: Progress
 ) -> None:
     for piece in pieces:
         kind = _kind(piece, gguf)
@@ -124,8 +121,7 @@ def _write_tensors(
     writer.write_ti_data_to_file()
     for number, piece in enumerate(pieces, start=1):
         writer.write_tensor_data(_bytes_of(piece, _kind(piece, gguf)))
-        if progress is not None:
-            progress(number, len(pieces))
+        progress(number, len(pieces))
 
 
 def _gguf() -> Any:
@@ -196,11 +192,8 @@ def _pieces(
         SpecError: an expert is missing, or a tensor has no name in the engine.
     """
     stored, _ = read_source(folder)
-    architecture = next(
-        key
-        for key, name in gguf.MODEL_ARCH_NAMES.items()
-        if name == family.architecture
-    )
+    keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = keys[family.architecture]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     stacks: dict[str, dict[int, tuple[Path, str]]] = {}
     for path, tensors in stored.items():

@@ -15,10 +15,7 @@ from transformers.core_model_loading import PrefixChange
 
 from heapr_lab.checkpoints import model_card
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
-from heapr_lab.checkpoints.uniform import (
-    stock_model,
-    uniform_width,
-)
+from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import SpecError
 from heapr_lab.models.ragged_experts import (
     HeaprConfig,

@@ -18,7 +18,7 @@ from heapr_lab.checkpoints.slice_plan import Piece, Planner, SlicedFile
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.safetensors_headers import INDEX, TORCH, Stored, read_source
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage.files import checksum, read_json, write_json
 
@@ -64,6 +64,7 @@ def slice_files(
     note = _claim(out, files, {"mask": keep.fingerprint, "stacked": stacked})
     written: dict[str, str] = note["written"]
     total, done = sum(file.n_bytes for file in files), 0
+    report = progress or no_report
     for file in files:
         name = file.source.name
 
@@ -74,8 +75,7 @@ def slice_files(
         whole = _is_file(out / name, written.get(name))
         for n_bytes in [file.n_bytes] if whole else file.write(out, finished):
             done += n_bytes
-            if progress is not None:
-                progress(done, total)
+            report(done, total)
     _check_written(out, files)
     if index is not None:
         write_json(out / INDEX, _new_index(files, stored, index))

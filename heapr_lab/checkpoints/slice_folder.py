@@ -10,17 +10,11 @@ from torch import nn
 from heapr_lab.checkpoints.folder import new_folder, save_tokenizer
 from heapr_lab.checkpoints.save import describe, structure_of
 from heapr_lab.checkpoints.slice_files import begun, slice_files, stamps_of
-from heapr_lab.checkpoints.uniform import (
-    skeleton_of,
-    stock_config,
-    uniform_width,
-)
+from heapr_lab.checkpoints.uniform import skeleton_of, stock_config, uniform_width
 from heapr_lab.models import ragged_experts
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import has_tokenizer, read_config, read_tokenizer
-from heapr_lab.models.ragged_experts import (
-    HeaprConfig,
-)
+from heapr_lab.models.ragged_experts import HeaprConfig
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
@@ -61,7 +55,8 @@ def prune_folder(
             folder is not what was written there.
     """
     config = read_config(source)
-    uniform = structure_of(keep) == "uniform"
+    structure = structure_of(keep)
+    uniform = structure == "uniform"
     width = uniform_width(keep, config.dtype) if uniform else None
     changed = config if width is None else stock_config(config, width)
     skeleton: Any = skeleton_of(config)
@@ -69,7 +64,7 @@ def prune_folder(
     with new_folder(folder, resume=True) as partial:
         plan = {
             "mask": keep.fingerprint,
-            "structure": structure_of(keep),
+            "structure": structure,
             "source": stamps_of(source.glob("*.safetensors")),
         }
         if not begun(partial / _PLAN_NAME, plan):  # before anything is written there

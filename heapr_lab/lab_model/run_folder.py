@@ -95,9 +95,9 @@ def save_state(
     work: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
     """Keep parameters, optimizer and step in `work`, whole or not at all."""
-    tensors: dict[str, torch.Tensor]
-    tensors = {f"model.{name}": p for name, p in _parameters(model)}
-    for name, parameter in _parameters(model):
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.data
         for key, value in optimizer.state[parameter].items():
             tensors[f"{key}.{name}"] = value
     temporary = work / "state.tmp"
@@ -114,7 +114,7 @@ def restore(
         return 0
     tensors = load_file(path)
     with torch.no_grad():
-        for name, parameter in _parameters(model):
+        for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
             optimizer.state[parameter] = {
                 key: tensors[f"{key}.{name}"].clone().to(parameter.device)
@@ -122,10 +122,6 @@ def restore(
             }
     with safe_open(path, "pt") as file:
         return int(file.metadata()["step"])
-
-
-def _parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return list(model.named_parameters())
 
 
 def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:

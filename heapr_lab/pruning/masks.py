@@ -205,10 +205,7 @@ class KeepMask:
 
     def layer_ratios(self) -> pd.Series:
         """Pruning ratio of every layer."""
-        ratios = {
-            k: (kept.size - np.count_nonzero(kept)) / kept.size
-            for k, kept in self.arrays.items()
-        }
+        ratios = {k: (~kept).mean() for k, kept in self.arrays.items()}
         return pd.Series(ratios, name="pruning_ratio").rename_axis("layer")
 
     @functools.cached_property

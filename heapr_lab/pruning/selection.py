@@ -91,27 +91,18 @@ def select(
     key = selection.ranking_key
     ranking = table.memo(key, lambda: rank_atoms(table, key))
     amounts = _amounts(selection, ranking, table=table)
+    shapes = table.shapes()
+    ends = np.cumsum([n_experts * d_inter for n_experts, d_inter in shapes.values()])
+    positions = zip(shapes, np.split(ranking.positions, ends[:-1]), strict=True)
+    rows = np.concatenate([own >= amounts[layer] for layer, own in positions])
     settings = {**selection.to_dict(), "table": table.metadata.get("spec_hash")}
-    return KeepMask(_kept(ranking, amounts, table=table), settings)
+    return KeepMask.from_rows(table, rows, **settings)
 
 
 def default_multiple(table: ImportanceTable) -> int:
     """Of widths: the largest power of two in an eighth of the narrowest layer's."""
     narrowest = min(d_inter for _, d_inter in table.shapes().values())
     return 1 << max(0, (narrowest // 8).bit_length() - 1)
-
-
-def _kept(
-    ranking: Ranking, amounts: dict[int, int], *, table: ImportanceTable
-) -> dict[int, np.ndarray]:
-    """What stays in every layer when `amounts` go, by layer."""
-    kept, start = {}, 0
-    for layer, shape in table.shapes().items():
-        stop = start + shape[0] * shape[1]
-        positions = ranking.positions[start:stop].reshape(shape)
-        kept[layer] = positions >= amounts[layer]
-        start = stop
-    return kept
 
 
 def _amounts(

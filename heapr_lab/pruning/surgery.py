@@ -101,11 +101,7 @@ def sliced(
     """The experts that `keep` (E, I) leaves of `layer`, copied.
 
     W_down is that of the layer unless given, (E, D, I).
-
-    Raises:
-        SpecError: `keep` has another shape than the layer.
     """
-    check_keep(layer, keep)
     experts = RaggedExperts(layer.module, keep.sum(1).tolist())
     atoms = [row.nonzero()[:, 0].to(layer.device) for row in keep]
     rows = [layer.atom_rows(kept) for kept in atoms]
@@ -121,20 +117,6 @@ def sliced(
     return experts
 
 
-def check_keep(layer: ExpertsLayer, keep: torch.Tensor) -> None:
-    """Check that `keep` fits `layer`.
-
-    Raises:
-        SpecError: it has another shape.
-    """
-    expected = (layer.n_experts, layer.d_inter)
-    if tuple(keep.shape) != expected:
-        raise SpecError(
-            f"the mask of layer {layer.layer} has shape {tuple(keep.shape)}, expected "
-            f"{expected}: it was made for another model"
-        )
-
-
 def check_table(
     model: nn.Module, layers: list[ExpertsLayer], table: ImportanceTable
 ) -> None:
@@ -143,12 +125,7 @@ def check_table(
     Raises:
         SpecError: it has other layers, or says that it is of another model.
     """
-    shapes = {layer.layer: (layer.n_experts, layer.d_inter) for layer in layers}
-    if table.shapes() != shapes:
-        raise SpecError(
-            f"the table has layers of (experts, atoms) {table.shapes()}, the model "
-            f"{shapes}: expected the table of this model"
-        )
+    _check_shapes(layers, table.shapes(), name="table")
     found = (table.metadata.get("spec") or {}).get("model")
     if found is None:
         return
@@ -169,16 +146,31 @@ def keeps_of(layers: list[ExpertsLayer], keep: KeepMask) -> list[torch.Tensor]:
     Raises:
         SpecError: `keep` was made for another model.
     """
+    _check_shapes(layers, keep.shapes(), name="mask")
+    return [torch.from_numpy(keep.by_layer(own.layer).copy()) for own in layers]
+
+
+def _check_shapes(
+    layers: list[ExpertsLayer], found: dict[int, tuple[int, int]], *, name: str
+) -> None:
+    """Check that a mask or a table has the layers of the model, in their shapes.
+
+    Raises:
+        SpecError: it was made for another model.
+    """
     numbers = [layer.layer for layer in layers]
-    if list(keep.layers) != numbers:
+    if list(found) != numbers:
         raise SpecError(
-            f"the mask is for the layers {list(keep.layers)}, the model's MoE layers "
-            f"are {numbers}: the mask was made for another model"
+            f"the {name} is for the layers {list(found)}, the model's MoE layers are "
+            f"{numbers}: the {name} was made for another model"
         )
-    keeps = [torch.from_numpy(keep.by_layer(number).copy()) for number in numbers]
-    for layer, kept in zip(layers, keeps, strict=True):
-        check_keep(layer, kept)
-    return keeps
+    for layer in layers:
+        expected = (layer.n_experts, layer.d_inter)
+        if found[layer.layer] != expected:
+            raise SpecError(
+                f"the {name} of layer {layer.layer} has shape {found[layer.layer]}, "
+                f"expected {expected}: the {name} was made for another model"
+            )
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import masked
 from heapr_lab.models.modes import differentiating, evaluating
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import check_table, masking
@@ -47,8 +47,6 @@ def learn_mask(
     *,
     ratio: float,
     estimator: str = "fisher",
-    scope: str = "global",
-    structure: str = "ragged",
     n_steps: int = 200,
     batch_size: int = 8,
     learning_rate: float = 0.01,
@@ -57,9 +55,10 @@ def learn_mask(
 ) -> KeepMask:
     """The atoms that stay when gates are trained under the budget of `ratio`.
 
-    Exactly ⌊ratio · n⌋ atoms go, as with `select`. The mask that training began with
-    and the one it ended with are both measured on the calibration windows, and the
-    better one is returned; `settings["learned"]` has both numbers and all that
+    Exactly ⌊ratio · n⌋ atoms of all layers together are pruned, one by one, as `select`
+    does with the scope "global" and the structure "ragged". The mask that training
+    began with and the one it ended with are both measured on the calibration windows,
+    and the better one is returned; `settings["learned"]` has both numbers and all that
     determined the result. Weights are not touched. An atom whose rank is far from the
     threshold hardly moves: its gate is shut, or open, before its gradient shows.
 
@@ -69,8 +68,6 @@ def learn_mask(
         calibration: the windows to train on, and no others.
         ratio: in [0, 1): share of the atoms that go.
         estimator: whose ranks the gates start from.
-        scope: "global", the only one that gates can be learned in.
-        structure: "ragged", the only one whose gates are free.
         n_steps: optimiser steps.
         batch_size: windows of each step.
         learning_rate: of Adam; a step moves a rank by about this share of the atoms.
@@ -78,18 +75,11 @@ def learn_mask(
         progress: called after each step.
 
     Raises:
-        SpecError: another scope or structure is asked for, a number is not positive,
-            the ratio removes no atom, the table is of another model, or something
-            around the call changes what `model` computes.
+        SpecError: a number is not positive, the ratio removes no atom, the table is of
+            another model, or something around the call changes what `model` computes.
         LayoutError: the model's experts cannot be masked exactly.
     """
     check_positive(n_steps=n_steps, batch_size=batch_size, learning_rate=learning_rate)
-    if (scope, structure) != ("global", "ragged"):
-        raise SpecError(
-            "masks are learned with scope 'global' and structure 'ragged', where one "
-            f"budget is all that binds the gates, got {scope!r} and {structure!r}; "
-            "use `select`"
-        )
     layers = find_experts(model)
     check_table(model, layers, table)
     start = select(table, ratio=ratio, estimator=estimator)
@@ -108,7 +98,7 @@ def learn_mask(
             n_kept=start.n_kept,
             batches=_batches(calibration.n_sequences, batch_size, n_steps, seed),
             learning_rate=learning_rate,
-            progress=progress,
+            progress=progress or no_report,
         )
     learned = _cut(logits.detach().cpu(), start)
     kl = {
@@ -181,7 +171,7 @@ def _train(
     n_kept: int,
     batches: list[torch.Tensor],
     learning_rate: float,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Train `logits` in place, a step for each of `batches`."""
     optimizer = torch.optim.Adam([logits], lr=learning_rate, eps=_EPS)
@@ -194,8 +184,7 @@ def _train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if progress is not None:
-            progress(step + 1, len(batches))
+        progress(step + 1, len(batches))
 
 
 def _by_layer(values: torch.Tensor, layers: list[ExpertsLayer]) -> list[torch.Tensor]:

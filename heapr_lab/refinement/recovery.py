@@ -15,7 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from heapr_lab.errors import SpecError
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.refinement.distillation import Teacher, check_positive
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -81,7 +81,7 @@ def recover(
         )
         arguments._n_gpu = min(1, arguments.n_gpu)  # else it copies the model to all
         try:
-            _Distiller(pruned, arguments, teacher, progress).train()
+            _Distiller(pruned, arguments, teacher, progress or no_report).train()
         finally:
             config.use_cache = use_cache  # which Trainer switches off
     before = getattr(pruned, "heapr_weights", "sliced")
@@ -120,7 +120,7 @@ class _Distiller(Trainer):
         pruned: Any,
         arguments: Any,
         teacher: Teacher,
-        progress: Progress | None,
+        progress: Progress,
     ) -> None:
         windows: Any = [{"window": number} for number in range(len(teacher.ids))]
         super().__init__(pruned, arguments, train_dataset=windows)
@@ -136,6 +136,5 @@ class _Distiller(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
-        if self.progress is not None:
-            self.progress(self.state.global_step + 1, self.state.max_steps)
+        self.progress(self.state.global_step + 1, self.state.max_steps)
         return loss

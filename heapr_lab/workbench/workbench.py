@@ -24,6 +24,7 @@ from heapr_lab.evaluation.perplexity import (
     exp_nll,
 )
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
+from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.identity import (
     check_unchanged,
@@ -38,7 +39,6 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.refinement.elimination import COLUMN as ELIMINATION
 from heapr_lab.refinement.elimination import eliminate, elimination_spec
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache
@@ -80,7 +80,7 @@ class Workbench:
         self.name = name
         self.profile = profile
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
-        self._table: tuple[tuple[str, ...], ImportanceTable] | None = None
+        self._table: tuple[tuple[Any, ...], ImportanceTable] | None = None
         self._tokenizer: tuple[tuple[Any, int], str] | None = None
         self._identity: tuple[str, dict[str, str]] | None = None
 
@@ -173,11 +173,11 @@ class Workbench:
         With the scores of `eliminate`, where `estimator` needs them.
         """
         windows = self.calibration_set(calibration)
-        eliminated = estimator == ELIMINATION
+        extra_pass = find_estimator(estimator).extra_pass
         # The last table is kept, with the ranks it remembers; one, for it can be large.
-        key = digest(self.identity), windows.fingerprint, str(eliminated)
+        key = digest(self.identity), windows.fingerprint, extra_pass
         if self._table is None or self._table[0] != key:
-            made = self._eliminated if eliminated else self.measure
+            made = self._eliminated if extra_pass else self.measure
             self._table = key, made(windows)
         return self._table[1]
 
@@ -195,13 +195,7 @@ class Workbench:
             with progress_bar(f"elimination on {windows.label}", "window") as bar:
                 return eliminate(self.model, table, windows, progress=bar)
 
-        return cache.cached(
-            "importance",
-            elimination_spec(table, windows),
-            compute,
-            read=ImportanceTable.read,
-            write=lambda path, made: made.write(path),
-        )
+        return _cached_table(elimination_spec(table, windows), compute)
 
     def measure(
         self, windows: CalibrationSet, *, batch_size: int | None = None
@@ -220,13 +214,7 @@ class Workbench:
                     state=state,
                 )
 
-        return cache.cached(
-            "importance",
-            spec,
-            compute,
-            read=ImportanceTable.read,
-            write=lambda path, table: table.write(path),
-        )
+        return _cached_table(spec, compute)
 
     def keep(self, setting: Setting) -> KeepMask:
         """The mask that `setting` selects."""
@@ -275,14 +263,12 @@ class Workbench:
 
         def compute() -> dict[str, Any]:
             with progress_bar(f"KL on {windows.label}", "window") as bar:
-                result = evaluate_divergence(
-                    self.model, keep, windows.ids, progress=bar
+                return asdict(
+                    evaluate_divergence(self.model, keep, windows.ids, progress=bar)
                 )
-            return asdict(result)
 
-        return Divergence(
-            **self._evaluated("divergence", keep, windows.fingerprint, compute)
-        )
+        found = self._evaluated("divergence", keep, windows.fingerprint, compute)
+        return Divergence(**found)
 
     def task_accuracy(
         self,
@@ -331,8 +317,7 @@ class Workbench:
             return rows
 
         key |= {"task": task, "tokenizer": self.tokenizer_id}
-        found = self._evaluated("tasks", keep, digest(key), compute)
-        return list(found)
+        return list(self._evaluated("tasks", keep, digest(key), compute))
 
     def _asked(self, task: str, limit: int | None) -> tuple[Any, dict[str, Any]]:
         """The task as the harness takes it, and what its items are known by."""
@@ -377,11 +362,9 @@ class Workbench:
 
     def savings(self, setting: Setting) -> pd.DataFrame:
         """One row: what `setting` saves of parameters, bytes and FLOPs."""
-        keep = self.keep(setting)
-        table = self.table_of(setting)
-        saved = savings_of(
-            keep, table, bytes_per_parameter=self.stored_bytes_per_parameter(table)
-        )
+        keep, table = self.keep(setting), self.table_of(setting)
+        size = self.stored_bytes_per_parameter(table)
+        saved = savings_of(keep, table, bytes_per_parameter=size)
         return saved.assign(**self.columns(setting, keep))
 
     def stored_bytes_per_parameter(self, table: ImportanceTable) -> float | None:
@@ -434,6 +417,18 @@ class Workbench:
             return found
 
         return cache.cached_json(kind, key, of_one_model)
+
+
+def _cached_table(
+    spec: dict[str, Any], compute: Callable[[], ImportanceTable]
+) -> ImportanceTable:
+    return cache.cached(
+        "importance",
+        spec,
+        compute,
+        read=ImportanceTable.read,
+        write=lambda path, table: table.write(path),
+    )
 
 
 def _row(
