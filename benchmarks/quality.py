@@ -40,7 +40,7 @@ from heapr_lab.models.loading import LAB
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import Downs, masking
+from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.refinement.compensation import solve_layers
 from heapr_lab.refinement.elimination import with_elimination
 from heapr_lab.refinement.iterative import prune_in_rounds
@@ -168,8 +168,8 @@ class Measured:
 
     def pruned(
         self, variant: Variant, ratio: float, **choice: Any
-    ) -> tuple[KeepMask, Downs | None, dict[str, float]]:
-        """Mask, replacements for W_down, and what they cost."""
+    ) -> tuple[KeepMask, ReplacedDownProj | None, dict[str, float]]:
+        """Mask, weights in place of W_down, and what they cost."""
         table = self.table(variant.labels)
         if variant.choice.get("estimator") == "elimination":
             table = self.eliminated()
@@ -229,7 +229,7 @@ def runs(
 
 
 def accuracy(
-    bench: Workbench, corpus: str, keep: KeepMask | None, downs: Downs | None
+    bench: Workbench, corpus: str, keep: KeepMask | None, downs: ReplacedDownProj | None
 ) -> tuple[float, float]:
     """Accuracy on the continuation task of `corpus`, and its standard error."""
     task = continuation_task(load_corpus(corpus, split="test"), n_items=N_ITEMS)

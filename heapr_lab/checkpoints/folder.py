@@ -1,4 +1,4 @@
-"""A checkpoint's folder: written under a temporary name, renamed when whole."""
+"""A checkpoint's folder: written under a temporary name, renamed when complete."""
 
 import contextlib
 import glob
@@ -17,20 +17,20 @@ from heapr_lab.storage import cache, files
 from heapr_lab.storage.provenance import MANIFEST_FILE
 
 _OWN = re.compile(r"\.partial-[0-9a-f]{8}-")
-"""How the name begins of a folder that is made in one go."""
+"""The beginning of the name of a temporary folder that is not resumed."""
 
 
 def partial_of(folder: Path) -> Path:
-    """Where `folder` is made before it has its name, if that can be resumed."""
+    """The temporary folder of `folder`, if writing it can be resumed."""
     return folder.with_name(f".partial-{folder.name}")
 
 
 def check_new(folder: Path) -> None:
-    """Make sure, before anything is measured, that a checkpoint can be made there.
+    """Check, before anything is measured, that a checkpoint can be written there.
 
     Raises:
-        SpecError: `folder` is there and not empty, is being written by another, or
-            cannot be written.
+        SpecError: `folder` exists and is not empty, is being written by another
+            process, or is not writable.
     """
     _check_empty(folder)
     place = folder.resolve()
@@ -40,14 +40,14 @@ def check_new(folder: Path) -> None:
 
 
 def _check_empty(folder: Path) -> None:
-    """Make sure that nothing is in `folder`.
+    """Check that `folder` is empty or does not exist.
 
     Raises:
-        SpecError: something is.
+        SpecError: it is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SpecError(
-            f"{folder} is there and not empty: give a new folder for the checkpoint, "
+            f"{folder} exists and is not empty: give a new folder for the checkpoint, "
             "or delete this one"
         )
 
@@ -56,12 +56,12 @@ def _check_empty(folder: Path) -> None:
 def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
     """A temporary folder that becomes `folder` if the block succeeds.
 
-    With `resume` it stays when the block fails, and is found again the next time.
+    With `resume` it is kept when the block fails, and is used again the next time.
 
     Raises:
-        SpecError: `folder` is there and not empty, is being written by another, or
-            cannot be written.
-        CacheError: it is not what was written there.
+        SpecError: `folder` exists and is not empty, is being written by another
+            process, or is not writable.
+        CacheError: its files changed while they were written.
     """
     folder = folder.resolve()
     with cache.writing(folder):
@@ -75,8 +75,8 @@ def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
                 shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError | SafetensorError):
                 raise SpecError(
-                    f"{folder} could not be written: {error}. What was there before "
-                    "is untouched; make room, or give another folder"
+                    f"{folder} could not be written: {error}. Earlier files are "
+                    "unchanged; free disk space, or give another folder"
                 ) from error
             raise
         _name(partial, folder)
@@ -84,7 +84,7 @@ def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
 
 
 def _own_partial(folder: Path) -> Path:
-    """A name that no other call has; what killed ones left unfinished is deleted."""
+    """A unique temporary name; unfinished folders of killed processes are deleted."""
     for left in folder.parent.glob(f".partial-*-{glob.escape(folder.name)}"):
         if (
             _OWN.fullmatch(left.name.removesuffix(folder.name))
@@ -98,9 +98,9 @@ def _name(partial: Path, folder: Path) -> None:
     """Give a finished folder its name.
 
     Raises:
-        SpecError: something has it by now.
+        SpecError: there is something of that name by now.
     """
-    for left in partial.glob(".partial-*"):  # of a call that was killed
+    for left in partial.glob(".partial-*"):  # left by killed processes
         left.unlink()
     files.share_mode(partial, like=partial / MANIFEST_FILE)
     try:
@@ -109,20 +109,22 @@ def _name(partial: Path, folder: Path) -> None:
         partial.replace(folder)
     except OSError as error:
         raise SpecError(
-            f"{folder} appeared while it was written and is left as it is; the "
-            f"finished checkpoint is in {partial}: rename that"
+            f"{folder} appeared while it was written and is not replaced; the "
+            f"finished checkpoint is in {partial}: rename that folder"
         ) from error
 
 
 def _check_named(folder: Path) -> None:
-    """Check that the weights in `folder` are those that its manifest tells of.
+    """Check that the weights in `folder` have the checksums of its manifest.
 
     Raises:
-        CacheError: they are not.
+        CacheError: they have not.
     """
-    told = files.read_json(folder / MANIFEST_FILE)["sha256"]
+    expected = files.read_json(folder / MANIFEST_FILE)["sha256"]
     found = checksums_in(folder)
-    differing = sorted(n for n in told | found if told.get(n) != found.get(n))
+    differing = sorted(
+        name for name in expected | found if expected.get(name) != found.get(name)
+    )
     if differing:
         raise CacheError(
             f"{folder / differing[0]} is not what was written there: another process, "
@@ -137,12 +139,12 @@ def checksums_in(folder: Path) -> dict[str, str]:
 
 
 def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> str:
-    """Write `tokenizer`, or that of the model `base`; what the manifest says of it."""
+    """Write `tokenizer`, or that of the model `base`; the result, for the manifest."""
     if tokenizer is None and base:
         try:
             tokenizer = read_tokenizer(base)
         except SpecError as error:
-            # A card is read elsewhere, where this machine's folders say nothing.
+            # A card is read elsewhere, where paths of this machine mean nothing.
             return f"none: {str(error).replace(base, Path(base).name)}"
     if tokenizer is None:
         return "none: no tokenizer was given, and the base model has no name"

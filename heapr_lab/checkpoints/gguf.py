@@ -1,9 +1,9 @@
 """Write a checkpoint whose experts all have one width as a GGUF file, for llama.cpp.
 
-For the two families that can be checked here against the engine itself; llama.cpp's own
-`convert_hf_to_gguf.py` knows the others, and takes a `uniform` checkpoint as it is.
+For the two families that are tested here against the engine itself; llama.cpp's own
+`convert_hf_to_gguf.py` supports others, and reads a `uniform` checkpoint unchanged.
 
-Shapes: E n_experts, D d_model, w the width that all experts have.
+Shapes: E n_experts, D d_model, w the width of all experts.
 """
 
 import json
@@ -28,11 +28,11 @@ ELSE = "use llama.cpp's own convert_hf_to_gguf.py"
 
 @dataclass(frozen=True)
 class EngineFamily:
-    """How llama.cpp runs a family: what it takes for granted is checked here."""
+    """How llama.cpp runs a family; its assumptions are checked here."""
 
     architecture: str
     normalises_top_k: bool
-    """Whether it divides the chosen experts' weights by their sum."""
+    """Whether it divides the weights of the top-k experts by their sum."""
 
 
 FAMILIES = {
@@ -62,23 +62,23 @@ def write_gguf(
 ) -> Path:
     """Write the model in `folder` to one GGUF file, every tensor in its own dtype.
 
-    Vectors and routers become float32, as llama.cpp wants them. Memory holds one
+    Vectors and routers become float32, as llama.cpp requires. Memory holds one
     projection of one layer's experts at a time. `llama-quantize` makes smaller files.
 
     Args:
-        folder: a stock checkpoint (as `save_pruned` writes of a uniform mask) with its
+        folder: a stock checkpoint (as `save_pruned` writes for a uniform mask) with its
             tokenizer.
-        path: the file to write; it gets its name when it is whole.
+        path: the file to write; it is renamed to this when it is complete.
         progress: called with (tensors done, tensors in all).
 
     Returns:
         `path`.
 
     Raises:
-        SpecError: experts have widths of their own, the family, one of its settings or
-            its tokenizer is none that llama.cpp would run exactly as transformers does,
-            `path` is there already or being written by another, or the package `gguf`
-            is not installed.
+        SpecError: experts have different widths; llama.cpp would not run the family,
+            one of its settings or its tokenizer exactly as transformers does; `path`
+            exists or is being written by another process; or the package `gguf` is not
+            installed.
 
     Source: GGUF specification; llama.cpp `src/models/qwen2moe.cpp`, `qwen3moe.cpp`.
 
@@ -92,7 +92,7 @@ def write_gguf(
     pieces = list(_pieces(folder, config, family, gguf))
     with writing(path):
         if path.exists():
-            raise SpecError(f"{path} is there already: give a new name, or delete it")
+            raise SpecError(f"{path} exists already: give a new name, or delete it")
         temporary = path.with_name(f".partial-{path.name}")
         writer = gguf.GGUFWriter(temporary, family.architecture)
         try:
@@ -143,24 +143,24 @@ def _family_of(config: Any) -> EngineFamily:
     """The engine's family for `config`.
 
     Raises:
-        SpecError: the engine would compute something else.
+        SpecError: the engine would compute other logits.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise SpecError(
-            "the checkpoint is quantised, or its experts have widths of their own, "
-            "which GGUF cannot say: prune with --structure uniform"
+            "the checkpoint is quantised, or its experts have different widths, which "
+            "GGUF does not support: prune with --structure uniform"
         )
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise SpecError(
-            f"GGUF is written here for {', '.join(FAMILIES)}, found "
+            f"GGUF export supports {', '.join(FAMILIES)}, found "
             f"{config.model_type}: {ELSE}"
         )
     if bool(config.norm_topk_prob) != family.normalises_top_k:
         raise SpecError(
             f"norm_topk_prob is {config.norm_topk_prob}, but llama.cpp runs every "
             f"{family.architecture} as if it were {family.normalises_top_k}: the file "
-            "would give other logits. No file of this model can be right there"
+            "would give other logits. Use another engine for this model"
         )
     rope = config.rope_parameters or {}
     own_heads = _head_dim(config) * config.num_attention_heads != config.hidden_size
@@ -174,7 +174,7 @@ def _family_of(config: Any) -> EngineFamily:
     }
     found = [name for name, differs in unusual.items() if differs]
     if found:
-        raise SpecError(f"GGUF is not written here for this {found[0]}: {ELSE}")
+        raise SpecError(f"GGUF export does not support this {found[0]}: {ELSE}")
     return family
 
 
@@ -211,12 +211,12 @@ def _pieces(
         if stacked := -1 not in parts:
             if sorted(parts) != list(range(config.num_experts)):
                 raise SpecError(
-                    f"{whole} is there for {len(parts)} experts, expected "
-                    f"{config.num_experts}: the checkpoint is not whole"
+                    f"the checkpoint has {whole} for {len(parts)} experts, expected "
+                    f"{config.num_experts}: it is incomplete; write it again"
                 )
             shape = (len(parts), *shape)
         ordered = tuple(parts[index] for index in sorted(parts))
-        # A single row of weights, such as the shared expert's gate, is a vector there.
+        # A single row, such as the gate of the shared expert, is a vector in GGUF.
         flat = shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
         yield _Piece(new, ordered, stored[path][name].dtype, flat, stacked)
 
@@ -229,7 +229,7 @@ def _kind(piece: _Piece, gguf: Any) -> Any:
 
 
 def _bytes_of(piece: _Piece, kind: Any) -> np.ndarray:
-    """What the file has of a tensor; bfloat16 as the 16-bit words that numpy knows."""
+    """The data of a tensor in the file; bfloat16 as 16-bit integers for numpy."""
     found = []
     for path, name in piece.sources:
         with safe_open(path, "pt") as file:
@@ -281,7 +281,7 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any, gguf: Any) -> None:
     if backend["model"]["type"] != "BPE" or pre is None:
         raise SpecError(
             f"the tokenizer in {folder} is no byte-level BPE that splits text as GPT-2 "
-            f"or Qwen2 do: {ELSE}"
+            f"or Qwen2 does: {ELSE}"
         )
     tokens = [f"[PAD{index}]" for index in range(config.vocab_size)]
     types = [gguf.TokenType.UNUSED] * len(tokens)
@@ -307,7 +307,7 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any, gguf: Any) -> None:
 
 
 def _pre_tokenizer(backend: dict[str, Any]) -> str | None:
-    """llama.cpp's name for how text is split before the merges, None if unknown."""
+    """llama.cpp's name of the splitting of text before the merges; None if unknown."""
     found = backend.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers", [found])
     last = parts[-1]

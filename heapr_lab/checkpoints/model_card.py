@@ -1,4 +1,4 @@
-"""The model card of a pruned checkpoint, from its manifest."""
+"""The model card of a pruned checkpoint, made from its manifest."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +14,9 @@ _CARD = """---
 
 # {base}, pruned by {percent:.0%}
 
-{kept:,} of the {atoms:,} atomic experts of `{base}` are left (an atomic expert is a row
-of W_gate and W_up with the column of W_down that belongs to it). Which ones stay was
-decided by HEAPr's second-order importance of each (Li et al., ICLR 2026).
+{kept:,} of the {atoms:,} atomic experts of `{base}` are kept (an atomic expert is a row
+of W_gate and of W_up with the corresponding column of W_down), selected by HEAPr's
+second-order importance of each (Li et al., ICLR 2026).
 
 | | |
 |---|---|
@@ -27,11 +27,11 @@ decided by HEAPr's second-order importance of each (Li et al., ICLR 2026).
 {use}
 
 `heapr_keep.parquet` has the mask, one row for each atomic expert of the base model, and
-`heapr_manifest.json` what was done, with which settings.
+`heapr_manifest.json` records how the checkpoint was made.
 """
 
 _STOCK = """It is an ordinary checkpoint of its architecture, with narrower experts: it
-loads in transformers and in every engine that knows the architecture.
+loads in transformers and in every engine that supports the architecture.
 
 ```python
 model = AutoModelForCausalLM.from_pretrained(folder)
@@ -44,8 +44,7 @@ import heapr_lab
 model = AutoModelForCausalLM.from_pretrained(folder)
 ```
 
-Without it, the folder carries the one module that is needed, which transformers runs if
-it is allowed to:
+Without it, transformers can run the one module that is needed, which is in the folder:
 
 ```python
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -56,8 +55,8 @@ def card(manifest: Mapping[str, Any], *, source: Path) -> str:
     """The card as Markdown, with the hub's front matter.
 
     Args:
-        manifest: of the checkpoint.
-        source: folder of the model it was made from, whose licence it carries.
+        manifest: the manifest of the checkpoint.
+        source: folder of the dense model, whose licence is copied.
     """
     name = manifest["base_model"] or "a model without a name"
     stock = manifest["structure"] == "uniform"
@@ -80,7 +79,7 @@ def card(manifest: Mapping[str, Any], *, source: Path) -> str:
 
 
 def _licence(source: Path) -> str | None:
-    """That of the base model's card, if it lies here and has one."""
+    """The licence in the base model's card, if it is on this machine and has one."""
     path = source / "README.md"
     if not (source / "config.json").is_file() or not path.is_file():
         return None
@@ -126,7 +125,7 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _flops(saved: Mapping[str, float]) -> str:
-    """The name of the row; checkpoints of before did not record their context."""
+    """The name of the row; earlier checkpoints did not record their context."""
     context = saved.get("seq_len")
     return "FLOPs per token" + (f", {at_context(context)}" if context else "")
 

@@ -1,4 +1,4 @@
-"""Whether a table or a mask belongs to the model it is given with."""
+"""Checks that a table or a mask belongs to the model it is used with."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from heapr_lab.pruning.masks import KeepMask
 def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
     """The importance table in a file, if it was measured on the model in `source`.
 
-    The model is not loaded: its configuration is compared, and the squared norms that
-    the table has of every atom's weights with those of the files, which are read once.
+    The model is not loaded: the configurations are compared, and the squared norms of
+    every atom's weights in the table with those of the files, which are read once.
 
     Raises:
-        SpecError: it was measured on another model, or does not say.
+        SpecError: it was measured on another model, or does not name its model.
         CacheError: the file is damaged or of another kind.
     """
     table = ImportanceTable.read(path)
@@ -30,7 +30,7 @@ def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
     _check_identity(spec.get("model"), own, path=path, name=name)
     if "active" in spec["model"]:
         raise SpecError(
-            f"{path} was measured while a mask was active, not on {name} as it is; "
+            f"{path} was measured while a mask was active, not on the dense {name}; "
             "make it with `heapr-lab score`"
         )
     _check_norms(squared_norms(source, skeleton), table, path=path, name=name)
@@ -38,7 +38,7 @@ def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
 
 
 _NORMS_DIFFER = {"bfloat16": 1e-2, "float16": 1e-2}
-"""How far rounding to a type moves a squared norm; in wider ones sums differ only."""
+"""Relative change of a squared norm by rounding to a dtype; less in wider ones."""
 
 
 def _check_norms(
@@ -48,7 +48,7 @@ def _check_norms(
     path: Path,
     name: str,
 ) -> None:
-    """Make sure that a table's squared norms are those of the model's weights.
+    """Check that a table's squared norms are those of the model's weights.
 
     Raises:
         SpecError: they are not.
@@ -58,7 +58,7 @@ def _check_norms(
     for layer, own in norms.items():
         rows = frame[frame["layer"].eq(layer)]
         for column, expected in own.items():
-            table.column(column)  # refused where it is missing
+            table.column(column)  # raises an error if it is missing
             found = rows[column].to_numpy()
             if len(found) != expected.size:
                 raise SpecError(
@@ -79,7 +79,7 @@ def own_mask(path: Path, identity: dict[str, str], *, name: str) -> KeepMask:
     """The keep mask in a file, if it was selected for this model.
 
     Raises:
-        SpecError: it was selected for another model, or does not say.
+        SpecError: it was selected for another model, or does not name its model.
         CacheError: the file is damaged or of another kind.
     """
     keep = KeepMask.read(path)
@@ -90,10 +90,10 @@ def own_mask(path: Path, identity: dict[str, str], *, name: str) -> KeepMask:
 def _check_identity(
     found: dict[str, str] | None, own: dict[str, str], *, path: Path, name: str
 ) -> None:
-    """Make sure that the file `path` is of this model, in whatever dtype.
+    """Check that the file `path` is of this model, in any dtype.
 
     Raises:
-        SpecError: it is of another model, or does not say.
+        SpecError: it is of another model, or does not name its model.
     """
     if not found:
         raise SpecError(
@@ -102,12 +102,11 @@ def _check_identity(
         )
     if not str(found.get("weights")).startswith(WEIGHTS_VERSION):
         raise SpecError(
-            f"{path} was made by an earlier version of heapr_lab, which looked at some "
-            f"of the weights only, so that it cannot be told whether it is of {name}: "
-            "make it again, a table with `heapr-lab score`, a mask with `heapr-lab "
-            "prune`"
+            f"{path} was made by an earlier version of heapr_lab, which identified a "
+            f"model by some of its weights only, so that it may not be of {name}: make "
+            "it again, a table with `heapr-lab score`, a mask with `heapr-lab prune`"
         )
-    # Not the dtype: a table measured in bfloat16 serves the same weights in float32.
+    # Not the dtype: a table measured in bfloat16 is valid for the weights in float32.
     differ = [
         part
         for part in ("class", "config", "weights")

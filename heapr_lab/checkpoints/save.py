@@ -1,9 +1,9 @@
-"""Write a pruned model to a folder that transformers, and people, can use.
+"""Write a pruned model to a folder that transformers can load.
 
-A folder is made under a temporary name and renamed when it is whole: one that has its
-name is finished. One process at a time makes it. `heapr_keep.parquet` has the mask and
-`heapr_manifest.json` what was done, so that a pruning can be repeated or audited, with
-the SHA-256 of the weights.
+A folder is written under a temporary name and renamed when it is complete, by one
+process at a time: a folder with its final name is finished. `heapr_keep.parquet` has
+the mask, and `heapr_manifest.json` the settings and the SHA-256 of the weights, so that
+a pruning can be repeated or audited.
 """
 
 from collections.abc import Mapping
@@ -44,30 +44,29 @@ def save_pruned(
 ) -> Path:
     """Write a model of `prune` with tokenizer, mask, manifest and card.
 
-    `AutoModelForCausalLM.from_pretrained(folder)` loads it again once heapr_lab is
-    imported, or with `trust_remote_code=True` where it is not installed. A mask that
-    was selected as `uniform` becomes a stock checkpoint, which needs neither.
+    `AutoModelForCausalLM.from_pretrained(folder)` loads it after `import heapr_lab`, or
+    with `trust_remote_code=True` where heapr_lab is not installed. A mask of structure
+    `uniform` becomes a stock checkpoint, which needs neither.
 
     Args:
-        model: what `prune` returned; its weights may have been trained on since.
+        model: a model that `prune` returned; it may have been trained since.
         folder: a new folder.
-        tokenizer: to be saved with it; by default that of the model it was made from.
-        base: name of the model it was made from; by default where that was loaded from.
-        source: folder of that model, whose licence is carried over; by default `base`.
+        tokenizer: the tokenizer to save; by default that of the dense model.
+        base: name of the dense model; by default where it was loaded from.
+        source: folder of the dense model, whose licence is copied; by default `base`.
         facts: plain data for manifest and card: `calibration`, `perplexity`
-            ({corpus: (before, after)}), `savings` (as `savings_of`),
-            `weights` (what changed them besides slicing; by default what
-            `compensate` noted).
+            ({corpus: (before, after)}), `savings` (as `savings_of`), `weights` (how
+            they were changed besides slicing; by default as `compensate` recorded).
         max_shard_size: largest size of a safetensors file.
 
     Returns:
         `folder`.
 
     Raises:
-        SpecError: `model` was not made by `prune`, `folder` is not empty, cannot be
-            written or is being written by another, or a uniform mask cannot be said in
-            the family's configuration.
-        CacheError: the folder is not what was written there.
+        SpecError: `model` was not made by `prune`; `folder` is not empty, is not
+            writable or is being written by another process; or the family's
+            configuration cannot express a uniform mask.
+        CacheError: the files changed while they were written.
 
     Example:
         >>> save_pruned(prune(model, keep), "pruned")  # doctest: +SKIP
@@ -103,13 +102,13 @@ def _mask_of(model: Any) -> KeepMask:
 
 
 def structure_of(keep: KeepMask) -> str:
-    """How the widths of `keep` were constrained; ragged where it does not say."""
+    """The structure of the widths of `keep`; ragged if not recorded."""
     found = str(keep.settings.get("structure", "ragged"))
     return found if found in STRUCTURES else "ragged"
 
 
 def checkpoint_of(model: Any, keep: KeepMask) -> Any:
-    """`model`, ready for `save_pretrained`: stock if uniform, else with its widths."""
+    """`model`, ready for `save_pretrained`: stock if uniform, else with `attach`."""
     if structure_of(keep) == "uniform":
         return stock_model(model, uniform_width(keep, model.dtype))
     attach(model, structure_of(keep))
@@ -117,9 +116,9 @@ def checkpoint_of(model: Any, keep: KeepMask) -> Any:
 
 
 def attach(model: Any, structure: str) -> None:
-    """Let transformers save the ragged experts of `model` as it loads them."""
+    """Make transformers save the ragged experts of `model` in the form it loads."""
     if getattr(model, "hf_quantizer", None) is not None:
-        return  # it was loaded from a checkpoint, and is saved like one
+        return  # loaded from a checkpoint, and saved like it
     widths = {
         name: module.heapr_widths
         for name, module in model.named_modules()

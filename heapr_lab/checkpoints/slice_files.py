@@ -1,8 +1,8 @@
 """Slice a checkpoint's safetensors files, one tensor at a time, without its model.
 
-Slicing only moves bits, so tensors are read and written as integers of their size. What
-is not of routed experts is copied byte for byte. Of each file there is one sliced file
-of the same name, laid out as safetensors' own writer lays it out.
+Slicing only copies bits, so tensors are read and written as integers of their size. All
+tensors that are not of routed experts are copied byte for byte. Each file becomes one
+sliced file of the same name, in the layout of safetensors' own writer.
 """
 
 import math
@@ -23,7 +23,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage.files import checksum, read_json, write_json
 
 PROGRESS_NAME = ".partial-slices.json"
-"""In an unfinished folder: what its files are made of."""
+"""In an unfinished folder: the sources of its files."""
 
 
 def slice_files(
@@ -37,26 +37,26 @@ def slice_files(
 ) -> dict[str, str]:
     """Write the weights in `source` without the atoms outside `keep`.
 
-    Everything is checked before anything is written. A run that was interrupted goes on
-    at the file it was at. Memory: two copies of the largest matrix of one expert.
+    Everything is checked before anything is written. An interrupted run resumes at the
+    file it had reached. Memory: two copies of the largest matrix of one expert.
 
     Args:
         source: a folder with `model.safetensors`, or with its shards and their index.
         skeleton: the unpruned model, which may be on the meta device.
-        keep: what stays.
-        out: the folder to write weights and index into, made if need be.
-        stacked: leave the experts of a layer in one tensor where they are in one, only
-            narrower; needs a mask that keeps equally many atoms of every expert.
-        progress: called with the bytes written so far and the bytes to write.
+        keep: the kept atoms.
+        out: the folder for weights and index, created if necessary.
+        stacked: keep the experts of a layer in one tensor where they are in one, only
+            narrower; needs a mask with one width for all experts.
+        progress: called with (bytes written, bytes in all).
 
     Returns:
         The SHA-256 of each file of weights.
 
     Raises:
         SpecError: a file of `source` is missing or incomplete, or `keep` does not fit.
-        LayoutError: the weights of the experts are incomplete, quantised, or laid out
-            as this module does not know.
-        CacheError: `out` holds other weights, or was changed meanwhile.
+        LayoutError: the weights of the experts are incomplete, quantised, or in an
+            unknown layout.
+        CacheError: `out` holds other weights, or was changed in the meantime.
     """
     source, out = Path(source), Path(out)
     stored, index = read_source(source)
@@ -88,8 +88,8 @@ def squared_norms(
 ) -> dict[int, dict[str, np.ndarray]]:
     """`w_down_sq`, `w_up_sq` and, with a gate, `w_gate_sq` of every MoE layer: (E, I).
 
-    Arguments and errors are those of `slice_files`. By these numbers a table of the
-    same model is known without loading it; all weights of experts are read once.
+    Arguments and errors are those of `slice_files`. These numbers identify the model of
+    a table without loading it; all weights of experts are read once.
     """
     layers = find_experts(skeleton)
     full = KeepMask({k.layer: np.ones((k.n_experts, k.d_inter), bool) for k in layers})
@@ -109,7 +109,7 @@ def squared_norms(
 
 
 def _columns_of(layer: ExpertsLayer) -> dict[str, tuple[str, ...]]:
-    """Each weight matrix of a layer's experts, with a table's columns for its parts."""
+    """Each weight matrix of a layer's experts, with the table columns of its parts."""
     up = (
         {"gate_up_proj": ("w_gate_sq", "w_up_sq")}
         if layer.gated
@@ -120,7 +120,7 @@ def _columns_of(layer: ExpertsLayer) -> dict[str, tuple[str, ...]]:
 
 
 def _atom_norms(piece: Piece, stream: BinaryIO) -> np.ndarray:
-    """Squared norm of what each atom has in a part of an expert, (I,)."""
+    """Squared norm of each atom's weights in a part of an expert, (I,)."""
     raw = torch.from_numpy(next(piece.data(stream)))
     weight = raw.view(TORCH[piece.tensor.dtype])  # (D, I) of W_down, else (I, D)
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32)).numpy()
@@ -133,11 +133,11 @@ def _atom_norms(piece: Piece, stream: BinaryIO) -> np.ndarray:
 
 
 def _claim(out: Path, files: list[SlicedFile], facts: dict[str, Any]) -> dict[str, Any]:
-    """Say in `out` what is made there; with the files of it that are finished.
+    """Record in `out` what is written there; the record, with its finished files.
 
     Raises:
-        SpecError: `out` is where the sources are.
-        CacheError: something else was begun there, or is there.
+        SpecError: `out` is the folder of the sources.
+        CacheError: another checkpoint was begun, or is, in `out`.
     """
     if out.resolve() == files[0].source.parent.resolve():
         raise SpecError(f"{out} is the source itself: give another folder")
@@ -158,21 +158,21 @@ def _claim(out: Path, files: list[SlicedFile], facts: dict[str, Any]) -> dict[st
 
 
 def stamps_of(paths: Iterable[Path]) -> dict[str, list[int]]:
-    """Size and time of each file, by its name: what tells that it is the same."""
+    """Size and time of each file, by its name, to recognise unchanged files."""
     stats = {path.name: path.stat() for path in paths}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def _is_file(path: Path, sha256: str | None) -> bool:
-    """Whether it is there and holds what it was written with."""
+    """Whether the file exists and has this checksum."""
     return sha256 is not None and path.is_file() and checksum(path) == sha256
 
 
 def begun(path: Path, expected: dict[str, Any]) -> bool:
-    """Whether the note in `path` says that `expected` was begun in its folder.
+    """Whether, by the record in `path`, `expected` was begun in its folder.
 
     Raises:
-        CacheError: it says that something else was.
+        CacheError: another checkpoint was.
     """
     if not path.exists():
         return False
@@ -187,16 +187,16 @@ def begun(path: Path, expected: dict[str, Any]) -> bool:
 
 
 def _check_written(out: Path, files: list[SlicedFile]) -> None:
-    """Check that every tensor is there once, as planned.
+    """Check that every file was written as planned.
 
     Raises:
-        CacheError: it is not.
+        CacheError: one was not.
     """
     for file in files:
         if not file.is_written(out):
             raise CacheError(
                 f"{out / file.source.name} is not what was written there: another "
-                "process changed it; run the same again"
+                "process changed it; run the same command again"
             )
 
 

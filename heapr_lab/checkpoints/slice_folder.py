@@ -20,7 +20,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
 
 _PLAN_NAME = ".partial-plan.json"
-"""In an unfinished folder: what is made there; deleted when it gets its name."""
+"""In an unfinished folder: what is written there; deleted when it is complete."""
 
 
 def prune_folder(
@@ -34,25 +34,25 @@ def prune_folder(
 ) -> Path:
     """Slice the files of the model in `source` into a checkpoint, tensor by tensor.
 
-    The model is never built: memory holds one tensor at a time. The files are those
-    that `save_pruned` writes of the same model in the same dtype. Interrupted, it goes
-    on where it stopped when it is asked for the same again.
+    The model is never loaded: memory holds one tensor at a time. The files are those
+    that `save_pruned` writes for the same model in the same dtype. After an
+    interruption, the same call resumes where it stopped.
 
     Args:
-        source: a folder in the hub's layout, of an unpruned model in safetensors.
-        keep: what stays.
+        source: a folder in the hub's layout, with an unpruned model in safetensors.
+        keep: the kept atoms.
         folder: a new folder.
         base: name of the model for manifest and card; by default `source`.
         facts: as `save_pruned`.
         progress: called with (bytes done, bytes in all).
 
     Raises:
-        SpecError: `folder` is not empty, cannot be written or is being written by
-            another, the mask is of another model, or `source` is damaged or lacks
-            tensors.
+        SpecError: `folder` is not empty, is not writable or is being written by
+            another process; the mask is of another model; or `source` is damaged or
+            lacks tensors.
         LayoutError: the model's experts cannot be sliced exactly.
-        CacheError: what an interrupted call left is of another mask or source, or the
-            folder is not what was written there.
+        CacheError: the files of an interrupted call are of another mask or source, or
+            changed while they were written.
     """
     config = read_config(source)
     structure = structure_of(keep)
@@ -79,7 +79,7 @@ def prune_folder(
         if generation.is_file():
             shutil.copyfile(generation, partial / generation.name)
         said = save_tokenizer(partial, tokenizer, base=str(source))
-        # Last, because it takes long and would be done again if a later step failed.
+        # Last, because it is slow and would be repeated if a later step failed.
         checksums = slice_files(
             source, skeleton, keep, partial, stacked=uniform, progress=progress
         )
@@ -96,7 +96,7 @@ def prune_folder(
 
 
 def _name_widths(config: Any, skeleton: nn.Module, keep: KeepMask) -> None:
-    """Say in `config` what `attach` says in a model's."""
+    """Write to `config` what `attach` writes to a model's."""
     widths = {
         layer.name: keep.by_layer(layer.layer).sum(1).tolist()
         for layer in find_experts(skeleton)

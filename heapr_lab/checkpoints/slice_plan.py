@@ -1,7 +1,7 @@
-"""What is written for each tensor of a checkpoint when its experts are sliced.
+"""The tensors that are written for a checkpoint when its experts are sliced.
 
-Shapes: E n_experts, I d_inter, D d_expert; a *part* is one of the rows of the input
-projection that an atom has: W_gate's and W_up's with a gate, else W_up's alone.
+Shapes: E n_experts, I d_inter, D d_expert; a *part* is one of the matrices of the input
+projection, in which an atom has a row: W_gate and W_up, or W_up alone without a gate.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of
 
 _BLOCK = 2**22
-"""Bytes read at once of what is copied."""
+"""Bytes read at once of tensors that are copied."""
 
 
 # --- names: of files, and of the model --------------------------------------------
@@ -34,23 +34,23 @@ _BLOCK = 2**22
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeight:
-    """A parameter of an experts module, what stays of it, and its tensors in files."""
+    """A parameter of an experts module, its kept atoms, and its tensors in files."""
 
     name: str
     shape: tuple[int, ...]
     keep: np.ndarray
-    """What stays of each expert, bool (E, I)."""
+    """The kept atoms of each expert, bool (E, I)."""
     axis: int | None
-    """Of the atoms in the tensor of one expert; none in the output bias."""
+    """The axis of the atoms in the tensor of one expert; None in the output bias."""
     n_parts: int
     interleaved: bool
     transposed: bool
-    """Whether the tensor of one expert is the transpose of what `nn.Linear` has."""
+    """Whether the tensor of one expert is transposed with respect to `nn.Linear`."""
     patterns: tuple[str, ...]
     """Name in the model of each part of an expert, `*` for the expert."""
 
     def expert_shape(self, n_parts: int = 1) -> tuple[int, ...]:
-        """Shape of so many parts of one expert in a file, uncut."""
+        """Shape of `n_parts` parts of one expert in a file, before slicing."""
         shape = list(self.shape[1:])
         if self.axis is not None:
             shape[self.axis] = n_parts * self.keep.shape[1]
@@ -87,26 +87,26 @@ def _weights_of(
         )
 
 
-# --- what to write ----------------------------------------------------------------
+# --- tensors to write -------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A tensor to write: a copy of one in a file, or what stays of experts in it."""
+    """A tensor to write: a copy of one in a file, or the kept atoms of experts."""
 
     name: str
     tensor: StoredTensor
     weight: ExpertWeight | None = None
     experts: range = range(1)
-    """Those in this piece, which follow each other in the file."""
+    """The experts in this piece, which are consecutive in the file."""
     start: int = 0
     """First byte of these experts in the file."""
     parts: tuple[bool, ...] = (True,)
-    """Which of the parts that lie there stay."""
+    """Which of the parts in the file belong to this piece."""
     stacked: bool = False
     transposed: bool = False
     part: int = 0
-    """The part that it is, where it is one."""
+    """Which part it is, if it is one."""
 
     @property
     def dtype(self) -> Any:
@@ -115,7 +115,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As it is written."""
+        """The shape that is written."""
         if self.weight is None:
             return self.tensor.shape
         shape, axis = list(self.weight.expert_shape()), self.weight.axis
@@ -127,16 +127,16 @@ class Piece:
 
     @property
     def n_bytes(self) -> int:
-        """As it is written."""
+        """The bytes that are written."""
         if self.weight is None:
             return self.tensor.n_bytes
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
     def data(self, file: BinaryIO) -> Iterator[Any]:
-        """Its bytes, part by part.
+        """Its data, block by block.
 
         Raises:
-            SpecError: the file became shorter.
+            SpecError: the file was truncated meanwhile.
         """
         if self.weight is None:
             start, size, block = self.tensor.start, self.tensor.n_bytes, _BLOCK
@@ -148,7 +148,9 @@ class Piece:
         for number, begin in enumerate(range(0, size, block)):
             found = file.read(min(block, size - begin))
             if len(found) != min(block, size - begin):
-                raise SpecError(f"{file.name} became shorter while it was read")
+                raise SpecError(
+                    f"{file.name} became shorter while it was read: run again"
+                )
             if self.weight is None:
                 yield found
             else:
@@ -177,7 +179,7 @@ class SlicedFile:
         return sum(piece.n_bytes for piece in self.pieces)
 
     def header(self) -> bytes:
-        """All that stands before its tensors."""
+        """The bytes before its tensors."""
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for piece in self.pieces:
@@ -192,9 +194,9 @@ class SlicedFile:
         return len(text).to_bytes(8, "little") + text
 
     def write(self, out: Path, finished: Callable[[str], None]) -> Iterator[int]:
-        """Write it, whole or not at all; gives 0, then the bytes of each tensor.
+        """Write it atomically; yields 0, then the bytes of each tensor.
 
-        `finished` is called with the SHA-256 of the file before that has its name.
+        `finished` is called with the SHA-256 of the file before the file is renamed.
         """
         temporary = out / f".partial-{self.source.name}"
         n_bytes, sha = 0, hashlib.sha256()
@@ -215,7 +217,7 @@ class SlicedFile:
         yield n_bytes
 
     def is_written(self, out: Path) -> bool:
-        """Whether it is there, of the right size and with the right header."""
+        """Whether it exists with the right size and header."""
         path, header = out / self.source.name, self.header()
         if not path.is_file() or path.stat().st_size != len(header) + self.n_bytes:
             return False
@@ -224,7 +226,7 @@ class SlicedFile:
 
 
 class Planner:
-    """Finds what becomes of each tensor, and counts those of experts."""
+    """Plans the pieces of each tensor, and counts those of experts."""
 
     def __init__(self, skeleton: Any, keep: KeepMask, *, stacked: bool) -> None:
         layers = find_experts(skeleton)
@@ -245,7 +247,7 @@ class Planner:
         prefix = f"{skeleton.base_model_prefix}."
         names = [f"{layer.name}." for layer in layers]
         self.places = (*names, *(name.removeprefix(prefix) for name in names))
-        """How the names of what is in experts modules begin."""
+        """Prefixes of the names of tensors in experts modules."""
         self.seen: dict[tuple[str, int, int], str] = {}
         """Where each (parameter, expert, part) was found."""
 
@@ -253,7 +255,7 @@ class Planner:
         """The files to write.
 
         Raises:
-            LayoutError: the weights are not those that the model has.
+            LayoutError: the weights are not those of the model.
         """
         every = list(find_tensors(self.skeleton, self.conversions, stored))
         # As a loaded model does when it is saved: undo the renamings that were used.
@@ -272,7 +274,7 @@ class Planner:
                 raise LayoutError(
                     f"{found} belongs to routed experts, but is none of their weights "
                     "and biases, so they are quantised or of another version; expected "
-                    f"only {', '.join(FLOATS)} weights: dequantise them"
+                    f"only {', '.join(FLOATS)} weights: dequantise the checkpoint"
                 )
         self._check_complete()
         check_whole(self.skeleton, every, sliced=self.weights)
@@ -284,7 +286,7 @@ class Planner:
         return found.parameter.startswith(self.places)
 
     def _pieces(self, found: FoundTensor, weight: ExpertWeight) -> Iterator[Piece]:
-        """What is written of a tensor of experts."""
+        """The pieces of a tensor of experts."""
         start, n_experts = found.tensor.start, weight.shape[0]
         turned = weight.transposed and not self.stacked
         if found.converter is not None:
@@ -357,7 +359,7 @@ class Planner:
 
 
 def _place(piece: Piece) -> tuple[int, str]:
-    """What safetensors' own writer sorts by."""
+    """The sort key of safetensors' own writer."""
     return -ORDER.index(piece.tensor.dtype), piece.name
 
 
@@ -365,7 +367,7 @@ def _check_tensor(found: FoundTensor, weight: ExpertWeight) -> None:
     """Check that a tensor of experts can be sliced.
 
     Raises:
-        LayoutError: it is quantised, of another shape, or transformers would change it.
+        LayoutError: it is quantised, has another shape, or is changed when loaded.
     """
     tensor, converter = found.tensor, found.converter
     if tensor.dtype not in FLOATS:

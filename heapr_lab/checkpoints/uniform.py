@@ -1,6 +1,6 @@
-"""A pruned model whose experts all have one width is a stock model, only narrower.
+"""Stock models with narrower experts: pruned models whose experts have one width.
 
-Shapes: E n_experts, D d_expert, w the width that all experts have.
+Shapes: E n_experts, D d_expert, w the width of all experts.
 """
 
 import copy
@@ -17,7 +17,7 @@ from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
-"""Names under which families have the width of an expert, the likelier first."""
+"""Names of the width of an expert in configurations, the more specific first."""
 
 
 def skeleton_of(config: Any) -> nn.Module:
@@ -32,11 +32,11 @@ def skeleton_of(config: Any) -> nn.Module:
 
 
 def uniform_width(keep: KeepMask, dtype: torch.dtype | None = None) -> int:
-    """The width that all experts of all layers keep.
+    """The width of all experts of all layers.
 
     Raises:
-        SpecError: they keep different widths, or nothing at all, or in `dtype` a width
-            with which transformers' own grouped kernels do not work.
+        SpecError: the widths differ or are 0, or transformers' own grouped kernels do
+            not support the width in `dtype`.
     """
     widths = sorted({int(w) for k in keep.layers for w in keep.by_layer(k).sum(1)})
     if len(widths) != 1 or widths == [0]:
@@ -55,7 +55,7 @@ def uniform_width(keep: KeepMask, dtype: torch.dtype | None = None) -> int:
 
 
 def stock_config(config: Any, width: int) -> Any:
-    """The family's own configuration with experts of `width` and all else the same.
+    """The family's own configuration with experts of `width`, otherwise unchanged.
 
     Raises:
         SpecError: the family has no such configuration.
@@ -69,10 +69,10 @@ def stock_config(config: Any, width: int) -> Any:
             return candidate
         tried.append(change)
     raise SpecError(
-        f"{type(config).__name__} cannot say that routed experts have width {width} "
-        f"and everything else stays as it is (tried {'; '.join(tried)}): shared "
-        "experts or dense layers follow the same number. Choose another width "
-        "(--multiple), or the structure per_layer, aligned or ragged"
+        f"{type(config).__name__} cannot give routed experts the width {width} and "
+        f"leave all else unchanged (tried {'; '.join(tried)}): shared experts or "
+        "dense layers depend on the same number. Choose another width (--multiple), or "
+        "the structure per_layer, aligned or ragged"
     )
 
 
@@ -86,7 +86,7 @@ def _candidates(config: Any, width: int) -> Iterator[tuple[Any, str]]:
         value = [width] * len(old) if isinstance(old, list) else width
         setattr(new.get_text_config(), name, value)
         yield new, f"{name}={width}"
-        # Shared experts may be counted in widths of a routed one.
+        # The width of shared experts may be a multiple of a routed expert's.
         shared = getattr(plain, "n_shared_experts", None)
         if isinstance(old, int) and shared and not old * shared % width:
             again = copy.deepcopy(new)
@@ -95,7 +95,7 @@ def _candidates(config: Any, width: int) -> Iterator[tuple[Any, str]]:
 
 
 def _other_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of all that is not of a routed expert."""
+    """Shapes of all tensors that are not of routed experts."""
     routed = {
         f"{layer.name}.{name}"
         for layer in find_experts(model)
@@ -109,7 +109,7 @@ def _other_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def stock_model(model: Any, width: int) -> Any:
-    """A stock model that shares the weights of `model`, a pruned one.
+    """A stock model that shares the weights of the pruned `model`.
 
     Raises:
         SpecError: the family has no such configuration.

@@ -35,23 +35,23 @@ def atoms_of_token(
 ) -> pd.DataFrame:
     """The atoms that add most to a layer's output for one token of a text.
 
-    What atom k adds has the length |p · h_k| · ‖w_down_k‖. Lengths do not add up, for
-    vectors may cancel; and where a family normalises the outputs of its experts, it is
-    the length before that.
+    The contribution of atom k has the length |p · h_k| · ‖w_down_k‖. Lengths do not add
+    up, because vectors may cancel; where a family normalises the outputs of its
+    experts, it is the length before the normalisation.
 
     Args:
         model: the dense model.
         passage: the text, of at least two tokens.
-        layer: number of a MoE layer.
-        position: of the token, from 0.
-        n: atoms to return.
+        layer: index of a MoE layer.
+        position: index of the token, from 0.
+        n: number of atoms to return.
 
     Returns:
         Columns expert, atom, h, p, w_down_norm, contribution (the length), share (of
-        the sum of the lengths of all atoms that serve the token); largest first.
+        the summed lengths of all atoms of the token's experts); largest first.
 
     Raises:
-        SpecError: there is no such layer or position, or the text has one token only.
+        SpecError: there is no such layer or position, or the text has only one token.
     """
     chosen = _layer_of(model, layer)
     if not 0 <= position < len(passage.tokens):
@@ -70,7 +70,7 @@ def atoms_of_token(
 
 
 def _atoms(layer: ExpertsLayer, expert: int, p: float, h: np.ndarray) -> pd.DataFrame:
-    """All atoms of an expert that serves a token."""
+    """The atoms of an expert that a token is routed to."""
     W_down = as_float64(layer.down[expert])
     return pd.DataFrame(
         {
@@ -84,7 +84,7 @@ def _atoms(layer: ExpertsLayer, expert: int, p: float, h: np.ndarray) -> pd.Data
 
 
 class _AtToken:
-    """Keeps the activations of the experts that serve one token."""
+    """Records the activations of the experts that one token is routed to."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -99,7 +99,7 @@ class _AtToken:
         rows: torch.Tensor,
         tokens: list[int],
     ) -> None:
-        """Keep the token's."""
+        """Record those of the token in one call."""
         experts = routed_experts(tokens)
         for row in (rows == self.position).nonzero()[:, 0].tolist():
             self.rows.append((int(experts[row]), float(p[row]), as_float64(h[row])))
@@ -117,28 +117,28 @@ def top_contexts(
     width: int = 12,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """The tokens at which an atom is most active, whatever its sign, in their contexts.
+    """The tokens at which an atom has its largest |h|, with their contexts.
 
-    One forward over `windows`, of which no more than `n` rows are held.
+    One forward pass over `windows`; at most `n` rows are held in memory.
 
     Args:
         model: the dense model.
-        windows: what to look through.
-        tokenizer: of the model.
-        layer: number of a MoE layer.
-        expert: number of an expert of the layer.
-        atom: number of an atom of the expert.
-        n: tokens to return; fewer are, where fewer are routed to the expert.
+        windows: the windows to search.
+        tokenizer: its tokenizer.
+        layer: index of a MoE layer.
+        expert: index of an expert of the layer.
+        atom: index of an atom of the expert.
+        n: tokens to return; fewer where fewer are routed to the expert.
         width: tokens of context on either side.
         progress: called after each batch with (windows done, windows in all).
 
     Returns:
-        Columns window, position, h, p, before, token, after; largest |h| first, of
-        equal ones the earlier.
+        Columns window, position, h, p, before, token, after; largest |h| first,
+        ties in the order of the text.
 
     Raises:
         SpecError: there is no such layer, expert or atom, or `n` is not positive.
-        CoverageError: the layer did not take part in a forward.
+        CoverageError: the layer did not take part in a forward pass.
     """
     chosen = _layer_of(model, layer)
     _check_number("expert", expert, chosen.n_experts, layer)
@@ -155,8 +155,8 @@ def top_contexts(
             final_states(model, ids)
             if observer.calls != calls:
                 raise CoverageError(
-                    f"layer {layer} took part in {observer.calls} of {calls} forwards, "
-                    "expected all"
+                    f"layer {layer} took part in {observer.calls} of {calls} forward "
+                    "passes, expected all; use a model that runs every MoE layer"
                 )
             report(min(calls * size, windows.n_sequences), windows.n_sequences)
     places = np.divmod(observer.places.numpy(), windows.seq_len)
@@ -174,13 +174,13 @@ _CONTEXT = ("before", "token", "after")
 
 
 class _MostActive:
-    """Keeps the n rows in which one atom is most active."""
+    """Records the n rows with the largest |h| of one atom."""
 
     def __init__(self, expert: int, atom: int, n: int) -> None:
         self.expert, self.atom, self.n = expert, atom, n
         self.calls = 0
         self.first = 0
-        """Number of the batch's first token among those of all windows."""
+        """Index of the batch's first token among those of all windows."""
         self.places = torch.zeros(0, dtype=torch.long)
         self.h = torch.zeros(0, dtype=torch.float64)
         self.p = torch.zeros(0, dtype=torch.float64)
@@ -193,14 +193,14 @@ class _MostActive:
         rows: torch.Tensor,
         tokens: list[int],
     ) -> None:
-        """Merge one batch's."""
+        """Merge the rows of one batch."""
         self.calls += 1
         start = sum(tokens[: self.expert])
         own = slice(start, start + tokens[self.expert])
         active = torch.cat([self.h, h[own, self.atom].cpu().double()])
         weights = torch.cat([self.p, p[own].cpu().double()])
         places = torch.cat([self.places, self.first + rows[own].cpu()])
-        # Stable, and what was there before stands first: of equal ones the earlier.
+        # Stable, with earlier rows first: ties in the order of the text.
         order = active.abs().sort(descending=True, stable=True).indices[: self.n]
         self.h, self.p, self.places = active[order], weights[order], places[order]
 
@@ -208,7 +208,7 @@ class _MostActive:
 def _context(
     tokenizer: Any, ids: torch.Tensor, position: int, width: int
 ) -> tuple[str, str, str]:
-    """The text before a token of a window, of the token, and after it."""
+    """The text before a token of a window, the token itself, and the text after."""
     start = max(0, position - width)
     texts = token_texts(tokenizer, ids[start : position + width + 1].tolist())
     here = position - start

@@ -1,9 +1,9 @@
-"""Four-way continuation items made of any text: which continuation is its own?
+"""Four-way continuation items made of any text: which continuation is the right one?
 
 A passage is a run of whole texts with enough words; an item takes 48 consecutive words
 of it as context and the next 12 as the right choice. The three wrong ones are the right
-ones of other passages. White space is kept as it stands, save that every choice begins
-with that of the right one, so that the break alone gives nothing away.
+ones of other passages. White space is kept, except that every choice begins with that
+of the right one, so that it does not give the answer away.
 """
 
 import random
@@ -31,11 +31,11 @@ def continuation_items(
 
     Args:
         corpus: held-out text, usually a test split.
-        n_items: items, each from another passage.
+        n_items: number of items, each from another passage.
         seed: draws the passages, the words, and the order of the choices.
 
     Raises:
-        SpecError: the corpus has fewer passages, or fewer than four.
+        SpecError: `n_items` is below four, or the corpus has fewer passages.
     """
     passages = list(_passages(corpus.texts))
     if n_items < N_CHOICES or n_items > len(passages):

@@ -1,13 +1,13 @@
 """Zero-shot accuracy through EleutherAI's lm-evaluation-harness itself.
 
-The seven tasks of the paper keep the harness's stock definitions. Where
-`$HEAPR_TASKS_DIR` holds a task's items as parquet, the data source alone is replaced;
-else they come from the hub. What was used stands in the results.
+The seven tasks of the paper use the harness's stock definitions. Where
+`$HEAPR_TASKS_DIR` holds a task's items as parquet, only the data source is replaced;
+otherwise the items come from the hub. The results name their source.
 
 `continuation_task` makes an ordinary task of any corpus: which of four continuations is
-the text's own? Chance is 25 %, and it needs no network.
+the right one? Chance is 25 %, and no network is needed.
 
-The harness is imported when it is first needed, for that takes a while.
+The harness is imported when it is first needed, because this is slow.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ _DEFINITIONS = {
     "arc_challenge": "arc/arc_challenge.yaml",
     "winogrande": "winogrande/default.yaml",
 }
-"""Where a stock definition is not `<task>/<task>.yaml`."""
+"""Paths of the stock definitions that are not `<task>/<task>.yaml`."""
 _OFFICIAL_ITEMS = {
     "openbookqa": ("test", 500),
     "arc_easy": ("test", 2376),
@@ -63,7 +63,7 @@ _OFFICIAL_ITEMS = {
     "piqa": ("validation", 1838),
     "mathqa": ("test", 2985),
 }
-"""The split that the harness evaluates, and the items in it."""
+"""The split that the harness evaluates, and its number of items."""
 
 
 def run_tasks(
@@ -77,21 +77,21 @@ def run_tasks(
 ) -> pd.DataFrame:
     """Accuracies of `model` on `tasks`, one row for each task and metric.
 
-    Columns: task, metric (acc, acc_norm), value, stderr, n (items evaluated), source. A
-    task of which only a part is to be had says so in its name, as `hellaswag (1000 of
-    10042)`. Masks that are active around the call apply.
+    Columns: task, metric (acc, acc_norm), value, stderr, n (items evaluated), source.
+    The name of a task whose items are only partly available says so: `hellaswag (1000
+    of 10042)`. Masks that are active around the call apply.
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer; it is not changed.
-        tasks: names (`SEVEN_TASKS`, or any the harness knows) or tasks.
-        limit: items of each task, the first ones; all by default.
-        batch_size: requests per forward; a four-way item makes four.
+        tasks: names (`SEVEN_TASKS`, or any that the harness knows) or tasks.
+        limit: evaluate only the first `limit` items of each task; all by default.
+        batch_size: requests per forward pass; a four-way item has four.
         progress: called with (requests done, requests in all).
 
     Raises:
-        CorpusError: the items of a task cannot be had here.
-        SpecError: there is no task, no task of that name, or a number is not positive.
+        CorpusError: the items of a task are not available here.
+        SpecError: no task is given, a task is unknown, or a number is not positive.
     """
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not names:
@@ -108,8 +108,8 @@ def run_tasks(
         lm = PackingHFLM(
             model, tokenizer, n_requests_at_once=batch_size, progress=progress
         )
-        # `simple_evaluate` adds to this: seeds for sampling, which nothing here does,
-        # and a second's survey of the machine.
+        # `simple_evaluate` would only add seeds for sampling, which is not used here,
+        # and a slow survey of the machine.
         output = lm_eval.evaluate(
             lm=lm,
             task_dict=loaded,
@@ -122,11 +122,11 @@ def run_tasks(
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
-    """Make sure that the harness has these tasks, and their items can be had.
+    """Check that the harness knows these tasks and that their items are available.
 
     Raises:
-        CorpusError: the items of a task cannot be had here.
-        SpecError: there is no task of that name.
+        CorpusError: the items of a task are not available here.
+        SpecError: a task is unknown.
     """
     with _quiet():
         _load(list(tasks))
@@ -138,11 +138,11 @@ def continuation_task(
     """A four-way continuation task of `corpus`, as an ordinary task of the harness.
 
     Each item shows 48 words of a text and asks which of four continuations of 12 words
-    is the text's own; the other three are continuations of other texts.
+    is the right one; the other three are continuations of other texts.
 
     Args:
         corpus: held-out text, usually a test split.
-        n_items: items, each from another passage.
+        n_items: number of items, each from another passage.
         seed: draws the passages, the words, and the order of the choices.
     """
     from lm_eval.api.task import ConfigurableTask
@@ -172,18 +172,18 @@ def continuation_task(
 
 
 def items_fingerprint(task: str, *, limit: int | None = None) -> dict[str, str]:
-    """What tells the items that `task` asks, and how, from any others.
+    """A fingerprint of the items of `task` and of how they are asked.
 
-    Of items in `$HEAPR_TASKS_DIR`: the file's bytes and the harness's version, whose
-    stock definition it is; the harness is not imported. Of others: the documents and
-    the configuration, as the harness loads them.
+    For items in `$HEAPR_TASKS_DIR`: the file's bytes and the version of the harness,
+    which has the stock definition; the harness is not imported. For others: the
+    documents and the configuration, as the harness loads them.
 
     Args:
         task: a name, as `run_tasks` takes it.
-        limit: items of the task that are asked, the first ones; all by default.
+        limit: only the first `limit` items; all by default.
 
     Raises:
-        CorpusError: the items cannot be had here.
+        CorpusError: the items are not available here.
         SpecError: there is no such task.
     """
     split, _ = _OFFICIAL_ITEMS.get(task, ("", 0))
@@ -199,9 +199,9 @@ def items_fingerprint(task: str, *, limit: int | None = None) -> dict[str, str]:
 
 
 def _asked(task: "ConfigurableTask", limit: int | None) -> list[str]:
-    """The configuration of a task and the documents it asks, as text."""
+    """The configuration of a task and its documents, as text."""
     config = task.dump_config()
-    # Where its file lay is no part of it.
+    # The path of its file does not matter.
     config["metadata"] = (config.get("metadata") or {}).get("version")
     documents = itertools.islice(task.eval_docs, limit)
     return [repr(config), *map(repr, documents)]
@@ -213,17 +213,17 @@ def _as_dataset(items: pd.DataFrame, **_metadata: Any) -> dict[str, Any]:
     return {"test": datasets.Dataset.from_list(items.to_dict("records"))}
 
 
-# --- where the items come from ----------------------------------------------------
+# --- sources of the items --------------------------------------------------------
 
 
 def _load(tasks: "list[str | ConfigurableTask]") -> Any:
-    """What the harness's task manager makes of `tasks`.
+    """The `tasks`, loaded by the harness's task manager.
 
-    Stock definitions are included in small files of our own, so that the manager need
-    not read all of its thousands.
+    Stock definitions are included from small files of our own, so that the manager
+    need not read thousands of its own.
 
     Raises:
-        SpecError: the harness knows no task of one of the names.
+        SpecError: a task is unknown.
     """
     from lm_eval.tasks import TaskManager
 
@@ -239,7 +239,7 @@ def _load(tasks: "list[str | ConfigurableTask]") -> Any:
         if unknown:
             raise SpecError(
                 f"the harness knows no task {', '.join(unknown)}; the paper's are "
-                f"{', '.join(SEVEN_TASKS)}, `lm_eval --tasks list` shows all"
+                f"{', '.join(SEVEN_TASKS)}, `lm_eval --tasks list` lists all"
             )
         return _merged([_load_one(manager, task) for task in tasks])
 
@@ -248,12 +248,12 @@ def _load_one(manager: Any, task: "str | ConfigurableTask") -> Any:
     try:
         return manager.load([task])
     except Exception as error:
-        # Whatever a download or a parquet reader raises, the remedy is the same.
+        # The remedy is the same for any error of a download or of a parquet reader.
         raise CorpusError(
-            f"the items of task {task!r} cannot be had ({type(error).__name__}: "
+            f"the items of task {task!r} are not available ({type(error).__name__}: "
             f"{error}). Connect to the hub, or set $HEAPR_TASKS_DIR (now "
-            f"{os.environ.get('HEAPR_TASKS_DIR')!r}) to a folder that holds "
-            f"{task}/<split>.parquet with the columns of the hub's data set."
+            f"{os.environ.get('HEAPR_TASKS_DIR')!r}) to a folder with "
+            f"{task}/<split>.parquet, which has the columns of the hub's data set"
         ) from error
 
 
@@ -266,7 +266,7 @@ def _merged(loaded: list[Any]) -> Any:
 
 
 def _definition(name: str) -> dict[str, Any]:
-    """The stock definition of `name`, its data source replaced where it lies here."""
+    """The stock definition of `name`, with the items on this machine if available."""
     import lm_eval.tasks
 
     stock = Path(lm_eval.tasks.__file__).parent
@@ -293,7 +293,7 @@ def _definition(name: str) -> dict[str, Any]:
 
 
 def available_tasks() -> list[str]:
-    """Those of the seven tasks whose items `$HEAPR_TASKS_DIR` has."""
+    """The ones of the seven tasks whose items are in `$HEAPR_TASKS_DIR`."""
     splits = ("test", "validation")
     return [
         name
@@ -303,7 +303,7 @@ def available_tasks() -> list[str]:
 
 
 def _local_items(name: str, split: str) -> Path | None:
-    """The parquet of a task: the whole split if it is there, else a part of it."""
+    """The parquet file of a task: the whole split if available, else a part of it."""
     folder = os.environ.get("HEAPR_TASKS_DIR")
     if not folder:
         return None
@@ -320,7 +320,7 @@ def _local_items(name: str, split: str) -> Path | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the harness's log and progress bars; its errors still show."""
+    """Hide the harness's log and progress bars; its errors are still shown."""
     import datasets
     import lm_eval.api.task
     from tqdm import tqdm
@@ -341,7 +341,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _number(value: Any) -> float:
-    """The harness writes "N/A" where one item gives no standard error."""
+    """As a float; the harness writes "N/A" for the standard error of a single item."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 

@@ -1,10 +1,10 @@
-"""The harness's own model class, which reads a context once for all its choices.
+"""The harness's own model class, except that choices share their context.
 
-A four-way item is four requests with the same context. `PackingHFLM` lays the context
-and all the continuations in one row; each continuation sees the context and itself
-only, at the positions it would have alone. It is exact for models whose every layer is
-ordinary softmax attention; the first item is computed by the harness as well, and where
-the two differ, or the model is of another kind, the harness does it all.
+A four-way item is four requests with the same context. `PackingHFLM` packs the context
+and all continuations into one row; each continuation attends only to the context and to
+itself, at the positions it would have alone. This is exact for models in which every
+layer is ordinary softmax attention. The first item is also computed by the harness; if
+the two differ, or for models of another kind, the harness computes all items.
 
 Importing this module imports the harness.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 Request = tuple[Any, list[int], list[int]]
 """(key, token ids of the context, token ids of the continuation)."""
 Answer = tuple[float, bool]
-"""Log-likelihood in nats, and whether greedy decoding would give it."""
+"""Log-likelihood in nats, and whether greedy decoding yields the continuation."""
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _COARSE = 0.02
@@ -38,7 +38,7 @@ _COARSE = 0.02
 
 
 class _Counter(CacheHook):
-    """Told of each answered request: the harness's own place for that."""
+    """Counts answered requests, through the callback that the harness provides."""
 
     def __init__(self, n_requests: int, progress: Progress) -> None:
         super().__init__(None)
@@ -101,7 +101,7 @@ class PackingHFLM(HFLM):
         return [answers[index] for index in range(len(requests))]
 
     def _groups(self, requests: list[Request]) -> list[list[int]]:
-        """Indices of requests with one context, where several share it and they fit."""
+        """Indices of the requests of each context that several requests share."""
         by_context: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, (_, context, continuation) in enumerate(requests):
             if len(context) + len(continuation) <= self.max_length:
@@ -109,7 +109,7 @@ class PackingHFLM(HFLM):
         return [group for group in by_context.values() if len(group) > 1]
 
     def _agrees(self, requests: list[Request], group: list[int]) -> bool:
-        """Whether packing answers `group` as the harness does."""
+        """Whether packing gives the same answers for `group` as the harness."""
         some = [requests[index] for index in group]
         ours = _packed_answers(self.model, [_pack(some)])
         counter = self.cache_hook
@@ -123,14 +123,14 @@ class PackingHFLM(HFLM):
         )
         if not agree:
             logger.warning(
-                "%s does not take packed contexts: each choice is run by itself",
+                "%s does not support packed contexts: each choice is run separately",
                 type(self.model).__name__,
             )
         return agree
 
 
 def _attends_plainly(model: Any) -> bool:
-    """Whether a mask of our own decides what every layer sees."""
+    """Whether our attention mask determines what every layer attends to."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
@@ -151,7 +151,7 @@ class _Packed:
     blocks: list[int]
     """0 for the context, then 1, 2, ... for the continuations."""
     predicts: list[list[int]]
-    """For each continuation, where its tokens are predicted."""
+    """For each continuation, the positions that predict its tokens."""
     targets: list[list[int]]
 
 
@@ -182,7 +182,7 @@ def _batches(
 
     batches: list[list[list[int]]] = []
     room = 0
-    # Longest first: if memory does not suffice, that shows at once.
+    # Longest first, so that a lack of memory shows at once.
     for group in sorted(groups, key=length, reverse=True):
         if room < len(group):
             batches.append([])
@@ -194,7 +194,7 @@ def _batches(
 
 @torch.no_grad()
 def _packed_answers(model: Any, packed: Sequence[_Packed]) -> list[Answer]:
-    """The answers of every continuation of every row, in order."""
+    """The answers to every continuation of every row, in order."""
     ids, positions, blocks = (
         nn.utils.rnn.pad_sequence(
             [torch.tensor(getattr(row, name)) for row in packed],
@@ -239,7 +239,7 @@ def _flat(lists: Sequence[list[int]]) -> list[int]:
 
 
 def _attention_mask(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the attention scores: 0 where a token may look.
+    """The additive attention mask: 0 where a token may attend.
 
     Shapes: blocks (B, L); result (B, 1, L, L).
     """

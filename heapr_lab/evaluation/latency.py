@@ -1,6 +1,6 @@
-"""How long models take: seconds of a prefill or of decoding, models taking turns.
+"""Latency of models: seconds of a prefill or of decoding, models taking turns.
 
-Layer 1. Of greedy decoding with a cache only the steps are timed, not the prompt.
+Of greedy decoding with a cache, only the steps are timed, not the prompt.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ def seconds_of(
     n_steps: int = 0,
     watched: Callable[[], Any] = contextlib.nullcontext,
 ) -> float:
-    """Seconds of `n_steps` steps of decoding, or of the prefill without steps.
+    """Seconds of `n_steps` decoding steps, or of the prefill if there are none.
 
     Args:
         model: a causal language model of transformers.
         prompt: token ids (batch, length), on the model's device.
-        n_steps: how many tokens each sequence gets after its prompt.
-        watched: makes the context that what is timed runs in.
+        n_steps: number of tokens that each sequence gets after its prompt.
+        watched: returns the context manager in which the timed part runs.
     """
     cache = DynamicCache(config=model.config) if n_steps else None
     options = {"use_cache": cache is not None, "past_key_values": cache}
@@ -43,9 +43,9 @@ def seconds_of(
 def in_turns(
     runs: Sequence[Callable[[], float]], *, n_rounds: int
 ) -> list[list[float]]:
-    """What each of `runs` gave in each round, (runs, n_rounds).
+    """The result of each of `runs` in each round, (runs, n_rounds).
 
-    Another goes first in each round, and a round before the first warms up.
+    Each round begins with another run; a round before the first is for warming up.
     """
     found: list[list[float]] = [[] for _ in runs]
     for turn in range(n_rounds + 1):
@@ -57,7 +57,7 @@ def in_turns(
 
 
 def _next_ids(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """The likeliest next token of each sequence, (batch, 1)."""
+    """The most probable next token of each sequence, (batch, 1)."""
     logits: torch.Tensor = model(ids, logits_to_keep=1, **options).logits
     return logits.argmax(-1)
 

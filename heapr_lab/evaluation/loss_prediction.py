@@ -1,13 +1,13 @@
-"""Predicting what pruning costs: from summed scores to Δloss.
+"""Predicting the loss increase of pruning: from summed scores to Δloss.
 
-Without torch. A score promises that removing atoms costs the sum of their scores; in
-truth it costs more, the more is removed. The two rise together, though, so a few
-evaluations are enough to read one from the other: on logarithmic axes a monotone curve
-through the points that were measured, and straight on beyond them.
+Without torch. By its definition, a score predicts that removing atoms costs the sum of
+their scores; the true cost is larger, the more is removed. Since both rise together, a
+few evaluations suffice to calibrate the prediction: on logarithmic axes, a monotone
+curve through the measured points, extrapolated by straight lines.
 
-S is the summed score of the removed atoms, in the unit of its estimator, Δloss the
-rise of the loss in nats per token. A map holds for one model, estimator, corpus and way
-of choosing (scope, granularity, structure), whatever the ratio.
+S is the summed score of the removed atoms, in the unit of its estimator; Δloss is the
+increase of the loss in nats per token. A map is valid for one model, estimator, corpus
+and kind of selection (scope, granularity, structure), at any ratio.
 """
 
 import itertools
@@ -29,11 +29,11 @@ _Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, repr=False)
 class DamageMap:
-    """Δloss as a rising function of the summed score; made by `fit_damage`.
+    """Δloss as an increasing function of the summed score; made by `fit_damage`.
 
-    Through one knot it is proportional, through two a power law, through more the
-    monotone cubic (PCHIP) in log S and log Δloss. Beyond the outermost two knots their
-    power law goes on, so that nothing removed costs nothing.
+    With one knot it is proportional, with two a power law, with more the monotone
+    cubic (PCHIP) in log S and log Δloss. It is extrapolated by the power law of the
+    two outermost knots, so that Δloss is 0 at S = 0.
 
     Example:
         >>> damage = fit_damage([(1.0, 0.01), (10.0, 1.0)])
@@ -42,17 +42,17 @@ class DamageMap:
     """
 
     points: tuple[tuple[float, float], ...]
-    """(S, Δloss) that were measured, ascending; equal S averaged."""
+    """Measured (S, Δloss), ascending; equal S averaged."""
     knots: tuple[tuple[float, float], ...]
-    """(S, Δloss) the curve runs through: points, noise averaged until both rise."""
+    """(S, Δloss) of the curve: the points, averaged until both increase."""
     spread: float | None
-    """The factor by which the curve missed a point it was not shown, at its worst.
+    """The largest factor by which the curve misses a point that is left out.
 
-    Each point is left out in turn and predicted from the others; the truth then lay
-    within `predict(S) / spread` and `predict(S) * spread`. It is no confidence
-    interval: between the points the curve is mostly nearer, for a left-out end is
-    extrapolated from afar; well below the first point, where Δloss is small and
-    noisy, it can be further off. None with fewer than three points.
+    Each point is left out in turn and predicted from the others; the measured value
+    then lies between `predict(S) / spread` and `predict(S) * spread`. This is not a
+    confidence interval: between the points the error is mostly smaller, because a
+    left-out end is extrapolated; well below the first point, where Δloss is small and
+    noisy, it can be larger. None with fewer than three points.
     """
 
     def predict(self, score: npt.ArrayLike) -> _Array:
@@ -70,13 +70,13 @@ class DamageMap:
                 f"summed scores are {scores.ravel().tolist()}, expected none negative "
                 "and all finite; use an estimator without negative scores"
             )
-        # log 0 is -inf, whose Δloss is 0; what is too large for a float is infinite.
+        # log 0 is -inf, with Δloss 0; values too large for a float become infinite.
         with np.errstate(divide="ignore", over="ignore"):
             found: _Array = np.exp(_log_curve(self.knots, np.log(scores)))
         return found
 
     def extrapolates(self, score: float) -> bool:
-        """Whether `score` lies outside the measured points, where less is known."""
+        """Whether `score` lies outside the measured points."""
         return not self.points[0][0] <= score <= self.points[-1][0]
 
     def _facts(self) -> dict[str, str]:
@@ -101,13 +101,13 @@ class DamageMap:
 def fit_damage(points: Iterable[tuple[float, float]]) -> DamageMap:
     """The map through a few evaluations; two or three are enough.
 
-    Noise is dealt with in nats, where it is additive: points that do not rise with S
-    are averaged with their neighbours until they do (isotonic regression). What is then
-    not above 0 says only that so little cannot be measured, and shapes nothing.
+    Noise is additive in nats: points that do not increase with S are averaged with
+    their neighbours until they do (isotonic regression). Averages that are then not
+    above 0 are too small to be measured, and are ignored.
 
     Args:
-        points: (S, measured Δloss in nats per token) of each; S = 0 is no news and is
-            left out.
+        points: (S, measured Δloss in nats per token) of each; points with S = 0 are
+            ignored.
 
     Raises:
         SpecError: a number is not finite, S is negative, or no Δloss is above 0.
@@ -143,9 +143,9 @@ def _averaged(points: _Array) -> _Array:
 
 
 def _knots(measured: _Array) -> tuple[tuple[float, float], ...]:
-    """The rising (S, Δloss) above 0 that `measured` (3, m) comes to; () for none.
+    """The increasing (S, Δloss) above 0 of `measured` (3, m); () if there are none.
 
-    Points averaged with each other become one, at their geometric mean of S.
+    Points that are averaged become one, at the geometric mean of their S.
     """
     scores, losses, sizes = measured
     if not len(scores):
@@ -161,7 +161,7 @@ def _knots(measured: _Array) -> tuple[tuple[float, float], ...]:
 
 
 def _log_curve(knots: tuple[tuple[float, float], ...], asked: _Array) -> _Array:
-    """Logarithms of the Δloss at `asked`, logarithms of S in any shape."""
+    """Logarithms of Δloss at `asked`, which are logarithms of S in any shape."""
     x, y = np.log(np.array(knots)).T
     inside = np.clip(asked, x[0], x[-1])
     if len(knots) == 1:

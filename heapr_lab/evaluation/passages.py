@@ -1,6 +1,6 @@
-"""What a model does with one text, token by token: its losses and how it goes on.
+"""A model on one text, token by token: its losses and its continuation.
 
-Everything here runs the dense model, save where a mask is given.
+Everything here runs the dense model, except where a mask is given.
 
 Shapes: L tokens of a text; n routed rows of a call, sorted by expert.
 """
@@ -23,11 +23,11 @@ from heapr_lab.models.likelihood import final_states, token_nll
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import Downs, masking
+from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.text.tokenization import tokenise
 
 _UNFINISHED = "\ufffd"
-"""What a decoder writes for the first bytes of a character."""
+"""What a decoder returns for an incomplete character."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +39,11 @@ class Passage:
     tokens: tuple[str, ...] = field(repr=False)
     """The text of each token, (L,)."""
     n_left_out: int = 0
-    """Tokens of the text that are not read, for want of room."""
+    """Number of tokens that do not fit the context and are left out."""
 
     @property
     def text(self) -> str:
-        """What is read."""
+        """The text of all tokens."""
         return "".join(self.tokens)
 
 
@@ -55,18 +55,18 @@ def read_passage(
     room: int = 0,
     most: int | None = None,
 ) -> Passage:
-    """`text` in tokens, as far as it fits the model's context.
+    """The tokens of `text`, as many as fit the model's context.
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        text: what to read.
-        room: tokens of the context to leave free for a continuation. The end of a text
-            that is too long is then kept, else its beginning.
-        most: tokens to take for the context where it is longer.
+        text: the text.
+        room: tokens of the context to leave free for a continuation. Of a text that is
+            too long, the end is then kept, otherwise the beginning.
+        most: an upper limit to the context length.
 
     Raises:
-        SpecError: the text is empty, or the context has no such room.
+        SpecError: the text is empty, or the context is too short for `room`.
     """
     ids = torch.from_numpy(tokenise(text, tokenizer)).long()
     if not len(ids):
@@ -75,7 +75,7 @@ def read_passage(
     context = min(limits, default=room + len(ids))
     if not 0 <= room < context:
         raise SpecError(
-            f"{room} tokens are to be left free, but {context} is what can be read in "
+            f"{room} tokens are to be left free, but the context has {context} in "
             f"all: ask for at most {context - 1}"
         )
     kept = ids[-(context - room) :] if room else ids[:context]
@@ -84,10 +84,10 @@ def read_passage(
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token; together they are the text of all of them.
+    """The text of each token; joined, they are the text of all tokens.
 
-    A token that ends inside a character has the text "", and the one that completes the
-    character has it whole.
+    A token that ends inside a character has the text ""; the token that completes the
+    character has all of it.
     """
 
     def decode(first: int, last: int) -> str:
@@ -97,8 +97,8 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         return text
 
     texts: list[str] = []
-    # Some tokenizers drop the space before the first token that they decode, so that
-    # each is decoded together with those before it that were last shown.
+    # Some tokenizers drop the space before the first token that they decode, so each
+    # token is decoded together with the ones before it that completed a character.
     before, shown = 0, 0
     for end in range(1, len(ids) + 1):
         old, new = decode(before, shown), decode(before, end)
@@ -118,26 +118,26 @@ def token_losses(
     passage: Passage,
     *,
     keep: KeepMask,
-    downs: Downs | None = None,
+    downs: ReplacedDownProj | None = None,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """What each token of a text costs the dense and the pruned model.
+    """The loss of the dense and of the pruned model at each token of a text.
 
     Units: nats.
 
     Args:
         model: the dense model.
         passage: the text, of at least two tokens.
-        keep: what stays in the pruned model.
-        downs: what stands for W_down in the pruned model.
-        progress: called after each of the two forwards.
+        keep: the kept atoms of the pruned model.
+        downs: replacement for W_down in the pruned model.
+        progress: called after each of the two forward passes.
 
     Returns:
         Columns position, token, dense_nll, pruned_nll, delta_nll (pruned - dense). The
-        losses of the first token, which nothing precedes, are missing.
+        losses of the first token, which is not predicted, are missing.
 
     Raises:
-        SpecError: the text has one token only, or `keep` is of another model.
+        SpecError: the text has only one token, or `keep` is of another model.
     """
     _check_length(passage)
     report = progress or no_report
@@ -165,18 +165,18 @@ def continue_text(
     prompt: Passage,
     n_tokens: int = 40,
     keep: KeepMask | None = None,
-    downs: Downs | None = None,
+    downs: ReplacedDownProj | None = None,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """What the model writes after `prompt`, always taking the most probable token.
+    """The model's greedy continuation of `prompt`.
 
     Args:
         model: the dense model.
         tokenizer: its tokenizer.
-        prompt: read with `room` for `n_tokens`.
-        n_tokens: tokens to write; fewer are, where the model ends its text.
-        keep: what stays of the model; all of it by default.
-        downs: what stands for W_down, where `keep` is given.
+        prompt: a passage that was read with `room` for `n_tokens`.
+        n_tokens: tokens to generate; fewer where the model ends its text.
+        keep: the kept atoms; all by default.
+        downs: replacement for W_down, where `keep` is given.
         progress: called after each token.
 
     Returns:
@@ -189,8 +189,8 @@ def continue_text(
         raise SpecError(f"n_tokens is {n_tokens}, expected at least 1")
     context: contextlib.AbstractContextManager[Any]
     if keep is None:
-        # On a GPU transformers gives the experts another implementation while it
-        # generates, which would unmask a forward in another thread; not this one.
+        # On a GPU, transformers switches the implementation of the experts while it
+        # generates, which would unmask other threads; this prevents it.
         context = switching(find_experts(model))
     else:
         context = masking(model, keep, downs)
@@ -205,13 +205,13 @@ def continue_text(
 def _generated(
     model: Any, ids: torch.Tensor, n_tokens: int, progress: Progress
 ) -> list[int]:
-    """Ids of the prompt and of what follows it."""
+    """Ids of the prompt and of its continuation."""
     ids = ids.to(model.device)
     found = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=n_tokens,
-        # Whatever else the checkpoint's own settings say of writing well.
+        # Override the checkpoint's own settings for generation.
         do_sample=False,
         num_beams=1,
         temperature=1.0,
@@ -226,7 +226,7 @@ def _generated(
 
 
 class _Counter(StoppingCriteria):
-    """Stops nothing: tells how many tokens were written."""
+    """Never stops; reports the number of generated tokens."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self.progress, self.done, self.total = progress, 0, total
@@ -234,14 +234,14 @@ class _Counter(StoppingCriteria):
     def __call__(
         self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any
     ) -> torch.Tensor:
-        """No sequence is done."""
+        """False for each sequence."""
         del scores
         self.done += 1
         self.progress(self.done, self.total)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-# --- what traces share ------------------------------------------------------------
+# --- shared by traces -------------------------------------------------------------
 
 
 def observe(
@@ -250,14 +250,14 @@ def observe(
     layers: list[ExpertsLayer],
     observers: Sequence[Any],
 ) -> None:
-    """Show the observers one forward over the text."""
+    """Run one forward pass over the text, seen by the observers."""
     _check_length(passage)
     with evaluating(model), observed(layers, observers):
         final_states(model, passage.ids)
 
 
 def _context_length(model: Any) -> int | None:
-    """Tokens that the model can read at once; None where nothing limits them."""
+    """Length of the model's context in tokens; None if unlimited."""
     found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if found is None else int(found)
 
@@ -265,7 +265,8 @@ def _context_length(model: Any) -> int | None:
 def _check_length(passage: Passage) -> None:
     if len(passage.tokens) < 2:
         raise SpecError(
-            f"the text {passage.text!r} has 1 token, expected at least 2: write more"
+            f"the text {passage.text!r} has 1 token, expected at least 2: give a "
+            "longer text"
         )
 
 

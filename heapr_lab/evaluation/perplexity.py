@@ -1,7 +1,7 @@
-"""How well a model predicts held-out tokens, and how far a pruned one departs.
+"""Perplexity on held-out tokens, and the divergence of a pruned model.
 
-Windows do not overlap; nats are summed over tokens, so that neither the batch size nor
-a smaller last batch changes a number.
+Windows do not overlap; losses are summed over tokens, so that neither the batch size
+nor a smaller last batch changes the result.
 """
 
 import math
@@ -32,14 +32,14 @@ _TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity of a model on some windows of tokens."""
+    """The perplexity of a model on windows of tokens."""
 
     value: float
     """exp(nll)."""
     nll: float
     """Mean negative log-likelihood per predicted token, in nats."""
     n_tokens: int
-    """Predicted tokens: all but the first of each window."""
+    """Number of predicted tokens: all but the first of each window."""
 
     def _repr_html_(self) -> str:
         return card_html(
@@ -54,14 +54,14 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a pruned model's predictions are from the dense model's."""
+    """The divergence of a pruned model's predictions from the dense model's."""
 
     kl: float
     """Mean KL(dense || pruned) per predicted token, in nats."""
     top1_agreement: float
     """Share of the predicted tokens whose most probable token is the same."""
     n_tokens: int
-    """Predicted tokens: all but the first of each window."""
+    """Number of predicted tokens: all but the first of each window."""
 
     def _repr_html_(self) -> str:
         return card_html(
@@ -89,7 +89,7 @@ def evaluate_perplexity(
     Args:
         model: a causal language model of transformers.
         ids: token ids in non-overlapping windows: a tensor, an array or lists.
-        batch_size: windows per forward; chosen to fit by default.
+        batch_size: windows per forward pass; by default as many as fit in memory.
         progress: called after each batch.
 
     Raises:
@@ -115,17 +115,17 @@ def evaluate_divergence(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> Divergence:
-    """How far the predictions of `model` move when only `keep` is kept.
+    """The divergence of the predictions when `model` is pruned to `keep`.
 
-    It shows a change long before perplexity does. The weights stay untouched.
+    It is more sensitive than perplexity. The weights are not changed.
 
     Shapes: ids (n_windows, seq_len).
 
     Args:
         model: the dense model.
-        keep: which atomic experts stay.
+        keep: the kept atoms.
         ids: token ids in non-overlapping windows: a tensor, an array or lists.
-        batch_size: windows per forward; chosen to fit by default.
+        batch_size: windows per forward pass; by default as many as fit in memory.
         progress: called after each batch.
 
     Raises:
@@ -145,7 +145,7 @@ def evaluate_divergence(
         ):
             batch_kl += kl_divergence(log_p, log_q).sum(dtype=torch.float64).item()
             batch_agreeing += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-        # Only now, so that a batch that is tried again is not counted twice.
+        # Only at the end, so that a batch that is repeated is not counted twice.
         kl, agreeing = kl + batch_kl, agreeing + batch_agreeing
 
     n_tokens = _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
@@ -158,8 +158,8 @@ def kl_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     Shapes: log_p, log_q (..., d_vocab); result (...).
     """
     p = log_p.exp()
-    # What p never does counts nothing, also where q never does it: there the
-    # difference of the logarithms would be undefined.
+    # Terms with p = 0 are 0, also where q = 0: there the difference of the logarithms
+    # would be undefined.
     terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
     return terms.sum(-1)
 
@@ -172,9 +172,9 @@ def _for_batches(
     batch_size: int | None,
     progress: Progress | None,
 ) -> int:
-    """Call `work` on each batch of windows, on smaller ones where memory runs out.
+    """Call `work` on each batch of windows, on smaller ones if memory runs out.
 
-    The result is how many tokens were predicted: all but the first of each window.
+    Returns the number of predicted tokens: all but the first of each window.
     """
     windows = token_windows(ids)
     check_fits(model, windows)
@@ -202,7 +202,7 @@ def _for_batches(
 
 
 def exp_nll(nll: float) -> float:
-    """Perplexity of a mean loss in nats; infinite where it overflows."""
+    """The perplexity of a mean loss in nats; infinite if it overflows."""
     try:
         return math.exp(nll)
     except OverflowError:

@@ -9,7 +9,7 @@ from heapr_lab.models.experts import find_experts
 
 
 def routing(model: nn.Module, passage: Passage) -> pd.DataFrame:
-    """The experts that serve each token of a text, in every layer.
+    """The experts that each token of a text is routed to, in every layer.
 
     Args:
         model: the dense model.
@@ -20,7 +20,7 @@ def routing(model: nn.Module, passage: Passage) -> pd.DataFrame:
         routing weights of its experts, largest first.
 
     Raises:
-        SpecError: the text has one token only.
+        SpecError: the text has only one token.
     """
     layers = find_experts(model)
     observers = [_Routes() for _ in layers]
@@ -40,7 +40,7 @@ def routing(model: nn.Module, passage: Passage) -> pd.DataFrame:
 
 
 class _Routes:
-    """Keeps which expert each routed row went to, and its weight."""
+    """Records the expert of each routed row, and its routing weight."""
 
     def __init__(self) -> None:
         self.frames: list[pd.DataFrame] = []
@@ -53,7 +53,7 @@ class _Routes:
         rows: torch.Tensor,
         tokens: list[int],
     ) -> None:
-        """Keep one call's."""
+        """Record those of one call."""
         del h
         columns = {
             "position": rows.cpu(),

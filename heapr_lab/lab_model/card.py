@@ -1,4 +1,4 @@
-"""The lab model's card: what it was trained on, how good and how balanced it is."""
+"""The lab model's card: its training data, loss and expert load."""
 
 import json
 import math
@@ -67,12 +67,12 @@ def write_card(folder: Path, *, title: str = "The lab model", note: str = "") ->
     The numbers are also added to its training.json, under `evaluation`.
 
     Args:
-        folder: where `train_lab_model` wrote the model.
-        title: what the card calls the model.
-        note: a sentence more on how it was trained.
+        folder: the folder that `train_lab_model` wrote.
+        title: the title of the card.
+        note: a further sentence on the training.
 
     Raises:
-        CorpusError: one of the training corpora cannot be had.
+        CorpusError: one of the training corpora is not available.
     """
     training = files.read_json(folder / "training.json")
     model, tokenizer = load_model(folder, device="cpu", dtype="float32")
@@ -122,7 +122,7 @@ def _loss(
 
 
 def _windows(tokenizer: Any, corpus: str, split: str) -> CalibrationSet:
-    """The first windows of a split, fewer where there are not that many."""
+    """The first windows of a split, at most `_N_WINDOWS`."""
     windows = load_windows(corpus, tokenizer, seq_len=_SEQ_LEN, split=split)
     return CalibrationSet(windows.ids[:_N_WINDOWS], windows.provenance)
 
@@ -130,7 +130,7 @@ def _windows(tokenizer: Any, corpus: str, split: str) -> CalibrationSet:
 def _load(
     model: torch.nn.Module, tokenizer: Any, corpora: list[str]
 ) -> list[dict[str, Any]]:
-    """Smallest and largest load of any expert, per corpus and over all of them."""
+    """Smallest, median and largest load of the experts, by corpus and over all."""
     tables = {
         corpus: collect_statistics(model, _windows(tokenizer, corpus, "validation"))
         for corpus in corpora
@@ -153,7 +153,7 @@ def _load(
 
 
 def _runs(training: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is recorded of each run, the first one first."""
+    """The record of each run, in order."""
     earlier = training.get("went_on_from")
     return [*(_runs(earlier) if earlier else []), training]
 

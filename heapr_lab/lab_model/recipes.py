@@ -11,7 +11,6 @@ MIXTURE = {
 }
 """Share of the training sequences drawn from each corpus, until the decay begins."""
 
-
 DECAY_MIXTURE = {
     "pydocs": 0.70,
     "wikitext2:tokenized": 0.10,
@@ -19,7 +18,7 @@ DECAY_MIXTURE = {
     "ptb": 0.06,
     "c4": 0.09,
 }
-"""The same while the learning rate decays: more of what the model is mostly used on."""
+"""The same while the learning rate decays: more of the model's main corpus."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class TrainSpec:
     """Everything that determines the lab model, its corpora aside."""
 
     family: str = "qwen2_moe"
-    """Of transformers: qwen2_moe, with a shared expert, or qwen3_moe, without."""
+    """qwen2_moe, with a shared expert, or qwen3_moe, without one."""
     d_vocab: int = 4096
     d_model: int = 128
     d_inter: int = 96
@@ -48,13 +47,13 @@ class TrainSpec:
     router_z_weight: float = 1e-3
     initializer_range: float = 0.02
     precision: str = "float32"
-    """Of the arithmetic: float32, or bfloat16 under autocast on float32 parameters."""
+    """float32, or bfloat16 by autocast with float32 parameters."""
     seed: int = 0
     n_threads: int = 2
 
     @property
     def n_tokens(self) -> int:
-        """Training tokens seen in the whole run."""
+        """Training tokens of the whole run."""
         return self.n_steps * self.batch_size * self.seq_len
 
 
@@ -68,11 +67,11 @@ BUNDLED_RUNS = (
         precision="bfloat16",
     ),
 )
-"""The bundled model: a run, and one that goes on from its bfloat16 weights.
+"""The bundled model: a run, and a second one from its bfloat16 weights.
 
-Source: Wen et al. 2024 (WSD-S): a decayed checkpoint may be trained on at a high rate.
+Source: Wen et al. 2024 (WSD-S): training resumes from a decayed checkpoint at a high
+learning rate.
 """
-
 
 WIDE_RUNS = (
     TrainSpec(
@@ -88,8 +87,7 @@ WIDE_RUNS = (
 )
 """A second model, of another family, with experts wide enough for multiples of 128.
 
-Its weights are not in the repository; its card and numbers are.
+Its weights are not in the repository; its card and results are.
 """
-
 
 RECIPES = {"bundled": BUNDLED_RUNS, "wide": WIDE_RUNS}

@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 def fitted_tokenizer(
     work: Path, spec: TrainSpec, corpora: dict[str, Corpus]
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE fitted to the mixture; the one in `work` if it is there."""
+    """A byte-level BPE fitted to the mixture; the one in `work` if there is one."""
     path = work / "tokenizer.json"
     if not path.exists():
         bpe = Tokenizer(models.BPE())
@@ -53,7 +53,7 @@ def fitted_tokenizer(
 def token_stream(
     work: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
 ) -> torch.Tensor:
-    """Ids of the whole corpus, int32; those in `work` if they are there."""
+    """Token ids of the whole corpus, int32; those in `work` if there are any."""
     path = work / f"tokens-{re.sub(r'[:/]', '-', corpus.name)}.safetensors"
     if path.exists():
         return load_file(path)["ids"]
@@ -69,12 +69,13 @@ def check_work(
     mixture: dict[str, float],
     decay_mixture: dict[str, float],
 ) -> None:
-    """Refuse to go on from a run with other settings.
+    """Check that an unfinished run in `work` has the same settings.
 
-    Its length may change, and the number of threads: that moves last bits only.
+    The number of steps may differ, and the number of threads, which changes only the
+    last bits.
 
     Raises:
-        CacheError: `work` holds such a run.
+        CacheError: `work` holds a run with other settings.
     """
     settings = asdict(spec) | {"n_steps": None, "n_threads": None}
     prints = {name: corpus.fingerprint for name, corpus in corpora.items()}
@@ -87,14 +88,14 @@ def check_work(
     elif json.loads(path.read_text())["digest"] != now:
         raise CacheError(
             f"{work} holds an unfinished run with other settings or corpora: "
-            "give another work folder, or delete this one to start afresh"
+            "give another work folder, or delete this one to start again"
         )
 
 
 def save_state(
     work: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
-    """Keep parameters, optimizer and step in `work`, whole or not at all."""
+    """Write parameters, optimizer state and step to `work`, atomically."""
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.data
@@ -108,7 +109,7 @@ def save_state(
 def restore(
     work: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> int:
-    """Load what `save_state` kept; the step to go on from, 0 where there is nothing."""
+    """Load the state of `save_state`; the step to resume from, 0 if there is none."""
     path = work / "state.safetensors"
     if not path.exists():
         return 0
@@ -125,10 +126,10 @@ def restore(
 
 
 def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:
-    """Take weights and tokenizer of the model in `earlier`, which has the same shape.
+    """Load weights and tokenizer of the model in `earlier`, which has the same shapes.
 
     Raises:
-        CacheError: it has another shape.
+        CacheError: it has other shapes.
     """
     found = read_weights(earlier, dtype=torch.float32)
     weights = found.state_dict()

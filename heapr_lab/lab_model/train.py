@@ -3,12 +3,12 @@
 A stock Qwen2-MoE (routed and shared experts) or Qwen3-MoE (routed experts alone) with
 its own byte-level BPE tokenizer. Training is a pure function of `TrainSpec`, the
 corpora and the number of threads: every batch is drawn by a generator seeded with
-(seed, step), so a resumed run continues exactly where it stopped. The learning rate is
-warmup-stable-decay: until the decay begins, the run does not depend on the number of
-steps.
+(seed, step), so a resumed run continues exactly where it stopped. The learning rate
+schedule is warmup-stable-decay: until the decay begins, the run does not depend on the
+number of steps.
 
-Letters: E experts, f_e share of routed (token, slot) pairs, P_e mean probability that
-the router gives an expert.
+Letters: E experts, f_e share of routed (token, slot) pairs, P_e mean routing
+probability of an expert.
 """
 
 import time
@@ -41,25 +41,25 @@ def train_lab_model(
     device: str = "cpu",
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> Path:
-    """Train (or go on training) the lab model and write it to `out`.
+    """Train the lab model, or resume its training, and write it to `out`.
 
     Args:
         out: folder for weights, tokenizer and card.
-        spec: what to train; by default the bundled model's own.
+        spec: the specification of the training; by default the bundled model's.
         work: folder for the state of an unfinished run, from which it resumes.
         mixture: share of the training sequences of each corpus; by default `MIXTURE`.
         decay_mixture: the same while the learning rate decays; by default
             `DECAY_MIXTURE`, or `mixture` where that is given.
-        start_from: folder of an earlier lab model whose weights and tokenizer to begin
-            with, rather than with random weights and a tokenizer fitted anew.
-        device: where to train; batches are the same everywhere, sums are not.
+        start_from: folder of an earlier lab model with which to begin, rather than with
+            random weights and a new tokenizer.
+        device: the device to train on; batches are the same on all, rounding is not.
         on_step: called after each step with (step, n_steps, loss in nats).
 
     Returns:
         `out`.
 
     Raises:
-        CorpusError: one of the training corpora cannot be had.
+        CorpusError: one of the training corpora is not available.
         CacheError: `work` holds the state of another specification, or the model in
             `start_from` has other shapes.
         SpecError: another run writes to `out` or `work`.
@@ -108,8 +108,8 @@ def train_bundled(
 ) -> Path:
     """Train the lab model in several runs, each from the model of the one before.
 
-    Arguments and errors are those of `train_lab_model`; each run has a folder of its
-    own below `work`, and resumes from it.
+    Arguments and errors are those of `train_lab_model`; each run has its own folder in
+    `work`, from which it resumes.
     """
     earlier: Path | None = None
     for number, spec in enumerate(runs, start=1):
@@ -130,7 +130,7 @@ def build_lab_model(spec: TrainSpec) -> PreTrainedModel:
     """The untrained model of `spec`, in float32, from its seed.
 
     Raises:
-        SpecError: its family is none that the lab model can be of.
+        SpecError: the family is not supported.
     """
     torch.manual_seed(spec.seed)
     own = _FAMILIES.get(spec.family)
@@ -168,7 +168,7 @@ _FAMILIES: dict[str, Callable[[TrainSpec], dict[str, int]]] = {
     "qwen2_moe": lambda spec: {"shared_expert_intermediate_size": spec.d_shared},
     "qwen3_moe": lambda spec: {"head_dim": spec.d_model // spec.n_heads},
 }
-"""What the configuration of each family has of its own."""
+"""The additional settings of each family's configuration."""
 
 
 def balance_losses(
@@ -177,8 +177,8 @@ def balance_losses(
     """Load-balancing and z loss of the routers, each a mean over layers.
 
     Per layer E·Σ_e f_e·P_e, which is 1 when the load is even, and the mean square of
-    the log-partition. transformers' own auxiliary loss pools all layers, so that one
-    layer's imbalance can hide behind another's: balance has to be asked of each layer.
+    the log-partition. transformers' own auxiliary loss pools all layers, so that the
+    imbalance of one layer can cancel another's: this loss balances each layer.
 
     Shapes: each of `router_logits` (n_tokens, n_experts).
     Source: Fedus et al. 2022 (Switch Transformers), eq. 4; Zoph et al. 2022, eq. 5.
@@ -194,12 +194,12 @@ def balance_losses(
 
 
 def decay_start(spec: TrainSpec) -> int:
-    """The step from which on learning rate and mixture differ."""
+    """The first step with the decaying learning rate and its mixture."""
     return spec.n_steps - int(spec.n_steps * spec.decay_fraction)
 
 
 def learning_rate_at(step: int, spec: TrainSpec) -> float:
-    """Warmup, then constant, then linear decay to nothing over the last part."""
+    """Warmup, then constant, then linear decay to 0 over the last part."""
     decay_steps = spec.n_steps - decay_start(spec)
     warm = min(1.0, (step + 1) / spec.warmup_steps)
     cool = min(1.0, (spec.n_steps - step) / max(1, decay_steps))
@@ -250,7 +250,7 @@ def _batch(
     spec: TrainSpec,
     step: int,
 ) -> torch.Tensor:
-    """Token ids (batch_size, seq_len) of one step: a corpus and an offset for each."""
+    """Token ids (batch_size, seq_len) of one step, at random corpora and offsets."""
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + step)
     weights = torch.tensor([mixture[name] for name in streams])
     chosen = torch.multinomial(

@@ -1,4 +1,4 @@
-"""What becomes of each tensor in a checkpoint's files when transformers loads it."""
+"""The parameter that each tensor in a checkpoint's files becomes when it is loaded."""
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from heapr_lab.models.safetensors_headers import Stored, StoredTensor
 
 @dataclass(frozen=True)
 class FoundTensor:
-    """A tensor in a file, and what it becomes in the model."""
+    """A tensor in a file, and the parameter of the model that it becomes."""
 
     file: Path
     name: str
     tensor: StoredTensor
     parameter: str
     converter: Any
-    """What joins it with others, if anything does."""
+    """The converter that joins it with other tensors, if there is one."""
     part: int
-    """Which of those that are joined."""
+    """Its number among the joined tensors."""
 
     def __str__(self) -> str:
         return f"{self.file}: {self.name} ({self.tensor.dtype} {self.tensor.shape})"
@@ -38,7 +38,7 @@ class FoundTensor:
 def find_tensors(
     skeleton: Any, conversions: list[Any], stored: Stored
 ) -> Iterator[FoundTensor]:
-    """What becomes of each tensor when transformers loads it into `skeleton`."""
+    """The tensors in the files, with what they become when loaded into `skeleton`."""
     known, prefix = skeleton.state_dict(), skeleton.base_model_prefix
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
@@ -56,15 +56,15 @@ def find_tensors(
 def check_whole(
     skeleton: Any, every: list[FoundTensor], *, sliced: Container[str]
 ) -> None:
-    """Check that the files have all that transformers would load into the model.
+    """Check that the files have every tensor that transformers loads into the model.
 
     Args:
-        skeleton: the model.
-        every: what is in the files.
+        skeleton: the model, which may be on the meta device.
+        every: the tensors in the files.
         sliced: parameters that are checked elsewhere.
 
     Raises:
-        LayoutError: something is missing, has another shape, or is of more layers.
+        LayoutError: a tensor is missing, has another shape, or is of a further layer.
     """
     known = skeleton.state_dict()
     others = [found for found in every if found.parameter not in sliced]
@@ -97,7 +97,7 @@ def check_whole(
 
 
 def _differs(found: FoundTensor, known: dict[str, torch.Tensor]) -> bool:
-    """Whether a tensor that becomes a parameter as it is has another shape."""
+    """Whether a tensor that is loaded unchanged differs from its parameter in shape."""
     if found.converter is not None or found.parameter not in known:
         return False
     return tuple(known[found.parameter].shape) != found.tensor.shape

@@ -1,7 +1,4 @@
-"""Which routed atoms stay.
-
-Layer 1, without torch.
-"""
+"""Which routed atoms are kept: the mask of a pruned model. Without torch."""
 
 import functools
 import hashlib
@@ -20,11 +17,11 @@ from heapr_lab.storage import files
 
 _KIND = "KeepMask"
 _COLUMNS = {"layer": "i", "expert": "i", "atom": "i", "keep": "b"}
-"""Of a file, with the kind of each: signed integers and truth values."""
+"""Columns of a mask's file, with their kinds: signed integers and booleans."""
 
 
 class Shaped(Protocol):
-    """What is read of an `ImportanceTable`, or of another mask."""
+    """Anything with the shapes of a model: an `ImportanceTable`, another mask."""
 
     def shapes(self) -> dict[int, tuple[int, int]]:
         """(n_experts, d_inter) of every layer."""
@@ -32,7 +29,7 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KeepMask:
-    """What stays of every layer's routed experts; equal masks keep the same atoms.
+    """The kept atoms of every layer's experts; equal masks keep the same atoms.
 
     Example:
         >>> keep = KeepMask.from_arrays({3: [[True, False], [True, True]]})
@@ -43,7 +40,7 @@ class KeepMask:
     """
 
     arrays: Mapping[int, np.ndarray]
-    """Layer to bool array (n_experts, d_inter), True = stays; copied, and for good."""
+    """Layer to bool array (n_experts, d_inter), True = kept; read-only copies."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How it was selected, as plain data."""
 
@@ -61,7 +58,7 @@ class KeepMask:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[int, Any], **settings: Any) -> "KeepMask":
-        """A mask of {layer: bool (n_experts, d_inter)}, True = stays."""
+        """A mask of {layer: bool (n_experts, d_inter)}, True = kept."""
         return cls(arrays, settings)
 
     @classmethod
@@ -71,17 +68,17 @@ class KeepMask:
 
     @classmethod
     def from_rows(cls, like: Shaped, rows: Any, **settings: Any) -> "KeepMask":
-        """A mask of what stays by the rows of a table, which `rows` gives back.
+        """The mask whose `rows` are those given.
 
         Shapes: rows (n_atoms,), bool, in the order of the table.
 
         Args:
             like: the table, or a mask of the same model.
-            rows: which atoms stay.
+            rows: whether each atom is kept.
             **settings: how they were selected.
 
         Raises:
-            SpecError: there is not one truth value for each atom.
+            SpecError: there is not one value for each atom.
         """
         shapes, flat = like.shapes(), np.asarray(rows)
         sizes = [n_experts * d_inter for n_experts, d_inter in shapes.values()]
@@ -97,7 +94,7 @@ class KeepMask:
     # --- files ------------------------------------------------------------------
 
     def write(self, path: Path | str) -> None:
-        """Write a parquet file, whole or not at all: one row per atom."""
+        """Write a parquet file atomically, with one row for each atom."""
         parts = []
         for layer, kept in self.arrays.items():
             n_experts, d_inter = kept.shape
@@ -126,7 +123,7 @@ class KeepMask:
         if kind != _KIND:
             raise CacheError(
                 f"{path} holds {kind or 'another kind of table'}, expected a {_KIND}; "
-                "give the path of a file that KeepMask.write or `heapr-lab prune` made"
+                "give the path of a file written by KeepMask.write or `heapr-lab prune`"
             )
         frame, metadata = files.read_frame(path)
         settings, expected = metadata.get("settings"), metadata.get("fingerprint")
@@ -153,7 +150,7 @@ class KeepMask:
         return tuple(self.arrays)
 
     def by_layer(self, layer: int) -> np.ndarray:
-        """What stays in `layer`: bool (n_experts, d_inter), read-only.
+        """The kept atoms of `layer`: bool (n_experts, d_inter), read-only.
 
         Raises:
             SpecError: the mask has no such layer.
@@ -166,11 +163,11 @@ class KeepMask:
         return self.arrays[layer]
 
     def shapes(self) -> dict[int, tuple[int, int]]:
-        """(n_experts, d_inter) of every layer, as a table has them."""
+        """(n_experts, d_inter) of every layer, as in a table."""
         return {k: (kept.shape[0], kept.shape[1]) for k, kept in self.arrays.items()}
 
     def widths(self) -> pd.DataFrame:
-        """Atoms that stay, layer × expert; missing where a layer has fewer experts."""
+        """Kept atoms, layer × expert; missing where a layer has fewer experts."""
         rows = {
             k: pd.Series(np.count_nonzero(kept, axis=1), dtype="Int64")
             for k, kept in self.arrays.items()
@@ -180,27 +177,27 @@ class KeepMask:
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
-        """What stays, bool (n_atoms,), in the order of a table's rows."""
+        """Whether each atom is kept, bool (n_atoms,), in a table's order of rows."""
         return _frozen(np.concatenate([k.ravel() for k in self.arrays.values()]))
 
     @functools.cached_property
     def n_atoms(self) -> int:
-        """All routed atoms."""
+        """Number of routed atoms."""
         return sum(kept.size for kept in self.arrays.values())
 
     @functools.cached_property
     def n_kept(self) -> int:
-        """Atoms that stay."""
+        """Number of kept atoms."""
         return sum(int(np.count_nonzero(kept)) for kept in self.arrays.values())
 
     @property
     def n_removed(self) -> int:
-        """Atoms that go."""
+        """Number of pruned atoms."""
         return self.n_atoms - self.n_kept
 
     @property
     def achieved_ratio(self) -> float:
-        """Pruning ratio: atoms that go / all routed atoms."""
+        """Pruning ratio: pruned atoms / all routed atoms."""
         return self.n_removed / self.n_atoms
 
     def layer_ratios(self) -> pd.Series:
@@ -227,7 +224,7 @@ class KeepMask:
 
     def __repr__(self) -> str:
         return (
-            f"KeepMask({self.n_kept:,} of {self.n_atoms:,} atoms stay in "
+            f"KeepMask({self.n_kept:,} of {self.n_atoms:,} atoms kept in "
             f"{len(self.arrays)} layers, pruning ratio {self.achieved_ratio:.4g})"
         )
 
@@ -247,7 +244,7 @@ class KeepMask:
 
 
 def _arrays_of(frame: pd.DataFrame) -> dict[int, np.ndarray]:
-    """The arrays of a frame of `write`; none where it has no such shape."""
+    """The arrays in a frame of `write`; empty where a row or column is missing."""
     kinds = {name: frame[name].dtype.kind for name in _COLUMNS if name in frame}
     if kinds != _COLUMNS:
         return {}
@@ -270,7 +267,7 @@ def _checked(kept: Any, *, layer: int) -> np.ndarray:
     if array.dtype != bool or array.ndim != 2 or not array.size:
         raise SpecError(
             f"the mask of layer {layer} is {array.dtype} {array.shape}, expected bool "
-            "(n_experts, d_inter), True for an atom that stays"
+            "(n_experts, d_inter), True for a kept atom"
         )
     return _frozen(array)
 

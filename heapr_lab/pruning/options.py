@@ -1,4 +1,4 @@
-"""How atoms are chosen: the one `Selection`, checked, hashable, JSON both ways.
+"""How atoms are selected: `Selection`, checked, hashable, to and from JSON.
 
 Without torch. Used by `selection.select`, the cache, the panel, the command line and
 the manifests of checkpoints.
@@ -25,19 +25,19 @@ CHOICES = {
     "structure": STRUCTURES,
     "of": ("atoms", "model", "bytes", "flops"),
 }
-"""The fields of a `Selection` that are one of a few words."""
+"""The fields of a `Selection` that are one of a few words, with these words."""
 BUDGETS = {
     "atoms": "atoms",
     "model": "parameters (model)",
     "bytes": "bytes",
     "flops": "routed FLOPs (flops)",
 }
-"""What the ratio counts, for people; `of` and `--of` take the keys."""
+"""What the ratio counts, as text; `of` and `--of` take the keys."""
 _TOO_MANY = 2**31
-"""Atoms that no expert has."""
+"""More atoms than any expert has."""
 _LAYERS = re.compile(r"([0-9]{1,6})(?:\s*[-–]\s*([0-9]{1,6}))?")
 _OF_EARLIER_FILES = {"own_layers"}
-"""Keys that `to_dict` wrote before and that say nothing of their own."""
+"""Redundant keys that earlier versions of `to_dict` wrote."""
 
 
 def exact_ratio(value: Any, *, name: str = "pruning ratio") -> Fraction:
@@ -45,7 +45,7 @@ def exact_ratio(value: Any, *, name: str = "pruning ratio") -> Fraction:
 
     Args:
         value: a Python or NumPy number, a Fraction or a Decimal.
-        name: what to call it in an error.
+        name: its name in an error message.
 
     Raises:
         SpecError: it is not a number in [0, 1).
@@ -81,11 +81,11 @@ def layer_numbers(values: Iterable[Any], *, name: str) -> tuple[int, ...]:
     """Numbers of layers, ascending, each once.
 
     Args:
-        values: whole numbers; a text is none, nor are its characters.
-        name: what to call them in an error.
+        values: whole numbers; not a string.
+        name: their name in an error message.
 
     Raises:
-        SpecError: they are something else.
+        SpecError: they are not a list of layer numbers.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise SpecError(f"{name} must be a list of layer numbers, got {values!r}")
@@ -129,15 +129,15 @@ def parse_layers(text: str, *, name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Selection:
-    """How atoms are chosen; `selection.select` makes a mask of it and a table.
+    """How atoms are selected; `selection.select` applies it to a table.
 
-    Equal selections remove the same atoms of a table. Every field is checked and
-    brought to one form when a selection is made.
+    Equal selections prune the same atoms of a table. Every field is checked and
+    normalised when a selection is created.
 
     Raises:
-        SpecError: a field has a value that cannot be used, or two do not go together;
-            what the table decides (layers that are not there, a ratio larger than what
-            may go) is told by `select`.
+        SpecError: a field has an invalid value, or two fields contradict each other.
+            Errors that depend on the table (unknown layers, a ratio above the largest
+            possible one) are raised by `select`.
 
     Example:
         >>> selection = Selection(0.25, structure="aligned", multiple=16)
@@ -146,14 +146,14 @@ class Selection:
     """
 
     ratio: float
-    """How much goes, in [0, 1), as the decimal that it was written as; a Fraction or a
-    Decimal will do."""
+    """The share to prune, in [0, 1), taken as the decimal that it was written as; a
+    Fraction or a Decimal is accepted."""
     estimator: str = "heapr"
     """A name in `estimators.ESTIMATORS`."""
     scope: str = "global"
     """Rank the atoms of all layers together, or "layer" by layer."""
     granularity: str = "atom"
-    """Remove single atoms, or each "expert" as a whole, by the sum of its scores."""
+    """Prune single atoms, or each "expert" as a whole, by the sum of its scores."""
     structure: str = "ragged"
     """"ragged", a width for each expert; "aligned", a width that is a multiple;
     "per_layer", one width for each layer; "uniform", one width for the model. Every
@@ -165,20 +165,20 @@ class Selection:
     """What the ratio counts: routed "atoms", parameters of the whole "model", its
     "bytes", or the FLOPs of the routed experts, "flops"."""
     layer_ratios: tuple[tuple[int, float], ...] = ()
-    """(layer, ratio) of layers with a ratio of their own; a mapping will do."""
+    """(layer, ratio) of layers with a ratio of their own; a mapping is accepted."""
     exclude_layers: tuple[int, ...] = ()
     """Layers that are not pruned."""
     min_atoms: int = 0
-    """Every expert keeps at least so many (or all it has)."""
+    """Every expert keeps at least this many atoms (or all that it has)."""
     protect_outliers: float = 0.0
-    """Share of all atoms, those with the largest max_abs_ph, that stays."""
+    """Share of all atoms that is kept: those with the largest max_abs_ph."""
     protect_unrouted: bool = False
-    """Whether experts without routed tokens stay whole."""
+    """Whether experts without routed tokens are kept whole."""
     price: float | None = None
-    """In [0, 1], what scores are divided by: from parameters (0) to FLOPs (1); None
-    ranks by score alone."""
+    """Scores are divided by a price, from parameters (0) to FLOPs (1); None ranks by
+    score alone."""
     estimator_options: tuple[tuple[str, Any], ...] = ()
-    """(name, value), such as `alpha` of camera; a mapping will do."""
+    """(name, value), such as `alpha` of camera; a mapping is accepted."""
 
     def __post_init__(self) -> None:
         self._settle_words()
@@ -246,22 +246,25 @@ class Selection:
     def _check_combinations(self) -> None:
         if self.granularity == "expert" and self.structure != "ragged":
             raise SpecError(
-                f"granularity 'expert' goes with structure 'ragged', got "
+                f"granularity 'expert' requires structure 'ragged', got "
                 f"{self.structure!r}: whole experts have no widths to round"
             )
         if self.structure == "aligned" and self.multiple is None:
             raise SpecError(
                 "structure 'aligned' needs `multiple`, got None; give the number that "
-                "widths are to be a multiple of, such as 16"
+                "all widths must be a multiple of, such as 16"
             )
         if self.structure == "ragged" and self.multiple is not None:
             raise SpecError(
                 f"structure 'ragged' does not round widths, got multiple="
-                f"{self.multiple}; give structure='aligned', or leave it out"
+                f"{self.multiple}; give structure='aligned', or omit it"
             )
         both = sorted({*self.own_layers} & {*self.exclude_layers})
         if both:
-            raise SpecError(f"layers {both} are in layer_ratios and in exclude_layers")
+            raise SpecError(
+                f"layers {both} are in layer_ratios and in exclude_layers; "
+                "name each layer in one of them"
+            )
         if self.own_layers and self.of != "atoms":
             raise SpecError(
                 f"layer_ratios are shares of a layer's atoms, got of={self.of!r}; give "
@@ -273,7 +276,7 @@ class Selection:
                 "exclude_layers; give structure='per_layer'"
             )
 
-    # --- what follows from it ---------------------------------------------------
+    # --- derived properties -----------------------------------------------------
 
     @property
     def own_layers(self) -> tuple[int, ...]:
@@ -282,18 +285,18 @@ class Selection:
 
     @property
     def ranking_key(self) -> Self:
-        """The selection without its ratios: equal keys rank a table's atoms alike."""
+        """The selection without its ratios: equal keys give the same ranking."""
         own = tuple((layer, 0.0) for layer in self.own_layers)
         return replace(self, ratio=0.0, layer_ratios=own)
 
     @property
     def step(self) -> int:
-        """What widths are rounded to a multiple of."""
+        """The number that widths are rounded to a multiple of."""
         return self.multiple or 1
 
     @property
     def counts_atoms_exactly(self) -> bool:
-        """Whether atoms go one by one."""
+        """Whether atoms are pruned one by one."""
         return self.granularity == "atom" and self.structure == "ragged"
 
     @property
@@ -303,12 +306,12 @@ class Selection:
 
     @property
     def of_weights(self) -> bool:
-        """Whether the ratio is of the whole model's weights."""
-        return self.of in {"model", "bytes"}  # the same, of weights of one dtype
+        """Whether the ratio is a share of the whole model's weights."""
+        return self.of in {"model", "bytes"}  # equal shares: one dtype
 
     @property
     def unit(self) -> str:
-        """What amounts to remove are counted in: "atoms", "parameters" or "flops"."""
+        """The unit of the amount to prune: "atoms", "parameters" or "flops"."""
         if self.of == "flops":
             return "flops"
         return "parameters" if self.of_weights and self.in_one_group else "atoms"
@@ -333,7 +336,7 @@ class Selection:
         together = tuple(layer for layer in layers if layer not in alone)
         return tuple(g for g in (together, *((layer,) for layer in alone)) if g)
 
-    # --- in words and as data ---------------------------------------------------
+    # --- as text and as data ----------------------------------------------------
 
     def __repr__(self) -> str:
         named = [
@@ -345,7 +348,7 @@ class Selection:
 
     @property
     def text(self) -> str:
-        """The selection in words; constraints only where there are any."""
+        """The selection as text, with its constraints if there are any."""
         amount = f"{float(self.ratio):.4g} of the {BUDGETS[self.of]}"
         parts = [self.estimator, amount, f"{self.scope} scope"]
         parts += [f"by {self.granularity}", self.structure]
@@ -353,14 +356,14 @@ class Selection:
 
     @property
     def rules_text(self) -> str:
-        """The same without the ratio: what tells curves over the ratio apart."""
+        """The same without the ratio: the label of a curve over the ratio."""
         parts = [self.estimator, self.scope, f"by {self.granularity}", self.structure]
         if self.of != "atoms":
             parts.append(f"of the {BUDGETS[self.of]}")
         return ", ".join([*parts, *self._constraints()])
 
     def _constraints(self) -> list[str]:
-        """What constrains the widths, where anything does."""
+        """The constraints on widths and layers, as text."""
         parts = []
         if self.step > 1:
             parts.append(f"multiples of {self.multiple}")
@@ -375,7 +378,7 @@ class Selection:
         return card_html("Selection", {"atoms": self.text})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as files and manifests have it; `from_dict` reads it."""
+        """Plain data for files and manifests; `from_dict` reads it."""
         plain = dataclasses.asdict(self)
         plain["ratio"] = float(self.ratio)
         plain["layer_ratios"] = {str(k): float(r) for k, r in self.layer_ratios}
@@ -385,11 +388,10 @@ class Selection:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """The selection that `to_dict` gave.
+        """The selection that `to_dict` wrote.
 
         Raises:
-            SpecError: there is no ratio, a field is unknown or has a value that cannot
-                be used.
+            SpecError: there is no ratio, or a field is unknown or has an invalid value.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         given = {k: v for k, v in plain.items() if k not in _OF_EARLIER_FILES}
@@ -397,14 +399,14 @@ class Selection:
         if unknown or "ratio" not in given:
             raise SpecError(
                 f"a selection has the fields {', '.join(sorted(names))}, of which "
-                f"ratio is needed; got {', '.join(sorted(given)) or 'none'}"
+                f"ratio is required; got {', '.join(sorted(given)) or 'none'}"
             )
         layers = {int(k): r for k, r in dict(given.get("layer_ratios", {})).items()}
         return cls(**{**given, "layer_ratios": layers})
 
 
 def _as_written(value: Any, *, name: str) -> Any:
-    """A ratio in [0, 1), which keeps its type only where a float would change it."""
+    """A ratio in [0, 1) as a float, or as it is where a float would change it."""
     ratio = exact_ratio(value, name=name)
     short = float(ratio)
     return short if Fraction(str(short)) == ratio else value

@@ -1,4 +1,4 @@
-"""Two budgets at once: masks of least score within parameters and FLOPs."""
+"""Two budgets at once: masks of least score that save parameters and FLOPs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +13,6 @@ from heapr_lab.pruning.selection import select
 
 PRICES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """From parameters to operations, in the steps that fronts are drawn with."""
-
-
 _N_HALVINGS = 10
 
 
@@ -28,30 +26,30 @@ def pareto_front(
     evaluate: Callable[[KeepMask], Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> pd.DataFrame:
-    """What can be had of parameters saved, operations saved and score: a row a point.
+    """The trade-off of parameters saved, operations saved and score, a row per point.
 
-    With a price in (0, 1) no mask of the same kind saves as much of both as a row does
-    and has a smaller sum of scores: all rows are on the front, as predicted. To have
-    one of them, `select` with its price and ratio, and `of`.
+    With a price in (0, 1), no mask of the same kind saves as much of both as a row does
+    with a smaller sum of scores: all rows are on the predicted front. To obtain the
+    mask of a row, call `select` with its price and ratio, and `of`.
 
     Args:
         table: what was measured.
-        ratios: how much goes; one row for each, with each price.
+        ratios: pruning ratios; one row for each, with each price.
         prices: from parameters (0) to operations (1), as of `select`.
         estimator: one whose scores add up: fisher or heapr_total.
         of: what the ratio counts, as of `select`.
-        evaluate: gives further columns of a row from its mask: a measured loss.
+        evaluate: returns further columns of a row from its mask, such as a loss.
         **settings: of `select`.
 
     Returns:
         Columns price, ratio, achieved_ratio (of atoms), parameter_reduction (of the
-        whole model), routed_flops_reduction, score (sum over what goes), and those of
-        `evaluate`.
+        whole model), routed_flops_reduction, score (sum over the pruned atoms), and
+        those of `evaluate`.
     """
     model, tokens = table.architecture, table.expert_tokens()
     common = {"estimator": estimator, "of": of, **settings}
     rows = []
-    for price in prices:  # its ranking is remembered, so its ratios follow each other
+    for price in prices:  # outside, because the ranking of the last price is cached
         for ratio in ratios:
             keep = select(table, ratio=ratio, price=price, **common)
             row = {
@@ -74,12 +72,12 @@ def mask_for_budgets(
     estimator: str = "fisher",
     **settings: Any,
 ) -> KeepMask:
-    """The mask of least score that saves enough of two things.
+    """The mask of least score that saves enough parameters and enough operations.
 
-    For each price masks are nested, so that the larger of the two that meet one budget
-    each meets both. The price at which the two are one is looked for, by halving: it is
-    the best mask of all there, up to what its last atoms save too much. Where one
-    budget is harder to meet at every price, its own price, 0 or 1, is approached.
+    For each price masks are nested, so the larger of the two masks that meet one budget
+    each meets both. Bisection finds the price at which the two masks coincide: there
+    the mask is optimal, up to what its last atoms save beyond the budgets. Where one
+    budget is the harder to meet at every price, the price approaches that budget's own.
 
     Args:
         table: what was measured.
@@ -89,16 +87,14 @@ def mask_for_budgets(
         **settings: of `select`, but for ratio, of, price and scope.
 
     Raises:
-        SpecError: layers are to be pruned apart, so that masks of one budget are not
-            within those of the other.
+        SpecError: the scope is "layer", where masks of one budget are not nested in
+            those of the other.
     """
     if settings.get("scope", "global") != "global":
-        raise SpecError(
-            f"two budgets are met with scope 'global', got {settings['scope']!r}"
-        )
+        raise SpecError(f"two budgets need scope 'global', got {settings['scope']!r}")
 
     def cheapest(price: float) -> tuple[KeepMask, bool]:
-        """The mask of a price, and whether its parameters are what is hard to save."""
+        """The mask of a price, and whether parameters are the harder budget."""
         common = {"price": price, "estimator": estimator, **settings}
         small = select(table, ratio=parameters, of="model", **common)
         fast = select(table, ratio=flops, of="flops", **common)

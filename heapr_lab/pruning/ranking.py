@@ -1,32 +1,34 @@
-"""The order in which a table's atoms go, whatever the ratio.
+"""The order in which a table's atoms are pruned, at any ratio.
 
-Without torch. Atoms go in *units*: single atoms, whole experts, or a step of
-a width. In each group of layers that is pruned together the units are sorted by cost,
-and an atom's *position* is how much of the group goes before its unit does. To remove
-an amount is then one comparison: an atom stays if its position >= amount. Hence masks
-of growing ratios are nested, and a new ratio costs no new sort.
+Without torch. Atoms are pruned in *units*: single atoms, whole experts, or a step of
+a width. In each group of layers that is pruned together, the units are sorted by cost,
+and an atom's *position* is the amount of the group that is pruned before its unit. To
+prune an amount is then one comparison: an atom is kept if its position >= amount. Hence
+masks of growing ratios are nested, and a new ratio needs no new sort.
 
 A unit's cost is its score divided by its price, and the prices of a unit's atoms add.
 Without prices, a step of a width has a price of 1 for each atom, and single atoms and
-whole experts go by their score alone.
+whole experts are ranked by their score alone.
 
 The cheapest-first prefix is optimal. Let c be the cost of the last unit in it. Units
 in it have score <= c · price, all others score >= c · price, so the prefix has the
-least Σ score − c · Σ price of all choices, and hence, where c >= 0, the least score of
-all that remove as much of the price or more. Steps are such units although they have to
-go from the lowest up: within an expert (or layer) their costs rise. So, with the number
-of atoms for a price unless one is given:
+least Σ score − c · Σ price of all sets of units, and hence, where c >= 0, the least
+score of all that remove as much of the price or more. Steps are such units although
+they are pruned from the lowest up: within an expert (or layer) their costs rise.
+
+So, with the number of atoms as the price unless one is given:
 
 * single atoms and rounded structures have the least score among all masks of their
   structure that remove as many atoms or more, whatever the sizes of the steps;
-* whole experts do if they are of one width; of different widths they go by their sums,
-  as the paper has it, so give a price to have them go by what they save.
+* whole experts do if they have one width; with different widths they are ranked by
+  their sums, as in the paper, unless a price is given.
 
-That is said of what *is* removed. Where steps differ in size (a lowest step that is the
-remainder of a width, layers of different numbers of experts) or in price, the last one
-may remove more than the ratio asks for, and other steps that just do may have cost
-less: by at most the score of that last step, where prices are what the ratio counts. No
-order avoids it, because the best masks of two such ratios need not be nested.
+This holds for the amount that *is* removed. Where steps differ in size (a
+lowest step that is the remainder of a width, layers of different numbers of experts) or
+in price, the last one may remove more than the ratio asks for, and steps that remove
+just enough may have cost less: by at most the score of that last step, where prices are
+what the ratio counts. No order avoids this, because the best masks of two such ratios
+need not be nested.
 
 Shapes: E n_experts, D d_inter of a block of experts; a table's rows are E · D a layer.
 """
@@ -41,21 +43,21 @@ from heapr_lab.models.architecture import Architecture
 from heapr_lab.pruning.options import Selection, as_fraction
 
 GONE = "gone"
-"""Column of a table that was measured on a pruned model: what it lacked goes first."""
+"""Column of a table measured on a pruned model: its missing atoms rank first."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The order, of a table's rows."""
+    """The order in which the rows of a table are pruned."""
 
     groups: tuple[tuple[int, ...], ...]
     """Layers that are pruned together."""
     positions: np.ndarray
-    """What of its group goes before an atom; the type's maximum for one that stays."""
+    """The amount pruned before an atom; the dtype's maximum for protected atoms."""
     totals: tuple[int, ...]
-    """What of each group is counted: its atoms, parameters or operations."""
+    """The amount of each group: its atoms, parameters or operations."""
     removable: tuple[int, ...]
-    """Of these, what may go."""
+    """The part of it that may be pruned."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class _Block:
     rows: slice
     d_inter: int
     sizes: np.ndarray
-    """What one atom counts, int64 (E,)."""
+    """The size of one atom, int64 (E,)."""
     prices: np.ndarray | None
-    """What one atom's score is divided by, float64 (E,)."""
+    """The price of one atom, float64 (E,)."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,14 @@ class _Units:
 
 
 def rank_atoms(table: ImportanceTable, selection: Selection) -> Ranking:
-    """The order in which the atoms of `table` go, lowest score first.
+    """The order in which the atoms of `table` are pruned, lowest score first.
 
-    Ties go by (layer, expert, atom), lowest first: sorts are stable and sums run in
-    the order of the rows, so every machine makes the same order.
+    Ties are broken by (layer, expert, atom), lowest first: sorts are stable and sums
+    run in the order of the rows, so the order is the same on every machine.
 
     Args:
-        table: whose rows are ranked.
-        selection: what goes together, and what stays; its ratios do not matter.
+        table: the table whose rows are ranked.
+        selection: the groups and constraints; its ratios do not matter.
     """
     scores = table.score(
         selection.estimator, **dict(selection.estimator_options)
@@ -104,7 +106,7 @@ def rank_atoms(table: ImportanceTable, selection: Selection) -> Ranking:
         for group in groups
     ]
     totals = [sum(int(b.sizes.sum()) * b.d_inter for b in blocks) for blocks in grouped]
-    # Half the memory, and half the time of a selection, where the amounts fit.
+    # Where the amounts fit, half the memory and half the time of a selection.
     kind = np.int32 if max(totals) < np.iinfo(np.int32).max else np.int64
     positions = np.empty(len(scores), dtype=kind)
     removable = []
@@ -128,7 +130,7 @@ def rank_atoms(table: ImportanceTable, selection: Selection) -> Ranking:
 def _positions(
     units: list[_Units], *, kind: type[np.int32 | np.int64]
 ) -> tuple[list[np.ndarray], int]:
-    """What goes before each unit, block by block, and what may go at all."""
+    """The amount before each unit, block by block, and what may be pruned in all."""
     costs, sizes, locked = (
         np.concatenate([getattr(unit, name) for unit in units])
         for name in ("costs", "sizes", "locked")
@@ -168,15 +170,15 @@ def _units(
     sizes = np.bincount(labels, weights=sizes).astype(np.int64)
     locked = np.bincount(labels, weights=protected.ravel()) > 0
     if rounded:
-        # They rise already, except for rounding.
+        # They already rise, except for rounding.
         costs = np.maximum.accumulate(costs.reshape(-1, n_steps), axis=1).ravel()
     if selection.structure == "uniform":
-        locked[-1] = True  # a width of 0 would leave no experts at all
+        locked[-1] = True  # the width must not become 0
     return _Units(labels, costs, sizes, locked)
 
 
 def _costs(scores: np.ndarray, prices: np.ndarray | None) -> np.ndarray:
-    """Scores per price; units without a price go first if they score 0, else last."""
+    """Scores per price; units without a price rank first if they score 0, else last."""
     if prices is None:
         return scores
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -186,7 +188,7 @@ def _costs(scores: np.ndarray, prices: np.ndarray | None) -> np.ndarray:
 
 
 def _ranks_within_experts(scores: np.ndarray, protected: np.ndarray) -> np.ndarray:
-    """Rank of each atom in its expert (E, D): 0 goes first, protected ones last."""
+    """Rank of each atom in its expert (E, D): 0 is pruned first, protected last."""
     order = np.argsort(np.where(protected, np.inf, scores), axis=1, kind="stable")
     ranks = np.empty(order.shape, dtype=np.int32)
     np.put_along_axis(ranks, order, np.arange(scores.shape[1])[None], axis=1)
@@ -196,8 +198,8 @@ def _ranks_within_experts(scores: np.ndarray, protected: np.ndarray) -> np.ndarr
 def _steps(ranks: np.ndarray, *, selection: Selection) -> tuple[np.ndarray, int]:
     """Each atom's step of width, and the number of steps of an expert.
 
-    Steps of `multiple` atoms are cut from the top, so that what remains after any of
-    them is a multiple; the lowest step, 0, is what is left over.
+    Steps of `multiple` atoms are counted from the top, so that the width is a multiple
+    after any of them; the lowest step, 0, has the remainder.
     """
     n_experts, d_inter = ranks.shape
     n_steps = -(-d_inter // selection.step)
@@ -207,7 +209,7 @@ def _steps(ranks: np.ndarray, *, selection: Selection) -> tuple[np.ndarray, int]
     return steps.ravel(), n_steps
 
 
-# --- what the table says --------------------------------------------------------
+# --- sizes of the table ---------------------------------------------------------
 
 
 def _blocks(
@@ -218,10 +220,10 @@ def _blocks(
     prices: dict[int, np.ndarray] | None,
     selection: Selection,
 ) -> list[_Block]:
-    """The rows of every layer of a group; of all layers at once for one width.
+    """The rows of every layer of a group; one block of all layers for one width.
 
     Raises:
-        SpecError: one width is asked for, and the layers' widths differ.
+        SpecError: one width is asked for, but the layers' widths differ.
     """
     blocks, start = [], 0
     for layer, (n_experts, d_inter) in table.shapes().items():
@@ -237,7 +239,7 @@ def _blocks(
             "structure 'uniform' needs layers of one width, got "
             f"{', '.join(map(str, sorted(widths)))}; use 'per_layer'"
         )
-    # The group is every layer, so its rows follow one another.
+    # The group has every layer, so its rows are consecutive.
     whole = slice(0, start)
     size = np.concatenate([sizes[layer] for layer in group])
     price = None if prices is None else np.concatenate([prices[k] for k in group])
@@ -245,15 +247,15 @@ def _blocks(
 
 
 def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
-    """What one atom of each expert counts, by layer, int64 (E,).
+    """The size of one atom of each expert, by layer, int64 (E,).
 
     Args:
-        table: whose atoms are counted.
+        table: the table whose atoms are counted.
         unit: "atoms", each 1; "parameters"; or "flops", the operations of the tokens
             that were routed to the atom's expert while the table was measured.
 
     Raises:
-        SpecError: operations are to be counted, and in some layer there were none.
+        SpecError: operations are to be counted, but in some layer there were none.
     """
     shapes = table.shapes()
     if unit == "atoms":
@@ -272,8 +274,8 @@ def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
     idle = [str(layer) for layer, size in sizes.items() if not size.any()]
     if idle:
         raise SpecError(
-            f"no token was routed in layers {', '.join(idle)}, so what pruning them "
-            "saves of FLOPs is not known; calibrate on some text"
+            f"no token was routed in layers {', '.join(idle)}, so the FLOPs that "
+            "pruning them saves are unknown; calibrate on more text"
         )
     return sizes
 
@@ -281,9 +283,9 @@ def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
 def _prices(
     table: ImportanceTable, selection: Selection
 ) -> dict[int, np.ndarray] | None:
-    """What one atom's score is divided by, by layer, float64 (E,); None for nothing.
+    """The price of one atom, by layer, float64 (E,); None where there are no prices.
 
-    Relative to the dearest atom, so that prices that are all equal change no score.
+    Relative to the highest price, so that prices that are all equal change no score.
     """
     shapes = table.shapes()
     if selection.price is None:
@@ -297,15 +299,15 @@ def _prices(
         total = sum(int(sizes[k].sum()) * shape[1] for k, shape in shapes.items())
         for layer, size in sizes.items():
             prices[layer] += share * size / total
-    dearest = max(float(price.max()) for price in prices.values())
-    return {layer: price / dearest for layer, price in prices.items()}
+    highest = max(float(price.max()) for price in prices.values())
+    return {layer: price / highest for layer, price in prices.items()}
 
 
 def _measured_model(table: ImportanceTable) -> Architecture:
-    """The sizes of the model that `table` has all atoms of.
+    """The architecture of the model, all of whose atoms are in `table`.
 
     Raises:
-        SpecError: the table has other rows than the model has atoms.
+        SpecError: the rows of the table are not the atoms of the model.
     """
     model = table.architecture
     shapes = {k: (s.n_experts, s.d_inter) for k, s in model.layers.items()}
@@ -318,7 +320,7 @@ def _measured_model(table: ImportanceTable) -> Architecture:
 
 
 def protected_atoms(table: ImportanceTable, selection: Selection) -> np.ndarray:
-    """The atoms that stay for reasons other than their score, bool (rows,)."""
+    """The atoms that are kept whatever their score, bool (rows,)."""
     protected = np.zeros(table.n_atoms, dtype=bool)
     if selection.exclude_layers:
         protected |= np.isin(table.column("layer"), selection.exclude_layers)

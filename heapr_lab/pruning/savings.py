@@ -9,13 +9,13 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 
 DEFAULT_CONTEXT = 2048
-"""Tokens of context where a table does not say how long its windows were."""
+"""Tokens of context where a table does not record the length of its windows."""
 
 
 def context_length(table: ImportanceTable) -> int:
-    """Tokens of the windows that `table` was measured on; 2048 where it does not say.
+    """Tokens in the windows that `table` was measured on; 2048 if not recorded.
 
-    It is the context at which operations are counted unless another is asked for.
+    It is the default context length at which operations are counted.
     """
     made = (table.metadata.get("provenance") or {}).get("calibration") or {}
     found = made.get("seq_len")
@@ -23,7 +23,7 @@ def context_length(table: ImportanceTable) -> int:
 
 
 def at_context(seq_len: float) -> str:
-    """How a count of operations names its context, wherever one is shown.
+    """The context length as text, wherever a count of operations is shown.
 
     Example:
         >>> at_context(2048)
@@ -41,16 +41,16 @@ def savings_of(
 ) -> pd.DataFrame:
     """One row: parameters, bytes and operations per token, before and after pruning.
 
-    Bytes are an estimate: parameters times `bytes_per_parameter`, without what a file
-    has besides. `seq_len` and `bytes_per_parameter` are columns too.
+    Bytes are an estimate: parameters times `bytes_per_parameter`, without the overhead
+    of a file. `seq_len` and `bytes_per_parameter` are columns too.
 
     Args:
-        keep: what stays.
-        table: where `keep` was selected from: its architecture and measured routing.
+        keep: the kept atoms.
+        table: the table `keep` was selected from; has architecture and routing.
         seq_len: tokens of context that attention is counted at; by default
             `context_length` of the table.
-        bytes_per_parameter: of the checkpoint; by default of the measured model, which
-            may have been loaded in a wider type.
+        bytes_per_parameter: of the checkpoint; by default that of the
+            measured model, which may have been loaded in a wider dtype.
     """
     model, tokens = table.architecture, table.expert_tokens()
     seq_len = seq_len or context_length(table)
@@ -80,11 +80,11 @@ def savings_of(
 def summed_scores(
     table: ImportanceTable, keep: KeepMask, estimator: str, **options: Any
 ) -> float:
-    """The summed score of the atoms that `keep` removes: S.
+    """The summed score of the atoms that `keep` prunes: S.
 
     Args:
-        table: what scores the atoms.
-        keep: what stays; of the same model.
+        table: the table that scores the atoms.
+        keep: the kept atoms of the same model.
         estimator: a name in `estimators.ESTIMATORS`.
         **options: of the estimator.
 
@@ -100,6 +100,6 @@ def summed_scores(
 
 
 def removed_score(table: ImportanceTable, keep: KeepMask) -> float:
-    """Sum of the scores of what goes, by the estimator that `keep` was selected by."""
+    """Summed score of the pruned atoms, by the estimator that selected `keep`."""
     options = keep.settings["estimator_options"]
     return summed_scores(table, keep, keep.settings["estimator"], **options)

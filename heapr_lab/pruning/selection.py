@@ -1,39 +1,38 @@
-"""Selection: importance table and ratio to the atoms that stay.
+"""Selection: from an importance table and a ratio to the kept atoms.
 
 Without torch. What a ratio r means:
 
-* `ragged` atoms, scope `global`: exactly ⌊r · n⌋ of all n routed atoms go; scope
-  `layer`: exactly ⌊r · n_l⌋ of each layer's. r is the decimal it was written as, so
-  0.9 of 100 is 90.
-* whole experts and rounded structures: the smallest count that can be had and is at
-  least r of the atoms; `achieved_ratio` says which.
-* `of="model"`: at least r of the parameters of the whole model go, the lowest-ranked
-  atoms first; with scope `layer`, the same share of the atoms of every layer that may
-  be pruned. `of="bytes"` is the share of the bytes of its weights: the same, because
-  they are of one dtype.
-* `of="flops"`: at least r of the *routed* experts' operations go, as the table's tokens
-  used them (an atom's operations · the tokens of its expert); with scope `layer`, the
-  same share of those of every layer that may be pruned. It is the
-  `routed_flops_reduction` of `savings_of`, which depends on no sequence
-  length; dense layers and attention, whose share of a model's operations does, are
-  not counted.
+* `ragged` atoms, scope `global`: exactly ⌊r · n⌋ of all n routed atoms are pruned;
+  scope `layer`: exactly ⌊r · n_l⌋ of each layer's. r is the decimal it was written as,
+  so 0.9 of 100 is 90.
+* whole experts and rounded structures: the smallest possible count that is at least r
+  of the atoms; the mask's `achieved_ratio` has the result.
+* `of="model"`: at least r of the parameters of the whole model are pruned, the
+  lowest-ranked atoms first; with scope `layer`, the same share of the atoms of every
+  layer that may be pruned. `of="bytes"` is the share of the bytes of its weights: the
+  same, because they have one dtype.
+* `of="flops"`: at least r of the *routed* experts' operations are pruned, as used by
+  the table's tokens (an atom's operations · the tokens of its expert); with scope
+  `layer`, the same share of those of every layer that may be pruned. It is the
+  `routed_flops_reduction` of `savings_of` and does not depend on the sequence length;
+  dense layers and attention, whose share of the operations does, are not counted.
 * `layer_ratios` gives layers their own r; the others reach `ratio` among themselves.
-* `exclude_layers` are left whole. With scope `global` their atoms still count, so that
-  the others give what is missing; with scope `layer` the others lose r each.
+* `exclude_layers` are not pruned. With scope `global` their atoms still count, so that
+  more atoms of the others are pruned; with scope `layer` each of the others loses r.
 
-Experts without routed tokens score 0 in the second-order estimators, and so go first
-unless `protect_unrouted`.
+Experts without routed tokens score 0 in the second-order estimators, and so are pruned
+first unless `protect_unrouted`.
 
-Two budgets, parameters and operations, are what `price` is for. With a price μ, atoms
-are ranked by score / ((1 − μ) · s + μ · f), where s is the atom's share of the routed
-parameters and f its share of the routed operations. For every ratio the atoms that go
+`price` trades off two budgets, parameters and operations. With a price μ, atoms are
+ranked by score / ((1 − μ) · s + μ · f), where s is the atom's share of the routed
+parameters and f its share of the routed operations. For every ratio the pruned atoms
 then have the least Σ score − λ · ((1 − μ) · Σ s + μ · Σ f) of all masks, for some λ:
-the Lagrangian relaxation of both budgets, whose multipliers are as 1 − μ to μ (proof:
-`ranking`). 0 prices parameters, 1 operations. An atom of an expert without routed
-tokens saves no operations, so with μ = 1 it goes first if its score is 0, where it
-costs nothing, and last if it is larger. Scores that are sums over the corpus (fisher,
-heapr_total) can be added up and so are what to price; heapr is by itself heapr_total
-with μ = 1, where all experts are of one shape.
+the Lagrangian relaxation of both budgets, with multipliers in the ratio 1 − μ to μ
+(proof: `ranking`). 0 prices parameters, 1 operations. An atom of an expert without
+routed tokens saves no operations, so with μ = 1 it is pruned first if its score is 0,
+and last if it is larger. Prices suit scores that are sums over the corpus (fisher,
+heapr_total), which add up; heapr equals heapr_total with μ = 1 where all experts have
+one shape.
 """
 
 import math
@@ -60,22 +59,22 @@ _NAMES = {
 def select(
     table: ImportanceTable, selection: Selection | None = None, **fields: Any
 ) -> KeepMask:
-    """The atoms that stay when some go, lowest scores (per price) first.
+    """The mask that prunes the atoms with the lowest scores (per price).
 
     Args:
-        table: what was measured.
-        selection: how atoms are chosen; what its ratio counts is told at the head of
-            this module.
-        **fields: those of `Selection`, in place of one: `select(table, ratio=0.25)` is
-            short for `select(table, Selection(0.25))`.
+        table: the importance table.
+        selection: how atoms are selected; the docstring of this module describes what
+            its ratio counts.
+        **fields: the fields of `Selection`, in its place: `select(table, ratio=0.25)`
+            is short for `select(table, Selection(0.25))`.
 
     Raises:
-        SpecError: the selection cannot be used, names layers without routed experts,
-            or asks for more than may go; the largest possible ratio is named.
-        TypeError: both a selection and fields are given, or an unknown field.
+        SpecError: the selection is invalid, names layers without routed experts, or
+            asks for more than may be pruned; the largest possible ratio is named.
+        TypeError: both a selection and fields are given, or a field is unknown.
 
     Example:
-        Scores ½ · 1 · (1, 4, 9, 16): half of the atoms go, those of 0.5 and 2.
+        Scores ½ · 1 · (1, 4, 9, 16): half of the atoms are pruned, those of 0.5 and 2.
 
         >>> import pandas as pd
         >>> keys = {"layer": 0, "expert": 0, "atom": range(4), "tokens": 1}
@@ -100,7 +99,7 @@ def select(
 
 
 def default_multiple(table: ImportanceTable) -> int:
-    """Of widths: the largest power of two in an eighth of the narrowest layer's."""
+    """The default for `multiple`: a power of two, at most an eighth of the width."""
     narrowest = min(d_inter for _, d_inter in table.shapes().values())
     return 1 << max(0, (narrowest // 8).bit_length() - 1)
 
@@ -108,12 +107,12 @@ def default_multiple(table: ImportanceTable) -> int:
 def _amounts(
     selection: Selection, ranking: Ranking, *, table: ImportanceTable
 ) -> dict[int, int]:
-    """How much of its group has to go, by layer.
+    """The amount of its group to prune, by layer.
 
     Raises:
-        SpecError: not as much of a group may go; names the largest ratio.
+        SpecError: it is more than may be pruned; names the largest ratio.
     """
-    # A ratio of a whole is scaled to the share of it that is in the groups.
+    # A ratio of the whole model is scaled to a ratio of the groups.
     factor = _factor(table, selection)
     ratio = exact_ratio(selection.ratio)
     own_ratios = {layer: exact_ratio(r) for layer, r in selection.layer_ratios}
@@ -142,7 +141,7 @@ def _amounts(
 
 
 def _factor(table: ImportanceTable, selection: Selection) -> Fraction:
-    """What the ratio is of, for each of it that is in layers that are to lose some."""
+    """The whole that the ratio counts, divided by the part in pruned layers."""
     if selection.of == "atoms":
         return Fraction(1)
     sizes = atom_sizes(table, unit="parameters" if selection.of_weights else "flops")
@@ -166,7 +165,7 @@ def _factor(table: ImportanceTable, selection: Selection) -> Fraction:
 def _refusal(name: str, ratio: Fraction, largest: Fraction) -> str:
     shown = math.floor(largest * 10**_DIGITS) / 10**_DIGITS
     return (
-        f"{name} {float(ratio):g} cannot be had: what is not in routed atoms, or is "
-        "excluded, protected or the least that an expert keeps, stays; the largest "
-        f"possible is {shown:g}"
+        f"{name} {float(ratio):g} is infeasible: weights outside routed atoms, and "
+        "atoms that are excluded, protected or in an expert's minimum, are kept; the "
+        f"largest possible is {shown:g}"
     )

@@ -1,4 +1,4 @@
-"""Masking atoms while a context lasts, and slicing them out for good."""
+"""Masking atoms within a context, and slicing them out permanently."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,24 +16,24 @@ from heapr_lab.models.modes import copied
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 
-Downs = Mapping[int, torch.Tensor]
-"""W_down of every expert by layer, (E, D, I), in place of the model's own."""
+ReplacedDownProj = Mapping[int, torch.Tensor]
+"""By layer, W_down of every expert (E, D, I), in place of the model's own."""
 
 
 @contextlib.contextmanager
 def masking(
-    model: nn.Module, keep: KeepMask, downs: Downs | None = None
+    model: nn.Module, keep: KeepMask, downs: ReplacedDownProj | None = None
 ) -> Iterator[nn.Module]:
-    """Run `model` as if the atoms outside `keep` were gone; its weights stay untouched.
+    """Run `model` without the atoms outside `keep`; its weights are not changed.
 
-    Only forwards in the thread (or task) that entered the context are masked: a dense
-    forward of the same model in another thread stays dense. Contexts nest: an atom
-    stays where all of them keep it.
+    Only forward passes in the thread (or task) that entered the context are masked: the
+    same model stays dense in other threads. Contexts nest: an atom is kept if all of
+    them keep it.
 
     Args:
         model: the dense model.
-        keep: what stays.
-        downs: what stands for W_down meanwhile, as `compensation` makes it.
+        keep: the kept atoms.
+        downs: replacement for W_down, as `compensation` makes it.
 
     Raises:
         SpecError: `keep` was made for another model.
@@ -53,14 +53,14 @@ def prune(
     model: nn.Module,
     keep: KeepMask,
     *,
-    downs: Downs | None = None,
+    downs: ReplacedDownProj | None = None,
     inplace: bool = False,
 ) -> nn.Module:
     """The model with the atoms outside `keep` sliced out, so that it is smaller.
 
-    Gives the logits of `masking(model, keep, downs)`. Without `inplace` the expert
-    weights are copied once, in their sliced size, and `model` stays as it is; a pass
-    with gradients in another thread is waited for.
+    It has the logits of `masking(model, keep, downs)`. Unless `inplace`, the expert
+    weights are copied once, in their sliced size, and `model` is not changed; a pass
+    with gradients in another thread is awaited.
 
     Raises:
         SpecError: `keep` was made for another model, or this thread is in such a pass.
@@ -87,7 +87,7 @@ def prune(
 
 
 def _marked(model: nn.Module, keep: KeepMask, *, changed: bool) -> nn.Module:
-    """`model`, which from now on knows what it was pruned by."""
+    """`model` with a record of how it was pruned."""
     model.__dict__["heapr_keep"] = keep
     if changed:
         model.__dict__["heapr_weights"] = "W_down replaced, all else sliced"
@@ -98,9 +98,9 @@ def _marked(model: nn.Module, keep: KeepMask, *, changed: bool) -> nn.Module:
 def sliced(
     layer: ExpertsLayer, keep: torch.Tensor, down: torch.Tensor | None = None
 ) -> RaggedExperts:
-    """The experts that `keep` (E, I) leaves of `layer`, copied.
+    """A copy of the experts of `layer` without the atoms outside `keep` (E, I).
 
-    W_down is that of the layer unless given, (E, D, I).
+    `down` (E, D, I) replaces the layer's W_down if given.
     """
     experts = RaggedExperts(layer.module, keep.sum(1).tolist())
     atoms = [row.nonzero()[:, 0].to(layer.device) for row in keep]
@@ -120,10 +120,10 @@ def sliced(
 def check_table(
     model: nn.Module, layers: list[ExpertsLayer], table: ImportanceTable
 ) -> None:
-    """Check that `table` was measured on `model`, as far as it tells.
+    """Check that `table` was measured on `model`, as far as it records this.
 
     Raises:
-        SpecError: it has other layers, or says that it is of another model.
+        SpecError: it was measured on another model.
     """
     _check_shapes(layers, table.shapes(), name="table")
     found = (table.metadata.get("spec") or {}).get("model")
@@ -136,12 +136,12 @@ def check_table(
     if differ:
         raise SpecError(
             f"the table was measured on another model: it differs in "
-            f"{', '.join(differ)}; collect the statistics of this model, as it is"
+            f"{', '.join(differ)}; collect the statistics of this model"
         )
 
 
 def keeps_of(layers: list[ExpertsLayer], keep: KeepMask) -> list[torch.Tensor]:
-    """What `keep` keeps of each of the model's MoE layers, bool (E, I).
+    """The kept atoms of each of the model's MoE layers, bool (E, I).
 
     Raises:
         SpecError: `keep` was made for another model.

@@ -1,18 +1,18 @@
-"""Let the atoms that stay make up for those that go: a new W_down in closed form.
+"""Compensate pruned atoms by least squares: a new W_down in closed form.
 
-Removing atoms R leaves the columns K of W_down. The best W' on K in least squares over
-the calibration tokens, in terms of what a layer adds to the residual stream, is
+Removing atoms R leaves the columns K of W_down. The W' on K that minimises the squared
+error of the layer's output over the calibration tokens is
 
     min ‖Φ_K W'ᵀ − Φ Wᵀ‖² + λ s ‖W' − W_K‖²,   C = Φᵀ Φ,   s = mean diagonal of C_KK
     W'_K = W_K + W_R C_RK (C_KK + λ s I)⁻¹
 
-with features Φ that are routing weight times activation (`grams`). The ridge λ pulls
-to the weights as they are, so that no sum of squares over the calibration tokens ever
-rises; it is chosen by tokens held out from the fit. Where none of those tried errs less
-on them than the weights as they are, these stay.
+with features Φ that are routing weight times activation (`activation_grams`). The
+ridge λ pulls towards the original weights, so no sum of squares over the calibration
+tokens ever increases; it is chosen on tokens held out from the fit. Where no ridge has
+a smaller error on them than the original weights, these are kept.
 
 Source: least-squares reconstruction as in OBS (Hassibi & Stork 1993) and CORP-like
-structured pruning, with HEAPr's atoms (its appendix leaves compensation to later work).
+structured pruning, with HEAPr's atoms (its appendix leaves this to future work).
 
 Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · I.
 """
@@ -45,7 +45,7 @@ from heapr_lab.text.calibration import CalibrationSet
 logger = logging.getLogger(__name__)
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""What a ridge is chosen from, relative to the mean diagonal."""
+"""The ridges tried, relative to the mean diagonal."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,14 +53,15 @@ class Compensation:
     """New columns of W_down for one mask."""
 
     downs: Mapping[int, torch.Tensor]
-    """By layer (E, D, I), 0 where atoms are gone, in the model's dtype."""
+    """By layer (E, D, I), 0 for pruned atoms, in the model's dtype."""
     report: pd.DataFrame
-    """By layer: ridge, whether the layer was `changed` (not where no ridge errs less on
-    held-out tokens than the weights as they are), `dropped` and `compensated` (relative
-    squared error of the layer's output on these, without and with it), `untouched`
-    experts, and `singular` solves that Cholesky could not do."""
+    """By layer: ridge, whether the layer was `changed` (not where no ridge has a
+    smaller error on held-out tokens than the original weights), `dropped` and
+    `compensated` (relative squared error of the output on these, without and with
+    compensation), `untouched` experts, and the number of `singular` solves, for which
+    Cholesky failed."""
     settings: dict[str, Any]
-    """Plain data that determines it besides model, mask and text."""
+    """The settings that determine it besides model, mask and text, as plain data."""
 
     def _facts(self) -> dict[str, str]:
         before, after = (self.report[n].mean() for n in ("dropped", "compensated"))
@@ -97,26 +98,26 @@ def compensate(
     span: str | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Prune `model` and let the atoms that stay make up for the others.
+    """Prune `model` and compensate the pruned atoms by least squares.
 
     Args:
-        model: the dense model; stays as it is.
-        keep: what stays.
-        calibration: the windows whose activations are made up for.
-        ridge: relative to the mean diagonal; by default chosen for each layer by
+        model: the dense model, which is not changed.
+        keep: the kept atoms.
+        calibration: the windows whose activations are fitted.
+        ridge: relative to the mean diagonal; by default chosen for each layer on
             held-out tokens.
-        span: "expert" makes up within each expert; "layer" lets the experts of a layer
-            make up for each other, where a token goes to both. By default "layer"
-            where a layer has at most 4096 atoms and experts' outputs are added up as
-            they are, without a norm of their own.
+        span: "expert" compensates within each expert; with "layer" the experts of a
+            layer compensate each other, where a token is routed to both. By default
+            "layer" where a layer has at most 4096 atoms and the experts' outputs are
+            summed without a norm of their own.
         progress: called with (windows done, windows in all).
 
     Returns:
         The pruned model, as `prune` makes it. `heapr_report` has the errors, by layer.
 
     Raises:
-        SpecError: `keep` is of another model, the ridge is negative, or experts with
-            a norm on their output are to make up for each other.
+        SpecError: `keep` is of another model, the ridge is negative, or the span is
+            "layer" for experts with a norm on their output.
         LayoutError: weights are offloaded, or not finite.
 
     Example:
@@ -132,9 +133,9 @@ def compensate(
 
 
 def describe_weights(found: Compensation, calibration: CalibrationSet) -> str:
-    """What a manifest says of weights that were changed."""
+    """The description of the changed weights in a manifest."""
     unchanged = found.report.loc[~found.report["changed"], "layer"].tolist()
-    but = f", but for layers {', '.join(map(str, unchanged))}" if unchanged else ""
+    but = f", except in layers {', '.join(map(str, unchanged))}" if unchanged else ""
     return (
         f"W_down compensated by least squares (span {found.settings['span']}) on "
         f"{calibration.n_sequences} windows of {calibration.seq_len} tokens of "
@@ -153,13 +154,13 @@ def fit_compensation(
 ) -> Compensation:
     """The new W_down alone, to evaluate with `masking(model, keep, downs)`.
 
-    It takes the arithmetic of one forward pass; `activation_grams.iter_grams` says how
-    where the sums of all layers do not fit 4 GiB together.
+    It costs one forward pass; `activation_grams.iter_grams` describes the case in which
+    the sums of all layers together exceed 4 GiB.
 
     Arguments and errors are those of `compensate`.
     """
     layers = find_experts(model)
-    keeps_of(layers, keep)  # refuse a mask of another model before the pass
+    keeps_of(layers, keep)  # checks, before the pass, that it is of this model
     span = span or default_span(layers)
     check_layers(layers, span)
     parts = [
@@ -174,23 +175,23 @@ def fit_compensation(
 
 
 def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
-    """Make sure that weights are at hand, and outputs linear in them where need be.
+    """Check that weights are on a device, and that outputs are linear in them.
 
     Raises:
         LayoutError: weights are offloaded, or not finite.
-        SpecError: the span needs outputs without a norm.
+        SpecError: the span is "layer", but outputs have a norm.
     """
     for layer in layers:
         if layer.device.type == "meta":
             raise LayoutError(
-                f"{layer.name} is offloaded, so its weights cannot be solved for: load "
-                "the model onto a device as a whole"
+                f"{layer.name} is offloaded, so its weights cannot be read: load the "
+                "whole model onto one device"
             )
         refuse_broken(layer)
         if span == "layer" and layer.module.has_post_expert_norm:
             raise SpecError(
-                f"{layer.name} normalises each expert's output, so experts cannot make "
-                "up for each other: give span='expert'"
+                f"{layer.name} normalises each expert's output, so experts cannot "
+                "compensate each other: give span='expert'"
             )
 
 
@@ -201,13 +202,13 @@ def solve_layers(
     *,
     ridge: float | None = None,
 ) -> Compensation:
-    """New weights for any mask from sums that were collected once.
+    """New weights for any mask, from sums that were collected once.
 
     Raises:
         SpecError: the ridge is negative.
     """
     if ridge is not None and not ridge >= 0:
-        raise SpecError(f"ridge is {ridge}, expected a number from 0, or None")
+        raise SpecError(f"ridge is {ridge}, expected a number >= 0, or None")
     downs, rows = {}, []
     for layer in layers:
         kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
@@ -223,22 +224,22 @@ def solve_layers(
 
 @dataclass(frozen=True)
 class _Normal:
-    """Normal equations over some tokens: what a change X of the free columns costs."""
+    """Normal equations over some tokens, for a change X of the free columns."""
 
     A: torch.Tensor
     """Products of the free features, (f, f)."""
     wanted: torch.Tensor
-    """Of the free features with what the gone ones added to the output, (f, D)."""
+    """Products of the free features with the output of the pruned ones, (f, D)."""
     dropped: float
-    """Σ of squares of what the gone features added: the error without a change."""
+    """Σ of squares of the output of the pruned features: the error without X."""
 
     def error(self, change: torch.Tensor) -> float:
-        """Σ of squares that is left with the change X (f, D)."""
+        """Σ of squares of the error with the change X (f, D)."""
         gained = (change * (self.A @ change - 2 * self.wanted)).sum()
         return self.dropped + float(gained)
 
     def solve(self, ridge: float) -> tuple[torch.Tensor, bool]:
-        """The best change X (f, D) under the ridge; whether that was singular."""
+        """The optimal X (f, D) under the ridge; whether the solve was singular."""
         if not len(self.A):
             return self.wanted, False
         pull = ridge * self.A.diagonal().mean()
@@ -254,14 +255,14 @@ class _Normal:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Least squares of one expert, or of all of a layer."""
+    """Least squares of one expert, or of all experts of a layer."""
 
     weight: torch.Tensor
     """W_down of its features, (D, F) float64."""
     kept: torch.Tensor
-    """Features that stay, (F,) bool."""
+    """Kept features, (F,) bool."""
     free: torch.Tensor
-    """Of these, whose columns may change: numbers, (f,)."""
+    """Indices of the kept features whose columns may change, (f,)."""
     fit: _Normal
     held_out: _Normal
     output: float
@@ -288,22 +289,22 @@ class _Problem:
 
     @property
     def kept_weight(self) -> torch.Tensor:
-        """The weight as it is (D, F), 0 where features are gone."""
+        """The original weight (D, F), 0 for pruned features."""
         return torch.where(self.kept, self.weight, 0.0)
 
     def solved(self, ridge: float) -> tuple[torch.Tensor, bool]:
-        """The new weight (D, F) by all tokens; whether the solve was singular."""
+        """The new weight (D, F), fitted to all tokens; whether it was singular."""
         total = self.fit + self.held_out
         change, singular = total.solve(ridge)
         if total.error(change) > total.dropped:
-            change = torch.zeros_like(change)  # rounding of a singular solve
+            change = torch.zeros_like(change)  # rounding errors of a singular solve
         new = self.kept_weight
         new[:, self.free] += change.T
         return new, singular
 
 
 def _solve(A: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A⁻¹ wanted by Cholesky, else the smallest solution; and whether it was that."""
+    """A⁻¹ wanted by Cholesky, else by the pseudo-inverse; whether it was the latter."""
     factor, info = torch.linalg.cholesky_ex(A)
     if not int(info):
         found: torch.Tensor = torch.cholesky_solve(wanted, factor)
@@ -317,14 +318,14 @@ def _solve(A: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, bool]:
 def _solve_layer(
     layer: ExpertsLayer, kept: torch.Tensor, grams: LayerGrams, ridge: float | None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The layer's new W_down (E, D, I), and what is reported of it."""
+    """The layer's new W_down (E, D, I), and its row of the report."""
     enough = grams.tokens.sum(0) >= kept.sum(1)  # (E,)
     problems = _problems(layer, kept, enough, grams)
     tried = RIDGES if ridge is None else (ridge,)
     errors = {ridge: _held_out_error(problems, ridge) for ridge in tried}
     chosen = min(errors, key=errors.__getitem__)
     dropped = sum(own.held_out.dropped for own in problems)
-    # A ridge that was asked for is taken as it is.
+    # A ridge given by the caller is always used.
     changed = ridge is not None or errors[chosen] < dropped
     solved = [
         own.solved(chosen) if changed else (own.kept_weight, False) for own in problems
@@ -332,21 +333,21 @@ def _solve_layer(
     weights, singular = [weight for weight, _ in solved], sum(n for _, n in solved)
     if dropped and not changed:
         logger.warning(
-            "layer %d: on held-out tokens no ridge errs less than W_down as it is, "
-            "which stays; give more text",
+            "layer %d: on held-out tokens no ridge has a smaller error than the "
+            "original W_down, which is kept; give more text",
             layer.layer,
         )
     if singular:
         logger.warning(
-            "layer %d: %d of %d solves are singular at ridge %g, the smallest "
-            "solution is taken; give a larger ridge or more text",
+            "layer %d: %d of %d solves are singular at ridge %g and use the "
+            "pseudo-inverse; give a larger ridge or more text",
             layer.layer, singular, len(problems), chosen,
         )  # fmt: skip
     untouched = (~enough).nonzero()[:, 0].tolist()
     if untouched:
         logger.warning(
-            "layer %d: experts %s see fewer tokens than they keep atoms and are left "
-            "uncompensated",
+            "layer %d: experts %s have fewer tokens than kept atoms and are not "
+            "compensated; give more text",
             layer.layer, ", ".join(map(str, untouched)),
         )  # fmt: skip
     size = max(sum(own.output for own in problems), 1e-300)
@@ -380,5 +381,5 @@ def _problems(
 
 
 def _held_out_error(problems: list[_Problem], ridge: float) -> float:
-    """Σ of squares over the held-out tokens, of what is fitted to the others."""
+    """Σ of squared errors on the held-out tokens, fitted to the others."""
     return sum(own.held_out.error(own.fit.solve(ridge)[0]) for own in problems)

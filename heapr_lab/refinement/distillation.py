@@ -20,7 +20,7 @@ def check_positive(**numbers: float) -> None:
     """Check that settings are positive.
 
     Raises:
-        SpecError: one is not (named).
+        SpecError: one is not; names it.
     """
     for name, number in numbers.items():
         if number <= 0:
@@ -28,7 +28,7 @@ def check_positive(**numbers: float) -> None:
 
 
 class Teacher:
-    """The dense model on fixed windows; its body is run on them once.
+    """The dense model on fixed windows; its layers are run on them once.
 
     Attributes:
         model: the dense model.
@@ -39,7 +39,7 @@ class Teacher:
         """Run `model` on `ids`, `batch_size` windows at a time.
 
         Raises:
-            SpecError: around the call, something changes what `model` computes.
+            SpecError: an active mask, autocast or hook changes what `model` computes.
         """
         refuse_disturbed(model, remedy="begin again with the dense model")
         self.model = model
@@ -54,7 +54,7 @@ class Teacher:
     def mean_kl(self, model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
         """Mean KL(dense || model) per predicted token, in nats; differentiable.
 
-        Shapes: windows, their numbers, (n_batch,); result ().
+        Shapes: windows, indices of windows, (n_batch,); result ().
         """
         states = final_states(model, self.ids[windows])[:, :-1]
         dense = self._states[windows].to(states.device)
@@ -63,9 +63,9 @@ class Teacher:
 
 
 class _MeanKL(torch.autograd.Function):
-    """Mean KL of the predictions that two models make of their final states.
+    """Mean KL of the predictions of two models, from their final states.
 
-    The gradient is found together with the value, chunk by chunk, so that the logits
+    The gradient is computed together with the value, chunk by chunk, so that the logits
     of a large vocabulary never exist all at once and no head runs twice.
     """
 

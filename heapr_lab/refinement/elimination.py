@@ -1,16 +1,16 @@
-"""Eliminate atoms one after the other, those that stay making up for each that goes.
+"""Eliminate atoms one after the other, compensating each by the remaining ones.
 
 Backward elimination with the inverse of the Gram matrix (OBS, Hassibi & Stork 1993),
 for all experts of a layer at once where its features are few enough: with B = (C + λ)⁻¹
-and W the columns of W_down as they are by then, losing atom k costs
+and W the current columns of W_down, removing atom k costs
 
     Δ_k = ‖w_k‖² / B_kk      and leaves      W − w_k B_k / B_kk,  B − B_k B_kᵀ / B_kk
 
-in squared output error. What an expert's squared error costs in loss is taken from the
-importance table: the sum of its `shrunk` scores over the sum of what its atoms add to
-the output. The score of an atom is its cost when its turn comes, and so the masks of
-all ratios are nested and every structure and budget of `select` can use it. It needs
-no gradient besides those of the table.
+in squared output error. The cost in loss of an expert's squared error is taken from the
+importance table: the sum of its `shrunk` scores over the summed squared contributions
+of its atoms to the output. The score of an atom is its cost when it is removed, so the
+masks of all ratios are nested, and every structure and budget of `select` can use it.
+It needs no gradients besides those of the table.
 
 Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · I.
 """
@@ -33,7 +33,7 @@ from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
 COLUMN = "elimination"
-"""Of the table, and name of the estimator that reads it."""
+"""The column of the table, and the estimator that reads it."""
 _SCHEMA = 1
 """Raised whenever the same input would give other numbers."""
 _BASE = "shrunk"
@@ -56,12 +56,12 @@ def eliminate(
     Args:
         model: the dense model that `table` was measured on.
         table: its statistics.
-        calibration: the windows whose activations count; those of the table, mostly.
-        span: "layer" or "expert": whose atoms make up for each other, as
-            `compensation.compensate`.
+        calibration: the windows whose activations are used, usually the table's.
+        span: whether the atoms of a "layer" or of an "expert" compensate each other, as
+            in `compensation.compensate`.
         ridge: relative to the mean diagonal of the Gram matrix.
-        n_steps: the cheapest atoms go together, a share of 1/n_steps at a time; as
-            many as there are atoms is one by one.
+        n_steps: the cheapest atoms are removed together, a share of 1/n_steps at a
+            time; with as many steps as atoms, one by one.
         progress: called with (windows done, windows in all).
 
     Raises:
@@ -77,7 +77,9 @@ def eliminate(
     chosen = span or default_span(layers)
     check_layers(layers, chosen)
     if not ridge > 0 or n_steps < 1:
-        raise SpecError(f"ridge {ridge} and n_steps {n_steps}: expected both above 0")
+        raise SpecError(
+            f"ridge is {ridge} and n_steps {n_steps}, expected both above 0"
+        )
     check_table(model, layers, table)
     grams = iter_grams(model, calibration, span=chosen, progress=progress)
     spec = elimination_spec(table, calibration, span=span, ridge=ridge, n_steps=n_steps)
@@ -92,9 +94,9 @@ def with_elimination(
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
 ) -> ImportanceTable:
-    """`table` with the scores of elimination, from sums that are there.
+    """`table` with the scores of elimination, from sums that were collected before.
 
-    Without a specification, where none is given: the sums do not tell it.
+    `spec` describes the result; without it, the table has no specification.
     """
     frame = table.frame
     base = table.score(_BASE).to_numpy()
@@ -121,7 +123,7 @@ def elimination_spec(
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
 ) -> dict[str, Any]:
-    """What determines the scores: what a cache is keyed by."""
+    """The settings that determine the scores: the key of the cache."""
     settings = {"span": span, "ridge": ridge, "n_steps": n_steps}
     text = {"calibration": calibration.fingerprint, "schema": _SCHEMA}
     return {**(table.metadata.get("spec") or {}), COLUMN: settings | text}
@@ -136,9 +138,9 @@ def layer_costs(
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
 ) -> torch.Tensor:
-    """What each atom of one layer costs when its turn comes, (E, I) float64.
+    """The cost of each atom of one layer when it is removed, (E, I) float64.
 
-    Shapes: base (E, I), scores whose sum over an expert says what its error costs.
+    Shapes: base (E, I), scores whose sum over an expert is the cost of its error.
     """
     down = layer.down.detach().to("cpu", torch.float64)  # (E, D, I)
     sums = grams.total
@@ -166,7 +168,7 @@ def _costs(
 ) -> torch.Tensor:
     """Costs (F,) of one problem: products C (F, F), weights W (D, F), rates (F,)."""
     costs = torch.zeros(len(C), dtype=C.dtype)
-    seen = C.diagonal() > 0  # atoms that no token reaches are free, and in nobody's way
+    seen = C.diagonal() > 0  # atoms without routed tokens cost nothing
     left = seen.nonzero()[:, 0]
     if not len(left):
         return costs
@@ -190,7 +192,7 @@ def _costs(
 
 
 def _shares(n_atoms: int, n_steps: int) -> Iterator[int]:
-    """How many atoms go in each step."""
+    """Number of atoms removed in each step."""
     each = -(-n_atoms // n_steps)
     while n_atoms > 0:
         yield min(each, n_atoms)

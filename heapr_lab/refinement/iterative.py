@@ -1,8 +1,9 @@
-"""Prune in rounds: a part of the atoms goes, the rest is scored anew, and so on.
+"""Prune in rounds: part of the atoms are pruned, the rest are scored again, and so on.
 
-The second-order score of an atom is that of the dense model; when many go, what is left
-matters otherwise. Each round scores the model as the rounds before left it, compensated
-if asked, and removes up to its share of the ratio. Masks are nested.
+The second-order scores are those of the dense model; when many atoms are pruned, the
+importance of the others changes. Each round scores the model that the previous rounds
+left, compensated if requested, and prunes up to its share of the ratio. Masks are
+nested.
 """
 
 from dataclasses import dataclass, replace
@@ -39,14 +40,14 @@ from heapr_lab.text.calibration import CalibrationSet
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rounds:
-    """What came of pruning in rounds."""
+    """The result of pruning in rounds."""
 
     keep: KeepMask
-    """After the last round; `settings` has the number of rounds."""
+    """The mask after the last round; `settings` has the number of rounds."""
     compensation: Compensation | None
-    """For that mask, if asked for."""
+    """The compensation for that mask, if requested."""
     history: pd.DataFrame
-    """By round: achieved_ratio and `passes`, forward and backward, until then."""
+    """By round: achieved_ratio, and `passes` (forward and backward) so far."""
 
     def __repr__(self) -> str:
         return (
@@ -58,7 +59,7 @@ class Rounds:
     def _repr_html_(self) -> str:
         rounds = enumerate(self.history.itertuples(), start=1)
         facts = {
-            f"round {number}": f"{r.achieved_ratio:.2%} gone, passes so far {r.passes}"
+            f"round {number}": f"{r.achieved_ratio:.2%} pruned, {r.passes} passes"
             for number, r in rounds
         }
         facts["compensated"] = "no" if self.compensation is None else "yes"
@@ -77,26 +78,26 @@ def prune_in_rounds(
     progress: Progress | None = None,
     **fields: Any,
 ) -> Rounds:
-    """Select what stays in equal steps of the ratio, each scored on what is left.
+    """Prune in equal steps of the ratio, scoring the remaining atoms before each step.
 
-    Costs one forward and backward pass for each round, and a forward pass for the
-    compensation, whose sums are those of the dense model throughout; where they do not
-    fit at once, a forward pass for each round.
+    Costs a forward and backward pass for each round, and one forward pass for the
+    compensation, whose sums are always those of the dense model; where they do not fit
+    in memory together, a forward pass for each round.
 
     Args:
-        model: the dense model; stays as it is.
+        model: the dense model, which is not changed.
         calibration: the windows to score and to compensate on.
-        selection: how atoms are chosen; its ratio is that of the last round.
-        rounds: 1 is `select` as it is.
-        compensated: whether what is left makes up for what went, in every round.
-        span: of the compensation, as `compensation.compensate`.
-        table: the dense model's statistics on `calibration`, where one has them.
+        selection: how atoms are selected; its ratio is that of the last round.
+        rounds: number of rounds; 1 is a single `select`.
+        compensated: whether pruned atoms are compensated in every round.
+        span: as in `compensation.compensate`.
+        table: the dense model's statistics on `calibration`, if already measured.
         progress: called with (windows done, windows in all).
-        **fields: those of `Selection`, in place of one, as in `select`.
+        **fields: the fields of `Selection`, in its place, as in `select`.
 
     Raises:
-        SpecError: `rounds` is below 1, the selection is infeasible, or something
-            around the call changes what `model` computes.
+        SpecError: `rounds` is below 1, the selection is infeasible, or an active mask,
+            autocast or hook changes what `model` computes.
     """
     if rounds < 1:
         raise SpecError(f"rounds is {rounds}, expected a whole number from 1")
@@ -141,7 +142,7 @@ def prune_in_rounds(
 
 
 def _within(chosen: KeepMask, before: KeepMask) -> KeepMask:
-    """What both keep: where atoms are protected, or counted by tokens anew."""
+    """The atoms that both keep; `chosen` may keep others by protection or counts."""
     return KeepMask.from_rows(chosen, chosen.rows & before.rows, **chosen.settings)
 
 
@@ -153,7 +154,7 @@ def _scored(
     *,
     progress: Progress,
 ) -> ImportanceTable:
-    """The statistics of the model that `keep` leaves; what is gone is marked."""
+    """The statistics of the model pruned to `keep`; pruned atoms are marked."""
     if keep is None:
         return collect_statistics(model, calibration, progress=progress)
     with masking(model, keep, None if found is None else found.downs):

@@ -1,17 +1,17 @@
-"""A mask that is learned: weights frozen, one soft gate for each atom.
+"""Learned masks: weights are frozen, and each atom has a soft gate.
 
 Atom k has a logit z_k and the gate sigmoid((z_k - t) / T). At every step the threshold
-t is the one number at which the gates sum to the atoms that may stay, so the budget
-always holds, and the gradient goes through t: what all gates would gain alike is taken
-out of it. The temperature T falls until gates are 0 or 1. Nothing is sampled. The loss
-is KL(dense || gated), which needs no labels.
+t is the number at which the gates sum to the number of kept atoms, so the budget always
+holds; the gradient goes through t, which removes its component common to all gates. The
+temperature T decreases until gates are 0 or 1. Nothing is sampled. The loss is
+KL(dense || gated), which needs no labels.
 
-Logits start as ranks: an atom's place in the order of its score, counted from the
-threshold and as a share of all atoms. So they do not depend on a score's scale, and
+Logits are initialised as ranks: an atom's position in the order of scores, counted from
+the threshold and as a share of all atoms. They do not depend on the scale of the score;
 temperature and learning rate are shares of the atoms too.
 
 Shapes: n_atoms of all layers in the order of the table; n windows, L tokens in each.
-Source: the idea is that of deterministic differentiable pruning, arXiv 2603.08065.
+Source: after deterministic differentiable pruning, arXiv 2603.08065.
 """
 
 import math
@@ -33,11 +33,11 @@ from heapr_lab.refinement.distillation import Teacher, check_positive
 from heapr_lab.text.calibration import CalibrationSet
 
 _TEMPERATURES = 0.03, 0.005
-"""First and last, as shares of the atoms: of 4 T of them the gate is open in part."""
+"""First and last, as shares of the atoms; a share of 4 T has partly open gates."""
 _BISECTIONS = 64
 _LEAST_SLOPE = 1e-6
 _EPS = 1e-20
-"""Adam's, far below a gate's gradient, which falls with the number of atoms."""
+"""Adam's, far below a gate's gradient, which decreases with the number of atoms."""
 
 
 def learn_mask(
@@ -53,30 +53,31 @@ def learn_mask(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> KeepMask:
-    """The atoms that stay when gates are trained under the budget of `ratio`.
+    """The mask of gates that are trained under the budget of `ratio`.
 
     Exactly ⌊ratio · n⌋ atoms of all layers together are pruned, one by one, as `select`
     does with the scope "global" and the structure "ragged". The mask that training
     began with and the one it ended with are both measured on the calibration windows,
     and the better one is returned; `settings["learned"]` has both numbers and all that
-    determined the result. Weights are not touched. An atom whose rank is far from the
-    threshold hardly moves: its gate is shut, or open, before its gradient shows.
+    determined the result. Weights are not changed. An atom whose rank is far from the
+    threshold hardly moves: its gate is closed, or open, before its gradient matters.
 
     Args:
         model: the dense model.
-        table: what was measured of it.
+        table: its importance table.
         calibration: the windows to train on, and no others.
-        ratio: in [0, 1): share of the atoms that go.
-        estimator: whose ranks the gates start from.
+        ratio: share of the atoms to prune, in [0, 1).
+        estimator: the gates are initialised with the ranks of its scores.
         n_steps: optimiser steps.
         batch_size: windows of each step.
-        learning_rate: of Adam; a step moves a rank by about this share of the atoms.
-        seed: of the order of the windows.
+        learning_rate: Adam's; a step moves a rank by about this share of the atoms.
+        seed: seed of the order of the windows.
         progress: called after each step.
 
     Raises:
         SpecError: a number is not positive, the ratio removes no atom, the table is of
-            another model, or something around the call changes what `model` computes.
+            another model, or an active mask, autocast or hook changes what `model`
+            computes.
         LayoutError: the model's experts cannot be masked exactly.
     """
     check_positive(n_steps=n_steps, batch_size=batch_size, learning_rate=learning_rate)
@@ -86,7 +87,7 @@ def learn_mask(
     if not start.n_removed:
         raise SpecError(
             f"pruning ratio {ratio:g} of {start.n_atoms} atoms removes none, so there "
-            "is nothing to learn; give a larger one"
+            "is nothing to learn; give a larger ratio"
         )
     teacher = Teacher(model, calibration.ids, batch_size)
     logits = _start_logits(table, estimator, start.n_removed).to(layers[0].device)
@@ -121,21 +122,21 @@ def learn_mask(
 def soft_gates(
     logits: torch.Tensor, n_kept: int, *, temperature: float
 ) -> torch.Tensor:
-    """Gates that sum to `n_kept`; their gradient keeps the sum.
+    """Gates that sum to `n_kept`; their gradient preserves the sum.
 
     Shapes: logits (n_atoms,), float64; result (n_atoms,), in [0, 1].
 
     Args:
-        logits: what is trained.
+        logits: the trained logits.
         n_kept: the budget, from 1 to n_atoms - 1.
         temperature: in the unit of the logits.
     """
     with torch.no_grad():
         threshold = _threshold(logits, n_kept, temperature)
         gates = torch.sigmoid((logits - threshold) / temperature)
-        # 0 where every gate is 0 or 1: there the threshold has room, and stays.
+        # 0 where every gate is 0 or 1: there the threshold is not unique, and constant.
         slope = (gates * (1 - gates)).sum().clamp(min=_LEAST_SLOPE)
-    # A Newton step at the root: it moves nothing, but its derivative is the root's own,
+    # A Newton step at the root: it does not move it, but has the root's derivative,
     # dt/dz_k = s_k / Σ s with s = gate · (1 - gate).
     excess = torch.sigmoid((logits - threshold) / temperature).sum() - n_kept
     threshold = threshold + temperature * excess / slope
@@ -143,7 +144,7 @@ def soft_gates(
 
 
 def _threshold(logits: torch.Tensor, n_kept: int, temperature: float) -> torch.Tensor:
-    """Where the gates sum to `n_kept`, by bisection: the sum falls with it."""
+    """Where the gates sum to `n_kept`, by bisection: the sum decreases with it."""
     margin = temperature * (math.log(len(logits)) + 1)
     low, high = logits.min() - margin, logits.max() + margin
     for _ in range(_BISECTIONS):
@@ -156,7 +157,7 @@ def _threshold(logits: torch.Tensor, n_kept: int, temperature: float) -> torch.T
 def _start_logits(
     table: ImportanceTable, estimator: str, n_removed: int
 ) -> torch.Tensor:
-    """Ranks of the scores as logits, (n_atoms,): 0 is between what goes and stays."""
+    """Ranks of the scores as logits, (n_atoms,): below 0 for atoms to be pruned."""
     order = np.argsort(table.score(estimator).to_numpy(), kind="stable")
     logits = np.empty(len(order))
     logits[order] = (np.arange(len(order)) + 0.5 - n_removed) / len(order)
@@ -188,7 +189,7 @@ def _train(
 
 
 def _by_layer(values: torch.Tensor, layers: list[ExpertsLayer]) -> list[torch.Tensor]:
-    """What each layer has of `values` (n_atoms,), each (n_experts, d_inter)."""
+    """The `values` (n_atoms,) by layer, each (n_experts, d_inter)."""
     shapes = [(layer.n_experts, layer.d_inter) for layer in layers]
     parts = values.split([n_experts * d_inter for n_experts, d_inter in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -197,7 +198,7 @@ def _by_layer(values: torch.Tensor, layers: list[ExpertsLayer]) -> list[torch.Te
 def _batches(
     n_windows: int, batch_size: int, n_steps: int, seed: int
 ) -> list[torch.Tensor]:
-    """Window numbers for each step: all windows in a random order, again and again."""
+    """Indices of windows for each step: all windows in random order, repeatedly."""
     generator = torch.Generator().manual_seed(seed)
     wanted = n_steps * batch_size
     rounds = [
@@ -208,7 +209,7 @@ def _batches(
 
 
 def _cut(logits: torch.Tensor, start: KeepMask) -> KeepMask:
-    """The mask without the lowest logits, as many as `start` removes; ties in order."""
+    """The mask without the lowest logits, as many as `start` prunes; ties in order."""
     kept = np.ones(start.n_atoms, dtype=bool)
     kept[np.argsort(logits.numpy(), kind="stable")[: start.n_removed]] = False
     return KeepMask.from_rows(start, kept)

@@ -33,20 +33,20 @@ def recover(
 ) -> nn.Module:
     """Train the experts of `pruned`, in place, to predict what `dense` predicts.
 
-    Adam without weight decay, gradients clipped to norm 1; the learning rate rises over
-    the first tenth of the steps and falls to 0 over the rest. Weights stay in their own
-    type, in which small steps can be lost: load both models in float32, on one device.
-    Nothing is written. Models that are on a GPU are trained on the first one, and the
-    process's random numbers are seeded, as Trainer does both.
+    Adam without weight decay, gradients clipped to norm 1; the learning rate increases
+    over the first tenth of the steps and decreases to 0 over the rest. Weights keep
+    their dtype, in which small steps can be lost: load both models in float32, on one
+    device. Nothing is written. As Trainer does, models on GPUs are trained on the first
+    one, and the random numbers of the process are seeded.
 
     Args:
-        pruned: what `prune` made of `dense`.
-        dense: the model that it was made of; left as it was.
+        pruned: the pruned model, made from `dense` by `prune`.
+        dense: the dense model, which is not changed.
         calibration: the windows to train on, and no others.
         n_steps: optimiser steps.
         batch_size: windows of each step.
-        learning_rate: its highest value.
-        seed: of the order of the windows.
+        learning_rate: the highest learning rate.
+        seed: seed of the order of the windows.
         progress: called after each step.
 
     Returns:
@@ -79,11 +79,11 @@ def recover(
             report_to="none",
             disable_tqdm=True,
         )
-        arguments._n_gpu = min(1, arguments.n_gpu)  # else it copies the model to all
+        arguments._n_gpu = min(1, arguments.n_gpu)  # else the model is copied to all
         try:
             _Distiller(pruned, arguments, teacher, progress or no_report).train()
         finally:
-            config.use_cache = use_cache  # which Trainer switches off
+            config.use_cache = use_cache  # Trainer switches it off
     before = getattr(pruned, "heapr_weights", "sliced")
     pruned.__dict__["heapr_weights"] = (
         f"{before}; then the experts distilled from the dense model in {n_steps} steps "
@@ -93,7 +93,7 @@ def recover(
 
 
 def expert_weights(pruned: nn.Module) -> list[nn.Parameter]:
-    """The routed experts' own weights, layer by layer.
+    """The weights of the routed experts, layer by layer.
 
     Raises:
         SpecError: the model has no sliced experts.
@@ -113,7 +113,7 @@ def expert_weights(pruned: nn.Module) -> list[nn.Parameter]:
 
 
 class _Distiller(Trainer):
-    """Trains on window numbers, of which the teacher knows the tokens."""
+    """Trains on indices of windows, whose tokens the teacher has."""
 
     def __init__(
         self,

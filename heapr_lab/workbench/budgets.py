@@ -1,8 +1,8 @@
-"""Budgets people have, solved for the ratio: a perplexity, a latency, two savings.
+"""The ratio that meets a budget of perplexity or of latency.
 
-Layer 4. A ratio of atoms, parameters, bytes or FLOPs needs no search: `select` takes it
-(`of=`). Here are the budgets that have to be tried out: each try is a mask of the table
-that is there already, and what is evaluated is read from the cache the next time.
+A ratio of atoms, parameters, bytes or FLOPs needs no search: `select` takes it (`of=`).
+The budgets here are searched for: each trial is a mask from the same table, and its
+evaluation is cached.
 """
 
 import functools
@@ -24,7 +24,7 @@ from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
 DEFAULT_RATIOS = (0.2, 0.5, 0.8)
-"""Where `damage_map` evaluates."""
+"""The ratios at which `damage_map` evaluates."""
 
 _HIGHEST = 0.95
 
@@ -44,9 +44,9 @@ def damage_map(
 
     Args:
         bench: the model.
-        setting: how atoms are chosen; its own ratio does not matter.
-        corpus: whose loss is predicted.
-        ratios: where to evaluate.
+        setting: how atoms are selected; its ratio is not used.
+        corpus: the corpus whose loss is predicted.
+        ratios: the ratios to evaluate.
     """
     table, windows = bench.table_of(setting), bench.test_windows(corpus)
     dense = bench.perplexity(None, windows).nll
@@ -67,24 +67,24 @@ def ratio_for_loss(
     tolerance: float = 0.01,
     highest: float = _HIGHEST,
 ) -> tuple[Setting, pd.DataFrame]:
-    """The largest ratio whose perplexity rises by at most `rise`.
+    """The largest ratio whose perplexity increases by at most `rise`.
 
-    Each try is one evaluation on the test windows, from the cache where it is there;
-    about five are needed. What is returned was evaluated itself, and so keeps the limit
-    also where the loss does not grow evenly.
+    Each trial is one evaluation on the test windows, or read from the cache; about five
+    are needed. The returned ratio was itself evaluated, so it meets the limit even if
+    the loss is not monotone.
 
     Args:
         bench: the model.
-        setting: how atoms are chosen; its ratio is not used.
-        corpus: where perplexity is measured.
+        setting: how atoms are selected; its ratio is not used.
+        corpus: the corpus on which perplexity is measured.
         rise: relative to the dense model's perplexity; 0.02 is two per cent.
-        tolerance: there is an evaluated ratio above the limit that is at most so much
-            larger than what is returned.
-        highest: no ratio above it is tried; lower it for a structure that has less.
+        tolerance: an evaluated ratio that exceeds the limit is at most this much larger
+            than the returned one.
+        highest: the highest ratio tried; lower it for structures with a lower maximum.
 
     Returns:
-        `setting` with the ratio, 0 if there is none; and what was tried, in order:
-        ratio, achieved_ratio, perplexity, rise.
+        `setting` with the ratio, 0 if there is none; and the trials in order: ratio,
+        achieved_ratio, perplexity, rise.
 
     Raises:
         SpecError: `rise` is not above 0.
@@ -98,7 +98,7 @@ def ratio_for_loss(
 
     @functools.cache  # brentq asks for the ends once more
     def excess(ratio: float) -> float:
-        """∛Δloss above the limit's: the loss grows about as the cube of the ratio."""
+        """∛Δloss minus the limit's: Δloss is roughly cubic in the ratio."""
         if ratio == 0:
             return -math.cbrt(limit)
         keep = bench.keep(setting.at(ratio))
@@ -127,23 +127,23 @@ def ratio_for_latency(
 ) -> tuple[Setting, pd.DataFrame]:
     """The smallest ratio whose decoding takes at most `share` of the dense time.
 
-    What is timed is the sliced model, against the dense one in the same run: they take
-    turns, and the share is the median over rounds. It is what this machine does, with
-    these kernels; it is measured anew in each call, and differs a little.
+    The sliced model is timed against the dense one in the same run: they take turns,
+    and the share is the median over rounds. The result is specific to this machine and
+    its kernels; it is measured in each call, and varies a little.
 
     Args:
         bench: the model.
-        setting: how atoms are chosen; its ratio is not used.
-        share: of the dense model's time per step; 0.8 is a fifth faster.
-        batch_size: sequences that decode together.
-        tolerance: there is a measured ratio above the limit that is at most so much
-            smaller than what is returned.
-        highest: no ratio above it is tried.
+        setting: how atoms are selected; its ratio is not used.
+        share: share of the dense model's time per step; 0.8 saves a fifth.
+        batch_size: number of sequences decoded together.
+        tolerance: a measured ratio that exceeds the limit is at most this much smaller
+            than the returned one.
+        highest: the highest ratio tried.
         measure: times the dense and the pruned model; by default `decoding_rounds`
             after a prompt from the calibration windows.
 
     Returns:
-        `setting` with the ratio; and what was tried, in order: ratio, achieved_ratio,
+        `setting` with the ratio; and the trials in order: ratio, achieved_ratio,
         dense_ms and pruned_ms (of a step, which is a token of each sequence), share.
 
     Raises:
@@ -158,7 +158,7 @@ def ratio_for_latency(
 
     @functools.cache  # brentq asks for the ends once more
     def excess(ratio: float) -> float:
-        """The share of time above the limit."""
+        """The share of time minus the limit."""
         if ratio == 0:
             return 1 - share
         keep = bench.keep(setting.at(ratio))
@@ -171,7 +171,7 @@ def ratio_for_latency(
     if excess(highest) > 0:
         raise SpecError(
             f"decoding takes {tried[0][-1]:.3g} of the dense time with {highest:g} of "
-            f"the atoms gone, more than the {share:g} asked for; give a larger share"
+            f"the atoms pruned, more than the {share:g} asked for; give a larger share"
         )
     brentq(excess, 0.0, highest, xtol=tolerance)
     columns = ["ratio", "achieved_ratio", "dense_ms", "pruned_ms", "share"]
@@ -184,7 +184,7 @@ def _prompts(bench: Workbench, setting: Setting, batch_size: int) -> torch.Tenso
     """The first calibration windows, LongTensor (batch_size, seq_len).
 
     Raises:
-        SpecError: there are not so many.
+        SpecError: there are fewer.
     """
     windows = bench.calibration_set(setting.calibration)
     if not 1 <= batch_size <= windows.n_sequences:
@@ -206,11 +206,11 @@ def decoding_rounds(
     """Seconds of a decoding step of both models, which take turns.
 
     Args:
-        prompts: token ids (batch, length) that are decoded after.
+        prompts: token ids (batch, length) before the decoded tokens.
         dense: one model.
         pruned: the other.
         n_steps: steps of a round.
-        n_rounds: rounds that count; one before them warms up.
+        n_rounds: timed rounds; one more before them is for warming up.
     """
     ids = prompts.to(next(dense.parameters()).device)
     runs = [
@@ -219,6 +219,3 @@ def decoding_rounds(
     ]
     rounds = in_turns(runs, n_rounds=n_rounds)
     return [[seconds / n_steps for seconds in own] for own in rounds]
-
-
-# --- two budgets --------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Write the pruned model of a workbench: one way for the panel and the command line.
+"""Write the pruned model of a workbench, for the panel and the command line.
 
-Weights are written in the type of the files the model came from, whatever type it was
-loaded in, and perplexities are those of the weights as they are written.
+Weights are written in the dtype of the files of the dense model, in whatever dtype it
+was loaded, and perplexities are measured with the weights that are written.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,17 +32,17 @@ from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
 Report = Callable[[int, int, str], None]
-"""Called with (done, total, what is done); what it raises ends the work."""
+"""Called with (done, total, description); an exception that it raises ends the work."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What stays, and the weights that make up for the rest, if any."""
+    """The kept atoms, and the compensation of the pruned ones, if any."""
 
     keep: KeepMask
     compensation: Compensation | None = None
     windows: CalibrationSet | None = None
-    """What the compensation was fitted to."""
+    """The windows that the compensation was fitted to."""
 
 
 def choose(
@@ -54,19 +54,19 @@ def choose(
     rounds: int = 1,
     report: Report,
 ) -> Chosen:
-    """What stays of the model of `bench`, and the weights that make up for the rest.
+    """The kept atoms of the model of `bench`, and the compensation of the others.
 
     Args:
         bench: the dense model.
         table: of `bench`, measured on the setting's calibration.
-        setting: how atoms are chosen; compensation is fitted to its calibration.
-        compensated: whether W_down is fitted again.
-        rounds: of `prune_in_rounds`.
-        report: called as it goes.
+        setting: how atoms are selected; compensation is fitted to its calibration.
+        compensated: whether pruned atoms are compensated.
+        rounds: as in `prune_in_rounds`.
+        report: called with the progress.
 
     Raises:
-        SpecError: the selection is infeasible, or its one width is none that the type
-            of the files allows; said before anything is run.
+        SpecError: the selection is infeasible, or its uniform width is not supported in
+            the dtype of the files; raised before anything is run.
     """
     keep = select(table, setting.selection)
     if structure_of(keep) == "uniform":
@@ -92,12 +92,12 @@ def choose(
 
 
 def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
-    """`keep` with the model it is for, by which it is recognised later."""
+    """`keep` with the identity of its model, which is checked when it is used."""
     identity = (table.metadata.get("spec") or {}).get("model")
     return replace(keep, settings={**keep.settings, "model": identity})
 
 
-# --- what is said of a checkpoint ----------------------------------------------------
+# --- facts about a checkpoint --------------------------------------------------------
 
 
 def savings(
@@ -108,15 +108,15 @@ def savings(
     source: Source | None = None,
     written: Path | None = None,
 ) -> dict[str, Any]:
-    """`savings_of` as plain numbers, with the bytes of files where there are.
+    """`savings_of` as plain numbers, with the sizes of files where there are any.
 
     Args:
-        keep: what stays.
-        table: where it was selected from.
-        seq_len: as `savings_of`.
-        source: the files of the dense model; `bytes_before` is theirs.
+        keep: the kept atoms.
+        table: the table that it was selected from.
+        seq_len: as in `savings_of`.
+        source: the files of the dense model, whose size is `bytes_before`.
         written: folder of the pruned checkpoint, if it was written; `bytes_after` is
-            that of its files then. `bytes_after_is` says what it is.
+            then the size of its files. `bytes_after_is` names the source.
     """
     each = None
     if source is not None:
@@ -125,11 +125,11 @@ def savings(
     whole = ("parameters_before", "parameters_after", "bytes_before", "bytes_after")
     numbers = {str(name): float(value) for name, value in row.items()}
     numbers |= {name: round(numbers[name]) for name in (*whole, "seq_len")}
-    told = f"an estimate, {numbers['bytes_per_parameter']:.4g} bytes per parameter"
+    origin = f"an estimate, {numbers['bytes_per_parameter']:.4g} bytes per parameter"
     if written is not None:
         numbers["bytes_after"] = weights_bytes(written)
-        told = "that of the files"
-    return {**numbers, "bytes_after_is": told}
+        origin = "that of the files"
+    return {**numbers, "bytes_after_is": origin}
 
 
 def facts_of(
@@ -139,9 +139,9 @@ def facts_of(
     source: Source | None,
     seq_len: int | None = None,
 ) -> dict[str, Any]:
-    """What manifest and card say of the importance, and of what is saved.
+    """The facts on importance and savings, for manifest and card.
 
-    Sizes of the new files are the manifest's own, `files`.
+    The manifest itself records the sizes of the new files, as `files`.
     """
     saved = savings(keep, table, seq_len=seq_len, source=source)
     facts = {
@@ -153,7 +153,7 @@ def facts_of(
 
 
 def describe_calibration(table: ImportanceTable) -> str:
-    """What `table` was measured on, in a line."""
+    """The text that `table` was measured on, in one line."""
     made = (table.metadata.get("provenance") or {}).get("calibration") or {}
     if not {"n_sequences", "seq_len", "corpus"} <= made.keys():
         return "not recorded"
@@ -163,7 +163,7 @@ def describe_calibration(table: ImportanceTable) -> str:
 
 
 def stored_dtype(bench: Workbench) -> Any:
-    """The type that weights are written in: that of the files, if they are here."""
+    """The dtype that weights are written in: that of the dense files, if known."""
     model: Any = bench.model
     return (bench.source and bench.source.dtype) or model.dtype
 
@@ -205,13 +205,13 @@ def write_checkpoint(
 
     Args:
         out: a new folder.
-        made: what stays, and the weights that make up for the rest.
-        bench: the dense model, which stays as it is.
-        facts: of `facts_of`.
-        corpora: whose test splits the card's perplexities are measured on, with the
-            weights as they are written.
+        made: the kept atoms, and the compensation of the others.
+        bench: the dense model, which is not changed.
+        facts: the result of `facts_of`.
+        corpora: corpora on whose test splits the card's perplexities are measured, with
+            the weights that are written.
         base: name of the dense model; by default where it was loaded from.
-        report: called as it goes.
+        report: called with the progress.
     """
     compensation = made.compensation
     downs = None if compensation is None else compensation.downs
@@ -249,7 +249,7 @@ def perplexity_change(
 def _perplexities(
     bench: Workbench, pruned: Any, corpus: str, report: Report
 ) -> tuple[float, float]:
-    """On the test split of `corpus`, of the dense model and of `pruned`."""
+    """Perplexity on the test split of `corpus`, of the dense model and of `pruned`."""
     windows = bench.test_windows(corpus)
     name = f"perplexity on {corpus}, {{}}: window".format
     dense = bench.perplexity(None, windows, progress=_part(report, name("dense")))
@@ -265,9 +265,9 @@ def _part(report: Report, text: str) -> Progress:
 
 
 def _round_experts(model: Any, dtype: Any) -> None:
-    """Round the experts' weights, which may have changed, as the files will have them.
+    """Round the experts' weights, which may have changed, to the dtype of the files.
 
-    All others are those of the files already.
+    All other weights are already those of the files.
     """
     for module in model.modules():
         if isinstance(module, RaggedExperts):
@@ -283,7 +283,7 @@ def _cast(tensors: Any, dtype: Any, *, back: bool = False) -> None:
 
 
 def _cast_for_files(model: Any, dtype: Any) -> None:
-    """Cast what is saved, but for what the family keeps in float32."""
+    """Cast all weights that are saved, except those the family keeps in float32."""
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     state = model.state_dict(keep_vars=True)
     _cast({k: v for k, v in state.items() if not any(n in k for n in kept)}, dtype)

@@ -1,4 +1,4 @@
-"""The two methods: what is done where nothing else is asked for."""
+"""The two methods: presets of an estimator and of compensation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from heapr_lab.errors import SpecError
 
 @dataclass(frozen=True)
 class Method:
-    """An estimator, and whether the weights that stay are compensated."""
+    """An estimator, and whether pruned atoms are compensated."""
 
     name: str
     estimator: str
     of_table: str
-    """Estimator where there is a table alone, and no text to run the model on."""
+    """Estimator where there is only a table, and no text to run the model on."""
     compensated: bool
-    """Whether pruned atoms are compensated, where there is text to do it on."""
+    """Whether pruned atoms are compensated, where there is text for it."""
 
     def estimator_for(self, importance: object | None, *, rounds: int) -> str:
-        """Its estimator, given a file of `importance` or not, in so many rounds."""
-        # Rounds score anew what a round of elimination has counted already.
+        """The estimator for `rounds` rounds, with or without a file of `importance`."""
+        # Elimination already accounts for earlier removals, as rounds do.
         alone = importance is not None or rounds > 1
         return self.of_table if alone else self.estimator
 
@@ -35,14 +35,14 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     }
 )
 DEFAULT = "best"
-"""Of the command line, and of what the panel exports."""
+"""The method of the command line and of the panel's export."""
 
 
 def find_method(name: str) -> Method:
     """The method of that name.
 
     Raises:
-        SpecError: there is none.
+        SpecError: there is none of that name.
     """
     if name not in METHODS:
         raise SpecError(f"method {name!r}: expected one of {', '.join(METHODS)}")
@@ -50,7 +50,7 @@ def find_method(name: str) -> Method:
 
 
 def describe_estimator(estimator: str) -> str:
-    """Whose estimator it is, as the command line names methods.
+    """The estimator with the method that uses it, as on the command line.
 
     Example:
         >>> describe_estimator("heapr")

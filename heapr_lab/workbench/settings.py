@@ -1,4 +1,4 @@
-"""How much text a run uses, and how a pruned model is made."""
+"""How much text a run uses (`Profile`), and how a model is pruned (`Setting`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,19 +13,19 @@ from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
 
 @dataclass(frozen=True)
 class Profile:
-    """How much text a run calibrates and evaluates on."""
+    """The amount of text for calibration and evaluation."""
 
     name: str
     n_sequences: int
     """Calibration windows."""
     seq_len: int
-    """Tokens of each window, calibration and test."""
+    """Tokens of each calibration and test window."""
     n_test: int | None
     """Test windows of each corpus; None takes all."""
     n_items: int
     """Items of the continuation task."""
     n_seeds: int = 3
-    """Calibration draws where error bars are shown."""
+    """Random calibration sets, where error bars are shown."""
 
     def _repr_html_(self) -> str:
         test = "all" if self.n_test is None else f"{self.n_test:,}"
@@ -50,7 +50,7 @@ PROFILES = {
 
 @dataclass(frozen=True, init=False)
 class Setting:
-    """How a pruned model is made: how its atoms are chosen, and measured on what.
+    """How a model is pruned: how atoms are selected, and on what they are measured.
 
     Example:
         Short for `Setting(Selection(0.25, scope="layer"), Calibration("ptb", seed=1))`:
@@ -75,16 +75,15 @@ class Setting:
         """Pair a selection with a calibration.
 
         Args:
-            selection: how atoms are chosen, or its ratio; `options` go with a ratio.
-            calibration: what they are measured on, or its corpus; `n_sequences` and
-                `seed` go with a corpus.
-            n_sequences: as `Calibration`.
-            seed: as `Calibration`.
+            selection: the selection, or its ratio, with `options`.
+            calibration: the calibration, or its corpus, with `n_sequences` and `seed`.
+            n_sequences: as in `Calibration`.
+            seed: as in `Calibration`.
             **options: the other fields of `Selection`.
 
         Raises:
-            SpecError: a field has a value that cannot be used.
-            TypeError: an option or seed is given beside a whole that has its own.
+            SpecError: a field has an invalid value.
+            TypeError: an option is given besides a `Selection` or `Calibration`.
         """
         if not isinstance(selection, Selection):
             selection = Selection(selection, **options)
@@ -98,11 +97,11 @@ class Setting:
         object.__setattr__(self, "calibration", calibration)
 
     def at(self, ratio: float) -> Self:
-        """The same at another ratio."""
+        """The same setting at another ratio."""
         return replace(self, selection=replace(self.selection, ratio=ratio))
 
     def columns(self) -> dict[str, Any]:
-        """What a row of results says of it: options nobody set are left out."""
+        """The columns of a row of results; rarely used options only if they are set."""
         selection, calibration = self.selection, self.calibration
         return {
             "ratio": float(selection.ratio),
@@ -122,10 +121,10 @@ class Setting:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """The setting that `to_dict` gave.
+        """The setting that `to_dict` wrote.
 
         Raises:
-            SpecError: a field is missing, unknown or has a value that cannot be used.
+            SpecError: a field is missing, unknown or invalid.
         """
         return cls(
             Selection.from_dict(plain["selection"]),
@@ -142,7 +141,7 @@ class Setting:
 
 
 def _others(selection: Selection) -> dict[str, Any]:
-    """Fields that are rarely set, where they are."""
+    """The rarely used fields that are set."""
     return {
         field.name: getattr(selection, field.name)
         for field in fields(selection)
@@ -152,7 +151,7 @@ def _others(selection: Selection) -> dict[str, Any]:
 
 
 DENSE = Setting(0.0).columns() | {"estimator": "dense"}
-"""The columns of a row of results of the model that is not pruned."""
+"""The columns of a row of results of the dense model."""
 
 
 def profile_of(name_or_path: str, profile: str | None) -> Profile:

@@ -1,8 +1,8 @@
-"""The stages, composed under the cache: what notebooks and the command line call.
+"""The stages through the cache, as notebooks, the panel and the command line use them.
 
-A `Workbench` holds a loaded model with a profile (how much to calibrate and to
-evaluate); a `Setting` says how atoms are chosen. Everything a workbench is asked is
-computed once and read from the cache afterwards, in whatever notebook.
+A `Workbench` holds a loaded model with a profile (how much text to calibrate and to
+evaluate on); a `Setting` describes how atoms are selected. Every result is computed
+once and read from the cache afterwards, by any process.
 """
 
 import contextlib
@@ -55,14 +55,14 @@ from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.settings import DENSE, Profile, Setting, profile_of
 
 CONTINUATION = "continuation"
-"""The task that is made of any corpus."""
+"""The name of the task that is made of any corpus."""
 _OF_TASKS = ["metric", "value", "stderr", "n"]
 EVALUATION_SCHEMA = 2
-"""Raised whenever the same input would give other numbers."""
+"""Increased whenever results change for the same input."""
 
 
 class Workbench:
-    """A model with everything that can be asked of it, answered through the cache."""
+    """A model with its importance, masks and evaluations, through the cache."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, *, name: str, profile: Profile
@@ -72,7 +72,7 @@ class Workbench:
         Args:
             model: a causal language model of transformers, in eval mode.
             tokenizer: its tokenizer.
-            name: how figures and tables call it.
+            name: its name in figures and tables.
             profile: how much text to use.
         """
         self.model = model
@@ -99,7 +99,7 @@ class Workbench:
 
     @property
     def tokenizer_id(self) -> str:
-        """What the cache knows the tokenizer by."""
+        """The fingerprint of the tokenizer in cache keys."""
         state = self._tokenizer_state
         if self._tokenizer is None or self._tokenizer[0] != state:
             self._tokenizer = state, tokenizer_fingerprint(self.tokenizer)
@@ -107,27 +107,27 @@ class Workbench:
 
     @property
     def _tokenizer_state(self) -> tuple[Any, int]:
-        """What changes when another tokenizer is given, or tokens are added to it."""
+        """Changes when the tokenizer is replaced, or tokens are added to it."""
         return self.tokenizer, len(self.tokenizer)
 
     @property
     def identity(self) -> dict[str, str]:
-        """What the cache knows the model by: its configuration and weights as they are.
+        """The identity of the model in cache keys: configuration and current weights.
 
-        Found anew where they have changed since it was last asked for.
+        It is computed again if they have changed since the last time.
 
         Raises:
-            SpecError: a mask, autocast or hooks around the call change what the model
-                computes: the cache could not tell such results from its own.
+            SpecError: an active mask, autocast or hook changes what the model computes,
+                so its results must not enter the cache.
         """
         return dict(self._state_and_identity()[1])
 
     def _state_and_identity(self) -> tuple[str, dict[str, str]]:
-        """The state of the weights that the identity was found in, and the identity."""
+        """The state of the weights, and the identity computed in that state."""
         refuse_disturbed(
             self.model,
-            remedy="give the mask as an argument: perplexity(keep, windows) and the "
-            "others mean this model, dense (None) or with that mask",
+            remedy="pass the mask as an argument, as in perplexity(keep, windows), or "
+            "None for the dense model",
         )
         state = weights_state(self.model)
         if self._identity is None or self._identity[0] != state:
@@ -136,13 +136,13 @@ class Workbench:
 
     @functools.cached_property
     def source(self) -> Source | None:
-        """The files that the model was loaded from; None where they are not here."""
+        """The files that the model was loaded from; None if not on this machine."""
         return source_of(self.model)
 
     # --- importance ---
 
     def calibration_set(self, calibration: Calibration | None = None) -> CalibrationSet:
-        """The windows of `calibration`, by default those of the default corpus."""
+        """The windows of `calibration`; by default of the default corpus."""
         asked = calibration or Calibration()
         n_sequences = self._n_sequences(asked)
         seq_len = asked.seq_len or self.profile.seq_len
@@ -170,11 +170,11 @@ class Workbench:
     ) -> ImportanceTable:
         """The statistics of every atom on the windows of `calibration`.
 
-        With the scores of `eliminate`, where `estimator` needs them.
+        They include the scores of `eliminate` if `estimator` needs that extra pass.
         """
         windows = self.calibration_set(calibration)
         extra_pass = find_estimator(estimator).extra_pass
-        # The last table is kept, with the ranks it remembers; one, for it can be large.
+        # Only the last table is kept, with its rankings, because it can be large.
         key = digest(self.identity), windows.fingerprint, extra_pass
         if self._table is None or self._table[0] != key:
             made = self._eliminated if extra_pass else self.measure
@@ -200,7 +200,7 @@ class Workbench:
     def measure(
         self, windows: CalibrationSet, *, batch_size: int | None = None
     ) -> ImportanceTable:
-        """The statistics of every atom on windows one already has."""
+        """The statistics of every atom on given windows."""
         spec = statistics_spec(self.identity, windows)
         state = cache.cache_path("importance", spec, extension="state")
 
@@ -223,7 +223,7 @@ class Workbench:
     # --- evaluation ---
 
     def test_windows(self, corpus: str) -> CalibrationSet:
-        """The held-out windows that perplexity on `corpus` is measured on."""
+        """The held-out windows on which the perplexity of `corpus` is measured."""
         seq_len, n_test = self.profile.seq_len, self.profile.n_test
         return self._remembered(
             (windows_key(corpus, split="test"), n_test, seq_len),
@@ -241,12 +241,12 @@ class Workbench:
     ) -> Perplexity:
         """Perplexity of the masked model, or of the dense one where `keep` is None.
 
-        `progress` is called with (windows done, windows in all), where it is computed;
-        by default a bar shows it.
+        `progress` is called with (windows done, windows in all) if it is computed; by
+        default a progress bar is shown.
         """
 
         def compute() -> dict[str, Any]:
-            # The mask is entered in the thread that runs the model: it is the thread's.
+            # Entered in the thread that runs the model, because masks are per thread.
             with self._pruned(keep), progress_bar(windows.label, "window") as bar:
                 result = evaluate_perplexity(
                     self.model, windows.ids, progress=progress or bar
@@ -259,7 +259,7 @@ class Workbench:
         )
 
     def divergence(self, keep: KeepMask, windows: CalibrationSet) -> Divergence:
-        """KL(dense || pruned) and top-1 agreement: they move before perplexity."""
+        """KL(dense || pruned) and top-1 agreement, more sensitive than perplexity."""
 
         def compute() -> dict[str, Any]:
             with progress_bar(f"KL on {windows.label}", "window") as bar:
@@ -277,7 +277,7 @@ class Workbench:
         *,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Accuracy on a task, of the profile's number of items: value, stderr, n."""
+        """Accuracy on the profile's number of items of a task: value, stderr, n."""
         rows = self.task_results(
             keep, task, limit=self.profile.n_items, progress=progress
         )
@@ -295,11 +295,11 @@ class Workbench:
 
         Args:
             keep: the mask, or None for the dense model.
-            task: of the harness, or `continuation`: four-way items of a corpus, that
-                after a colon or pydocs.
-            limit: items, the first ones; by default all, of `continuation` the
-                profile's number. A result is kept for these very items.
-            progress: called with (requests done, in all), where it is computed.
+            task: a task of the harness, or `continuation`: four-way items of a corpus,
+                which is named after a colon, or pydocs.
+            limit: only the first `limit` items; by default all, or the profile's number
+                for `continuation`. Results are cached for exactly these items.
+            progress: called with (requests done, in all) if it is computed.
         """
         asked, key = self._asked(task, limit)
 
@@ -320,7 +320,7 @@ class Workbench:
         return list(self._evaluated("tasks", keep, digest(key), compute))
 
     def _asked(self, task: str, limit: int | None) -> tuple[Any, dict[str, Any]]:
-        """The task as the harness takes it, and what its items are known by."""
+        """The task in the form the harness takes, and the cache key of its items."""
         name, _, corpus = task.partition(":")
         if name != CONTINUATION:
             return task, items_fingerprint(task, limit=limit) | {"n_items": limit}
@@ -343,10 +343,10 @@ class Workbench:
         nll, accuracy), value, stderr. The dense model has estimator `dense`, ratio 0.
 
         Args:
-            setting: what is evaluated.
-            corpora: where perplexity is measured, on the test split.
+            setting: the setting to evaluate.
+            corpora: corpora on whose test splits perplexity is measured.
             accuracy: whether the continuation task is run too.
-            keep: the mask, where it is not the one that `setting` selects here.
+            keep: the mask, if it is not the one that `setting` selects.
         """
         if keep is None and setting is not None:
             keep = self.keep(setting)
@@ -361,20 +361,20 @@ class Workbench:
         return pd.DataFrame(rows).assign(**self.columns(setting, keep))
 
     def savings(self, setting: Setting) -> pd.DataFrame:
-        """One row: what `setting` saves of parameters, bytes and FLOPs."""
+        """One row: the parameters, bytes and FLOPs that `setting` saves."""
         keep, table = self.keep(setting), self.table_of(setting)
         size = self.stored_bytes_per_parameter(table)
         saved = savings_of(keep, table, bytes_per_parameter=size)
         return saved.assign(**self.columns(setting, keep))
 
     def stored_bytes_per_parameter(self, table: ImportanceTable) -> float | None:
-        """Of the files that the model was loaded from; None where they are not here."""
+        """Bytes per parameter in the model's files; None if not on this machine."""
         if self.source is None:
             return None
         return self.source.n_bytes / table.architecture.n_parameters
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
-        """What a row of results says of how its model was made."""
+        """The columns of a row of results that describe how its model was made."""
         columns = DENSE if setting is None else setting.columns()
         calibration = None if setting is None else setting.calibration
         return {
@@ -387,7 +387,7 @@ class Workbench:
     def _remembered(
         self, key: tuple[Any, ...], compute: Callable[[], CalibrationSet]
     ) -> CalibrationSet:
-        """Windows that were loaded before with this tokenizer, or `compute()`."""
+        """Windows loaded earlier with this tokenizer, or `compute()`."""
         key = *key, *self._tokenizer_state
         if key not in self._windows:
             self._windows[key] = compute()
@@ -445,12 +445,12 @@ def open_workbench(
     device: str = "auto",
     dtype: str = "auto",
 ) -> Workbench:
-    """Load a model and put it on the bench.
+    """Load a model into a `Workbench`.
 
     Args:
         name_or_path: a hub id, a local folder, or `lab`.
-        profile: a name of `PROFILES`; by default `lab` for the lab model, else `paper`.
-        seq_len: tokens of a window, in place of the profile's.
+        profile: a name in `PROFILES`; by default `lab` for the lab model, else `paper`.
+        seq_len: tokens of a window, overriding the profile's.
         device: as `load_model`.
         dtype: as `load_model`.
 

@@ -167,7 +167,7 @@ def test_little_text_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
         if not report["changed"].all():
             break
     assert not report["changed"].all()
-    assert "which stays; give more text" in caplog.text
+    assert "which is kept; give more text" in caplog.text
     fitted, tested = (features_of(model, few.ids[[part]]) for part in (0, 1))
     for layer in find_experts(model):
         kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
@@ -188,7 +188,7 @@ def test_little_text_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
         assert row["compensated"] <= row["dropped"]
     json.dumps(report.to_dict("records"), allow_nan=False)
     same = ", ".join(map(str, report.index[~report["changed"]]))
-    assert f", but for layers {same}; all else" in describe_weights(found, few)
+    assert f", except in layers {same}; all else" in describe_weights(found, few)
     asked = fit_compensation(model, keep, few, span="layer", ridge=1.0)
     assert asked.report["changed"].all()
 
@@ -215,7 +215,7 @@ def test_experts_with_too_few_tokens_are_left_and_named(
         same = (layer.down.detach() * kept[:, None])[poor]
         torch.testing.assert_close(found.downs[layer.layer][poor], same)
     assert n_untouched
-    assert "fewer tokens than they keep atoms" in caplog.text
+    assert "fewer tokens than kept atoms" in caplog.text
 
 
 def test_a_singular_solve_says_so_and_does_no_harm(

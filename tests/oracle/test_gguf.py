@@ -154,7 +154,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     folder = uniform(tmp_path / "pruned", "qwen3_moe")
     path = tmp_path / "pruned.gguf"
     path.write_text("mine")
-    with pytest.raises(SpecError, match="there already"):
+    with pytest.raises(SpecError, match="exists already"):
         write_gguf(folder, path)
     assert path.read_text() == "mine"
 

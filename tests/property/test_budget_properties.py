@@ -159,7 +159,7 @@ def selected(table: ImportanceTable, **settings: Any) -> Choice:
     try:
         keep = select(table, estimator="fisher", **settings)
     except SpecError as error:
-        assume("cannot be had" not in str(error))
+        assume("infeasible" not in str(error))
         raise
     return removed(table, dict(keep.arrays))
 

@@ -60,7 +60,7 @@ def shown_objects() -> dict[str, tuple[Any, list[str]]]:
         (Divergence(0.0123, 0.99, 4321), ["0.0123", "99.00%", "4,321"]),
         (fit_damage([(1, 0.01), (4, 0.05), (10, 1)]), ["3", "1 to 10", "0.01 to 1"]),
         (Architecture(100, 2, 4, {0: _SHAPE}, 10, 8), ["100", "72.0%", "2 × 3, 1"]),
-        (Rounds(keep_mask(), None, history), ["25.00%", "50.00%", "so far 3"]),
+        (Rounds(keep_mask(), None, history), ["25.00%", "50.00%", "3 passes"]),
         (
             Compensation({}, report, {"span": "layer"}),
             ["2", "layer", "0.2 → 0.1"],

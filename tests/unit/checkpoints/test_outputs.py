@@ -139,7 +139,7 @@ def test_a_second_gguf_is_refused(source: Path, tmp_path: Path) -> None:
     thread.join()
     assert results == [path]
     whole = path.read_bytes()
-    with pytest.raises(SpecError, match="there already"):
+    with pytest.raises(SpecError, match="exists already"):
         write_gguf(tmp_path / "uniform", path)
     assert path.read_bytes() == whole
     assert {path.name for path in tmp_path.iterdir()} == {"uniform", "x.gguf"}

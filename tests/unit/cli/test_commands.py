@@ -251,7 +251,7 @@ def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) 
     prune(folder, *chosen, "--out", out)
     facts = json.loads(run("export-gguf", out, "--out", file, "--json"))
     assert facts == {"out": str(file), "bytes": file.stat().st_size}
-    assert "there already" in refused("export-gguf", out, "--out", file)
+    assert "exists already" in refused("export-gguf", out, "--out", file)
 
 
 def test_score_with_elimination(folder: Path) -> None:

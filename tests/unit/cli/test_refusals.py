@@ -246,7 +246,7 @@ def test_a_task_that_is_not_there(
     """Its items lie nowhere, and there is no hub."""
     monkeypatch.delenv("HEAPR_TASKS_DIR", raising=False)
     asked = ("evaluate", folder / "moe", "--corpora", "", "--tasks", "arc_easy")
-    assert "the items of task 'arc_easy' cannot be had" in one_line(*asked)
+    assert "the items of task 'arc_easy' are not available" in one_line(*asked)
 
 
 @pytest.mark.usefixtures("unloaded")

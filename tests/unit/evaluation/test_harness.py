@@ -246,7 +246,7 @@ def test_prompts_are_the_stock_ones(tmp_path, monkeypatch):
 def test_a_task_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
     """Neither here nor, offline, on the hub: the error says how to get it."""
     monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path))
-    with pytest.raises(CorpusError, match=r"'piqa' cannot be had.*HEAPR_TASKS_DIR"):
+    with pytest.raises(CorpusError, match=r"'piqa' are not available.*HEAPR_TASKS_DIR"):
         run_tasks(byte_model(), tokenizer, ["piqa"])
 
 

@@ -170,7 +170,7 @@ def test_a_workbench_refuses_inside_a_mask(bench: Workbench) -> None:
     for asked in ("before", "after"):
         with masking(bench.model, random_keep(bench.model)):
             for call in calls(bench).values():
-                with pytest.raises(SpecError, match="give the mask as an argument"):
+                with pytest.raises(SpecError, match="pass the mask as an argument"):
                     call()
         if asked == "before":
             first = numbers(bench)

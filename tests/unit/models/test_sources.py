@@ -196,7 +196,7 @@ def test_a_folder_is_not_pruned_into_itself(
     (tmp_path / "link").symlink_to(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for out in (folder, tmp_path / "link", folder / "config.json", folder / "x" / ".."):
-        with pytest.raises(SpecError, match="is there and not empty"):
+        with pytest.raises(SpecError, match="exists and is not empty"):
             prune_folder(folder, keep, out)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert prune_folder(folder, keep, folder / "pruned")

@@ -185,7 +185,7 @@ def test_a_failed_gguf_file_is_made_alone(panel: Explorer, tmp_path: Path) -> No
     file.write_text("in the way")
     told = press(panel.export.job)
     assert f"the checkpoint is written to {folder}" in told
-    assert "there already" in told
+    assert "exists already" in told
     assert "Written to" in panel.export.command.value
     weights = folder / "model.safetensors"
     before = weights.stat().st_mtime_ns

@@ -166,7 +166,7 @@ def test_uniform_width() -> None:
     keep = select(table, ratio=0.3, structure="uniform")
     assert set(keep.widths().to_numpy().ravel()) == {2}
     assert keep.by_layer(0).astype(int).tolist() == [[0, 1, 0, 1], [0, 1, 1, 0]]
-    with pytest.raises(SpecError, match=r"0\.8 cannot be had.* possible is 0\.75"):
+    with pytest.raises(SpecError, match=r"0\.8 is infeasible.* possible is 0\.75"):
         select(table, ratio=0.8, structure="uniform")
     with pytest.raises(SpecError, match="layers of one width, got 2, 3"):
         select(make_table({0: [[1, 2]], 1: [[1, 2, 3]]}), ratio=0, structure="uniform")
@@ -182,7 +182,7 @@ def test_excluded_layers_are_left_whole() -> None:
     assert keep.layer_ratios().tolist() == [0.0, 0.5]
     keep = select(table, ratio=0.25, exclude_layers=[0], scope="layer")
     assert keep.layer_ratios().tolist() == [0.0, 0.25]
-    with pytest.raises(SpecError, match=r"0\.6 cannot be had.* possible is 0\.5$"):
+    with pytest.raises(SpecError, match=r"0\.6 is infeasible.* possible is 0\.5$"):
         select(table, ratio=0.6, exclude_layers=[0])
     # ⌊0.55 · 16⌋ is the 8 atoms that may go, so it can be had.
     assert select(table, ratio=0.55, exclude_layers=[0]).n_removed == 8
@@ -208,7 +208,7 @@ def test_every_expert_keeps_its_least() -> None:
     keep = select(table, ratio=0.5, min_atoms=2)
     assert keep.widths().to_numpy().tolist() == [[2, 2], [2, 2]]
     assert keep.by_layer(0).astype(int).tolist() == [[0, 1, 0, 1], [0, 1, 1, 0]]
-    with pytest.raises(SpecError, match=r"0\.6 cannot be had.* possible is 0\.5$"):
+    with pytest.raises(SpecError, match=r"0\.6 is infeasible.* possible is 0\.5$"):
         select(table, ratio=0.6, min_atoms=2)
     wide = select(table, ratio=0.2, min_atoms=3, structure="aligned", multiple=1)
     assert wide.widths().to_numpy().min() == 3
@@ -239,7 +239,7 @@ def test_outliers_stay() -> None:
         ({"structure": "aligned", "multiple": 0}, "multiple must be a whole number"),
         ({"min_atoms": 1.5}, "min_atoms must be a whole number from 0, got 1.5"),
         ({"protect_outliers": 5}, r"protect_outliers must be in \[0, 1\], got 5"),
-        ({"granularity": "expert", "structure": "uniform"}, "goes with structure"),
+        ({"granularity": "expert", "structure": "uniform"}, "requires structure"),
         ({"exclude_layers": [7]}, "no routed experts in layers 7; layers .* 0, 1"),
         ({"exclude_layers": [0, 1]}, "names every layer"),
         ({"exclude_layers": [0], "layer_ratios": {0: 0.1}}, r"layers \[0\] are in"),

@@ -307,5 +307,5 @@ def test_two_budgets_need_one_order() -> None:
     table = ImportanceTable.from_frame(
         pd.DataFrame({"layer": [0], "expert": [0], "atom": [0], "tokens": [1]})
     )
-    with pytest.raises(SpecError, match="two budgets are met with scope 'global'"):
+    with pytest.raises(SpecError, match="two budgets need scope 'global'"):
         mask_for_budgets(table, parameters=0.2, flops=0.2, scope="layer")
