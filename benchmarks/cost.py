@@ -1,4 +1,4 @@
-"""What the statistics cost: seconds, peak memory and bytes of state, side by side.
+"""What the statistics cost: seconds, peak memory and bytes of state.
 
     python benchmarks/cost.py [--device cuda] [--n-repeats 3] [--only 128]
 
@@ -6,17 +6,17 @@ Each configuration is a random model of the given widths; every method gets the 
 token ids in the same batches:
 
 - `plain`: forward and backward to the embedding's output, with transformers' default
-  experts implementation and nothing measured: the floor.
+  experts implementation and no statistics: the lower bound.
 - `plain_eager`: the same with transformers' loop over experts.
-- `one_pass`: `collect_statistics`, whole, with its table.
-- `two_stage`: the paper's Algorithm 1 (`two_stage.py`), whole.
+- `one_pass`: `collect_statistics`, including its table.
+- `two_stage`: the paper's Algorithm 1 (`two_stage.py`), including its scores.
 
-Seconds are the median over rounds in which all methods take turns in one process.
-Peak memory is what a pass adds to the loaded model, measured once per method in a
-process of its own. What `one_pass` and `two_stage` do once per model (squared norms of
-the weights; quadratic forms of W_down in G) is in their seconds and weighs more here
-than over a calibration set of the usual size. FLOPs are those of forward and backward
-without any accounting.
+Seconds are the median over rounds in which all methods take turns in one process. Peak
+memory is what a pass adds to the loaded model, measured once per method in a separate
+process. The work of `one_pass` and `two_stage` that is done once per model (squared
+norms of the weights; quadratic forms of W_down in G) is included in their seconds, of
+which it is a larger part than with a calibration set of the usual size. FLOPs are those
+of forward and backward without statistics.
 """
 
 import argparse
@@ -55,7 +55,7 @@ logger = logging.getLogger("cost")
 
 @dataclass(frozen=True)
 class Configuration:
-    """A random model and the tokens it sees."""
+    """A random model and the number of tokens it processes."""
 
     family: str
     d_model: int
@@ -89,7 +89,7 @@ CONFIGURATIONS = (
 
 
 def build_model(configuration: Configuration, device: str) -> Any:
-    """A model of random weights in float32, in eval mode, whose weights stay fixed."""
+    """A model of random float32 weights, in eval mode and without weight gradients."""
     c = configuration
     config = AutoConfig.for_model(
         c.family,
@@ -122,7 +122,7 @@ def calibration_set(configuration: Configuration) -> CalibrationSet:
 def run_plain(
     model: Any, calibration: CalibrationSet, batch_size: int, *, implementation: str
 ) -> None:
-    """Forward and backward to the embedding's output, nothing measured."""
+    """Forward and backward to the embedding's output, without statistics."""
     with running(model, implementation):
         for ids in calibration.ids.to(model.device).split(batch_size):
             token_nll(model, ids).sum().backward()
@@ -155,7 +155,7 @@ METHODS = ("plain", "plain_eager", "one_pass", "two_stage")
 
 
 def one_pass_state_bytes(model: Any) -> int:
-    """Bytes of the sums that live from one batch to the next."""
+    """Bytes of the sums that are kept between batches."""
     total = 0
     for layer in find_experts(model):
         moments = LayerMoments(layer.n_experts, layer.d_inter, layer.down.device)
@@ -206,7 +206,7 @@ def pass_flops(model: Any, configuration: Configuration) -> float:
 def measure_peak(
     configuration: Configuration, method: str, device: str, n_threads: int
 ) -> int:
-    """Bytes that a pass of one method needs above the loaded model."""
+    """Bytes that a pass of one method needs in addition to the loaded model."""
     torch.set_num_threads(n_threads)
     model = build_model(configuration, device)
     warm = dataclasses.replace(configuration, n_tokens=2 * configuration.seq_len)
@@ -219,9 +219,9 @@ def measure_peak(
 
 @contextlib.contextmanager
 def highest_memory(device: str) -> Iterator[list[int]]:
-    """Yields a list whose entry, at the end, is the growth of memory at its highest.
+    """Yield a list whose entry, at the end, is the highest increase of memory.
 
-    On a CPU that is resident memory, looked at every millisecond.
+    On a CPU it is the resident memory, sampled every millisecond.
     """
     gc.collect()
     peak = [0]
@@ -231,7 +231,7 @@ def highest_memory(device: str) -> Iterator[list[int]]:
         yield peak
         peak[0] = torch.cuda.max_memory_allocated() - before
         return
-    if sys.platform == "linux":  # hand freed memory back, so that its reuse counts
+    if sys.platform == "linux":  # return freed memory, so that its reuse is counted
         ctypes.CDLL(None).malloc_trim(0)
     process, over = psutil.Process(), threading.Event()
     before = process.memory_info().rss
@@ -282,7 +282,7 @@ def measure(configuration: Configuration, options: Any) -> list[dict[str, Any]]:
 
 
 def _in_process(call: Callable, *args: Any) -> Any:
-    """The result of `call` in a process of its own, which starts with torch loaded."""
+    """The result of `call` in a separate process, which starts with torch loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__spec__.name if __spec__ else "__main__"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -290,7 +290,7 @@ def _in_process(call: Callable, *args: Any) -> Any:
 
 
 def main() -> None:
-    """Measure every configuration and write the table down."""
+    """Measure every configuration and write the table."""
     parser = argparse.ArgumentParser(description="Measure what the statistics cost.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--n-threads", type=int, default=2)

@@ -1,13 +1,13 @@
-"""How well Δloss is foretold from summed scores, at ratios that were not evaluated.
+"""How well Δloss is predicted from summed scores, at ratios that were not evaluated.
 
     python benchmarks/damage.py [--model lab] [--name damage]
 
 Importance is measured on pydocs. For each estimator a map from summed score to Δloss is
-fitted to two or three ratios and then asked about 10 % to 90 %, on the test windows of
-pydocs and of WikiText-2, where that can be had: there once with a map fitted on it, and
-once with that of pydocs, to see whether maps carry over. `naive` is the summed score
-itself, which is what second-order theory says of scores that are nats per predicted
-token; others have none.
+fitted to two or three ratios and evaluated from 10 % to 90 %, on the test windows of
+pydocs and, if available, of WikiText-2: with a map fitted there and with that of
+pydocs, to see whether maps are transferable. `naive` is the summed score itself, the
+prediction of second-order theory for scores in nats per predicted token; it is missing
+for others.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 CALIBRATION = "pydocs"
 FITTED = ((0.2, 0.5, 0.8), (0.3, 0.7))
-"""The ratios that maps are fitted to."""
+"""The ratios that each map is fitted to."""
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 METHODS = ("heapr", "heapr_total", "fisher")
 
@@ -61,7 +61,7 @@ def predict(
     calibrated_on: str,
     ratios: tuple[float, ...],
 ) -> list[dict[str, Any]]:
-    """`measured`, of one estimator and corpus, with what a map says of each row."""
+    """`measured`, of one estimator and corpus, with the predictions of a map."""
     estimator, corpus = measured[0]["estimator"], measured[0]["corpus"]
     setting = Setting(0.0, estimator=estimator, calibration=CALIBRATION)
     damage = damage_map(bench, setting, calibrated_on, ratios)
@@ -84,7 +84,7 @@ def predict(
 
 
 def main() -> None:
-    """Measure, predict and write the table down."""
+    """Measure, predict and write the table."""
     parser = argparse.ArgumentParser(description="Measure how Δloss is predicted.")
     parser.add_argument("--model", default=LAB)
     parser.add_argument("--name", default="damage", help="of the files written")

@@ -1,10 +1,10 @@
-"""From a key press in JupyterLab to the new picture on the screen, for large tables.
+"""The time from a key press in JupyterLab to the new picture, for large tables.
 
 python -m benchmarks.latency_browser
 
-A real browser moves the panel's slider with the arrow key, thirty times one after the
-other, over tables of random statistics: one of 300 thousand atomic experts, and one of
-the shape of Qwen3-30B-A3B. Written to `results/panel.csv`.
+A real browser moves the panel's slider with the arrow key, thirty times in succession,
+for two tables of random statistics: one of 300 thousand atomic experts, and one with
+the shape of Qwen3-30B-A3B. The results are written to `results/panel.csv`.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def random_table(n_layers: int, n_experts: int, d_inter: int) -> ImportanceTable
 
 
 def measure(table: ImportanceTable, folder: Path, *, executable: str) -> list[float]:
-    """Milliseconds from each press to its picture."""
+    """Milliseconds from each key press to its picture."""
     path = folder / "table.parquet"
     table.write(path)
     cells = [CELL.format(path=str(path))]
@@ -84,7 +84,7 @@ def row(name: str, *, executable: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure both tables and write what was found.
+    """Measure both tables and write the results.
 
     Raises:
         SystemExit: there is no browser.
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     out = parser.parse_args().out
     if CHROMIUM is None:
-        raise SystemExit("there is no chromium: apt-get install chromium")
+        raise SystemExit("found no chromium; install it: apt-get install chromium")
     rows = [row(name, executable=CHROMIUM) for name in SHAPES]
     write_results("panel", rows, machine(), out)
 

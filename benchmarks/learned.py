@@ -165,7 +165,7 @@ def _row(
 
 
 def main() -> None:
-    """Measure every method at every ratio and write the table down."""
+    """Measure every method at every ratio and write the table."""
     parser = argparse.ArgumentParser(description="Measure what training adds.")
     parser.add_argument("--model", default=LAB)
     parser.add_argument("--corpus", default="pydocs")

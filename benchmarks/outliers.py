@@ -1,4 +1,4 @@
-"""Are there atoms that carry a capability alone, and does any method prune them?
+"""Atoms that carry a capability alone, and whether any estimator prunes them.
 
     python benchmarks/outliers.py [--model lab] [--corpus pydocs]
 
@@ -59,7 +59,7 @@ def measure(bench: Workbench, name: str, corpus: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and write the table down."""
+    """Measure and write the table."""
     parser = argparse.ArgumentParser(description="Look for atoms that matter alone.")
     parser.add_argument("--model", default=LAB)
     parser.add_argument("--corpus", default="pydocs")

@@ -1,14 +1,14 @@
-"""What saving operations instead of parameters costs: the front of both, measured.
+"""What saving operations instead of parameters costs: the measured Pareto front.
 
     python benchmarks/pareto.py [--model lab] [--corpus pydocs]
 
-Shares of the whole model's parameters are removed with a price that goes from
-parameters (0) to operations (1), so that at equal size more and more is taken from the
-experts that most tokens are routed to. Each row has what is saved of both, the sum of
-the scores that go, which is the predicted Δloss for estimators that add up (fisher,
-not heapr), and Δloss on the test split of the corpus that importance was measured on,
-in nats per token. Where all experts are of one shape, as in the lab model, price 0 is
-what the estimator selects without prices.
+Shares of the whole model's parameters are removed with a price from 0 (parameters) to 1
+(operations): the higher the price, the more atoms are removed from the experts that
+most tokens are routed to. Each row has both savings, the summed score of the pruned
+atoms (the predicted Δloss for additive estimators: fisher, not heapr), and Δloss in
+nats per token on the test split of the corpus that importance was measured on. If all
+experts have the same shape, as in the lab model, price 0 selects as the estimator does
+without prices.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def delta_nll(bench: Workbench, corpus: str, keep: KeepMask) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure every point and write the table down."""
+    """Measure every point and write the table."""
     parser = argparse.ArgumentParser(description="Measure the front of two budgets.")
     parser.add_argument("--model", default=LAB)
     parser.add_argument("--corpus", default="pydocs")

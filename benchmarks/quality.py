@@ -1,4 +1,4 @@
-"""What each addition to the paper's method is worth, at equal atoms and equal FLOPs.
+"""What each addition to the paper's method gains, at equal atoms and equal FLOPs.
 
     python benchmarks/quality.py [--model lab] [--name quality] [--seeds 0,1,2]
         [--variants "heapr,shrunk + compensation"]
@@ -292,7 +292,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure all variants and write the table down."""
+    """Measure all variants and write the tables."""
     parser = argparse.ArgumentParser(description="Measure what additions are worth.")
     parser.add_argument("--model", default=LAB)
     parser.add_argument("--name", default="quality", help="of the files written")

@@ -1,28 +1,28 @@
-"""How fast dense, masked and sliced models run, and what is predicted of them.
+"""Measured and predicted speed of dense, masked and sliced models.
 
     python benchmarks/speed.py [--device cuda] [--n-threads 1] [--n-repeats 5] [--quick]
 
-A random qwen3_moe model (no shared experts) and random masks whose widths differ from
-expert to expert by a factor of up to three in what goes; every method gets the same
-tokens:
+A random qwen3_moe model (without shared experts) and random masks, in which the number
+of pruned atoms differs between experts by a factor of up to three; every method gets
+the same tokens:
 
 - `dense_grouped_mm`, `dense_eager`: transformers' implementations. The faster of the
   two is the dense model that speedups refer to.
-- `masked`: `masking`, which computes everything and so promises no speedup.
+- `masked`: `masking`, which computes everything, so that no speedup is expected.
 - `sliced`: `prune`.
 
 Prefill is one forward without a cache, with logits of the last token of each sequence;
-decode is greedy, with a KV cache, the prompt's forward not counted. Methods take turns
-in one process. Tokens per second are the median over rounds, and so is the speedup,
-which is taken within each round.
+decode is greedy, with a KV cache, without the forward pass over the prompt. Methods
+take turns in one process. Tokens per second are the median over rounds, and so is the
+speedup, which is computed within each round.
 
-Predictions count what the model was seen to do: how many tokens went to each expert of
-the dense and of the sliced model, and in decode which experts each step needed.
+Predictions use the observed routing: the number of tokens routed to each expert of the
+dense and of the sliced model, and in decode the experts that each step needs.
 
 - prefill: FLOPs of the whole model, dense / sliced, with the head once per sequence.
-- decode: bytes of the weights that a step reads, dense / sliced: all of an expert that
-  any sequence of the batch needs, all other matrices, nothing of the embedding. The KV
-  cache, the same for both, is left out, which makes predictions slightly too high.
+- decode: bytes of the weights that a step reads, dense / sliced: every expert that any
+  sequence of the batch needs, and all other matrices except the embedding. The KV
+  cache, which is the same for both, is ignored, so that predictions are slightly high.
 """
 
 import argparse
@@ -75,7 +75,7 @@ QUICK = Configuration(d_model=64, d_inter=88, d_vocab=256)
 
 @dataclass(frozen=True)
 class Mode:
-    """What is run: a prefill, or `n_steps` steps of decoding after the prompt."""
+    """A prefill, or `n_steps` steps of decoding after the prompt."""
 
     name: str
     batch_size: int
@@ -84,7 +84,7 @@ class Mode:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that the measured time is divided among."""
+        """Number of tokens processed in the measured time."""
         return self.batch_size * (self.n_steps or self.prompt_len)
 
 
@@ -107,7 +107,7 @@ class Method:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Mask the model or switch its implementation, where the method does."""
+        """Mask the model or switch its implementation, if the method does."""
         with contextlib.ExitStack() as stack:
             if self.implementation:
                 previous = self.model.config._experts_implementation
@@ -141,10 +141,10 @@ def build_model(configuration: Configuration, device: str) -> Any:
 
 
 def ragged_mask(configuration: Configuration, ratio: float) -> KeepMask:
-    """Random atoms; from ½ to 1½ times the mean goes from an expert, in total `ratio`.
+    """A random mask that prunes from ½ to 1½ times `ratio` of each expert.
 
     Raises:
-        ValueError: `ratio` would take more than there is from some expert.
+        ValueError: `ratio` would prune more atoms than some expert has.
     """
     if not 0 <= ratio <= 2 / 3:
         raise ValueError(f"expected a ratio in [0, 2/3], got {ratio}")
@@ -161,7 +161,7 @@ def ragged_mask(configuration: Configuration, ratio: float) -> KeepMask:
 
 
 def build_methods(model: Any, keeps: dict[float, KeepMask]) -> list[Method]:
-    """All that take turns, dense ones first; sliced models are copies."""
+    """All methods, dense ones first; sliced models are copies."""
     dense = [Method(0.0, f"dense_{n}", model, implementation=n) for n in DENSE]
     masked = [Method(r, "masked", model, keep) for r, keep in keeps.items()]
     sliced = [Method(r, "sliced", prune(model, keep)) for r, keep in keeps.items()]
@@ -184,7 +184,7 @@ def measure_seconds(
 
 
 def storage_bytes(model: Any) -> int:
-    """Bytes that the parameters hold in memory, a storage seen through views once."""
+    """Bytes of the parameters in memory; a storage shared by views counts once."""
     storages = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
     return sum(p.untyped_storage().nbytes() for p in storages.values())
 
@@ -227,7 +227,7 @@ def routing(
 def prefill_flops(
     shape: Architecture, keep: KeepMask, routed: pd.DataFrame, mode: Mode, d_vocab: int
 ) -> float:
-    """Operations of all tokens; only the last of each sequence goes to the head."""
+    """Operations of all tokens; only the last of each sequence uses the head."""
     tokens = routed.groupby(["layer", "expert"], as_index=False)["tokens"].sum()
     head = 2 * d_vocab * shape.d_model
     each = shape.flops_per_token(keep, tokens, seq_len=mode.prompt_len) - head
@@ -235,7 +235,7 @@ def prefill_flops(
 
 
 def decode_bytes(shape: Architecture, keep: KeepMask, routed: pd.DataFrame) -> float:
-    """Bytes of weights that a mean step reads."""
+    """Mean bytes of weights that a step reads."""
     n_steps = routed["call"].nunique()
     n_read = 0.0
     for (layer, expert), rows in routed.groupby(["layer", "expert"]):
@@ -251,7 +251,7 @@ def predicted_speedups(
     mode: Mode,
     prompt: torch.Tensor,
 ) -> list[float]:
-    """What FLOPs (prefill) or bytes (decode) promise for each method."""
+    """The speedup of each method predicted from FLOPs (prefill) or bytes (decode)."""
     model = methods[0].model
     shape, names = describe(model), {x.layer: x.name for x in find_experts(model)}
 
@@ -311,7 +311,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure every mode and write the table down."""
+    """Measure every mode and write the table."""
     parser = argparse.ArgumentParser(description="Measure the speed of pruned models.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--n-threads", type=int, default=1)

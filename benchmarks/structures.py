@@ -1,13 +1,12 @@
-"""What each structure of widths costs in quality, at equal numbers of atomic experts.
+"""What each structure costs in quality, at equal numbers of atomic experts.
 
     python benchmarks/structures.py [--model lab] [--corpus pydocs] [--multiples 6,12]
 
-Δloss on the test split of the corpus that importance was measured on, in nats per
-token, of masks of every structure at 20, 40 and 60 %. Widths are multiples of d_inter's
-16th, 8th, 4th and half unless said otherwise; ragged widths are as they come. A coarse
-multiple cannot meet a ratio exactly, so each row also has the Δloss of ragged widths
-with as many atoms left; what cannot be had at all (one width of at least half, at
-60 %) has no row.
+Δloss in nats per token of masks of every structure at 20, 40 and 60 %, on the test text
+of the corpus that importance was measured on. By default widths are multiples of 1/16,
+1/8, 1/4 and 1/2 of d_inter; ragged widths are unrestricted. A coarse multiple cannot
+meet a ratio exactly, so that each row also has the Δloss of ragged widths with as many
+atoms kept; infeasible settings (one width of at least half, at 60 %) have no row.
 """
 
 import argparse
@@ -28,11 +27,11 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 RATIOS = (0.2, 0.4, 0.6)
 CONSTRAINED = ("aligned", "per_layer", "uniform")
 N_TEST = 40
-"""Held-out windows: more than the profile has, because differences are small."""
+"""Held-out windows: more than in the profile, because differences are small."""
 
 
 def settings(multiples: list[int], corpus: str) -> list[Setting]:
-    """Ragged, and every constrained structure with every multiple."""
+    """Settings of ragged widths, and of every other structure with every multiple."""
     kinds = [("ragged", None)]
     kinds += [(name, multiple) for name in CONSTRAINED for multiple in multiples]
     return [
@@ -43,7 +42,7 @@ def settings(multiples: list[int], corpus: str) -> list[Setting]:
 
 
 def measure(bench: Workbench, setting: Setting, corpus: str) -> dict[str, Any] | None:
-    """One row: how many atoms went, and what that did to the loss."""
+    """One row: the share of the atoms removed, and Δloss; None if infeasible."""
     windows = bench.test_windows(corpus)
     try:
         keep = bench.keep(setting)
@@ -67,7 +66,7 @@ def measure(bench: Workbench, setting: Setting, corpus: str) -> dict[str, Any] |
 
 
 def main() -> None:
-    """Measure every structure and write the table down."""
+    """Measure every structure and write the table."""
     parser = argparse.ArgumentParser(description="Measure what structures cost.")
     parser.add_argument("--model", default=LAB)
     parser.add_argument("--corpus", default="pydocs")

@@ -1,10 +1,10 @@
-"""How long large importance tables take to read, and a selection at a new ratio.
+"""The time to read large importance tables, and to select at a new ratio.
 
     python benchmarks/tables.py [--n-repeats 5]
 
-Random sums in the layout of two published models: Qwen3-30B-A3B (4.7 M atomic experts)
-and DeepSeek-V3 with 671 B parameters (30.4 M). Reading is measured against pyarrow
-reading the same columns of the same file, side by side: the floor.
+Tables of random sums with the shapes of two published models: Qwen3-30B-A3B (4.7 M
+atomic experts) and DeepSeek-V3 with 671 B parameters (30.4 M). Reading is compared with
+pyarrow reading the same columns of the same file, which is the lower bound.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.selection import select
 
 COLUMNS = ("tokens", "sum_h2", "sum_g2")
-"""What the paper's score needs."""
+"""The columns that the paper's score needs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ LAYOUTS = (
 
 
 def random_table(layout: Layout) -> ImportanceTable:
-    """Sums spread over some decades, as measured ones are."""
+    """A table of sums that span some decades, as measured ones do."""
     generator = np.random.default_rng(0)
     shape = layout.n_layers, layout.n_experts, layout.d_inter
     layer, expert, atom = np.indices(shape, dtype=np.int32).reshape(3, -1)
@@ -101,7 +101,7 @@ def measure(layout: Layout, folder: Path, n_repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure both layouts and write the table down."""
+    """Measure both layouts and write the table."""
     parser = argparse.ArgumentParser(description="Measure reading and selecting.")
     parser.add_argument("--n-repeats", type=int, default=5)
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""The paper's Algorithm 1 as it stands: two forwards, one backward, full covariances.
+"""The paper's Algorithm 1: two forward passes, one backward pass, full covariances.
 
 Stage 1 accumulates the covariance G of the output gradient of each expert over its
 routed tokens; stage 2 runs the tokens once more and gives each atomic expert the mean
-of 1/2 e_k^T G e_k. It is here to be compared with `heapr_lab.importance.collect`,
-which gets the same scores from one forward and one backward.
+of 1/2 e_k^T G e_k. It is the reference for `heapr_lab.importance.collect`, which
+computes the same scores with one forward and one backward pass.
 
 Shapes: E n_experts, I d_inter, D d_expert; n routed (token, slot) rows sorted by
 expert. Letters: h atom activation; g = dl/dE_i(x), (n, D), the gradient at an
@@ -32,12 +32,12 @@ IMPLEMENTATION = "two_stage"
 
 @dataclass(frozen=True, eq=False)
 class TwoStage:
-    """Scores of Algorithm 1 and what they were made from."""
+    """Scores of Algorithm 1, and the size of its state."""
 
     scores: pd.DataFrame
     """Columns layer, expert, atom, heapr: one row per atomic expert, sorted."""
     state_bytes: int
-    """Bytes of everything that lives from one batch to the next."""
+    """Bytes of everything that is kept between batches."""
 
 
 class _Covariances:
@@ -121,8 +121,8 @@ def two_stage_scores(
     """Score every atomic expert of `model` by Algorithm 1.
 
     The loss is the sum over predicted tokens, the model is in eval mode, every batch
-    counts, and no gradient is taken to a weight. Stage 2 needs no logits: the head is
-    left out there, in favour of the algorithm.
+    counts, and no weight gradients are computed. Stage 2 needs no logits and omits the
+    head, which is in favour of the algorithm.
 
     Args:
         model: a transformers causal language model with fused experts.
@@ -169,7 +169,7 @@ def running(model: Any, implementation: str) -> Iterator[None]:
 
 
 def _require_grad(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-    # In stage 2 nothing is differentiated; the flag on a leaf does no harm there.
+    # Stage 2 differentiates nothing; the flag on a leaf has no effect there.
     return output.requires_grad_(True)
 
 
