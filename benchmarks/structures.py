@@ -2,11 +2,12 @@
 
     python benchmarks/structures.py [--model lab] [--corpus pydocs] [--multiples 6,12]
 
-Δloss in nats per token of masks of every structure at 20, 40 and 60 %, on the test text
-of the corpus that importance was measured on. By default widths are multiples of 1/16,
-1/8, 1/4 and 1/2 of d_inter; ragged widths are unrestricted. A coarse multiple cannot
-meet a ratio exactly, so that each row also has the Δloss of ragged widths with as many
-atoms kept; infeasible settings (one width of at least half, at 60 %) have no row.
+Δloss in nats per token of masks of every structure at 20, 40 and 60 %, on the test
+split of the corpus that importance was measured on. By default widths are multiples of
+1/16, 1/8, 1/4 and 1/2 of d_inter; ragged widths are unrestricted. A coarse multiple
+cannot meet a ratio exactly, so that each row also has the Δloss of ragged widths with
+as many atoms kept; infeasible settings (one width of at least half, at 60 %) have no
+row.
 """
 
 import argparse
