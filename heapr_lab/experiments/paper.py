@@ -6,7 +6,7 @@ command line and `reproduce` share their work.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,9 +33,6 @@ CALIBRATION_SIZES = (8, 16, 32, 64, 128)
 CALIBRATION_RATIO = 0.2
 TEST_CORPORA = ("pydocs", "wikitext2", "ptb", "c4")
 """Where perplexity is measured, if the corpus is available."""
-
-Step = Callable[[str], None]
-"""Called with a label before each step of an experiment."""
 
 
 def test_corpora() -> tuple[list[str], dict[str, str]]:

@@ -4,15 +4,13 @@ A block is between `<!-- NAME -->` and `<!-- end -->`; the text around it is wri
 hand.
 """
 
-import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-import heapr_lab
 from heapr_lab import figures
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments.benchmarks import BENCHMARKS, Benchmark
@@ -129,21 +127,6 @@ def _numbers(measured: Mapping[str, pd.DataFrame]) -> str:
         f"loses **{best['lab, 40 % ↓']} ×** what HEAPr loses, on a second model "
         f"{best['wide, 40 % ↓']} × (lab models, pydocs and WikiText-2, three seeds).\n"
     )
-
-
-def wings(order: Iterable[str]) -> str:
-    """A list item for each wing: its folder and the first line of its docstring.
-
-    Args:
-        order: names of the wings, in the order of the list.
-    """
-    package = Path(heapr_lab.__file__).parent
-    lines = []
-    for name in order:
-        text = (package / name / "__init__.py").read_text(encoding="utf-8")
-        said = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
-        lines.append(f"* `{name}/`: {said[:1].lower()}{said[1:]}\n")
-    return "\n" + "".join(lines)
 
 
 # --- figures/README.md ------------------------------------------------------------

@@ -71,7 +71,7 @@ from heapr_lab.figures.structures import (
     structures_data,
     structures_table,
 )
-from heapr_lab.figures.style import STYLE_FILE, look, styled
+from heapr_lab.figures.style import look, styled
 from heapr_lab.figures.tables import (
     comparison_table,
     cost_data,
@@ -88,7 +88,6 @@ from heapr_lab.figures.tables import (
 
 __all__ = [
     "KINDS",
-    "STYLE_FILE",
     "Display",
     "accuracy_table",
     "atomic_expert_data",

@@ -5,6 +5,7 @@ HEAPR_UPDATE_README=1 writes the blocks anew, from what is committed; so does
 """
 
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -60,9 +61,16 @@ def test_the_supported_families_are_those_proven() -> None:
     assert blocks(README).items() >= proven.items()
 
 
+def _job_of(wing: str) -> str:
+    """The first line of the docstring of a wing, beginning in lower case."""
+    said = importlib.import_module(f"heapr_lab.{wing}").__doc__.split("\n")[0]
+    return said[:1].lower() + said[1:]
+
+
 def test_the_wings_are_those_of_the_package() -> None:
     """Each wing in its order, with the first line of its docstring."""
-    listed = readme.wings(WINGS)
+    lines = [f"* `{name}/`: {_job_of(name)}\n" for name in WINGS]
+    listed = "\n" + "".join(lines)
     if UPDATE:
         readme.fill_blocks(README, {"wings": listed})
     assert blocks(README)["wings"] == listed
