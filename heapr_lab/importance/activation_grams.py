@@ -90,16 +90,12 @@ class _Collector:
                 if len(own):
                     into[expert] += own.T @ own
             return
-        size = self.d_inter
+        blocks = into[0].view(2 * (self.n_experts, self.d_inter))  # (E, I, E, I)
         for a, b, ours, theirs in _pairs(features, rows.split(tokens)):
             product = ours.T @ theirs
-            left, right = (
-                slice(a * size, (a + 1) * size),
-                slice(b * size, (b + 1) * size),
-            )
-            into[0, left, right] += product
+            blocks[a, :, b] += product
             if a != b:
-                into[0, right, left] += product.T
+                blocks[b, :, a] += product.T
 
     def finished(self, layer: ExpertsLayer, calls: int) -> LayerGrams:
         """The sums of all `calls` forwards.
@@ -150,7 +146,7 @@ def sizes_of(layer: ExpertsLayer, span: str) -> tuple[int, int]:
 
 
 def default_span(layers: Sequence[ExpertsLayer]) -> str:
-    """Layer, where the products of all its atoms are few enough; else expert.
+    """`layer` if the products of all its atoms are few enough, else `expert`.
 
     Experts whose outputs are normalised before they are added up cannot make up for
     each other linearly.
@@ -172,7 +168,7 @@ def _groups(layers: Sequence[ExpertsLayer], span: str) -> list[list[ExpertsLayer
     for layer in layers:
         n_blocks, size = sizes_of(layer, span)
         needed = 2 * 8 * n_blocks * size * size
-        if not groups or needed > room:
+        if needed > room:
             groups.append([])
             room = _AT_ONCE
         groups[-1].append(layer)
@@ -287,8 +283,7 @@ def _stepped(
     with_experts = {layer.layer: layer for layer in layers}
     parts = [part for part, _ in _batches(calibration)]
     for number, run in walk.layers():
-        layer = with_experts.get(number)
-        watched = [layer] if layer is not None else []
+        watched = [with_experts[number]] if number in with_experts else []
         collectors = [_Collector(own, span) for own in watched]
         with evaluating(model), observed(watched, collectors):
             for part in parts:

@@ -10,6 +10,7 @@ import logging
 import platform
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,16 @@ def collect_statistics(
     spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
     windows = calibration.window_fingerprints()
     _tell_repeats(windows)
-    run = _Pass(model, calibration, layers, labels, progress, state, digest(spec))
+    run = _Pass(
+        model=model,
+        calibration=calibration,
+        layers=layers,
+        labels=labels,
+        progress=progress,
+        state=state,
+        key=digest(spec),
+        weights=weights_state(model),
+    )
     probes = _run_all(run) if batch_size is None else run.run(batch_size)
     frame = _frame(layers, probes, model)
     provenance = _provenance(model, calibration, run, time.perf_counter() - started)
@@ -160,29 +170,22 @@ def _run_all(run: "_Pass") -> dict[int, Probe]:
     return halving_batches(run.run, size, model=run.model)
 
 
+@dataclass(kw_only=True, eq=False)
 class _Pass:
     """One pass over the calibration windows, which may be cut short and resumed."""
 
-    def __init__(
-        self,
-        model: Any,
-        calibration: CalibrationSet,
-        layers: list[ExpertsLayer],
-        labels: str,
-        progress: Progress | None,
-        state: Path | None,
-        key: str,
-    ) -> None:
-        self.model = model
-        self.calibration = calibration
-        self.layers = layers
-        self.labels = labels
-        self.progress = progress
-        self.state = state
-        self.key = key
-        self.weights = weights_state(model)
-        self.batch_size = 0
-        self.resumed_at = 0
+    model: Any
+    calibration: CalibrationSet
+    layers: list[ExpertsLayer]
+    labels: str
+    progress: Progress | None
+    state: Path | None
+    key: str
+    """Hash of the specification: a saved state of another pass has another."""
+    weights: str
+    """The model's `weights_state`, which has to stay the same."""
+    batch_size: int = 0
+    resumed_at: int = 0
 
     def run(self, batch_size: int) -> dict[int, Probe]:
         """Measure all windows not measured before; returns each layer's probe."""

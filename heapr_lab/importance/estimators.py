@@ -90,9 +90,6 @@ class Estimator:
     """Columns it reads besides where the experts have gates."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Its options by name."""
-    second_order: bool = False
-    """Whether it estimates the loss to second order in what is removed, which is
-    nothing where no token was routed: such atoms score 0."""
     within_layer: bool = False
     """Whether its scores of different layers cannot be compared."""
     extra_pass: bool = False
@@ -103,6 +100,11 @@ class Estimator:
     def per_predicted_token(self) -> bool:
         """Whether it divides by the number of predicted tokens."""
         return self.unit == PER_TOKEN
+
+    @property
+    def second_order(self) -> bool:
+        """Whether it estimates the loss increase, which is 0 for unrouted experts."""
+        return self.unit in {PER_TOKEN, PER_ROUTED_TOKEN}
 
 
 def _heapr(x: Inputs) -> _Scores:
@@ -238,7 +240,6 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _heapr,
                 unit=PER_ROUTED_TOKEN,
                 needs=("tokens", "sum_h2", "sum_g2"),
-                second_order=True,
             ),
             Estimator(
                 "heapr_total",
@@ -246,7 +247,6 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _heapr_total,
                 unit=PER_TOKEN,
                 needs=("tokens", "sum_h2", "sum_g2"),
-                second_order=True,
             ),
             Estimator(
                 "fisher",
@@ -254,7 +254,6 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _fisher,
                 unit=PER_TOKEN,
                 needs=("sum_hg2",),
-                second_order=True,
             ),
             Estimator(
                 "weighted",
@@ -262,7 +261,6 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _weighted,
                 unit=PER_ROUTED_TOKEN,
                 needs=("tokens", "sum_ph2", "sum_g2"),
-                second_order=True,
             ),
             Estimator(
                 "shrunk",
@@ -271,7 +269,6 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _shrunk,
                 unit=PER_ROUTED_TOKEN,
                 needs=("layer", "tokens", "sum_ph2", "sum_g2", "w_down_sq"),
-                second_order=True,
             ),
             Estimator(
                 "elimination",
@@ -281,7 +278,6 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 unit=PER_ROUTED_TOKEN,
                 needs=("elimination",),
                 extra_pass=True,
-                second_order=True,
             ),
             Estimator(
                 "taylor",
@@ -289,7 +285,6 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _taylor,
                 unit=PER_TOKEN,
                 needs=("sum_hg", "sum_hg2"),
-                second_order=True,
             ),
             Estimator(
                 "camera",

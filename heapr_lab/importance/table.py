@@ -288,13 +288,8 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
     Raises:
         SpecError: it is not.
     """
-    kinds: dict[str, type] = {
-        "N": int,
-        "spec": dict,
-        "spec_hash": str,
-        "architecture": dict,
-        "provenance": dict,
-    }
+    whole = ("spec", "architecture", "provenance")
+    kinds: dict[str, type] = {"N": int, "spec_hash": str} | dict.fromkeys(whole, dict)
     for name, kind in kinds.items():
         value = metadata.get(name)
         negative = isinstance(value, int) and value <= 0

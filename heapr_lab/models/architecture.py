@@ -108,10 +108,6 @@ class Architecture:
         )
         return self.n_parameters - removed
 
-    def size_bytes(self, keep: Keep | None = None) -> int:
-        """Bytes of the weights after pruning (before, without `keep`)."""
-        return round(self.parameters(keep) * self.bytes_per_parameter)
-
     # --- display ----------------------------------------------------------------
 
     def __repr__(self) -> str:
@@ -188,13 +184,8 @@ class Architecture:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data that `from_dict` takes back."""
-        plain = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
-        plain["layers"] = {
-            str(layer): dataclasses.asdict(shape)
-            for layer, shape in self.layers.items()
-        }
+        plain = dataclasses.asdict(self)
+        plain["layers"] = {str(k): shape for k, shape in plain["layers"].items()}
         return plain
 
     @classmethod

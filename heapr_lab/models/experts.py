@@ -201,8 +201,7 @@ def _refuse_inexact(layer: ExpertsLayer) -> None:
                 f"{layer.name}.{name} is quantised ({parameter.dtype}); expected "
                 "float16, bfloat16, float32 or float64: load the model dequantised"
             )
-    weights = ["down_proj", "gate_up_proj" if layer.gated else "up_proj"]
-    for name in weights:
+    for name in ("down_proj", "gate_up_proj" if layer.gated else "up_proj"):
         weight = getattr(module, name, None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
             raise LayoutError(
@@ -276,14 +275,11 @@ def describe(model: Any) -> Architecture:
         for p in module.parameters()
     }
     head = model.get_output_embeddings()
-    matrices = sum(
-        p.numel()
-        for p in model.parameters()
-        if p.dim() == 2 and id(p) not in routed and id(p) not in embeddings
-    )
+    parameters = list(model.parameters())
+    apart = routed | embeddings
+    matrices = sum(p.numel() for p in parameters if p.dim() == 2 and id(p) not in apart)
     if head is not None and id(head.weight) in embeddings:
         matrices += head.weight.numel()  # tied: read as a matrix as well
-    parameters = list(model.parameters())
     return Architecture(
         n_parameters=sum(p.numel() for p in parameters),
         bytes_per_parameter=parameters[0].element_size(),

@@ -10,10 +10,12 @@ I d_inter, D d_expert.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -38,10 +40,10 @@ class Edit:
     """What stands for W_down, (E, D, I)."""
 
 
-_edits: ContextVar[Mapping[int, Edit] | None] = ContextVar("edits", default=None)
-_observers: ContextVar[Mapping[int, "Observer"] | None] = ContextVar(
-    "observers", default=None
-)
+_NONE: Mapping[int, Any] = MappingProxyType({})
+_edits: ContextVar[Mapping[int, Edit]] = ContextVar("edits", default=_NONE)
+_observers: ContextVar[Mapping[int, "Observer"]]
+_observers = ContextVar("observers", default=_NONE)
 _switch_lock = threading.Lock()
 _switched: dict[int, tuple[int, str | None]] = {}
 """By the id of each config switched on: modules that need it, what it was before."""
@@ -135,7 +137,7 @@ def masked(
     Shapes: each of `keeps` (E, I), one for each layer, True where the atom stays; each
     of `downs` (E, D, I).
     """
-    outer = _edits.get() or {}
+    outer = _edits.get()
     mine = {}
     for layer, keep, given in zip(
         layers, keeps, downs or [None] * len(layers), strict=True
@@ -157,7 +159,7 @@ def masked(
 
 def edits_of(model: nn.Module) -> dict[str, Edit]:
     """How the experts modules of `model` run in this context, by name, where edited."""
-    edits = _edits.get() or {}
+    edits = _edits.get()
     return {
         name: edits[id(module)]
         for name, module in model.named_modules()
@@ -193,7 +195,7 @@ def observed(
     """
     pairs = zip(layers, observers, strict=True)
     watching = _observers.set({id(layer.module): own for layer, own in pairs})
-    dense = _edits.set(None)
+    dense = _edits.set(_NONE)
     try:
         with switching(layers):
             yield
@@ -226,27 +228,17 @@ def _experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    edits = _edits.get()
-    edit = None if edits is None else edits.get(id(module))
-    probe = module.__dict__.get("_heapr_probe")
-    if not torch.is_grad_enabled():
-        probe = None
-    observers = _observers.get()
-    observer = None if observers is None else observers.get(id(module))
+    edit = _edits.get().get(id(module))
+    observer = _observers.get().get(id(module))
+    probe = module.__dict__.get("_heapr_probe") if torch.is_grad_enabled() else None
     if edit is None and probe is None and observer is None:
-        plain = _plain_implementation(module)
-        total: torch.Tensor
-        total = plain(module, hidden_states, top_k_index, top_k_weights)
-        return total
-    return _routed_forward(
-        module,
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        edit=edit,
-        probe=probe,
-        observer=observer,
-    )
+        forward = _plain_implementation(module)
+    else:
+        forward = functools.partial(
+            _routed_forward, edit=edit, probe=probe, observer=observer
+        )
+    total: torch.Tensor = forward(module, hidden_states, top_k_index, top_k_weights)
+    return total
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)

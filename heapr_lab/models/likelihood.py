@@ -297,17 +297,15 @@ def _body(model: Any) -> nn.Module:
     Raises:
         LayoutError: there is none.
     """
-    find = getattr(model, "get_decoder", None)
-    body = find() if find is not None else None
-    if body is model or not any(child is body for child in model.children()):
-        body = getattr(model, "base_model", None)
-    if body is model or not any(child is body for child in model.children()):
-        raise LayoutError(
-            f"{type(model).__name__} has no body apart from its head; expected a "
-            "causal language model of transformers (a ...ForCausalLM)"
-        )
-    assert isinstance(body, nn.Module)
-    return body
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    for body in (decoder, getattr(model, "base_model", None)):
+        if any(child is body for child in model.children()):
+            assert isinstance(body, nn.Module)
+            return body
+    raise LayoutError(
+        f"{type(model).__name__} has no body apart from its head; expected a "
+        "causal language model of transformers (a ...ForCausalLM)"
+    )
 
 
 def _forward_with(

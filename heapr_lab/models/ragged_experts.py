@@ -67,8 +67,7 @@ class RaggedExperts(nn.Module):
             self.add_module(name, child)
 
         def empty(*shape: int) -> nn.Parameter:
-            made = torch.empty(*shape, dtype=weight.dtype, device=weight.device)
-            return nn.Parameter(made)
+            return nn.Parameter(weight.new_empty(shape))
 
         self.up_rows = empty(factor * n_kept, d_expert)
         """Rows of the input projection, in the family's own order for each expert."""
@@ -187,14 +186,15 @@ class Pack(ConversionOps):
             return own[0][None]
         if self.kind == COLUMNS:
             return own[0].T
-        if self.interleaved and len(own) == 2:
+        if self.interleaved:
             return torch.stack(own, dim=1).flatten(0, 1)
         return torch.cat(own)
 
     @property
     def reverse_op(self) -> "Pack":
-        """What saving does."""
-        return Unpack(self.widths, self.kind, interleaved=self.interleaved)
+        """`Unpack`, which saving does, of `Pack`, which loading does, and back."""
+        other = Pack if isinstance(self, Unpack) else Unpack
+        return other(self.widths, self.kind, interleaved=self.interleaved)
 
 
 class Unpack(Pack):
@@ -226,16 +226,9 @@ class Unpack(Pack):
             return (rows[0],)
         if self.kind == COLUMNS:
             return (rows.T,)
-        if n_parts == 1:
-            return (rows,)
         if self.interleaved:
-            return rows[0::2], rows[1::2]
-        return rows[: len(rows) // 2], rows[len(rows) // 2 :]
-
-    @property
-    def reverse_op(self) -> Pack:
-        """What loading does."""
-        return Pack(self.widths, self.kind, interleaved=self.interleaved)
+            return tuple(rows[part::n_parts] for part in range(n_parts))
+        return rows.chunk(n_parts)
 
 
 def expert_conversions(
@@ -252,11 +245,10 @@ def expert_conversions(
     """
     shell = module.family
     here = path[path.find("layers.") :]
-    ups = (
-        ["gate_proj.weight", "up_proj.weight"] if shell.has_gate else ["up_proj.weight"]
-    )
+    ups = ["gate_proj", "up_proj"] if shell.has_gate else ["up_proj"]
     up_target = "gate_up_proj" if shell.has_gate else "up_proj"
-    rows = _own_names(family, here, up_target) or [f"{here}.*.{name}" for name in ups]
+    rows = _own_names(family, here, up_target)
+    rows = rows or [f"{here}.*.{name}.weight" for name in ups]
     columns = _own_names(family, here, "down_proj") or [f"{here}.*.down_proj.weight"]
     interleaved = not shell.is_concatenated
 
@@ -481,7 +473,8 @@ def _of_own_layers(model: Any, names: Collection[str]) -> list[str]:
     prefixes = {place[1] for place in places if place}
     config = model.config.get_text_config()
     n_layers = 1 + max((int(place[2]) for place in places if place), default=-1)
-    further = range(n_layers, n_layers + _n_predicting(config))
+    n_predicting = getattr(config, "num_nextn_predict_layers", None) or 0
+    further = range(n_layers, n_layers + n_predicting)
     return sorted(
         name
         for name in names
@@ -489,10 +482,6 @@ def _of_own_layers(model: Any, names: Collection[str]) -> list[str]:
         and place[1] in prefixes
         and int(place[2]) not in further
     )
-
-
-def _n_predicting(config: Any) -> int:
-    return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 
 # --- code -------------------------------------------------------------------------

@@ -14,12 +14,7 @@ from typing import Any, TypeVar
 import filelock
 
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.storage.files import (
-    read_json,
-    remedy,
-    replacing,
-    write_json,
-)
+from heapr_lab.storage.files import read_json, remedy, replacing, write_json
 from heapr_lab.storage.hashing import canonical_json, digest
 from heapr_lab.storage.paths import cache_dir
 
@@ -105,19 +100,17 @@ def cached(
         extension: the end of the file's name, without the dot.
     """
     path = cache_path(kind, key, extension=extension)
-    if path.exists():
-        _check_key(path, key)
-        return read(path)
-    with _waiting(path):
-        if path.exists():  # made by another while this one waited
-            _check_key(path, key)
-            return read(path)
-        value = compute()
-        # The key first: a result whose key is missing is then never one of ours.
-        write_json(_key_path(path), dict(key))
-        with replacing(path) as temporary:
-            write(temporary, value)
-        return value
+    if not path.exists():
+        with _locked(path):
+            if not path.exists():  # else another made it while this one waited
+                value = compute()
+                # The key first: a result without a key is then never one of ours.
+                write_json(_key_path(path), dict(key))
+                with replacing(path) as temporary:
+                    write(temporary, value)
+                return value
+    _check_key(path, key)
+    return read(path)
 
 
 def cached_json(kind: str, key: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
@@ -127,18 +120,13 @@ def cached_json(kind: str, key: Mapping[str, Any], compute: Callable[[], Any]) -
     )
 
 
-@contextlib.contextmanager
-def _waiting(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> filelock.AcquireReturnProxy:
     guard = lock(path)
     try:
-        guard.acquire(timeout=0)
+        return guard.acquire(timeout=0)
     except filelock.Timeout:
         logger.info("waiting for %s, which another is computing", path)
-        guard.acquire()
-    try:
-        yield
-    finally:
-        guard.release()
+        return guard.acquire()
 
 
 def _key_path(path: Path) -> Path:

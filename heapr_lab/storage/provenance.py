@@ -7,6 +7,7 @@ Parquet files and checkpoints of this package say themselves where they came fro
 """
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -53,7 +54,7 @@ class Origin:
     def facts(self) -> dict[str, Any]:
         """All that is known, as plain data."""
         facts: dict[str, Any] = {"file": str(self.file), "kind": self.kind}
-        facts |= {"provenance": self.provenance}
+        facts["provenance"] = self.provenance
         if self.rows is not None:
             facts["rows"] = str(self.rows)
         if self.spec_hash is not None:
@@ -208,10 +209,7 @@ def _pdf_text(path: Path) -> str:
     return re.sub(rb"\\(.)", rb"\1", found[-1]).decode("latin-1") if found else ""
 
 
-def _plain_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
-
-
+_plain_text = functools.partial(Path.read_text, encoding="utf-8", errors="replace")
 _TEXTS: dict[str, Callable[[Path], str]] = {
     ".png": _png_text,
     ".pdf": _pdf_text,
@@ -313,7 +311,7 @@ def _of_rows(path: Path) -> Origin:
     """
     above = path.parent.parent if path.parent.name == "data" else path.parent
     beside = [path.with_suffix(".md"), above / f"{path.stem}.png"]
-    marked = [found for found in beside if found.is_file()]
+    marked = list(filter(Path.is_file, beside))
     for found in marked:
         provenance = _read_mark(_TEXTS[found.suffix](found), found)
         if _holds(path, provenance.get("data")):

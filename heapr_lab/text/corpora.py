@@ -91,51 +91,46 @@ class _Dataset:
     """Where a named data set lies, locally and on the hub."""
 
     folder: str
-    column: str
-    local: dict[str, str]
     hub_path: str
-    hub_name: str | None
-    hub_splits: dict[str, str]
+    hub_name: str | None = None
     hub_revision: str | None = None
+    column: str = "text"
+    single: bool = False
+    """Whether it has the split `train` alone, which is dealt into three."""
+    local_train: str = "train"
+    """Name of the local file of that split."""
+
+    def split(self, split: str) -> str:
+        """The split that the texts of `split` are in."""
+        return "train" if self.single else split
 
 
-_SAME = {split: split for split in SPLITS}
 _DATASETS = {
     "wikitext2": _Dataset(
         folder="wikitext2_raw",
-        column="text",
-        local={"train": "train_head", "validation": "validation", "test": "test"},
         hub_path="Salesforce/wikitext",
         hub_name="wikitext-2-raw-v1",
-        hub_splits=_SAME,
+        local_train="train_head",
     ),
     "wikitext2:tokenized": _Dataset(
         folder="wikitext2_tokenized",
-        column="text",
-        local=_SAME,
         hub_path="Salesforce/wikitext",
         hub_name="wikitext-2-v1",
-        hub_splits=_SAME,
     ),
     "ptb": _Dataset(
         folder="ptb",
-        column="sentence",
-        local=_SAME,
         hub_path="ptb-text-only/ptb_text_only",
-        hub_name=None,
-        hub_splits=_SAME,
         # Its main branch is a script, which `datasets` no longer runs.
         hub_revision="refs/convert/parquet",
+        column="sentence",
     ),
     # Both the local sample and one hub shard have a single split: documents are
     # dealt into three by the hash of each, as those of `pydocs` are.
     "c4": _Dataset(
         folder="c4_sample",
-        column="text",
-        local={"train": "train"},
         hub_path="allenai/c4",
         hub_name="en",
-        hub_splits={"train": "train"},
+        single=True,
     ),
 }
 _C4_SHARD = "en/c4-train.00000-of-01024.json.gz"
@@ -207,7 +202,8 @@ def _source_file(name: str, split: str) -> _File | None:
     folder = _local_folder(dataset, os.environ.get("HEAPR_DATA_DIR"))
     if folder is None:
         return _File.at(Path(dataset.hub_path))
-    stem = dataset.local["train" if _single(dataset) else split]
+    stem = dataset.split(split)
+    stem = dataset.local_train if stem == "train" else stem
     return _File.at(folder / f"{stem}.parquet")
 
 
@@ -241,8 +237,13 @@ def _split_of(text: str) -> str:
 def _dataset_corpus(name: str, split: str, file: _File) -> Corpus:
     dataset = _DATASETS[name]
     if file.path.suffix:
-        return _local_corpus(name, split, dataset, file.path)
-    return _hub_corpus(name, split, dataset)
+        texts = _read_parquet_column(file.path, dataset.column)
+        source = f"{dataset.folder}/{file.path.name}"
+    else:
+        texts, source = _from_hub(name, dataset.split(split), dataset)
+    if dataset.single:
+        return _hash_split(name, split, texts, source)
+    return Corpus(name, split, texts, source)
 
 
 def _local_folder(dataset: _Dataset, data_dir: str | None) -> Path | None:
@@ -252,39 +253,29 @@ def _local_folder(dataset: _Dataset, data_dir: str | None) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _single(dataset: _Dataset) -> bool:
-    """Whether it has one local split, which is dealt into three."""
-    return set(dataset.local) == {"train"}
-
-
-def _local_corpus(name: str, split: str, dataset: _Dataset, path: Path) -> Corpus:
-    texts = _read_parquet_column(path, dataset.column)
-    source = f"{dataset.folder}/{path.name}"
-    if _single(dataset):
-        return _hash_split(name, split, texts, source)
-    return Corpus(name, split, texts, source)
-
-
 _not_on_hub: dict[tuple[str, Path], str] = {}
 """Data sets that could not be had: asked for once, for a hub that lacks one is slow."""
 
 
-def _hub_corpus(name: str, split: str, dataset: _Dataset) -> Corpus:
+def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...], str]:
+    """The texts of a split of a data set on the hub, and their source.
+
+    Raises:
+        CorpusError: the hub cannot be reached, or lacks the data set.
+    """
     hub.answers()  # where it does not, `datasets` looks on the disk alone
     import datasets  # slow to import, and reads then whether it is offline
 
     asked = name, Path.cwd()
     if asked in _not_on_hub:
         raise CorpusError(_not_on_hub[asked])
-    single = set(dataset.hub_splits) == {"train"}
-    hub_split = dataset.hub_splits["train" if single else split]
     try:
         rows = datasets.load_dataset(
             dataset.hub_path,
-            dataset.hub_name if not single else None,
-            split=hub_split,
+            None if dataset.single else dataset.hub_name,
+            split=split,
             revision=dataset.hub_revision,
-            data_files={"train": _C4_SHARD} if single else None,
+            data_files={"train": _C4_SHARD} if dataset.single else None,
         )
     except Exception as error:
         _not_on_hub[asked] = (
@@ -295,11 +286,9 @@ def _hub_corpus(name: str, split: str, dataset: _Dataset) -> Corpus:
             "variable, or connect to the hub, and start again."
         )
         raise CorpusError(_not_on_hub[asked]) from error
-    texts = tuple(rows[dataset.column])
-    source = f"hub:{dataset.hub_path} {dataset.hub_name or ''} {hub_split}".strip()
-    if single:
-        return _hash_split(name, split, texts, f"{source} ({_C4_SHARD})")
-    return Corpus(name, split, texts, source)
+    source = f"hub:{dataset.hub_path} {dataset.hub_name or ''} {split}"
+    source += f" ({_C4_SHARD})" if dataset.single else ""
+    return tuple(rows[dataset.column]), source
 
 
 def _file_corpus(path: Path, split: str) -> Corpus:

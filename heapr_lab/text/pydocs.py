@@ -172,11 +172,8 @@ def docstrings_in(path: Path) -> Iterator[str]:
             if text:
                 yield text
         elif isinstance(node, ast.Call) and _adds_docstring(node.func):
-            for argument in node.args:
-                if isinstance(argument, ast.Constant) and isinstance(
-                    argument.value, str
-                ):
-                    yield inspect.cleandoc(argument.value)
+            values = (getattr(argument, "value", None) for argument in node.args)
+            yield from (inspect.cleandoc(x) for x in values if isinstance(x, str))
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.AST]:

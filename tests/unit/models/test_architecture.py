@@ -33,7 +33,7 @@ TOKENS = pd.DataFrame(
 )
 
 
-def test_parameters_and_bytes() -> None:
+def test_parameters() -> None:
     """Pruned atoms take their rows, columns and biases along, nothing else."""
     assert MODEL.atom_parameters(1) == 3 * 4
     assert MODEL.atom_parameters(3) == 2 * 5 + 1
@@ -41,7 +41,6 @@ def test_parameters_and_bytes() -> None:
     assert MODEL.routed_share == pytest.approx(0.116)
     assert MODEL.parameters() == 1000
     assert MODEL.parameters(KEEP) == 1000 - 4 * 12 - 1 * 11
-    assert MODEL.size_bytes(KEEP) == 2 * 941
 
 
 def test_dense_flops() -> None:
