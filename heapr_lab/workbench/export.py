@@ -28,6 +28,7 @@ from heapr_lab.refinement.compensation import (
 )
 from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
@@ -146,6 +147,7 @@ def facts_of(
     saved = savings(keep, table, seq_len=seq_len, source=source)
     facts = {
         "calibration": describe_calibration(table),
+        "calibrated_on": made.to_dict() if (made := calibration_of(table)) else None,
         "importance": table.metadata.get("spec_hash"),
         "savings": {k: v for k, v in saved.items() if not k.startswith("bytes_")},
     }
@@ -154,12 +156,22 @@ def facts_of(
 
 def describe_calibration(table: ImportanceTable) -> str:
     """The text that `table` was measured on, in one line."""
+    made = calibration_of(table)
+    if made is None:
+        return "not recorded"
+    recorded = table.metadata["provenance"]["calibration"]
+    text = f"{made.n_sequences} windows of {made.seq_len} tokens of {made.corpus}"
+    split = f" ({recorded['split']})" if "split" in recorded else ""
+    return text + split + (f", seed {made.seed}" if "seed" in recorded else "")
+
+
+def calibration_of(table: ImportanceTable) -> Calibration | None:
+    """The calibration that `table` was measured on; None where it is not recorded."""
     made = (table.metadata.get("provenance") or {}).get("calibration") or {}
     if not {"n_sequences", "seq_len", "corpus"} <= made.keys():
-        return "not recorded"
-    text = "{n_sequences} windows of {seq_len} tokens of {corpus}".format(**made)
-    split = f" ({made['split']})" if "split" in made else ""
-    return text + split + (f", seed {made['seed']}" if "seed" in made else "")
+        return None
+    names = ("corpus", "n_sequences", "seq_len", "seed")
+    return Calibration.from_dict({k: made[k] for k in names if k in made})
 
 
 def stored_dtype(bench: Workbench) -> Any:

@@ -20,7 +20,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.sources import read_source, source_of, weights_bytes
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.options import Selection, selection_in
 from heapr_lab.pruning.savings import context_length
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.export import describe_calibration, savings
@@ -80,6 +80,25 @@ def export(panel: Explorer, folder: Path, *, compensated: bool) -> str:
 def manifest_of(folder: Path) -> dict[str, Any]:
     """What the manifest of a checkpoint says."""
     return dict(json.loads((folder / "heapr_manifest.json").read_text()))
+
+
+def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> None:
+    """Its selection and calibration, read back, select the same atoms."""
+    command(
+        "prune", root / "moe", "--ratio", 0.3, "--scope", "layer", "--min-atoms", 1,
+        "--estimator", "fisher", "--corpus", root / "text.txt", "--n-sequences", 4,
+        "--seed", 2, "--seq-len", SEQ_LEN, "--profile", "small",
+        "--out", tmp_path / "pruned",
+    )  # fmt: skip
+    manifest = manifest_of(tmp_path / "pruned")
+    setting = Setting(
+        selection_in(manifest["selection"]),
+        Calibration.from_dict(manifest["calibrated_on"]),
+    )
+    keep = bench_of(root).keep(setting)
+    assert keep.fingerprint == manifest["keep_fingerprint"]
+    assert setting.selection == Selection(0.3, "fisher", scope="layer", min_atoms=1)
+    assert setting.calibration.seed == 2
 
 
 # --- operations ------------------------------------------------------------------
