@@ -77,9 +77,42 @@ TESTS = {
     ),
     "models/hooks": ("models/test_hooks.py", "importance/test_pass.py"),
     "models/identity": ("models/test_identity_parts.py", "models/test_identity.py"),
+    "pruning/masks": (
+        "pruning/test_masks.py",
+        "pruning/test_selection.py",
+        "storage/test_damaged_files.py",
+    ),
+    "pruning/pareto": ("pruning/test_pareto.py",),
+    "pruning/ranking": (
+        "pruning/test_ranking.py",
+        "pruning/test_selection.py",
+        "../property",
+    ),
+    "pruning/savings": ("pruning/test_savings.py",),
+    "pruning/surgery": ("pruning/test_surgery.py",),
     "pruning": ("pruning", "../property"),
-    "refinement": ("refinement", "../oracle/test_compensation.py"),
-    "evaluation": ("evaluation", "../oracle/test_perplexity.py"),
+    "refinement/compensation": (
+        "refinement/test_compensation.py",
+        "../oracle/test_compensation.py",
+    ),
+    "refinement/distillation": (
+        "refinement/test_distillation.py",
+        "refinement/test_learned_masks.py",
+    ),
+    "refinement/elimination": (
+        "refinement/test_elimination.py",
+        "../oracle/test_elimination.py",
+    ),
+    "refinement/iterative": ("refinement/test_iterative.py",),
+    "refinement/learned_masks": (
+        "refinement/test_learned_steps.py",
+        "refinement/test_learned_masks.py",
+    ),
+    "refinement/recovery": ("refinement/test_recovery.py",),
+    "evaluation/perplexity": (
+        "evaluation/test_perplexity.py",
+        "../oracle/test_perplexity.py",
+    ),
 }
 """The tests of a module or a wing, below UNIT, where they are not UNIT/<wing>."""
 PRELOADED = (

@@ -192,7 +192,7 @@ def test_every_window_is_seen_as_often(
 def test_defaults_are_200_steps_of_8_windows(
     dense: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With seed 0 and a rate of 1e-4 at most; the model says what was done."""
+    """Unless others are asked for."""
     seen = watch_windows(monkeypatch)
     more = CalibrationSet.from_ids(WINDOWS.ids.repeat(2, 1))
 
@@ -203,19 +203,26 @@ def test_defaults_are_200_steps_of_8_windows(
     with pytest.raises(InterruptedError):
         recover(pruned_of(dense), dense, more, progress=stop)
     assert len(seen[0]) == 8
-    options = {"n_steps": 3, "batch_size": 2}
+
+
+def test_the_rate_is_a_ten_thousandth_and_the_seed_0(dense: nn.Module) -> None:
+    """Unless others are asked for."""
+    options = {"n_steps": 2, "batch_size": 2}
     by_default = recover(pruned_of(dense), dense, WINDOWS, **options)
-    asked = recover(
-        pruned_of(dense), dense, WINDOWS, seed=0, learning_rate=1e-4, **options
-    )
+    options |= {"seed": 0, "learning_rate": 1e-4}
+    asked = recover(pruned_of(dense), dense, WINDOWS, **options)
     expected = logits_of(asked, WINDOWS.ids)
     assert torch.equal(logits_of(by_default, WINDOWS.ids), expected)
-    recover(asked, dense, WINDOWS, **options)
-    assert asked.heapr_weights == (
-        "sliced; then the experts distilled from the dense model in 3 steps of 2 "
-        "windows; then the experts distilled from the dense model in 3 steps of 2 "
-        "windows"
-    )
+
+
+def test_a_recovered_model_says_so(dense: nn.Module) -> None:
+    """After what was done to its weights before."""
+    pruned, done = pruned_of(dense), "sliced"
+    for size in (2, 3):
+        recover(pruned, dense, WINDOWS, n_steps=1, batch_size=size)
+        done += "; then the experts distilled from the dense model in 1 steps of "
+        done += f"{size} windows"
+        assert pruned.heapr_weights == done
 
 
 def test_the_norm_of_an_output_is_no_expert_s_weight(dense: nn.Module) -> None:
