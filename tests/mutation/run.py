@@ -75,7 +75,11 @@ TESTS = {
         "importance/test_table.py",
         "importance/test_table_parts.py",
     ),
-    "models/hooks": ("models/test_hooks.py", "importance/test_pass.py"),
+    "models/hooks": (
+        "models/test_hooks.py",
+        "importance/test_pass.py",
+        "importance/test_activation_grams.py",
+    ),
     "models/identity": ("models/test_identity_parts.py", "models/test_identity.py"),
     "pruning/masks": (
         "pruning/test_masks.py",

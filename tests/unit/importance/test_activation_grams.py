@@ -85,7 +85,7 @@ def assert_right(
     for number, grams in found.items():
         right = expected(phi[number], span)
         assert grams.span == span
-        assert grams.sums.dtype == torch.float64
+        assert (grams.sums.dtype, grams.tokens.dtype) == (torch.float64, torch.int64)
         torch.testing.assert_close(grams.sums, right, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(grams.total, right[0] + right[1])
         assert grams.tokens.sum(1).tolist() == [2 * 9 * 4, 2 * 9 * 2]
@@ -249,13 +249,31 @@ def test_passes_for_groups_where_layers_do_not_run_alone(
     def refuse(*_: object) -> None:
         raise LayoutError("no")
 
+    asked: list[object] = []
+
+    def noted(*args: object, **options: Any) -> dict[int, LayerGrams]:
+        asked.append(options["layers"])
+        return collect_grams(*args, **options)
+
     monkeypatch.setattr(activation_grams, "LayerByLayer", refuse)
+    monkeypatch.setattr(activation_grams, "collect_grams", noted)
     found, told = walked(model, "expert")
     assert caplog.messages == ["no; so 2 forward passes are taken instead of one"]
     assert told == [(2, 6), (3, 6), (5, 6), (6, 6)]
+    assert asked == [[0], [1]]
     assert [*found] == [0, 1]
     assert_right(found, phi, "expert")
     assert len(list(iter_grams(model, WINDOWS, span="expert"))) == 2
+
+
+@pytest.mark.usefixtures("small")
+def test_nothing_is_run_that_is_refused(model: nn.Module) -> None:
+    """As where all sums fit: one window, tokens that there are not."""
+    with pytest.raises(SpecError, match="1 windows and 2 layers"):
+        next(iter_grams(model, CalibrationSet.from_ids(IDS[:1]), span="expert"))
+    outside = CalibrationSet.from_ids(IDS + 48)
+    with pytest.raises(SpecError, match="48"):
+        next(iter_grams(model, outside, span="expert"))
 
 
 # --- sizes ------------------------------------------------------------------------
