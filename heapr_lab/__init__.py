@@ -12,7 +12,7 @@ The public names, in the order in which data flows:
     save_pruned(smaller, "smaller")
 
 Names are imported when they are first used, so that tables, masks and figures can be
-worked with where torch is not installed.
+used where torch is not installed.
 """
 
 import importlib
@@ -63,7 +63,7 @@ _HOMES = {
     "write_gguf": "checkpoints.gguf",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 (a list of names, though made, not written)
+__all__ = sorted(_HOMES)  # noqa: PLE0605 (a computed list of names)
 
 
 _REGISTRY = "transformers.quantizers.auto"
@@ -72,8 +72,8 @@ _REGISTRY = "transformers.quantizers.auto"
 class _Registration(importlib.abc.MetaPathFinder):
     """Registers the checkpoint format as soon as transformers' registry is imported.
 
-    So that `from_pretrained` loads pruned checkpoints once heapr_lab is imported, in
-    whatever order, and heapr_lab does not import torch by itself.
+    After `import heapr_lab`, before or after transformers, `from_pretrained` loads
+    pruned checkpoints, although heapr_lab does not import torch by itself.
     """
 
     def find_spec(
@@ -106,12 +106,12 @@ else:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Answer `%load_ext heapr_lab`; see `heapr_lab.panel.magic`."""
+    """Handle `%load_ext heapr_lab`; see `heapr_lab.panel.magic`."""
     importlib.import_module(f"{__name__}.panel.magic").load(ipython)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """Answer `%unload_ext heapr_lab`."""
+    """Handle `%unload_ext heapr_lab`."""
     importlib.import_module(f"{__name__}.panel.magic").unload(ipython)
 
 

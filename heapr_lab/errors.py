@@ -1,6 +1,6 @@
-"""Exception classes and canonical JSON, shared by every other module.
+"""Exception classes, and the check of whole numbers, for all other modules.
 
-The lowest layer: nothing here imports another module of the package.
+This module imports no other module of the package.
 """
 
 import operator
@@ -10,26 +10,26 @@ from typing import Any
 
 
 class HeaprLabError(ValueError):
-    """Base of every error this package raises on purpose.
+    """Base class of the errors that this package raises on purpose.
 
     A message says what was found, what was expected, and what to do about it. IPython
-    shows it alone, in one line; `%tb` shows the whole traceback.
+    shows only the message, on one line; `%tb` shows the whole traceback.
     """
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: at first the message, when asked again everything."""
-        if sys.exc_info()[1] is not self:  # not as it is raised, but by %tb
+        """What IPython shows: the message, or after `%tb` the whole traceback."""
+        if sys.exc_info()[1] is not self:  # called by %tb, not by the failed cell
             return traceback.format_exception(self)
         message = " ".join(str(self).split())
         return [f"{type(self).__name__}: {message} (%tb shows the traceback)"]
 
 
 class SpecError(HeaprLabError):
-    """A setting has a value that cannot be used."""
+    """A setting has an invalid value."""
 
 
 class CorpusError(HeaprLabError):
-    """A corpus, or a part of it, cannot be had."""
+    """A corpus, or a part of it, is not available."""
 
 
 class LayoutError(HeaprLabError):
@@ -37,18 +37,18 @@ class LayoutError(HeaprLabError):
 
 
 class CoverageError(HeaprLabError):
-    """The calibration data does not reach what it has to reach."""
+    """The calibration data does not cover a part of the model that it has to cover."""
 
 
 class CacheError(HeaprLabError):
-    """A stored file is not what it should be."""
+    """A stored file is damaged, or is not the expected one."""
 
 
 def whole_number(value: Any, *, name: str, least: int = 1) -> int:
-    """`value` as an int, also where NumPy made it.
+    """`value` as an int; NumPy's integers are accepted.
 
     Raises:
-        SpecError: it is not a whole number from `least` (a bool is none).
+        SpecError: it is not a whole number of at least `least` (a bool is not one).
 
     Example:
         >>> whole_number(0, name="batch_size")

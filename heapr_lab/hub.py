@@ -1,8 +1,8 @@
-"""Whether the hub can be reached: asked once, and remembered for the whole run.
+"""Whether the hub can be reached: tried once, and remembered for the whole run.
 
-A hub that is away is slow: its clients try each file five times, in every process. So
-it is asked for a single page first, and where none comes the run goes on offline, as
-with `HF_HUB_OFFLINE=1`, which processes started later inherit.
+An unreachable hub is slow: its clients try each file five times, in every process. So
+a single page is requested first. If none arrives, the run continues offline, as with
+`HF_HUB_OFFLINE=1`, which processes started later inherit.
 """
 
 import functools
@@ -16,19 +16,19 @@ from huggingface_hub import constants
 
 _SECONDS = 10.0
 _REFUSED = (403, 407)
-"""Answers of a proxy that lets nothing through."""
+"""Status codes of a proxy that blocks the hub."""
 
 
 @functools.cache
 def answers() -> bool:
-    """Whether the hub can be reached, found in at most 10 seconds.
+    """Whether the hub can be reached; it takes at most 10 seconds to find out.
 
-    With `HF_HUB_OFFLINE` nothing is tried.
+    With `HF_HUB_OFFLINE` set, no request is made.
     """
     if constants.is_offline_mode():
         return False
     found: list[bool] = []
-    # In a thread, because looking up a name takes as long as the system likes.
+    # In a thread, because the system's look-up of a name has no time limit.
     asking = threading.Thread(target=lambda: found.append(_asked()), daemon=True)
     asking.start()
     asking.join(_SECONDS)
@@ -50,7 +50,7 @@ def _asked() -> bool:
 
 
 def _go_offline() -> None:
-    """Let the hub's clients, here and in processes to come, use what is on disk."""
+    """Make the hub's clients, here and in later processes, use local files only."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
     if "datasets" in sys.modules:  # it read the variable when it was imported

@@ -1,4 +1,4 @@
-"""Progress: of one piece of work or of several, as a bar or as the time left."""
+"""Progress of one task or of several, as a bar or as the time left."""
 
 import contextlib
 import os
@@ -9,25 +9,25 @@ from collections.abc import Callable, Iterator
 from tqdm.auto import tqdm
 
 Progress = Callable[[int, int], None]
-"""Called with (done, total) as work goes on; what it raises ends the work."""
+"""Called with (done, total) during the work; an exception it raises ends the work."""
 
 
 def no_report(_done: int, _total: int) -> None:
-    """The `Progress` that tells nobody."""
+    """A `Progress` that does nothing."""
 
 
 class Parts:
-    """Progress of one part after another, reported as progress of the whole.
+    """Reports the progress of consecutive parts as progress of the whole.
 
-    It is the `Progress` of the part that is running; `end` goes on to the next.
+    An instance is the `Progress` of the current part; `end` moves on to the next.
     """
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         """Begin with the first part.
 
         Args:
-            total: the sizes of all parts together.
-            progress: what is told of the whole.
+            total: the sum of the sizes of all parts.
+            progress: called with the progress of the whole.
         """
         self.total = total
         self.done = 0
@@ -35,20 +35,20 @@ class Parts:
         self._report = progress or no_report
 
     def __call__(self, done: int, _of_part: int) -> None:
-        """So much is done of the part that is running."""
+        """Report that `done` of the current part is done."""
         self.done = self._before + done
         self._report(self.done, self.total)
 
     def end(self, size: int) -> None:
-        """The part is over; it may have reported less than its `size`, or nothing."""
+        """End the current part, which may have reported less than its `size`."""
         self._before += size
         self.done = self._before
 
 
 class TimeLeft:
-    """Estimates the time left: what remains takes as long, unit for unit, as before.
+    """Estimates the time left from the mean time per unit of work so far.
 
-    Units: seconds; work in whatever is counted.
+    Units: seconds; work in any unit.
 
     Example:
         >>> now = iter([0.0, 6.0])
@@ -62,18 +62,18 @@ class TimeLeft:
         """Begin the work.
 
         Args:
-            clock: the time now.
+            clock: returns the current time.
         """
         self._clock = clock
         self._seconds = self._measured = 0.0
         self.skip_to(0)
 
     def skip_to(self, done: float) -> None:
-        """So much is done, none of it by work since the last call: it was cached."""
+        """Count `done` as finished without work since the last call: it was cached."""
         self._done, self._last = done, self._clock()
 
     def reached(self, done: float) -> None:
-        """So much is done, by work; less than before begins another piece of work."""
+        """Count `done` as finished by work; a smaller number begins another task."""
         if done < self._done:
             self._seconds = self._measured = self._done = 0.0
         now = self._clock()
@@ -82,14 +82,14 @@ class TimeLeft:
         self._done, self._last = done, now
 
     def seconds(self, total: float) -> float | None:
-        """Until `total` is done; None while nothing was measured."""
+        """The time until `total` is done; None before anything was measured."""
         if not self._measured:
             return None
         return self._seconds / self._measured * (total - self._done)
 
 
 def time_left_text(seconds: float | None) -> str:
-    """What follows a count, as `, about 1:05 left`; nothing where nothing is known."""
+    """The time left as text, such as `, about 1:05 left`; empty if it is unknown."""
     if not seconds:
         return ""
     minutes, rest = divmod(round(seconds), 60)
@@ -103,9 +103,9 @@ def silent() -> bool:
 
 @contextlib.contextmanager
 def progress_bar(label: str, unit: str) -> Iterator[Progress]:
-    """A bar to be called with (done, total): rate, time left; gone when finished.
+    """A bar of rate and time left, called with (done, total), removed at the end.
 
-    Shows nothing where `$HEAPR_LAB_PROGRESS` is 0.
+    It shows nothing if `$HEAPR_LAB_PROGRESS` is 0.
     """
     with tqdm(
         desc=label, unit=unit, disable=silent(), leave=False, file=sys.stderr

@@ -1,7 +1,7 @@
-"""Small HTML cards that notebooks show for what this package returns.
+"""Small HTML cards that notebooks show for the objects of this package.
 
-Layer 1: strings only. Colours are JupyterLab's own variables, so that a card follows
-the theme; elsewhere they are those of the page, or greys that read on any.
+Colours are JupyterLab's own variables, so that a card follows the theme; elsewhere they
+are those of the page, or greys that are readable on any background.
 """
 
 import html

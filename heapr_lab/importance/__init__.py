@@ -1,4 +1,4 @@
-"""Statistics of every atomic expert, and the scores that are made of them.
+"""Statistics of every atomic expert, and the scores computed from them.
 
 One pass is enough. An atom adds e = w_down · h to its expert's output E (equations 5
 and 6 of the paper), g = ∂ℓ/∂E is the same for all atoms of E (14), and with means over

@@ -1,10 +1,10 @@
-"""Second moments of the routed activations, which closed-form compensation needs.
+"""Second moments of the routed activations, for closed-form compensation.
 
-One forward pass, without gradients, whatever will be pruned: the sums are those of the
-dense model, so that every mask and every ratio is compensated from the same ones.
+They take one forward pass without gradients. The sums are those of the dense model, so
+that the same ones serve for every mask and every ratio.
 
 Shapes: E n_experts, I d_inter, F = E · I features of a layer, n routed rows of a call.
-Letters: h atom activation, p routing weight; the features of a token are p · h of the
+Letters: h atom activation, p routing weight; the features of a token are p · h for the
 experts that it is routed to, and 0 for all others.
 """
 
@@ -31,21 +31,21 @@ logger = logging.getLogger(__name__)
 SPANS = ("expert", "layer")
 FIT, HELD_OUT = 0, 1
 _LARGEST_LAYER = 4096
-"""Features up to which a layer's experts are looked at together by default."""
+"""Most features for which products across a layer's experts are the default."""
 _AT_ONCE = 4 * 2**30
-"""Bytes of sums that are held at once."""
+"""Bytes of sums that are in memory at once."""
 _HELD_OUT_EVERY = 4
 _TOKENS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
 class LayerGrams:
-    """Sums over the calibration tokens of one layer, apart for two parts of them."""
+    """Sums over the calibration tokens of one layer, separately for two parts."""
 
     span: str
-    """`expert`: a block for each expert; `layer`: products across experts as well."""
+    """`expert`: a block for each expert; `layer`: also products across experts."""
     sums: torch.Tensor
-    """Σ φ φᵀ, float64: (2, E, I, I) of `expert`, (2, 1, F, F) of `layer`."""
+    """Σ φ φᵀ, float64: (2, E, I, I) for `expert`, (2, 1, F, F) for `layer`."""
     tokens: torch.Tensor
     """Tokens routed to each expert, (2, E)."""
 
@@ -56,7 +56,7 @@ class LayerGrams:
 
 
 class _Collector:
-    """Adds up one layer's products while forwards run."""
+    """Sums one layer's products during forwards."""
 
     def __init__(self, layer: ExpertsLayer, span: str) -> None:
         self.n_experts, self.d_inter = layer.n_experts, layer.d_inter
@@ -64,7 +64,7 @@ class _Collector:
         self.part = FIT
         self.calls = 0
         n_blocks, size = sizes_of(layer, span)
-        # On the device, so that nothing waits for a transfer; moved once, at the end.
+        # On the device, to avoid waiting for transfers; moved once, at the end.
         wide = torch.float32 if layer.device.type == "mps" else torch.float64
         self.sums = torch.zeros(
             2, n_blocks, size, size, dtype=wide, device=layer.device
@@ -79,7 +79,7 @@ class _Collector:
         rows: torch.Tensor,
         tokens: list[int],
     ) -> None:
-        """Add one forward's products."""
+        """Add the products of one forward."""
         wide = torch.promote_types(h.dtype, torch.float32)
         features = (h.detach().to(wide) * p.detach().to(wide)[:, None]).split(tokens)
         self.calls += 1
@@ -114,9 +114,9 @@ class _Collector:
 def _pairs(
     features: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...]
 ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-    """Every two experts with their rows of the tokens that are routed to both.
+    """Each pair of experts, with their rows for the tokens that are routed to both.
 
-    A token has few experts, so this takes much less than products of all features.
+    A token has few experts, so this is much cheaper than products of all features.
     """
     n_tokens = 1 + max(int(own.max()) for own in rows if len(own))
     for a, ours in enumerate(rows):
@@ -133,7 +133,7 @@ def _pairs(
 
 
 def sizes_of(layer: ExpertsLayer, span: str) -> tuple[int, int]:
-    """Blocks of the sums of a layer, and rows of each.
+    """Number of blocks in the sums of a layer, and their size.
 
     Raises:
         SpecError: there is no such span.
@@ -148,7 +148,7 @@ def sizes_of(layer: ExpertsLayer, span: str) -> tuple[int, int]:
 def default_span(layers: Sequence[ExpertsLayer]) -> str:
     """`layer` if the products of all its atoms are few enough, else `expert`.
 
-    Experts whose outputs are normalised before they are added up cannot make up for
+    Experts whose outputs are normalised before they are summed cannot compensate for
     each other linearly.
     """
     largest = max(layer.n_experts * layer.d_inter for layer in layers)
@@ -156,13 +156,13 @@ def default_span(layers: Sequence[ExpertsLayer]) -> str:
     return "layer" if largest <= _LARGEST_LAYER and not normed else "expert"
 
 
-def fit_at_once(layers: Sequence[ExpertsLayer], span: str) -> bool:
-    """Whether the sums of all layers can be held together."""
+def fits_in_memory(layers: Sequence[ExpertsLayer], span: str) -> bool:
+    """Whether the sums of all layers are kept in memory at once, below 4 GiB."""
     return len(_groups(layers, span)) == 1
 
 
 def _groups(layers: Sequence[ExpertsLayer], span: str) -> list[list[ExpertsLayer]]:
-    """Consecutive layers whose sums can be held together."""
+    """Groups of consecutive layers whose sums are in memory at once."""
     groups: list[list[ExpertsLayer]] = []
     room = 0
     for layer in layers:
@@ -186,18 +186,18 @@ def collect_grams(
 ) -> dict[int, LayerGrams]:
     """Sum the products of routed activations over `calibration`, by layer.
 
-    Every fourth window is summed apart, as held-out tokens. The sums of all layers are
-    held together; `iter_grams` needs room for one layer's.
+    Every fourth window is summed separately, as held-out tokens. The sums of all layers
+    are in memory at once; `iter_grams` needs memory for one layer only.
 
     Args:
         model: any transformers causal language model with fused experts.
         calibration: at least two windows.
-        span: what is multiplied with what, see `LayerGrams`.
-        layers: numbers of the layers to look at; by default all.
-        progress: called after each batch with (windows done, windows in all).
+        span: which features are multiplied, see `LayerGrams`.
+        layers: indices of the layers to measure; by default all.
+        progress: called after each batch with (windows done, total windows).
 
     Raises:
-        SpecError: there is one window only, no such span or layer, or autocast is on.
+        SpecError: there is only one window, no such span or layer, or autocast is on.
         CoverageError: a layer did not take part in a forward.
     """
     found = find_experts(model)
@@ -205,7 +205,8 @@ def collect_grams(
     unknown = sorted(set(layers or ()).difference(known))
     if unknown:
         raise SpecError(
-            f"layers {unknown} have no routed experts; those of {known} have"
+            f"layers {unknown} have no routed experts, layers {known} have; give some "
+            "of those"
         )
     chosen = [k for k in found if layers is None or k.layer in layers]
     _check(model, calibration, chosen)
@@ -233,15 +234,16 @@ def iter_grams(
     span: str,
     progress: Progress | None = None,
 ) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
-    """The sums of one layer after the other, as `collect_grams` has them.
+    """The sums of one layer after the other, as `collect_grams` computes them.
 
-    Where those of all layers fit 4 GiB they come from one forward pass. Else layers are
-    run one by one, with the inputs of each kept: the arithmetic of one forward pass
-    again, and the sums of one layer at a time. A model whose layers cannot be run by
-    themselves takes a forward pass for each group of layers that fits, and says so.
+    If the sums of all layers fit into 4 GiB, they come from one forward pass. Else
+    layers are run one by one, keeping the inputs of each: again the arithmetic of one
+    forward pass, with the sums of one layer at a time. If the layers of a model cannot
+    be run separately, each group of layers that fits takes a forward pass, and a
+    warning is logged.
 
-    Arguments and errors are those of `collect_grams`; windows done are those of one
-    pass, whichever way it is.
+    Arguments and errors are those of `collect_grams`; progress is always reported in
+    windows of one pass.
     """
     layers = find_experts(model)
     _check(model, calibration, layers)
@@ -253,7 +255,7 @@ def iter_grams(
                 walk = LayerByLayer(model, batches, layers)
         except LayoutError as error:
             logger.warning(
-                "%s; so %d forward passes are taken instead of one", error, len(groups)
+                "%s; so %d forward passes are used instead of one", error, len(groups)
             )
         else:
             yield from _stepped(model, calibration, walk, layers, span, progress)
@@ -279,7 +281,7 @@ def _stepped(
     span: str,
     progress: Progress | None,
 ) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
-    """Each layer's sums, from running its inputs through it."""
+    """The sums of each layer, computed by running its inputs through it."""
     with_experts = {layer.layer: layer for layer in layers}
     parts = [part for part, _ in _batches(calibration)]
     for number, run in walk.layers():
@@ -300,22 +302,23 @@ def _stepped(
 def _check(
     model: nn.Module, calibration: CalibrationSet, layers: Sequence[ExpertsLayer]
 ) -> None:
-    """Make sure that there is something to sum, and that it is the model's own.
+    """Check that the sums can be computed, in the model's own dtype.
 
     Raises:
-        SpecError: there is not, autocast is on, or the model has no such tokens.
+        SpecError: there is no layer or only one window, autocast is on, or the model
+            has no such tokens.
     """
     refuse_autocast(model)
     check_fits(model, calibration.ids)
     if not layers or calibration.n_sequences < 2:
         raise SpecError(
             f"{calibration.n_sequences} windows and {len(layers)} layers, expected at "
-            "least 2, of which one is held out, and 1"
+            "least 2 windows, of which one is held out, and 1 layer"
         )
 
 
 def _batches(calibration: CalibrationSet) -> Iterator[tuple[int, torch.Tensor]]:
-    """The part that windows belong to, and their ids, a few at a time."""
+    """Batches of windows: the part that they belong to, and their ids."""
     held_out = torch.arange(calibration.n_sequences) % _HELD_OUT_EVERY == 1
     size = max(1, _TOKENS_AT_ONCE // calibration.seq_len)
     for part, chosen in ((FIT, ~held_out), (HELD_OUT, held_out)):

@@ -2,7 +2,8 @@
 
 The loss is the sum over predicted tokens of -log p, so no statistic depends on the
 batch size. No weight gradient is computed: parameters do not require grad, the
-embedding's output does. Source: HEAPr, Algorithm 1, in the form of `dispatch`.
+embedding's output does. Source: HEAPr, Algorithm 1, in the form that is derived in
+`heapr_lab.importance`.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ from heapr_lab.text.calibration import CalibrationSet
 logger = logging.getLogger(__name__)
 
 STATISTICS_SCHEMA = 1
-"""Raised whenever the same input would give other numbers."""
+"""Increased whenever the same input would give other numbers."""
 _TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
 _SAVE_SECONDS = 60.0
 _SAVE_SHARE = 0.02
@@ -61,9 +62,9 @@ LABELS = ("data", "model")
 def statistics_spec(
     identity: dict[str, str], calibration: CalibrationSet, *, labels: str = "data"
 ) -> dict[str, Any]:
-    """Every field that determines the statistics: what a cache is keyed by.
+    """Every field that determines the statistics: the key of the cache.
 
-    `identity` is the model's, as `identity.identity_in_force` gives it.
+    `identity` is that of the model, from `identity.identity_in_force`.
     """
     spec = {
         "schema": STATISTICS_SCHEMA,
@@ -85,28 +86,29 @@ def collect_statistics(
     """Measure every atomic expert of `model` on `calibration`.
 
     Inside `surgery.masking` the masked model is measured, and the table's `spec` says
-    so: it is not taken for one of the dense model.
+    so, so that the table is not mistaken for that of the dense model.
 
     Args:
         model: any transformers causal language model with fused experts; it is used in
-            eval mode and left as it was.
+            eval mode and is not changed.
         calibration: the windows to measure on.
-        labels: whose next tokens the loss is of: the text's ("data", as the paper), or
-            tokens that the model itself predicts, drawn with a fixed seed ("model"), as
-            the Fisher information is defined; that takes a forward pass more.
-        batch_size: windows per pass; by default chosen by itself, and reduced whenever
-            the device runs out of memory.
-        progress: called after each batch with (windows done, windows in all).
-        state: a file to save an unfinished pass to, and to resume it from; removed at
-            the end.
+        labels: the next tokens in the loss: those of the text ("data", as in the
+            paper), or drawn from the model's predictions with a fixed seed ("model"),
+            as in the definition of the Fisher information; the latter takes another
+            forward pass.
+        batch_size: windows per batch; by default chosen automatically, and halved
+            whenever the device runs out of memory.
+        progress: called after each batch with (windows done, total windows).
+        state: a file in which an unfinished pass is saved, and from which it resumes;
+            removed at the end.
 
     Raises:
-        SpecError: there are no such labels or tokens, the batch size is not positive,
-            or autocast or foreign hooks are active.
-        LayoutError: an experts layer cannot be measured exactly (named).
+        SpecError: the labels are unknown, a token is not in the vocabulary, the batch
+            size is not positive, or autocast or foreign hooks are active.
+        LayoutError: an experts layer cannot be measured exactly (it is named).
         CoverageError: a layer did not take part in a pass.
-        HeaprLabError: a gradient is not finite (layer and batch named), or the weights
-            changed meanwhile.
+        HeaprLabError: a gradient is not finite (layer and batch are named), or the
+            weights changed during the pass.
         CacheError: `state` belongs to another pass, or is damaged.
     """
     if labels not in LABELS:
@@ -121,7 +123,7 @@ def collect_statistics(
     architecture = describe(model).to_dict()
     spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
     windows = calibration.window_fingerprints()
-    _tell_repeats(windows)
+    _warn_of_repeats(windows)
     run = _Pass(
         model=model,
         calibration=calibration,
@@ -150,7 +152,7 @@ def collect_statistics(
     return table
 
 
-def _tell_repeats(windows: list[str]) -> None:
+def _warn_of_repeats(windows: list[str]) -> None:
     n_repeats = len(windows) - len(set(windows))
     if n_repeats:
         logger.warning(
@@ -160,7 +162,7 @@ def _tell_repeats(windows: list[str]) -> None:
 
 
 def _run_all(run: "_Pass") -> dict[int, Probe]:
-    """The probes of a pass whose batches are as large as memory allows."""
+    """The probes of a pass with batches as large as memory allows."""
     size = starting_batch_size(
         run.model,
         run.calibration.n_sequences,
@@ -172,7 +174,7 @@ def _run_all(run: "_Pass") -> dict[int, Probe]:
 
 @dataclass(kw_only=True, eq=False)
 class _Pass:
-    """One pass over the calibration windows, which may be cut short and resumed."""
+    """One pass over the calibration windows, which can be interrupted and resumed."""
 
     model: Any
     calibration: CalibrationSet
@@ -181,9 +183,9 @@ class _Pass:
     progress: Progress | None
     state: Path | None
     key: str
-    """Hash of the specification: a saved state of another pass has another."""
+    """Hash of the specification, by which a saved state is recognised."""
     weights: str
-    """The model's `weights_state`, which has to stay the same."""
+    """The model's `weights_state`, which must not change."""
     batch_size: int = 0
     resumed_at: int = 0
 
@@ -217,7 +219,7 @@ class _Pass:
     def _step(self, ids: torch.Tensor, probes: dict[int, Probe], done: int) -> None:
         for probe in probes.values():
             probe.backwards = 0
-        # A clone leaves inference mode, if the ids were made in it.
+        # A clone is no inference tensor, even if the ids are one.
         ids = ids.clone().to(input_device(self.model))
         targets = None
         if self.labels == "model":
@@ -235,7 +237,7 @@ class _Pass:
             if not torch.isfinite(probe.moments.atoms["sum_hg2"]).all():
                 raise HeaprLabError(
                     f"non-finite gradients in layer {number} on {where}: use bfloat16 "
-                    "or float32 weights, or look for broken windows"
+                    "or float32 weights, or check these windows"
                 )
 
     def _save(self, probes: dict[int, Probe], done: int) -> None:
@@ -270,7 +272,7 @@ class _Pass:
 
 @contextlib.contextmanager
 def _gradients_from_embedding_on(model: Any) -> Iterator[None]:
-    """The embedding's output requires a gradient, where gradients are computed."""
+    """The embedding's output requires a gradient wherever gradients are computed."""
     hook = model.get_input_embeddings().register_forward_hook(
         lambda _module, _args, output: output.requires_grad_(torch.is_grad_enabled())
     )
@@ -306,7 +308,7 @@ def _frame(
 
 
 def _check_coverage(table: ImportanceTable, layers: list[ExpertsLayer]) -> None:
-    """Count what was measured before anything is written.
+    """Check that all atoms and all tokens were measured, before anything is written.
 
     Raises:
         CoverageError: rows or tokens are missing.

@@ -1,4 +1,4 @@
-"""The rows of importance tables: their types, their order, and how tables add up.
+"""The columns of importance tables: their types, the order of rows, valid values.
 
 Without torch. Used through `ImportanceTable`.
 """
@@ -13,7 +13,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.storage.hashing import digest
 
 KEYS = ("layer", "expert", "atom")
-"""Columns that name a row."""
+"""Columns that identify a row."""
 SUMS = (
     "tokens",
     "sum_p",
@@ -25,28 +25,28 @@ SUMS = (
     "sum_abs_h",
     "sum_ph2",
 )
-"""Columns that add up over samples.
+"""Columns that are summed over samples.
 
 No score in `estimators` reads `sum_p` (Σ p), `sum_p_out` (Σ p · ‖E(x)‖) or `sum_abs_h`
-(Σ |h|). They are collected for the criteria of other papers, which need no second pass
-then: REAP ranks experts by sum_p_out / tokens, others by mean router weight or by mean
-activation. Tables and caches hold them, so they stay.
+(Σ |h|). They are collected for the criteria of other papers, which then need no second
+pass: REAP ranks experts by sum_p_out / tokens, others by mean router weight or by mean
+activation. Existing tables and caches contain them.
 """
 MAXIMA = ("max_abs_h", "max_abs_ph")
-"""Columns of which the larger stays.
+"""Columns of which the maximum over samples is taken.
 
 `max_abs_ph`, max p · |h|, is CAMERA-P's peak. No score reads `max_abs_h`, max |h|: it
-is collected for criteria of other papers that keep what has the largest activations.
+is collected for criteria of other papers that keep the largest activations.
 """
 _SIGNED = ("sum_hg",)
 """Sums of terms that may be negative."""
 NORMS = ("w_down_sq", "w_up_sq", "w_gate_sq")
-"""Columns of the weights alone, equal in every table of one model."""
+"""Columns that depend on the weights only, equal in all tables of a model."""
 
 _TYPES = {"layer": np.int16, "expert": np.int16, "atom": np.int32}
 
 DEFAULTS = {"labels": "data"}
-"""Entries of a specification that are left out where they have this value."""
+"""Entries of a specification that are left out if they have this value."""
 
 _PIECE = 2**16
 
@@ -83,11 +83,11 @@ def typed_rows(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def check_values(frame: pd.DataFrame) -> None:
-    """Make sure that what was measured can have been measured.
+    """Check that the measured values are possible.
 
     Raises:
-        SpecError: a sum, a maximum or a norm is not finite, or is negative where its
-            terms cannot be (column, row and value named).
+        SpecError: a sum, a maximum or a norm is not finite, or is negative although its
+            terms cannot be (column, row and value are named).
     """
     for name in (*SUMS, *MAXIMA, *NORMS):
         if name not in frame:
@@ -107,10 +107,10 @@ def check_values(frame: pd.DataFrame) -> None:
 
 
 def check_spec(metadata: Mapping[str, Any]) -> None:
-    """Make sure that a specification is the one that its hash was made of.
+    """Check that the hash of a specification matches it.
 
     Raises:
-        SpecError: it was edited.
+        SpecError: one of them was edited.
     """
     found = metadata.get("spec_hash")
     if found is not None and found != digest(metadata.get("spec")):
@@ -125,7 +125,7 @@ def _as_type(column: pd.Series, kind: Any) -> np.ndarray:
     """The values of a column as `kind`.
 
     Raises:
-        SpecError: one of them is no number.
+        SpecError: a value is not a number.
     """
     try:
         return np.asarray(column.to_numpy().astype(kind))
@@ -140,7 +140,7 @@ def sorted_rows(frame: pd.DataFrame) -> pd.DataFrame:
     """`frame` sorted by (layer, expert, atom), each row with its index label.
 
     Raises:
-        SpecError: a row is there twice, or an index is negative.
+        SpecError: a row is repeated, or an index is negative.
     """
     if any(frame[name].min() < 0 for name in KEYS):
         raise SpecError("layer, expert and atom must count from 0, got a negative one")
@@ -152,7 +152,7 @@ def sorted_rows(frame: pd.DataFrame) -> pd.DataFrame:
         if len(double):
             row = frame.iloc[double[0]]
             raise SpecError(
-                f"{len(double)} rows are there twice, first (layer, expert, atom) "
+                f"{len(double)} rows are repeated, first (layer, expert, atom) "
                 f"{tuple(int(row[name]) for name in KEYS)}; expected each once"
             )
     return frame
@@ -166,7 +166,7 @@ def _numbers(frame: pd.DataFrame) -> np.ndarray:
 
 
 def _increasing(frame: pd.DataFrame) -> bool:
-    """Whether (layer, expert, atom) rises from row to row."""
+    """Whether (layer, expert, atom) increases from row to row."""
     for start in range(0, len(frame), _PIECE):  # pieces stay in the processor's cache
         numbers = _numbers(frame.iloc[start : start + _PIECE + 1])
         if not (numbers[1:] > numbers[:-1]).all():

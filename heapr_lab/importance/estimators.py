@@ -1,12 +1,12 @@
 """Importance estimators: short expressions of a table's columns.
 
-Without torch. Notation: e = w_down · h what an atom adds to its expert's output, h its
+Without torch. Notation: e = w_down · h is an atom's part of its expert's output, h its
 activation, ∂ℓ/∂h the gradient of the summed loss, p the routing weight, T the tokens
 routed to the expert (column `tokens`), N the predicted tokens (metadata); Σ and mean
-are over the T routed tokens. Scores are float64 arrays, one per row; except for
-`taylor` larger always means more important and none is negative. Numbers of equations
-are those of the paper (HEAPr, ICLR 2026); why `heapr` is its Algorithm 1 is derived at
-the head of `heapr_lab.importance`.
+are over the T routed tokens. Scores are float64 arrays, one value per row; a larger one
+means a more important atom, and only those of `taylor` can be negative. Equations are
+numbered as in the paper (HEAPr, ICLR 2026); `heapr_lab.importance` derives that `heapr`
+is its Algorithm 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ _NO_UNIT = "arbitrary unit"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a formula may use: the columns in float64, N and the options."""
+    """The inputs of a formula: the columns in float64, N and the options."""
 
     frame: pd.DataFrame
     N: float
@@ -57,13 +57,13 @@ class Option:
     default: float
     whole: bool = False
     most: float | None = None
-    """The largest value; None where there is none."""
+    """The largest valid value; None if there is no limit."""
 
     def checked(self, value: Any, *, name: str) -> float:
-        """`value` as the formula takes it: an int where it is a whole number.
+        """`value` as the formula expects it: an int or a float.
 
         Raises:
-            SpecError: it is no number, or out of range.
+            SpecError: it is not a number, or is out of range.
         """
         kinds = (int, np.integer) if self.whole else (int, float, np.number)
         most = np.inf if self.most is None else self.most
@@ -83,18 +83,18 @@ class Estimator:
     """One line for lists and menus; the formula's docstring has the mathematics."""
     formula: Callable[[Inputs], _Scores] = field(repr=False)
     unit: str = _NO_UNIT
-    """Of its scores, as figures write it; those of a loss are nats."""
+    """Unit of its scores, as in figures; that of a loss is in nats."""
     needs: tuple[str, ...] = ()
     """Columns it reads."""
     needs_of_gated: tuple[str, ...] = ()
-    """Columns it reads besides where the experts have gates."""
+    """Columns it also reads if the experts have gates."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Its options by name."""
     within_layer: bool = False
-    """Whether its scores of different layers cannot be compared."""
+    """Whether only scores of the same layer can be compared."""
     extra_pass: bool = False
-    """Whether a column it needs takes another forward pass after the table was
-    measured (`eliminate`); the columns of all others are in every measured table."""
+    """Whether a column it needs takes another forward pass (`eliminate`); the columns
+    of all others are in every measured table."""
 
     @property
     def per_predicted_token(self) -> bool:
@@ -103,7 +103,7 @@ class Estimator:
 
     @property
     def second_order(self) -> bool:
-        """Whether it estimates the loss increase, which is 0 for unrouted experts."""
+        """Whether it estimates the loss increase, which is 0 for an unrouted expert."""
         return self.unit in {PER_TOKEN, PER_ROUTED_TOKEN}
 
 
@@ -120,7 +120,7 @@ def _heapr(x: Inputs) -> _Scores:
 def _heapr_total(x: Inputs) -> _Scores:
     """½ · Σh² · Σ(∂ℓ/∂h)² / T / N, which is T/N times `heapr`.
 
-    The increase of the loss of the whole text, so that rarely used experts count less.
+    The increase of the mean loss over all tokens, so rarely used experts count less.
 
     Source: this project; equation 13 of HEAPr with the mean over all tokens.
     """
@@ -130,7 +130,7 @@ def _heapr_total(x: Inputs) -> _Scores:
 def _fisher(x: Inputs) -> _Scores:
     """½ · Σ(h · ∂ℓ/∂h)² / N.
 
-    The joint second moment: it sees where activation and gradient are large together.
+    The joint second moment, which is large if h and ∂ℓ/∂h are large at the same tokens.
 
     Source: HEAPr, appendix A, equation 25, with each token's own G(x).
     """
@@ -140,7 +140,7 @@ def _fisher(x: Inputs) -> _Scores:
 def _weighted(x: Inputs) -> _Scores:
     """½ · Σ(p·h)²/T · Σ(∂ℓ/∂h)²/T.
 
-    Of the activation, what reaches the layer's output; ∂ℓ/∂h carries p in `heapr` too.
+    The activation as it reaches the layer's output; ∂ℓ/∂h includes p in `heapr` too.
 
     Source: this project.
     """
@@ -150,17 +150,17 @@ def _weighted(x: Inputs) -> _Scores:
 def _shrunk(x: Inputs) -> _Scores:
     """½ · Σ(p·h)²/T · √(Σ(∂ℓ/∂h)²/T · γ ‖w_down‖²).
 
-    If the gradient by an expert's output had the same variance γ in all directions and
-    experts of a layer, mean (∂ℓ/∂h)² would be γ ‖w_down‖². One atom's mean is noisy, so
-    that the score takes the geometric mean of what was measured and what is expected,
-    with γ = Σ over atoms of Σ(∂ℓ/∂h)² / ‖w_down‖², over Σ over atoms of T.
+    If the gradient at an expert's output had the same variance γ in all directions and
+    experts of a layer, mean (∂ℓ/∂h)² would be γ ‖w_down‖². The mean of a single atom is
+    noisy, so the score takes the geometric mean of the measured and the expected value,
+    with γ = Σ over atoms of Σ(∂ℓ/∂h)² / ‖w_down‖², divided by Σ over atoms of T.
 
     Source: this project.
     """
     own, size = x["sum_g2"] / x.routed, x["w_down_sq"]
     per_size = np.divide(x["sum_g2"], size, out=np.zeros_like(size), where=size > 0)
     _, layer = np.unique(x["layer"], return_inverse=True)
-    # Of a model that was pruned, what is gone has no weight and no gradient.
+    # Pruned atoms of the model have no weight and no gradient.
     routed = np.bincount(layer, np.where(size > 0, x["tokens"], 0.0))
     routed = np.maximum(routed, 1)
     expected = (np.bincount(layer, per_size) / routed)[layer] * size
@@ -170,9 +170,10 @@ def _shrunk(x: Inputs) -> _Scores:
 def _elimination(x: Inputs) -> _Scores:
     """‖w_k‖² / [(C + λ)⁻¹]_kk times a price, with C = Σ (p·h) (p·h)ᵀ over atoms.
 
-    The squared error of the output that is left when atom k's turn comes and W_down of
-    the remaining atoms has been refitted. The price turns it into loss: the expert's
-    `shrunk` scores over the energy of its output. The column is written by `eliminate`.
+    Atoms are removed one by one; this is the squared error of the output when it is the
+    turn of atom k, and W_down of the atoms that are left is refitted. The price turns
+    it into loss: the expert's `shrunk` scores divided by the energy of its output.
+    `eliminate` writes the column.
 
     Source: Optimal Brain Surgeon (Hassibi & Stork 1993; HEAPr, equation 2) of W_down.
     """
@@ -182,8 +183,8 @@ def _elimination(x: Inputs) -> _Scores:
 def _taylor(x: Inputs) -> _Scores:
     """(½ · Σ(h · ∂ℓ/∂h)² − Σ h · ∂ℓ/∂h) / N.
 
-    The second-order expansion at h → 0 with its first-order term; negative where the
-    loss would fall.
+    The second-order expansion at h → 0 with its first-order term; negative if the loss
+    would decrease.
 
     Source: HEAPr, equation 1, before its gradient is taken to be 0.
     """
@@ -193,8 +194,8 @@ def _taylor(x: Inputs) -> _Scores:
 def _camera(x: Inputs) -> _Scores:
     """‖w_down‖² · ((1 − α) · Σ(p·h)² + α · max (p·h)²).
 
-    Energy and peak of what the atom writes; it asks for no gradient. Squared as in the
-    authors' code; HEAPr, section 4.2, prints (‖Φ‖₂ + α‖Φ‖_∞) · ‖w_down‖.
+    Energy and peak of the atom's output, without a gradient. Squared as in the authors'
+    code; HEAPr, section 4.2, prints (‖Φ‖₂ + α‖Φ‖_∞) · ‖w_down‖.
 
     Source: CAMERA-P (Xu et al. 2025).
     """
@@ -204,7 +205,7 @@ def _camera(x: Inputs) -> _Scores:
 
 
 def _magnitude(x: Inputs) -> _Scores:
-    """‖w_down‖² + ‖w_up‖² + ‖w_gate‖², without the last where there is no gate.
+    """‖w_down‖² + ‖w_up‖² + ‖w_gate‖², without the last if there is no gate.
 
     Source: a control: magnitude pruning (Han et al. 2015) of whole atoms.
     """
@@ -215,7 +216,7 @@ def _magnitude(x: Inputs) -> _Scores:
 def _frequency(x: Inputs) -> _Scores:
     """T, the same for all atoms of an expert.
 
-    Source: a control: what an expert's use alone tells.
+    Source: a control: the use of the expert alone.
     """
     return x["tokens"]
 
@@ -272,8 +273,8 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
             ),
             Estimator(
                 "elimination",
-                "what the output loses when the atom's turn comes, if those that stay "
-                "make up for it; of `eliminate`, which adds a forward pass",
+                "loss increase if the kept atoms compensate for the atom when its turn "
+                "comes; from `eliminate`, which adds a forward pass",
                 _elimination,
                 unit=PER_ROUTED_TOKEN,
                 needs=("elimination",),
@@ -321,7 +322,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 
 
 def find_estimator(name: str) -> Estimator:
-    """The estimator of that name.
+    """The estimator with that name.
 
     Raises:
         SpecError: there is none.
@@ -334,15 +335,15 @@ def find_estimator(name: str) -> Estimator:
 
 
 def unit_of(name: str | None) -> str:
-    """The unit of the scores that are called `name`; arbitrary where it is unknown."""
+    """The unit of the scores of estimator `name`; arbitrary if it is unknown."""
     return ESTIMATORS[name].unit if name and name in ESTIMATORS else _NO_UNIT
 
 
 def complete_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with the defaults of estimator `name` for those not given.
+    """`options`, completed with the defaults of estimator `name`.
 
     Raises:
-        SpecError: the estimator has no such option, or not such a value.
+        SpecError: the estimator has no such option, or the value is invalid.
     """
     known = find_estimator(name).options
     unknown = sorted(set(options) - set(known))
@@ -370,12 +371,12 @@ def score(
 
     Args:
         frame: rows (layer, expert, atom) with the columns the estimator needs.
-        metadata: of the table; `N`, and `architecture` where there is one.
+        metadata: metadata of the table: `N`, and `architecture` if it is known.
         estimator: a name in `ESTIMATORS`.
-        options: of the estimator (`alpha` of camera, `seed` of random).
+        options: options of the estimator (`alpha` of camera, `seed` of random).
 
     Raises:
-        SpecError: a column, N or a finite value is missing.
+        SpecError: a column or N is missing, or a score is not finite.
 
     Example:
         Two tokens with h = 1, 3 and ∂ℓ/∂h = 2, 0: ½ · 10/2 · 4/2 = 5.
@@ -405,7 +406,7 @@ def score(
 def _needed(
     chosen: Estimator, frame: pd.DataFrame, metadata: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The columns to read, of a model with gates or of one without."""
+    """The columns to read, for a model with gates or without."""
     # A table read without w_gate_sq must not silently score as if it had no gates.
     layers = (metadata.get("architecture") or {}).get("layers", {})
     has_gates = any(shape.get("n_matrices") == 3 for shape in layers.values())
@@ -428,10 +429,10 @@ def _predicted_tokens(chosen: Estimator, metadata: Mapping[str, Any]) -> float:
 def _check_finite(
     frame: pd.DataFrame, values: _Scores, *, estimator: str, needs: tuple[str, ...]
 ) -> None:
-    """Make sure that every score is finite.
+    """Check that every score is finite.
 
     Raises:
-        SpecError: one is not; names the columns and the first rows.
+        SpecError: one is not (the columns and the first rows are named).
     """
     bad = ~np.isfinite(values)
     if not bad.any():

@@ -1,4 +1,4 @@
-"""How importance tables of different windows add up to one."""
+"""Merges importance tables of different windows into one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import DEFAULTS, KEYS, MAXIMA, NORMS, SUMS
 from heapr_lab.storage.hashing import digest
 
-# Two devices add a squared norm in another order; different weights differ by more.
+# Two devices sum a squared norm in different orders; other weights differ by more.
 _SAME_NORM = 1e-5
 
 
@@ -18,8 +18,8 @@ def merge_frames(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     """The rows of `ours` with the sums and maxima of both, on the index of `ours`.
 
     Raises:
-        SpecError: the rows, the columns or the weights' norms differ, or no rule is
-            known for a column.
+        SpecError: the rows, the columns or the weights' norms differ, or a column is
+            neither a sum nor a maximum.
     """
     if set(ours.columns) != set(theirs.columns):
         raise SpecError(
@@ -53,12 +53,12 @@ def merge_metadata(
 ) -> dict[str, Any]:
     """The metadata of a merged table.
 
-    N adds; of a specification and a provenance the equal entries stay, and the whole
-    ones are listed under `merged`; of other entries those stay that are equal.
+    N is summed. Of the specifications and of the provenances, equal entries are kept,
+    and the originals are listed under `merged`; other entries are kept if equal.
 
     Raises:
-        SpecError: the architectures, models or ways of measuring differ, only one
-            table knows its N, or windows are in both.
+        SpecError: the architectures, models or settings differ, only one table has N,
+            or a window is in both.
     """
     _check_architecture(ours, theirs)
     _check_settings(_specs(ours) + _specs(theirs))
@@ -85,7 +85,7 @@ def merge_metadata(
 
 
 def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entries that all of `parts` have, with one value."""
+    """The entries that are equal in all of `parts`."""
     first, *others = parts
     return {
         name: value
@@ -124,27 +124,27 @@ def _check_architecture(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> N
 
 
 def _check_settings(specs: Sequence[Mapping[str, Any]]) -> None:
-    """Make sure that all was measured in one way, on whatever windows.
+    """Check that all parts were measured with the same settings, except the windows.
 
     Raises:
-        SpecError: it was not.
+        SpecError: a setting differs.
     """
-    told = [spec for spec in specs if spec]
-    for name in sorted({name for spec in told for name in spec} - {"calibration"}):
-        values = [spec.get(name, DEFAULTS.get(name)) for spec in told]
+    given = [spec for spec in specs if spec]
+    for name in sorted({name for spec in given for name in spec} - {"calibration"}):
+        values = [spec.get(name, DEFAULTS.get(name)) for spec in given]
         different = [value for value in values if value != values[0]]
         if different:
             raise SpecError(
                 f"cannot merge tables whose specifications differ in {name}: "
-                f"{values[0]} and {different[0]}; measure both alike"
+                f"{values[0]} and {different[0]}; measure both with the same settings"
             )
 
 
 def _check_disjoint(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Make sure that no window counts twice, as far as the tables tell.
+    """Check that no window would count twice, as far as the tables list them.
 
     Raises:
-        SpecError: one would.
+        SpecError: a window would count twice.
     """
     a, b = (
         {spec["calibration"] for spec in _specs(m) if "calibration" in spec}
@@ -154,13 +154,13 @@ def _check_disjoint(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     double = [window for window in theirs.get("windows", []) if window in known]
     if not a & b and not double:
         return
-    told = (
+    repeated = (
         "the calibration set " + min(a & b)[:12]
         if a & b
         else f"{len(double)} of {len(theirs['windows'])} windows"
     )
     raise SpecError(
-        f"cannot merge: {told} would count twice, being in both tables; expected "
+        f"cannot merge: {repeated} would count twice, being in both tables; expected "
         "disjoint windows, such as ids[:64] and ids[64:] of one calibration set"
     )
 

@@ -1,8 +1,8 @@
 """The importance table: what calibration measured, one row per routed atom.
 
-Layer 2, without torch. Rows are (layer, expert, atom), sorted. `tokens`, `sum_p` and
-`sum_p_out` belong to the expert and are repeated on its rows; everything but the
-weights' norms is a sum or a maximum over tokens, so tables of disjoint samples merge.
+Without torch. Rows are (layer, expert, atom), sorted. `tokens`, `sum_p` and `sum_p_out`
+belong to the expert and are repeated on its rows; all columns but the weights' norms
+are sums or maxima over tokens, so tables of disjoint samples can be merged.
 """
 
 import functools
@@ -39,15 +39,15 @@ _Value = TypeVar("_Value")
 
 
 class ImportanceTable:
-    """Measured sums of every routed atom, and what they were measured on.
+    """Measured sums of every routed atom, and how they were measured.
 
-    It does not change once made: `frame` and `metadata` give copies (the frame's are
-    lazy, so they cost nothing).
+    It is immutable: `frame` and `metadata` give copies (the frame's are lazy, so they
+    cost nothing).
 
     Attributes:
-        frame: sorted by (layer, expert, atom), on the index it was made with.
-        metadata: plain data: `N` predicted tokens, `spec` and `spec_hash` of what
-            determined the numbers, `windows` with a hash of each, `architecture`,
+        frame: rows sorted by (layer, expert, atom), with their original index.
+        metadata: plain data: `N` predicted tokens, `spec` of all that determined the
+            numbers and its `spec_hash`, `windows` with a hash of each, `architecture`,
             `provenance`.
 
     Example:
@@ -68,10 +68,10 @@ class ImportanceTable:
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame, **metadata: Any) -> "ImportanceTable":
-        """A table of the rows of `frame`, which may have any part of the columns.
+        """A table of the rows of `frame`, which may have any subset of the columns.
 
-        Rows may be in any order; they are sorted and keep their index labels, so that
-        a score always finds its row of `frame`.
+        Rows may be in any order; they are sorted and keep their index labels, so that a
+        score can be matched to its row of `frame`.
         """
         return cls(frame, metadata)
 
@@ -85,12 +85,12 @@ class ImportanceTable:
 
     @property
     def n_atoms(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self._frame)
 
     @property
     def n_layers(self) -> int:
-        """Layers with routed experts."""
+        """Number of layers with routed experts."""
         return int(self._frame["layer"].nunique())
 
     @property
@@ -109,7 +109,7 @@ class ImportanceTable:
 
     @property
     def estimators(self) -> tuple[str, ...]:
-        """Those that the columns suffice for."""
+        """The estimators for which the table has all columns."""
         has_n, columns = bool(self._metadata.get("N")), set(self._frame.columns)
         return tuple(
             name
@@ -119,11 +119,11 @@ class ImportanceTable:
         )
 
     def score(self, estimator: str = "heapr", **options: Any) -> pd.Series:
-        """The scores of every atom, on the frame's index, named like the estimator.
+        """The score of every atom, on the frame's index, named after the estimator.
 
         Args:
             estimator: a name in `estimators.ESTIMATORS`.
-            **options: of the estimator: `alpha` of camera, `seed` of random.
+            **options: options of the estimator: `alpha` of camera, `seed` of random.
         """
         values = estimators.score(
             self._frame, self._metadata, estimator=estimator, options=options
@@ -131,7 +131,7 @@ class ImportanceTable:
         return pd.Series(values, index=self._frame.index, name=estimator)
 
     def scores(self, estimator: str = "heapr", **options: Any) -> np.ndarray:
-        """The values of `score`, remembered with the table."""
+        """The values of `score`, cached with the table."""
         return self.memo(
             ("scores", estimator, *sorted(options.items())),
             lambda: self.score(estimator, **options).to_numpy(),
@@ -155,7 +155,7 @@ class ImportanceTable:
         """(n_experts, d_inter) of every layer.
 
         Raises:
-            SpecError: in some layer rows are missing.
+            SpecError: rows of a layer are missing.
         """
         return dict(self._shapes)
 
@@ -184,25 +184,22 @@ class ImportanceTable:
         return pd.DataFrame({name: column[first] for name, column in columns.items()})
 
     def unrouted(self) -> pd.DataFrame:
-        """Columns layer, expert: the experts that no token was routed to."""
+        """Columns layer, expert: the experts to which no token was routed."""
         experts = self.expert_tokens()
         unrouted = experts.loc[experts["tokens"] == 0, ["layer", "expert"]]
         return unrouted.reset_index(drop=True)
 
     def merge(self, other: "ImportanceTable") -> "ImportanceTable":
-        """The table that both samples together would have given.
+        """The table of both samples together.
 
-        Sums, tokens and N add, maxima take the larger. No window may be in both.
+        Sums, tokens and N are added, maxima are compared. No window may be in both.
         """
         metadata = merge_metadata(self._metadata, other._metadata)
         return type(self)(merge_frames(self._frame, other._frame), metadata)
 
     def memo(self, key: Hashable, compute: Callable[[], _Value]) -> _Value:
-        """`compute()`, or what it gave when last asked for `key`.
-
-        Kept with the table, the latest few.
-        """
-        # Right, if not always once, when threads ask at the same time.
+        """`compute()`, or its earlier result for `key`; the latest few are kept."""
+        # Correct, if perhaps computed twice, when threads call at the same time.
         found: _Value = self._memo.get(key, _ABSENT)
         if found is _ABSENT:
             found = compute()
@@ -214,7 +211,7 @@ class ImportanceTable:
     # --- files ------------------------------------------------------------------
 
     def write(self, path: Path | str) -> None:
-        """Write a parquet file, whole or not at all."""
+        """Write a parquet file, atomically."""
         files.write_frame(path, self._frame, {**self._metadata, "kind": _KIND})
 
     @classmethod
@@ -225,7 +222,7 @@ class ImportanceTable:
 
         Args:
             path: the file.
-            columns: read only these and the key columns; by default all.
+            columns: columns to read besides the keys; by default all.
 
         Raises:
             CacheError: the file is truncated, damaged, or is not an importance table.
@@ -277,16 +274,16 @@ class ImportanceTable:
     def _quantiles(self) -> str:
         try:
             quantiles = np.quantile(self.score("heapr"), _QUANTILES)
-        except SpecError as error:  # what is wrong is shown; a display never fails
+        except SpecError as error:  # a display shows the error and never fails
             return str(error)
         return "  ".join(f"{value:.3g}" for value in quantiles)
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Make sure that what a file says of its table is of the kinds that are written.
+    """Check the types of a file's metadata.
 
     Raises:
-        SpecError: it is not.
+        SpecError: an entry has another type than is written.
     """
     whole = ("spec", "architecture", "provenance")
     kinds: dict[str, type] = {"N": int, "spec_hash": str} | dict.fromkeys(whole, dict)

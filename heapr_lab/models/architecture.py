@@ -1,9 +1,9 @@
 """Parameters, bytes and floating-point operations, before and after pruning.
 
-Layer 1, plain arithmetic. One multiplication with one addition counts as two
+Plain arithmetic, without torch. One multiplication with one addition counts as two
 operations, as in torch's counter; norms, activations, softmax and additions of biases
-count as none. An atom is a row of W_gate and W_up and a column of W_down, with the
-biases of its two rows; the bias of W_down's output is the expert's and stays.
+are not counted. An atom is a row of W_gate and W_up and a column of W_down, with the
+biases of its two rows; the bias of W_down's output belongs to the expert and is kept.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from heapr_lab.repr_html import card_html
 
 
 class Keep(Protocol):
-    """What is read of a `KeepMask`."""
+    """The part of a `KeepMask` that is read here."""
 
     @property
     def layers(self) -> Sequence[int]:
         """Indices of the layers."""
 
     def by_layer(self, layer: int) -> np.ndarray:
-        """What stays in a layer, bool (n_experts, d_inter)."""
+        """True for the kept atoms of a layer, bool (n_experts, d_inter)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LayerShape:
     n_experts: int
     d_inter: int
     d_expert: int
-    """Width the experts work in, mostly d_model."""
+    """Width of the experts' input and output, mostly d_model."""
     n_matrices: int = 3
     """3 with W_gate, 2 without."""
     atom_biases: int = 0
@@ -45,7 +45,7 @@ class LayerShape:
 
     @property
     def atom_parameters(self) -> int:
-        """Parameters that go with one atom."""
+        """Parameters of one atom."""
         return self.n_matrices * self.d_expert + self.atom_biases
 
     @property
@@ -72,7 +72,7 @@ class Architecture:
     """
 
     n_parameters: int
-    """Of the whole model, tied weights counted once."""
+    """Parameters of the whole model, tied weights counted once."""
     bytes_per_parameter: float
     d_model: int
     layers: Mapping[int, LayerShape]
@@ -84,7 +84,7 @@ class Architecture:
     # --- parameters -------------------------------------------------------------
 
     def atom_parameters(self, layer: int) -> int:
-        """Parameters that go with one atom of `layer`."""
+        """Parameters of one atom of `layer`."""
         return self._shape(layer).atom_parameters
 
     @property
@@ -94,7 +94,7 @@ class Architecture:
 
     @property
     def routed_share(self) -> float:
-        """Share of the model's parameters that are in routed atoms."""
+        """Share of the model's parameters that is in routed atoms."""
         return self.routed_parameters / self.n_parameters
 
     def parameters(self, keep: Keep | None = None) -> int:
@@ -141,9 +141,9 @@ class Architecture:
         share of `tokens`: Σ_i top_k · tokens_i / Σ tokens · kept_i · atom_flops.
 
         Args:
-            keep: what stays; everything, without.
-            tokens: columns layer, expert, tokens, one row per expert; without (and in
-                a layer nothing was routed in) every expert gets the same share.
+            keep: the kept atoms; by default all.
+            tokens: columns layer, expert, tokens, one row per expert; by default, and
+                in a layer without routed tokens, every expert has the same share.
         """
         if keep is not None:
             self._check(keep)
@@ -173,8 +173,8 @@ class Architecture:
     ) -> float:
         """Operations of the whole model for a mean token of a `seq_len` sequence.
 
-        Attention is counted whole, as torch's counter does: every token against all
-        `seq_len` keys.
+        Attention is counted without the causal mask, as torch's counter does: every
+        token attends to all `seq_len` keys.
         """
         other = 2 * self.other_weights_per_token
         attention = 2 * seq_len * self.attention_width
@@ -183,7 +183,7 @@ class Architecture:
     # --- plain data -------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data that `from_dict` takes back."""
+        """Plain JSON data, which `from_dict` reads."""
         plain = dataclasses.asdict(self)
         plain["layers"] = {str(k): shape for k, shape in plain["layers"].items()}
         return plain
@@ -200,8 +200,8 @@ class Architecture:
             return cls(**{**plain, "layers": layers})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError(
-                f"not an architecture: {error}; expected what Architecture.to_dict "
-                f"gives, with the entries "
+                f"not an architecture: {error}; give what Architecture.to_dict "
+                f"returned, with the entries "
                 f"{', '.join(f.name for f in dataclasses.fields(cls))}"
             ) from error
 
@@ -216,10 +216,10 @@ class Architecture:
         return self.layers[layer]
 
     def _check(self, keep: Keep) -> None:
-        """Make sure that `keep` has the layers and shapes of this model.
+        """Check that `keep` has the layers and shapes of this model.
 
         Raises:
-            SpecError: it is for another model.
+            SpecError: it belongs to another model.
         """
         found = {layer: keep.by_layer(layer).shape for layer in keep.layers}
         expected = {k: (s.n_experts, s.d_inter) for k, s in self.layers.items()}
@@ -237,7 +237,7 @@ def _shares(
     """Each expert's share of its layer's routed tokens, float64 (n_experts,), by layer.
 
     Raises:
-        SpecError: `tokens` has not one row for each expert.
+        SpecError: `tokens` does not have one row for each expert.
     """
     equal = {k: np.full(s.n_experts, 1 / s.n_experts) for k, s in layers.items()}
     if tokens is None:

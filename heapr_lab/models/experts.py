@@ -1,11 +1,11 @@
-"""How transformers lays out routed experts: the only module that knows.
+"""The layout of routed experts in transformers, which only this module knows.
 
 Every MoE family of transformers v5 holds a layer's experts as fused 3-D parameters in
 one module, decorated so that its forward goes through `ALL_EXPERTS_FUNCTIONS`. This
-module finds those modules, shows their weights in one orientation, and refuses by name
-whatever cannot be measured exactly.
+module finds those modules, presents their weights in one orientation, and refuses, by
+name, experts that cannot be measured exactly.
 
-Shapes: E n_experts, I d_inter, D d_expert (the width the experts work in).
+Shapes: E n_experts, I d_inter, D d_expert (width of the experts' input and output).
 Letters: W_gate, W_up (E, I, D); W_down (E, D, I).
 """
 
@@ -56,7 +56,7 @@ class ExpertsLayer:
     def up_rows(self) -> torch.Tensor:
         """The input projection, (E, 2I, D) with a gate or (E, I, D) without; a view.
 
-        Rows are in the family's own order, which `atom_rows` resolves.
+        Rows are in the family's own order; `atom_rows` gives those of an atom.
         """
         name = "gate_up_proj" if self.gated else "up_proj"
         weight: torch.Tensor = getattr(self.module, name)
@@ -75,22 +75,22 @@ class ExpertsLayer:
 
     @property
     def n_experts(self) -> int:
-        """Routed experts."""
+        """Number of routed experts."""
         return int(self.module.down_proj.shape[0])
 
     @property
     def d_expert(self) -> int:
-        """Width that the experts read and write."""
+        """Width of the experts' input and output."""
         return int(self.module.down_proj.shape[2 if self.module.is_transposed else 1])
 
     @property
     def d_inter(self) -> int:
-        """Atomic experts of each expert."""
+        """Number of atomic experts in each expert."""
         return int(self.module.down_proj.shape[1 if self.module.is_transposed else 2])
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         device: torch.device = self.module.down_proj.device
         return device
 
@@ -101,7 +101,7 @@ class ExpertsLayer:
         return dtype
 
     def atom_rows(self, atoms: torch.Tensor) -> torch.Tensor:
-        """Rows of `up_rows` that belong to `atoms`, in the family's own order.
+        """Indices of the rows of `up_rows` that belong to `atoms`, in its order.
 
         Shapes: atoms (n,) ascending; result (2n,) with a gate, else (n,).
         """
@@ -115,7 +115,7 @@ class ExpertsLayer:
     def squared_norms(self) -> dict[str, torch.Tensor]:
         """`w_down_sq`, `w_up_sq` and, with a gate, `w_gate_sq`: each (E, I)."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        # vector_norm squares without a copy as large as the weights.
+        # vector_norm needs no copy as large as the weights.
         rows = torch.linalg.vector_norm(self.up_rows, dim=-1, dtype=wide)
         down = torch.linalg.vector_norm(self.down, dim=1, dtype=wide)
         rows, norms = rows.square(), {"w_down_sq": down.square()}  # rows (E, 2I or I)
@@ -132,9 +132,9 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     """Every MoE layer of `model` that can be measured, masked and sliced exactly.
 
     Raises:
-        LayoutError: there is none, or one of them cannot be treated exactly (expert
-            parallel, quantised, not of transformers' experts interface, activations
-            that mix atoms).
+        LayoutError: there is none, or one of them cannot be treated exactly (it is
+            expert-parallel, quantised, outside transformers' experts interface, or its
+            activation mixes atoms).
     """
     _refuse_unfused(model)
     layers = [
@@ -149,7 +149,10 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
         )
     numbers = [layer.layer for layer in layers]
     if len(set(numbers)) != len(numbers):
-        raise LayoutError(f"two experts modules share a layer number: {numbers}")
+        raise LayoutError(
+            f"two experts modules share a layer number: {numbers}; this model is not "
+            "supported, expected one experts module in each decoder layer"
+        )
     for layer in layers:
         _refuse_inexact(layer)
     return sorted(layers, key=lambda layer: layer.layer)
@@ -218,10 +221,10 @@ def _refuse_inexact(layer: ExpertsLayer) -> None:
 
 
 def _refuse_mixing(layer: ExpertsLayer) -> None:
-    """Check that the rows of one atom, as `atom_rows` has them, drive only its h.
+    """Check that the rows of one atom, given by `atom_rows`, change only its h.
 
     Raises:
-        LayoutError: they drive others too.
+        LayoutError: they change others too.
     """
     if not layer.gated:
         return
@@ -242,13 +245,12 @@ def _refuse_mixing(layer: ExpertsLayer) -> None:
 
 
 def refuse_broken(layer: ExpertsLayer) -> None:
-    """Make sure that every weight of the layer's experts is a number.
+    """Check that every weight of the layer's experts is finite.
 
-    One that is not may lie in an expert that no token of a text is routed to, where
-    nothing that is run shows it.
+    A NaN in an expert that no token is routed to would not show in any result.
 
     Raises:
-        LayoutError: one is not (expert and atom named).
+        LayoutError: a weight is not finite (expert and atom are named).
     """
     for name, norms in layer.squared_norms().items():
         broken = (~torch.isfinite(norms)).nonzero().tolist()
@@ -261,7 +263,7 @@ def refuse_broken(layer: ExpertsLayer) -> None:
 
 
 def describe(model: Any) -> Architecture:
-    """Sizes of `model` that parameter, byte and FLOP counts need.
+    """The sizes of `model` from which parameters, bytes and FLOPs are counted.
 
     Raises:
         LayoutError: as `find_experts`.
@@ -311,7 +313,8 @@ def _top_k(model: Any) -> int:
         if isinstance(value, list) and len(set(value)) == 1:
             return int(value[0])
     raise LayoutError(
-        f"{type(config).__name__} does not say how many experts a token is routed to"
+        f"{type(config).__name__} does not say how many experts a token is routed to; "
+        "expected num_experts_per_tok or top_k_experts in config.json"
     )
 
 

@@ -1,8 +1,8 @@
-"""Read a model's folder through transformers: whole, undamaged, and without its code.
+"""Read a model's folder through transformers: complete, and without its code.
 
-Nothing else of the package lets transformers read a folder or build a model, so that
-what holds here holds everywhere: code that comes with a model is never run, a damaged
-file is named, and no weight is made up.
+This is the only module that lets transformers read a folder or build a model. So
+everywhere in the package code that comes with a model is never run, a damaged file is
+named, and no missing weight is initialised at random.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _VOCABULARIES = (
     "*.spm",
     "*.tiktoken",
 )
-"""Without any of them, transformers may make a tokenizer that has no words."""
+"""Without any of them, transformers may make a tokenizer with an empty vocabulary."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -44,7 +44,7 @@ def read_config(source: str | Path) -> Any:
     """The configuration of the model in a folder, or of a hub id.
 
     Raises:
-        SpecError: there is none, it is damaged, or it asks for code that is not in
+        SpecError: there is none, it is damaged, or it requires code that is not in
             transformers.
     """
     folder = Path(source)
@@ -61,7 +61,7 @@ def read_config(source: str | Path) -> Any:
 
 
 def build(config: Any, **options: Any) -> Any:
-    """The untrained model of `config`.
+    """An untrained model with the configuration `config`.
 
     Raises:
         SpecError: transformers cannot build one.
@@ -77,7 +77,7 @@ def read_tokenizer(source: str | Path) -> Any:
     """The tokenizer of the model in a folder, or of a hub id.
 
     Raises:
-        SpecError: there is none, it is damaged, or it asks for code that is not in
+        SpecError: there is none, it is damaged, or it requires code that is not in
             transformers.
     """
     folder = Path(source)
@@ -91,25 +91,24 @@ def read_tokenizer(source: str | Path) -> Any:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the vocabulary of a tokenizer is in `folder`."""
+    """Whether `folder` contains the vocabulary of a tokenizer."""
     return any(any(folder.glob(name)) for name in _VOCABULARIES)
 
 
 def read_weights(source: str | Path, **options: Any) -> Any:
-    """The model in a folder, or of a hub id, with every weight from its files.
+    """The model in a folder, or of a hub id, with every weight read from its files.
 
     Args:
         source: the folder or hub id.
-        options: as transformers' `from_pretrained`.
+        options: as for transformers' `from_pretrained`.
 
     Raises:
-        SpecError: there is no such model, its files are damaged, a weight is in none
-            of them or has another shape there, or it asks for code that is not in
-            transformers.
+        SpecError: there is no such model, its files are damaged, a weight is missing or
+            has another shape, or it requires code that is not in transformers.
     """
     read_config(source)
     generation = Path(source) / "generation_config.json"
-    if generation.is_file():  # transformers takes a damaged one for none at all
+    if generation.is_file():  # transformers ignores a damaged one
         _read_object(generation)
     with _named(source, "weights or config.json"), _without_report():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -135,10 +134,10 @@ def read_weights(source: str | Path, **options: Any) -> Any:
 def _check_depth(config: dict[str, Any], names: Collection[str], folder: Path) -> None:
     """Check that the files have as many layers as config.json says.
 
-    Transformers would first make them, however many.
+    Otherwise transformers would first allocate them all.
 
     Raises:
-        SpecError: they have fewer.
+        SpecError: the files have fewer layers.
     """
     own = config.get("text_config")
     asked = (own if isinstance(own, dict) else config).get("num_hidden_layers")
@@ -146,8 +145,8 @@ def _check_depth(config: dict[str, Any], names: Collection[str], folder: Path) -
     if isinstance(asked, int) and numbers and asked > 1 + max(numbers):
         raise SpecError(
             f"{folder / 'config.json'} says num_hidden_layers {asked}, but the files "
-            f"of weights have {1 + max(numbers)} layers: the checkpoint is not whole, "
-            "or config.json is of another model; download both again"
+            f"of weights have {1 + max(numbers)} layers: the checkpoint is incomplete, "
+            "or config.json belongs to another model; download both again"
         )
 
 
@@ -155,7 +154,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model.
 
     Raises:
-        SpecError: there is no such file, or something else in it.
+        SpecError: there is no such file, or it is not a JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -168,21 +167,21 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SpecError(
             f"{path} holds a {type(found).__name__}, expected a JSON object: it is "
-            "damaged or of another kind; download it again"
+            "damaged or another kind of file; download it again"
         )
     return found
 
 
 @contextlib.contextmanager
 def _named(source: str | Path, *names: str) -> Iterator[None]:
-    """Whatever transformers raises of the files `names`, as one error that names them.
+    """Turns any error of transformers about the files `names` into one that names them.
 
     Raises:
-        SpecError: it raised something; the first file that is damaged is named.
+        SpecError: transformers raised an error; the first damaged file is named.
     """
     try:
         yield
-    except Exception as error:  # a damaged file leads it to any of them
+    except Exception as error:  # a damaged file may cause any of them
         for path in [Path(source) / name for name in names]:
             if path.is_file():
                 _read_object(path)
@@ -201,7 +200,7 @@ def _cannot(source: str | Path, why: str) -> str:
 
 @contextlib.contextmanager
 def _without_report() -> Iterator[None]:
-    """Without transformers' table of what is missing: that is an error here."""
+    """Suppresses transformers' table of missing weights, which are an error here."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def keep(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Linear maps of tokens sorted by expert: forward, backward, in float32 sums."""
+"""Linear maps of tokens sorted by expert: forward and backward, summed in float32."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 
 def accumulating_dtype(x: torch.Tensor) -> torch.dtype:
-    """What sums over `x` are kept in: float32 at least."""
+    """The type in which sums over `x` are accumulated: at least float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -20,7 +20,7 @@ def routed_linear(
     experts: torch.Tensor,
     tokens: list[int],
 ) -> torch.Tensor:
-    """Each row times its expert's matrix.
+    """The product of each row and its expert's matrix.
 
     Shapes: x (n, in); weight (E, out, in); bias (E, out); experts (n,); out (n, out).
     """
@@ -34,7 +34,7 @@ def routed_linear(
 
 
 class _RoutedLinear(torch.autograd.Function):
-    """One product per expert, each written where its rows belong.
+    """One product per expert, written directly into its rows of the result.
 
     Unlike autograd's own, it concatenates nothing, forward or backward.
     """
@@ -71,6 +71,6 @@ class _RoutedLinear(torch.autograd.Function):
 def _by_expert(
     tokens: list[int], weight: torch.Tensor, *rows: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The matrix and the rows of each expert that has any."""
+    """The matrix and the rows of each expert that has rows."""
     parts = zip(weight, *(x.split(tokens) for x in rows), strict=True)
     return (part for part, count in zip(parts, tokens, strict=True) if count)

@@ -1,9 +1,10 @@
-"""One experts function for all families, which masks and measures what it runs.
+"""One experts function for all families, which masks and measures activations.
 
 It is registered with transformers under `IMPLEMENTATION`. While a model is switched to
 it, each call looks up whether *this thread's context* masks the module and whether a
-probe sits on it; where neither is so it hands over to the implementation the model had,
-so that a dense forward in one thread and a masked one in another are both right.
+probe is attached to it. If neither is the case, it calls the model's previous
+implementation, so that a dense forward in one thread and a masked one in another are
+both correct.
 
 Shapes: T tokens, K slots per token, n = T·K routed rows sorted by expert,
 I d_inter, D d_expert.
@@ -32,12 +33,12 @@ IMPLEMENTATION = "heapr_lab"
 
 @dataclass(frozen=True)
 class Edit:
-    """How a layer's experts run in a context, without a change to their weights."""
+    """A change to how a layer's experts run in a context; their weights stay."""
 
     keep: torch.Tensor
-    """What h is multiplied by, (E, I)."""
+    """Factor of h, (E, I)."""
     down: torch.Tensor | None = None
-    """What stands for W_down, (E, D, I)."""
+    """Replacement for W_down, (E, D, I)."""
 
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
@@ -46,7 +47,7 @@ _observers: ContextVar[Mapping[int, "Observer"]]
 _observers = ContextVar("observers", default=_NONE)
 _switch_lock = threading.Lock()
 _switched: dict[int, tuple[int, str | None]] = {}
-"""By the id of each config switched on: modules that need it, what it was before."""
+"""By the id of each switched config: modules that need it, previous implementation."""
 
 
 class Probe:
@@ -56,13 +57,13 @@ class Probe:
         device = layer.device
         self.moments = LayerMoments(layer.n_experts, layer.d_inter, device)
         self.backwards = 0
-        """Backward passes seen since this was last set to 0."""
+        """Backward passes since this was last set to 0."""
 
 
 class _Accounting(torch.autograd.Function):
-    """The identity on h, whose backward has h and dl/dh at hand and sums them up.
+    """The identity on h, whose backward adds h and dl/dh to the moments.
 
-    Being part of the graph it runs exactly once per backward, also when activation
+    As a node of the graph it runs exactly once per backward, even if activation
     checkpointing runs the forward twice.
     """
 
@@ -89,7 +90,7 @@ class _Accounting(torch.autograd.Function):
 
 @contextlib.contextmanager
 def switching(layers: list[ExpertsLayer]) -> Iterator[None]:
-    """Route the layers' forwards through this module; re-entrant, from any thread."""
+    """Route the layers' forwards through this module; re-entrant and thread-safe."""
     with _switch_lock:
         for layer in layers:
             _switch_on(layer.module)
@@ -104,12 +105,12 @@ def switching(layers: list[ExpertsLayer]) -> Iterator[None]:
 def _switch_on(module: Any) -> None:
     """Switch the config of one module, which other modules and models may share.
 
-    What it was stays noted on the module after switching off again, because a forward
-    in another thread may be about to ask for it.
+    The previous implementation stays noted on the module after switching off, because a
+    forward in another thread may be about to look it up.
     """
     config = module.config
     now = config._experts_implementation
-    if now == IMPLEMENTATION:  # of a model that was copied while it was switched on
+    if now == IMPLEMENTATION:  # the model is a copy, made while it was switched on
         now = module.__dict__.get("_heapr_previous")
     n_users, previous = _switched.get(id(config), (0, now))
     _switched[id(config)] = n_users + 1, previous
@@ -132,10 +133,10 @@ def masked(
     keeps: list[torch.Tensor],
     downs: Sequence[torch.Tensor | None] | None = None,
 ) -> Iterator[None]:
-    """Drop atoms of `layers` in this thread's forwards, and replace W_down if given.
+    """Mask atoms of `layers` in this thread's forwards, and replace W_down if given.
 
-    Shapes: each of `keeps` (E, I), one for each layer, True where the atom stays; each
-    of `downs` (E, D, I).
+    Shapes: each of `keeps` (E, I), one for each layer, True for kept atoms; each of
+    `downs` (E, D, I).
     """
     outer = _edits.get()
     mine = {}
@@ -158,7 +159,7 @@ def masked(
 
 
 def edits_of(model: nn.Module) -> dict[str, Edit]:
-    """How the experts modules of `model` run in this context, by name, where edited."""
+    """The edits of this context to the experts modules of `model`, by name."""
     edits = _edits.get()
     return {
         name: edits[id(module)]
@@ -178,10 +179,10 @@ class Observer(Protocol):
         rows: torch.Tensor,
         tokens: list[int],
     ) -> None:
-        """Take note of one call.
+        """Observe one call.
 
-        Shapes: h (n, I) sorted by expert; p (n,) their routing weights; rows (n,) the
-        token of each; tokens the number of rows of each expert, (E,).
+        Shapes: h (n, I) sorted by expert; p (n,) the routing weights; rows (n,) the
+        token of each row; tokens the number of rows of each expert, (E,).
         """
 
 
@@ -191,7 +192,7 @@ def observed(
 ) -> Iterator[None]:
     """Show the layers' activations to `observers`, one each, in this thread's forwards.
 
-    These are the dense model's, whatever context this one is in.
+    They are those of the dense model, even inside a context that masks it.
     """
     pairs = zip(layers, observers, strict=True)
     watching = _observers.set({id(layer.module): own for layer, own in pairs})
@@ -208,7 +209,7 @@ def observed(
 def probed(layers: list[ExpertsLayer]) -> Iterator[dict[int, Probe]]:
     """Measure the layers in every backward pass until the context ends.
 
-    The probe sits on the module, not in the thread, because autograd may run a
+    A probe is attached to the module, not to the thread, because autograd may run a
     checkpointed forward again in a thread of its own.
     """
     probes = {layer.layer: Probe(layer) for layer in layers}
@@ -262,7 +263,7 @@ def _routed_forward(
     probe: Probe | None,
     observer: Observer | None,
 ) -> torch.Tensor:
-    """What every implementation computes, with h masked and watched on its way."""
+    """The result of every implementation, with h masked and observed in between."""
     layer = ExpertsLayer(-1, "", module)
     n_slots = top_k_index.shape[-1]
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (n,)

@@ -1,7 +1,8 @@
-"""What changes a model's numbers without standing in its weights.
+"""The identity of a model: its weights, and all else that changes its numbers.
 
-Masks and replaced W_down of this thread's context, autocast, hooks on modules. Whoever
-keeps a result under the identity of a model has to know them, or to refuse.
+Masks and replacements of W_down in this thread's context, autocast, and hooks on
+modules change the results of a model but not its weights. A cache of results has to
+include them in its key, or to refuse them.
 """
 
 import functools
@@ -18,7 +19,7 @@ from heapr_lab.models.hooks import Edit, edits_of
 from heapr_lab.models.weights_hash import block_sums
 
 _KNOWN = ("accelerate", "heapr_lab", "torch", "transformers")
-"""Packages whose hooks watch, or belong to how the model runs."""
+"""Packages whose hooks only observe, or are part of how the model runs."""
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -28,13 +29,13 @@ _HOOKS = (
 
 
 def identity_in_force(model: nn.Module) -> dict[str, str]:
-    """`model_identity` of the model as it runs here.
+    """`model_identity` of the model in this context.
 
-    Where this context masks atoms or replaces W_down, the entry `active` is a digest of
-    that, so that what is measured is never taken for the dense model's.
+    If this context masks atoms or replaces W_down, the entry `active` is a digest of
+    the changes, so that results are never mistaken for those of the dense model.
 
     Raises:
-        SpecError: autocast or hooks change what it computes, which has no digest.
+        SpecError: autocast is on or there are foreign hooks, which have no digest.
     """
     refuse_autocast(model)
     _refuse_hooks(model)
@@ -44,14 +45,14 @@ def identity_in_force(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_disturbed(model: nn.Module, *, remedy: str) -> None:
-    """Make sure that in this context the model is its weights and nothing else.
+    """Check that nothing but the weights determines the model's results here.
 
     Args:
-        model: what is to be asked.
-        remedy: how to ask for the masked model, where a mask is active.
+        model: the model.
+        remedy: for the message: how to get the result of the masked model.
 
     Raises:
-        SpecError: a mask, a replaced W_down, autocast or hooks are active.
+        SpecError: a mask, a replacement of W_down, autocast or a hook is active.
     """
     refuse_autocast(model)
     _refuse_hooks(model)
@@ -59,18 +60,18 @@ def refuse_disturbed(model: nn.Module, *, remedy: str) -> None:
     if edits:
         raise SpecError(
             f"a mask is active here, around this call: it edits {len(edits)} layers "
-            f"({', '.join(edits)}), expected the model as it is; leave the masking() "
+            f"({', '.join(edits)}), expected the unmasked model; leave the masking() "
             f"block, and {remedy}"
         )
 
 
 def weights_state(model: nn.Module) -> str:
-    """What changes whenever the weights or the configuration of `model` do, cheaply.
+    """A cheap digest that changes with the weights or the configuration of `model`.
 
-    A digest of the configuration and, for every tensor, of where it lies, how often
-    torch saw it written to, and the first value of each of its rows and columns: those
-    show most of what is written through `.data`, which torch does not count. It means
-    nothing in another process.
+    It covers the configuration and, for every tensor, its address, torch's count of
+    writes to it, and the first value of each row and column. These values show most
+    writes through `.data`, which torch does not count. The digest is meaningless in
+    another process.
     """
     sha = hashlib.sha256(repr(architecture_identity(model)).encode())
     parts: dict[torch.device, list[torch.Tensor]] = {}
@@ -79,26 +80,26 @@ def weights_state(model: nn.Module) -> str:
         sha.update(repr((tensor.data_ptr(), version, tensor.dtype)).encode())
         if not tensor.is_meta:
             parts.setdefault(tensor.device, []).append(_first_values(tensor.detach()))
-    for values in parts.values():  # together, for each transfer from a device waits
+    for values in parts.values():  # together, as each transfer from a device waits
         sha.update(torch.cat(values).cpu().numpy().tobytes())
     return sha.hexdigest()
 
 
 def check_unchanged(model: nn.Module, state: str) -> None:
-    """Make sure that `weights_state` of the model still is `state`.
+    """Check that `weights_state` of the model is still `state`.
 
     Raises:
-        HeaprLabError: it is not, so that what was found is of no one model.
+        HeaprLabError: it is not, so that the result belongs to no single model.
     """
     if weights_state(model) != state:
         raise HeaprLabError(
             "the weights of the model changed while it was running, as when another "
-            "thread trains or loads it, so the result is of no one model; ask again"
+            "thread trains or loads it, so the result is invalid; run it again"
         )
 
 
 def _first_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Those of each row and each column of the matrices in `tensor`, as bytes."""
+    """The first value of each row and column of the matrices in `tensor`, as bytes."""
     if tensor.dim() < 2:
         parts = [tensor.reshape(-1)]
     else:
@@ -107,10 +108,10 @@ def _first_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_autocast(model: nn.Module) -> None:
-    """Make sure that the model runs in the dtype that it was loaded in.
+    """Check that the model runs in the dtype that it was loaded in.
 
     Raises:
-        SpecError: autocast is on for a device that its weights are on.
+        SpecError: autocast is on for the type of device that the weights are on.
     """
     for kind in {parameter.device.type for parameter in model.parameters()}:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -128,8 +129,8 @@ def _refuse_hooks(model: nn.Module) -> None:
             if _package(hook) not in _KNOWN:
                 raise SpecError(
                     f"module {name or 'model'!r} has a hook, {_name(hook)}, which may "
-                    "change what is measured and is no part of the model's identity; "
-                    "remove it (handle.remove()) and ask again"
+                    "change what is measured and is not part of the model's identity; "
+                    "remove it (handle.remove()) and run again"
                 )
 
 
@@ -152,7 +153,7 @@ def _changes(edit: Edit) -> bool:
 
 
 def _digest(edits: dict[str, Edit]) -> str | None:
-    """SHA-256 of what `edits` change, by module; None where that is nothing."""
+    """SHA-256 of the changes in `edits`, by module; None if there are none."""
     sha = hashlib.sha256()
     changing = {name: edit for name, edit in edits.items() if _changes(edit)}
     for name, edit in sorted(changing.items()):
@@ -165,11 +166,11 @@ def _digest(edits: dict[str, Edit]) -> str | None:
 
 
 WEIGHTS_VERSION = "v2:"
-"""How a hash of weights begins; those that have no version sampled the values."""
+"""Prefix of a hash of weights; older hashes, without it, sampled the values."""
 
 
 def model_identity(model: Any) -> dict[str, str]:
-    """What tells this model from any other, on whatever device it lies.
+    """The identity of a model, which is the same on every device.
 
     `weights` hashes every value of every parameter and stored buffer (such as a
     router's bias correction), with its name and shape; see `weights_hash`. `dtype` is
@@ -183,7 +184,7 @@ def model_identity(model: Any) -> dict[str, str]:
 
 
 def architecture_identity(model: Any) -> dict[str, str]:
-    """The part of `model_identity` that a model without weights has, too."""
+    """The part of `model_identity` that does not depend on the weights."""
     config = model.config.get_text_config().to_dict()
     volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
     kept = {
@@ -204,7 +205,7 @@ def _weights_fingerprint(model: nn.Module) -> str:
         if tensor.is_meta:
             raise LayoutError(
                 f"{name} is offloaded, its values are not in memory; expected a model "
-                "that fits: load it without offloading, on devices large enough"
+                "that fits: load it without offloading, on large enough devices"
             )
         sha.update(f"{name}{tuple(tensor.shape)}".encode())
         sha.update(block_sums(tensor))

@@ -1,9 +1,9 @@
-"""One decoder layer after the other, over all windows, with the inputs of each kept.
+"""Run the decoder layers one by one over all windows, keeping the inputs of each.
 
-What is summed up for a layer then need not be held together with that of the others,
-and all layers together still cost the arithmetic of one forward pass. A layer is run
-with the very arguments that its model gave it: masks and positions depend on the shape
-of a batch alone, which is made sure of where two batches have the same shape.
+Statistics then need memory for one layer at a time, while all layers together cost the
+arithmetic of one forward pass. A layer is called with the arguments that its model gave
+it: masks and positions depend only on the shape of a batch, which is checked if two
+batches have the same shape.
 
 Shapes: B windows, L tokens in each; d_model.
 """
@@ -23,11 +23,11 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _ReachedFirstLayerError(Exception):
-    """Ends a forward whose input to the first layer is all that was wanted."""
+    """Ends a forward as soon as the first layer's input is known."""
 
 
 class LayerByLayer:
-    """The decoder layers of a model, to be gone through in order.
+    """The decoder layers of a model, run one after the other.
 
     Example:
         >>> walk = LayerByLayer(model, batches, find_experts(model))  # doctest: +SKIP
@@ -43,15 +43,15 @@ class LayerByLayer:
         batches: Sequence[torch.Tensor],
         layers: Sequence[ExpertsLayer],
     ) -> None:
-        """Run the batches up to the first layer; in eval mode, without gradients.
+        """Run the batches up to the first layer, in eval mode without gradients.
 
         Args:
             model: a causal language model of transformers.
             batches: token ids, each (B, L).
-            layers: its MoE layers, which tell where its decoder layers are.
+            layers: its MoE layers, by which its decoder layers are found.
 
         Raises:
-            LayoutError: the model does not simply hand hidden states from one decoder
+            LayoutError: the model does not pass hidden states directly from one decoder
                 layer to the next.
         """
         self._model = model
@@ -66,10 +66,10 @@ class LayerByLayer:
         return len(self._blocks)
 
     def layers(self) -> Iterator[tuple[int, Iterator[int]]]:
-        """Each layer's number, with the batches to be run through it.
+        """Each layer's number, and an iterator that runs the batches through it.
 
-        The second part runs one batch each time it is asked for the next, and has to be
-        used up before the next layer.
+        Each step of the iterator runs one batch; it has to be exhausted before the next
+        layer.
         """
         for number in range(len(self._blocks)):
             yield number, self._run(number)
@@ -96,7 +96,7 @@ class LayerByLayer:
         """The arguments of every layer besides the states, by shape of the batch.
 
         Raises:
-            LayoutError: they depend on more than the shape, or do not suffice.
+            LayoutError: they depend on more than the shape, or give other results.
         """
         calls: dict[tuple[int, ...], list[_Call]] = {}
         checked: set[tuple[int, ...]] = set()
@@ -176,10 +176,10 @@ class LayerByLayer:
 
 
 def _blocks(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[nn.Module]:
-    """The decoder layers that the experts are in, and those beside them.
+    """The list of decoder layers that contains the experts.
 
     Raises:
-        LayoutError: they are not in one list.
+        LayoutError: the experts are not in one list.
     """
     stems = set()
     for layer in layers:
@@ -194,7 +194,7 @@ def _blocks(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[nn.Module]
 
 
 def _same(calls: Any, others: Any) -> bool:
-    """Whether arguments are alike, down to the values of tensors."""
+    """Whether arguments are equal, including the values of tensors."""
     if isinstance(calls, torch.Tensor):
         return isinstance(others, torch.Tensor) and torch.equal(calls, others)
     if isinstance(calls, dict):

@@ -1,10 +1,10 @@
-"""Log-likelihoods of token ids whose logits never exist all at once.
+"""Log-likelihoods of token ids, without holding all logits in memory at once.
 
 A causal language model is a *body* (ids to final hidden states) and a *head* (hidden
 states to logits: the output embedding, and in some families a scale or a soft cap).
 The body runs once; the head, which is the family's own `forward` with the body
-replaced by a replay of its recorded output, runs on a few tokens at a time. So what a
-family does to its logits is done here too, and a vocabulary of 150k fits.
+replaced by a replay of its recorded output, runs on a few tokens at a time. So logits
+are processed as the family does it, and a vocabulary of 150k fits into memory.
 
 Shapes: B windows, L tokens in each; d_model, d_vocab. Units: nats.
 """
@@ -27,7 +27,7 @@ from heapr_lab.text.calibration import token_windows
 logger = logging.getLogger(__name__)
 
 _POSITIONS = re.compile(r"pos|wpe")
-"""In the name of a table of learned positions."""
+"""Part of the name of an embedding of learned positions."""
 
 _LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 """Elements of a chunk of logits: 4 and 128 MiB in float32.
@@ -54,12 +54,12 @@ def token_nll(
     Args:
         model: a causal language model of transformers.
         ids: token ids.
-        targets: the next tokens, where they are not those of `ids`.
-        chunk_tokens: tokens whose logits exist together; by default as many as fit
-            4 MiB on a CPU and 128 MiB on a GPU.
+        targets: the next tokens; by default those of `ids`.
+        chunk_tokens: tokens whose logits are in memory together; by default as many as
+            fit into 4 MiB on a CPU and 128 MiB on a GPU.
 
     Raises:
-        HeaprLabError: the model gives a token no finite log-likelihood.
+        HeaprLabError: the log-likelihood of a token is not finite.
     """
     states = final_states(model, ids)[:, :-1]
     targets = (ids[:, 1:] if targets is None else targets).to(states.device)
@@ -89,7 +89,7 @@ def final_states(
     position_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the body hands to the head: the hidden states after the last norm.
+    """The output of the body: the hidden states after the last norm.
 
     Shapes: ids, position_ids (B, L); attention_mask (B, 1, L, L), added to the scores;
     result (B, L, d_model), in the model's dtype.
@@ -97,8 +97,8 @@ def final_states(
     Args:
         model: a causal language model of transformers.
         ids: token ids.
-        position_ids: where each token stands; 0, 1, 2, ... by default.
-        attention_mask: what each token sees; those before it by default.
+        position_ids: position of each token; by default 0, 1, 2, ...
+        attention_mask: the tokens that each token attends to; by default causal.
 
     Raises:
         SpecError: `ids` are not whole numbers of shape (B, at least 2), or the model
@@ -116,16 +116,16 @@ def final_states(
 def check_fits(
     model: Any, ids: torch.Tensor, *, position_ids: torch.Tensor | None = None
 ) -> None:
-    """Make sure that `model` has the tokens and the positions of `ids`.
+    """Check that `model` has the tokens and the positions of `ids`.
 
-    Positions beyond those that a model was made for are said once for each model, where
-    they are rotary or of another kind that goes on.
+    If positions go beyond the model's maximum and are not learned (rotary, say), a
+    warning is logged once for each model.
 
     Shapes: ids, position_ids (B, L).
 
     Raises:
-        SpecError: an id is not in the vocabulary, or positions are learned and do not
-            reach as far.
+        SpecError: an id is not in the vocabulary, or positions are learned and there
+            are too few of them.
     """
     d_vocab = model.get_input_embeddings().weight.shape[0]
     outside = (ids < 0) | (ids >= d_vocab)
@@ -146,10 +146,10 @@ _warned: WeakSet[nn.Module] = WeakSet()
 
 
 def _beyond(model: nn.Module, length: int, limit: int) -> None:
-    """Refuse or, once, tell of windows of `length` tokens, of which `limit` are meant.
+    """Refuse windows longer than the model's `limit`, or warn of them once.
 
     Raises:
-        SpecError: the model has learned each position apart.
+        SpecError: the model has a learned embedding for each position.
     """
     said = f"windows of {length} tokens are longer than the {limit} positions that "
     if any(
@@ -163,18 +163,18 @@ def _beyond(model: nn.Module, length: int, limit: int) -> None:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where `model` takes its ids."""
+    """The device on which `model` expects its ids."""
     device: torch.device = model.get_input_embeddings().weight.device
-    # Weights that accelerate keeps elsewhere are on no device until they are used.
+    # Weights that accelerate offloads are on the meta device until they are used.
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def iter_log_probs(
     model: nn.Module, states: torch.Tensor, *, chunk_tokens: int | None = None
 ) -> Iterator[torch.Tensor]:
-    """Log-probabilities of the next token, a chunk of positions after the other.
+    """Log-probabilities of the next token, one chunk of positions after the other.
 
-    Two calls with equally many states give chunks that belong together.
+    Two calls with the same number of states give chunks of the same positions.
 
     Shapes: states (..., d_model); each result (n_chunk, d_vocab), in float32 or the
     model's float64.
@@ -191,13 +191,13 @@ def sampled_targets(
 ) -> torch.Tensor:
     """Next tokens drawn from what `model` predicts, one for each position.
 
-    Each window has a seed of its own, so that it draws the same in whatever batch.
+    Each window has its own seed, so that the draw does not depend on the batch.
 
     Shapes: ids (B, L); seeds (B,); result (B, L - 1).
     """
     states = final_states(model, ids)[:, :-1]
     size = states.shape[1]
-    rows = [  # in float32 whatever the default type is, on which the numbers depend
+    rows = [  # always in float32, because the numbers depend on the type
         torch.rand(
             size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
         )
@@ -268,19 +268,19 @@ class _Recorder(nn.Module):
 
 
 class _Replay(nn.Module):
-    """Stands for the body: gives the head states that were recorded before."""
+    """Replaces the body: gives recorded states to the head."""
 
     def __init__(self, states: torch.Tensor) -> None:
         super().__init__()
         self.states = states
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        # The widest of the output types: a head finds every field it asks for, empty.
+        # The output type with the most fields, so that a head finds each it reads.
         return MoeModelOutputWithPast(last_hidden_state=self.states)
 
 
 def _head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The family's own way from hidden states (n, d_model) to logits (n, d_vocab)."""
+    """The family's own map from hidden states (n, d_model) to logits (n, d_vocab)."""
     no_ids = torch.zeros(1, 1, dtype=torch.long)
 
     def head(rows: torch.Tensor) -> torch.Tensor:
@@ -292,10 +292,10 @@ def _head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _body(model: Any) -> nn.Module:
-    """The child of `model` that holds everything but the head.
+    """The child of `model` that contains everything but the head.
 
     Raises:
-        LayoutError: there is none.
+        LayoutError: there is no such child.
     """
     decoder = getattr(model, "get_decoder", lambda: None)()
     for body in (decoder, getattr(model, "base_model", None)):
@@ -313,8 +313,8 @@ def _forward_with(
 ) -> Any:
     """`model`'s forward with another body.
 
-    It runs on a shallow twin, which shares every weight, so that neither hooks nor
-    assignments touch a model that other threads may be running.
+    It runs on a shallow copy, which shares every weight, so that no hook or assignment
+    changes a model that other threads may be running.
     """
     real = _body(model)
     children = {

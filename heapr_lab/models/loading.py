@@ -1,4 +1,4 @@
-"""Load models and tell which one it is."""
+"""Load models and tokenizers from the hub, a folder, or the bundled lab model."""
 
 import textwrap
 from pathlib import Path
@@ -19,7 +19,7 @@ LAB = "lab"
 """Name of the bundled model."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Those that everything here can be computed in."""
+"""Types in which everything in this package can be computed."""
 
 
 def load_model(
@@ -33,14 +33,14 @@ def load_model(
     Args:
         name_or_path: a hub id, a local folder in the hub's layout, or `lab`. Remote
             code is never run.
-        device: `cpu`, `cuda`, `cuda:1`, ...; `auto` spreads the model over the GPUs
-            there are (accelerate's device map), or uses the CPU.
+        device: `cpu`, `cuda`, `cuda:1`, ...; `auto` spreads the model over all GPUs
+            (accelerate's device map), or uses the CPU if there is none.
         dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else
             `float32`, `bfloat16`, ... or a torch dtype.
 
     Raises:
-        SpecError: there is no such device here, no such model, its files are damaged,
-            or the dtype has no such name.
+        SpecError: the device or the model is not available, the model's files are
+            damaged, or there is no such dtype.
     """
     check_device(device)
     path = _resolve(name_or_path)
@@ -49,18 +49,18 @@ def load_model(
     placement = "auto" if device == "auto" and on_gpu else None
     if silent():
         disable_progress_bar()
-    read_config(path)  # first, because the tokenizer is chosen by it
+    read_config(path)  # first, because it determines the tokenizer's class
     tokenizer = read_tokenizer(path)
     model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
         model.to("cpu" if device == "auto" else device)
-    if model.dtype == torch.float64:  # the grouped kernels, the default, know no such
+    if model.dtype == torch.float64:  # the default, grouped kernels do not support it
         model.set_experts_implementation("eager")
     return model.eval(), tokenizer
 
 
 def check_device(device: str) -> None:
-    """Make sure that tensors can be put on `device`, which may be `auto`.
+    """Check that tensors can be put on `device`, which may be `auto`.
 
     Raises:
         SpecError: they cannot.
@@ -77,7 +77,7 @@ def check_device(device: str) -> None:
         ) from error
     if there.is_meta:
         raise SpecError(
-            f"device is {device!r}, which holds no values: give one of "
+            f"device is {device!r}, which stores no values: give one of "
             f"{_devices_here()}"
         )
 
@@ -88,7 +88,7 @@ def _devices_here() -> str:
 
 
 def model_folder(name_or_path: str | Path) -> Path:
-    """The local folder of a model's files; those of a hub id are downloaded first.
+    """The local folder of a model's files, which are downloaded first for a hub id.
 
     Raises:
         SpecError: there is no such model, or its configuration is damaged.
@@ -110,7 +110,7 @@ def model_folder(name_or_path: str | Path) -> Path:
 def _resolve(name_or_path: str | Path) -> str:
     if str(name_or_path) != LAB:
         if not Path(name_or_path).is_dir():
-            hub.answers()  # where it does not, only what is on disk is looked for
+            hub.answers()  # if it does not, only local files are used
         return str(name_or_path)
     folder = paths.lab_model_dir()
     if not (folder / "config.json").is_file():
@@ -122,7 +122,7 @@ def _resolve(name_or_path: str | Path) -> str:
 
 
 def check_dtype(dtype: str | torch.dtype) -> None:
-    """Make sure that models can be computed in `dtype`, which may be `auto`.
+    """Check that models can be run in `dtype`, which may be `auto`.
 
     Raises:
         SpecError: they cannot.

@@ -20,28 +20,28 @@ T = TypeVar("T")
 def starting_batch_size(
     model: nn.Module, n_windows: int, seq_len: int, *, tokens: dict[str, int]
 ) -> int:
-    """Windows of a first batch: as many as have `tokens` of the model's device.
+    """Number of windows in a first batch of about `tokens` for the model's device.
 
     Args:
         model: a causal language model of transformers.
-        n_windows: as many at most.
-        seq_len: tokens of a window.
-        tokens: of a batch, by type of device; `cpu` serves for any other.
+        n_windows: the largest result.
+        seq_len: tokens in each window.
+        tokens: tokens in a batch, by type of device; that of `cpu` is the default.
     """
     room = tokens.get(input_device(model).type, tokens["cpu"])
     return max(1, min(n_windows, room // seq_len))
 
 
 def halving_batches(run: Callable[[int], T], batch_size: int, *, model: nn.Module) -> T:
-    """`run(batch_size)`, with half the size each time that memory runs out.
+    """`run(batch_size)`, with the batch size halved each time memory runs out.
 
     Args:
-        run: called with a number of windows; it begins anew, or goes on where it was.
-        batch_size: the first to try.
-        model: what `run` runs; the cache of its device is emptied between two tries.
+        run: called with a number of windows; it starts again, or resumes.
+        batch_size: the first batch size.
+        model: the model that `run` uses, whose device's cache is emptied in between.
 
     Raises:
-        HeaprLabError: memory does not suffice for a single window.
+        HeaprLabError: there is not enough memory for a single window.
     """
     device = input_device(model)
     while True:
@@ -55,14 +55,14 @@ def halving_batches(run: Callable[[int], T], batch_size: int, *, model: nn.Modul
                     f"one window needs more memory than {device} has ({error}); take "
                     "shorter windows (seq_len), a smaller dtype, or another device"
                 ) from error
-        # Not in the handler: the error's traceback holds the tensors of the failed try.
+        # Not in the handler: the traceback holds the tensors of the failed attempt.
         _empty_cache(device)
         batch_size //= 2
         logger.warning("out of memory on %s: batch size now %d", device, batch_size)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether `error` says that a device, or the machine, has no memory left."""
+    """Whether `error` means that a device, or the machine, is out of memory."""
     return (
         isinstance(error, torch.OutOfMemoryError | MemoryError)
         or should_reduce_batch_size(error)  # of MPS and others, and of a CPU on Linux
@@ -71,7 +71,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _empty_cache(device: torch.device) -> None:
-    """Give back what the failed try has left, where the device keeps it for later."""
+    """Free the memory of a failed attempt that the device's allocator still caches."""
     gc.collect()
     module: Any = torch.get_device_module(device)
     if hasattr(module, "empty_cache"):

@@ -1,8 +1,8 @@
-"""The modes a model is run in: evaluation, and with which gradients.
+"""The modes in which a model is run: evaluation, with or without gradients.
 
 Modes and `requires_grad` flags belong to a model, and so to every thread that runs it.
-They are switched by the first who needs them otherwise and put back by the last. Passes
-with gradients take turns on a model, for each counts the backward passes it sees.
+The first context that needs other modes switches them, and the last one restores them.
+Passes with gradients take turns on a model, because each counts its backward passes.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _State:
-    """What is switched on one model."""
+    """The switched modes of one model."""
 
     n_users: int = 0
-    """Contexts that need evaluation mode."""
+    """Number of contexts that need evaluation mode."""
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
-    """Each module and whether it was in training mode before."""
+    """Each module, and whether it was in training mode before."""
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Held by the pass with gradients."""
     owner: int | None = None
@@ -41,9 +41,9 @@ _states: WeakKeyDictionary[nn.Module, _State] = WeakKeyDictionary()
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the modes before are put back.
+    """Evaluation mode without gradients; the previous modes are restored.
 
-    Threads may evaluate one model at the same time.
+    Several threads may evaluate a model at the same time.
     """
     with _evaluation_mode(model), torch.no_grad():
         yield
@@ -55,12 +55,12 @@ def differentiating(
 ) -> Iterator[None]:
     """Evaluation mode in which `trained`, and no other parameter, requires gradients.
 
-    Modes and flags are put back, and gradients of `trained` are dropped. It holds under
-    `torch.no_grad` and `torch.inference_mode` too. Only one thread at a time is in this
-    context of a model; others wait.
+    Modes and flags are restored, and gradients of `trained` are dropped. It also works
+    inside `torch.no_grad` and `torch.inference_mode`. Only one thread at a time is in
+    this context of a model; others wait.
 
     Raises:
-        SpecError: this thread is in such a context of the model already.
+        SpecError: this thread is already in such a context of the model.
         LayoutError: the weights cannot take part in a backward pass.
     """
     _refuse_inference_tensors(model)
@@ -75,13 +75,13 @@ def differentiating(
 
 
 def copied(model: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """A deep copy of `model` in its own modes, whatever other threads run it in.
+    """A deep copy of `model` in its own modes, even while other threads evaluate it.
 
-    It waits for a pass with gradients, whose flags and hooks would be copied.
+    It waits for a pass with gradients to end, whose flags and hooks would be copied.
 
     Args:
-        model: what is copied.
-        memo: what is copied already, as `copy.deepcopy` has it.
+        model: the model to copy.
+        memo: the objects already copied, as for `copy.deepcopy`.
 
     Raises:
         SpecError: this thread is in a pass with gradients on the model.
@@ -95,7 +95,7 @@ def copied(model: nn.Module, memo: dict[int, object]) -> nn.Module:
 
 
 def _own_modes(model: nn.Module) -> dict[str, bool]:
-    """Which modules are in training mode when nobody evaluates the model, by name."""
+    """Whether each module is in training mode outside of evaluation, by name."""
     state = _state_of(model)
     with _lock:
         saved = {id(module): training for module, training in state.modes}
@@ -172,6 +172,6 @@ def _refuse_inference_tensors(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_inference():
             raise LayoutError(
-                f"{name} was made in torch.inference_mode(), so no gradient can pass "
-                "it; load the model outside of that block"
+                f"{name} was created in torch.inference_mode(), so it has no "
+                "gradient; load the model outside of that block"
             )

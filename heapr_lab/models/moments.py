@@ -1,4 +1,4 @@
-"""Per-atom sums over routed tokens, from which every score is made.
+"""Sums over routed tokens for each atom, from which all scores are computed.
 
 Shapes: E n_experts, I d_inter; rows of h, g are routed (token, slot) pairs sorted by
 expert, n in all. Letters: h atom activation, g = dl/dh its gradient (nats per unit of
@@ -8,18 +8,18 @@ h), p routing weight, T_i tokens routed to expert i.
 import torch
 
 SUMS = ("sum_h2", "sum_g2", "sum_hg", "sum_hg2", "sum_abs_h", "sum_ph2")
-"""Atom columns that add up over tokens, batches, runs and ranks."""
+"""Atom columns that are summed over tokens, batches and runs."""
 MAXIMA = ("max_abs_h", "max_abs_ph")
 """Atom columns whose maximum is kept."""
 EXPERT_SUMS = ("tokens", "sum_p", "sum_p_out")
-"""Expert columns that add up."""
+"""Expert columns that are summed."""
 
 
 class LayerMoments:
     """Running sums of one MoE layer.
 
-    Products are in float32 at least and summed within a batch in that precision
-    (pairwise); across batches sums are kept in float64 where the device has it.
+    Products are in float32 or wider and are summed within a batch in that precision
+    (pairwise); sums across batches are in float64 if the device supports it.
     """
 
     def __init__(self, n_experts: int, d_inter: int, device: torch.device) -> None:
@@ -44,8 +44,8 @@ class LayerMoments:
     ) -> None:
         """Add one batch.
 
-        Shapes: h, g (n, I); p, out_norm (n,), out_norm the Euclidean norm of the
-        expert's output before its routing weight; tokens: rows of each expert, (E,).
+        Shapes: h, g (n, I); p, out_norm (n,), where out_norm is the Euclidean norm of
+        an expert's output before its routing weight; tokens: rows of each expert, (E,).
         """
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         batch = {
@@ -72,7 +72,7 @@ class LayerMoments:
         self.experts["sum_p_out"] += torch.stack([x.sum() for x in p_out.split(tokens)])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every running sum by name, on the host: what `load_state` takes back."""
+        """Every running sum by name, on the CPU, as `load_state` reads it."""
         return {name: t.cpu() for name, t in (self.atoms | self.experts).items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -86,7 +86,7 @@ def _measure(
 ) -> None:
     """Write the sums and maxima over one expert's rows into `out`.
 
-    One buffer holds every product in turn, so that it stays in the processor's cache.
+    All products use the same buffer, which stays in the processor's cache.
 
     Shapes: h, g (n, I); p (n,); each of `out` (I,).
     """

@@ -1,9 +1,9 @@
 """Experts of different widths: how they run, and how transformers loads and saves them.
 
-This file stands alone: every pruned checkpoint carries a copy of it, so that people
-without heapr_lab can load it with `trust_remote_code=True`. Importing it registers the
-checkpoint format with transformers, as a "quantization" named heapr: the one hook that
-may change modules before weights are loaded into them.
+This file is self-contained: every pruned checkpoint includes a copy of it, so that it
+can be loaded without heapr_lab, with `trust_remote_code=True`. Importing it registers
+the checkpoint format with transformers, as a "quantization" named heapr, because that
+is the only hook that may change modules before weights are loaded into them.
 
 Shapes: E n_experts, D d_expert, w_e atoms kept of expert e, W = sum of w_e.
 """
@@ -41,15 +41,15 @@ CODE_NAME = "modeling_heapr"
 class RaggedExperts(nn.Module):
     """The kept atoms of one layer's experts, packed one expert after the other.
 
-    Takes the place of the family's own experts module and its arguments. An expert
-    without atoms gives its output bias, or nothing.
+    Replaces the family's own experts module, with the same arguments. An expert without
+    atoms gives its output bias, or 0 if it has none.
     """
 
     family: Any
     """The family's own module without weights: activation, gating and norm."""
 
     def __init__(self, module: Any, widths: list[int]) -> None:
-        """Room for `widths` (E,) atoms of the experts in `module`, not yet filled."""
+        """Allocate `widths` (E,) atoms for the experts in `module`, without values."""
         super().__init__()
         weight = module.down_proj
         d_expert = weight.shape[2 if module.is_transposed else 1]
@@ -57,11 +57,11 @@ class RaggedExperts(nn.Module):
         self.heapr_widths = list(widths)
         """Atoms of each expert, (E,)."""
         self.starts = [0, *itertools.accumulate(widths)]
-        """Number of the first atom of each expert, and W."""
+        """Index of the first atom of each expert, and W."""
         self.factor = factor
         """Rows of the input projection for each atom: 2 with a gate, else 1."""
         self.d_expert = d_expert
-        # Not a submodule, so that its own submodules have the names they had.
+        # Not a submodule, so that its own submodules keep their names.
         self.__dict__["family"] = _without_weights(module)
         for name, child in self.family.named_children():
             self.add_module(name, child)
@@ -90,8 +90,8 @@ class RaggedExperts(nn.Module):
         tokens = torch.bincount(experts, minlength=len(self.heapr_widths)).tolist()
         routed = (order // top_k_index.shape[-1]).split(tokens)  # tokens of each expert
         p = top_k_weights.reshape(-1)[order][:, None].split(tokens)
-        # Each expert's output is added where it belongs while it is still in the cache:
-        # nothing as large as all routed rows is ever made.
+        # Each expert's output is added to the total while it is still in the cache:
+        # nothing as large as all routed rows is ever allocated.
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         total = torch.zeros_like(hidden_states, dtype=wide)
         for expert, own in enumerate(routed):
@@ -127,28 +127,28 @@ def _without_weights(module: nn.Module) -> Any:
     """A copy that keeps activation, gating and norm, but no expert weights."""
     shell = copy.copy(module)
     shell._parameters = dict.fromkeys(module._parameters)
-    shell._modules = copy.deepcopy(module._modules)  # a norm's weights are its own
+    shell._modules = copy.deepcopy(module._modules)  # a norm keeps its weights
     return shell
 
 
 # --- files: one tensor for each expert, packed when it is loaded ------------------
 
 ROWS, COLUMNS, BIAS = "rows", "columns", "bias"
-"""Input projection and its bias; W_down; output bias, which has no atoms."""
+"""Input projection and its bias; W_down; output bias, which has no atom axis."""
 
 
 class Pack(ConversionOps):
-    """Tensors of each expert, one expert after the other: what `Unpack` undoes.
+    """Packs the tensors of all experts into one; `Unpack` is the inverse.
 
-    Of the input projection an expert has one tensor, or two with a gate; their rows
-    follow each other, or take turns where the family has them interleaved.
+    The input projection of an expert is one tensor, or two with a gate, whose rows are
+    concatenated, or interleaved if the family has them so.
     """
 
     def __init__(self, widths: list[int], kind: str, *, interleaved: bool) -> None:
         self.widths, self.kind, self.interleaved = widths, kind, interleaved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pack":
-        return self  # transformers copies it for each tensor, and it has no state
+        return self  # transformers copies it for each tensor; it has no state
 
     @torch.no_grad()
     def convert(
@@ -158,7 +158,7 @@ class Pack(ConversionOps):
         target_patterns: list[str],
         **_kwargs: Any,
     ) -> dict[str, Any]:
-        """Join what transformers collected for one target.
+        """Join the tensors that transformers collected for one target.
 
         Raises:
             ValueError: a tensor is missing or has another width than config.json says.
@@ -177,8 +177,8 @@ class Pack(ConversionOps):
             widths = [tensor.shape[axis] for tensor in tensors]
         if widths != self.widths:
             raise ValueError(
-                f"{name}: found the widths {widths}, config.json says {self.widths}; "
-                "a file of the checkpoint is missing, or is of another checkpoint"
+                f"{name}: found the widths {widths}, config.json says {self.widths}; a "
+                "file of the checkpoint is missing, or belongs to another checkpoint"
             )
 
     def _joined(self, own: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -192,13 +192,13 @@ class Pack(ConversionOps):
 
     @property
     def reverse_op(self) -> "Pack":
-        """`Unpack`, which saving does, of `Pack`, which loading does, and back."""
+        """The inverse: loading packs, saving unpacks."""
         other = Pack if isinstance(self, Unpack) else Unpack
         return other(self.widths, self.kind, interleaved=self.interleaved)
 
 
 class Unpack(Pack):
-    """A packed tensor back to the tensors of each expert."""
+    """Splits a packed tensor into the tensors of each expert."""
 
     @torch.no_grad()
     def convert(
@@ -208,7 +208,7 @@ class Unpack(Pack):
         target_patterns: list[str],
         **_kwargs: Any,
     ) -> dict[str, Any]:
-        """Split what was packed, by name."""
+        """Split a packed tensor into named tensors."""
         packed = input_dict.pop(source_patterns[0])
         packed = packed[0] if isinstance(packed, list) else packed
         n_parts = len(target_patterns)
@@ -237,10 +237,10 @@ def expert_conversions(
     """How the tensors of each expert become those of `module`, which is at `path`.
 
     Args:
-        path: of the experts module in its model.
+        path: path of the experts module in its model.
         module: the module.
         family: the conversions of the model's family, whose names for the tensors of
-            an expert are kept; where it has none they are `gate_proj`, `up_proj` and
+            an expert are kept; without them, the names are `gate_proj`, `up_proj` and
             `down_proj`.
     """
     shell = module.family
@@ -279,7 +279,7 @@ def _own_names(family: list[Any], here: str, target: str) -> list[str] | None:
 
 
 def _of_experts(conversion: Any) -> bool:
-    """Whether a family's conversion is of whole experts, which a pruned model lacks."""
+    """Whether a conversion of the family makes whole experts, unlike a pruned model."""
     return isinstance(conversion, WeightConverter) and any(
         target.endswith((".gate_up_proj", ".up_proj", ".down_proj"))
         and "experts" in target
@@ -291,7 +291,7 @@ def _of_experts(conversion: Any) -> bool:
 
 
 class HeaprConfig(QuantizationConfigMixin):
-    """What config.json says of a pruned model, under `quantization_config`."""
+    """The entry `quantization_config` in config.json of a pruned model."""
 
     def __init__(
         self,
@@ -312,16 +312,16 @@ class HeaprConfig(QuantizationConfigMixin):
 
 
 class HeaprQuantizer(HfQuantizer):
-    """Makes room for ragged experts before weights are loaded."""
+    """Replaces experts by ragged ones before weights are loaded."""
 
     requires_calibration = True
     quantization_config: HeaprConfig
 
     def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
-        """Refuse what was written by a later version.
+        """Refuse a checkpoint that was written by a later version.
 
         Raises:
-            ValueError: it was.
+            ValueError: a later version wrote it.
         """
         found = self.quantization_config.format_version
         if found > FORMAT_VERSION:
@@ -331,10 +331,10 @@ class HeaprQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
-        """Put ragged experts where the model has whole ones.
+        """Replace the model's experts by ragged ones.
 
         Raises:
-            ValueError: the widths are not those of this model's experts.
+            ValueError: the widths do not match this model's experts.
         """
         every = self.quantization_config.widths
         modules = {
@@ -376,15 +376,15 @@ class HeaprQuantizer(HfQuantizer):
 
 
 def check_widths(widths: Any, n_experts: dict[str, int], model: Any) -> None:
-    """Check that `widths` has those of every expert of `model`, and no others.
+    """Check that `widths` has one entry for every expert of `model`, and no others.
 
     Args:
-        widths: what config.json says.
-        n_experts: number of experts of each experts module, by its path.
-        model: for the message.
+        widths: the widths in config.json.
+        n_experts: number of experts in each experts module, by its path.
+        model: the model, for the message.
 
     Raises:
-        ValueError: it has not.
+        ValueError: an entry is missing, superfluous or invalid.
     """
     found = widths if isinstance(widths, dict) else {}
     differing = sorted(found.keys() ^ n_experts.keys())
@@ -393,14 +393,14 @@ def check_widths(widths: Any, n_experts: dict[str, int], model: Any) -> None:
         said, true = ("widths", "no") if path in found else ("no widths", "such")
         raise ValueError(
             f"config.json has {said} of {path!r}, but {type(model).__name__} has "
-            f"{true} experts there; it is of another model, or damaged"
+            f"{true} experts there; it belongs to another model, or is damaged"
         )
     for path, own in found.items():
         counts = isinstance(own, list) and all(type(w) is int and w >= 0 for w in own)
         if not counts or len(own) != n_experts[path]:
             raise ValueError(
                 f"config.json has the widths {str(own)[:60]} of {path!r}, expected "
-                f"{n_experts[path]} counts of atoms: take the config.json that the "
+                f"{n_experts[path]} counts of atoms: use the config.json that the "
                 "checkpoint was written with"
             )
 
@@ -411,7 +411,7 @@ if METHOD not in AUTO_QUANTIZER_MAPPING:
 
 
 def finish(model: Any) -> None:
-    """Let `model` be trained, moved and cast as any other, and saved with its code."""
+    """Let `model` be trained, moved, cast and saved, with its code, as any other."""
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             module.config._is_quantized = False
@@ -432,17 +432,17 @@ def refuse_holes(
     mismatched: Collection[str] = (),
     unexpected: Collection[str] = (),
 ) -> None:
-    """Refuse what transformers would fill at random, or leave out, and only warn of.
+    """Refuse weights that transformers would initialise at random or drop, and warn of.
 
     Args:
-        model: the model that is loaded.
-        missing: its parameters and buffers that no file has.
-        mismatched: those that a file has in another shape.
-        unexpected: tensors in the files that the model has not; only those of its own
-            decoder layers are refused.
+        model: the loaded model.
+        missing: its parameters and buffers that are in no file.
+        mismatched: those that have another shape in the files.
+        unexpected: tensors in the files that are not in the model; only those of its
+            own decoder layers are refused.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is such a weight.
     """
     stray = _of_own_layers(model, unexpected)
     found = {
@@ -459,15 +459,15 @@ def refuse_holes(
     if said:
         raise ValueError(
             f"the checkpoint of this {type(model).__name__} {' and '.join(said)}: its "
-            "files are not whole, or config.json is of another model; download it "
-            "again, or make it anew"
+            "files are incomplete, or config.json belongs to another model; download "
+            "it again, or create it again"
         )
 
 
 def _of_own_layers(model: Any, names: Collection[str]) -> list[str]:
-    """Those of `names` that are of the decoder layers of `model`, sorted.
+    """The `names` that belong to decoder layers of `model`, sorted.
 
-    Layers beyond the last that predict further tokens are left out by design.
+    Layers after the last, which predict further tokens, are left out by design.
     """
     places = [_LAYER.match(name) for name in model.state_dict()]
     prefixes = {place[1] for place in places if place}
@@ -488,22 +488,22 @@ def _of_own_layers(model: Any, names: Collection[str]) -> list[str]:
 
 
 class CarriesCode:
-    """Saves a copy of this file with the model, for people without heapr_lab.
+    """Saves a copy of this file with the model, for use without heapr_lab.
 
-    And is never loaded with holes.
+    Loading it raises an error if any weight is missing.
     """
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        """What transformers leaves out of its report, before it is refused."""
+        """As transformers', then refuse missing, mismatched and unexpected weights."""
         super()._adjust_missing_and_unexpected_keys(loading_info)  # type: ignore[misc]
         model: Any = self
         missing = loading_info.missing_keys
         if type(self).__name__ not in (model.config.architectures or ()):
-            # A new head, as of a classifier, is meant to be trained.
+            # A new head, such as a classifier's, is to be trained.
             prefix = f"{model.base_model_prefix}."
             missing = {name for name in missing if name.startswith(prefix)}
         mismatched = {name for name, *_ in loading_info.mismatched_keys}
-        loading_info.mismatched_keys.clear()  # or a report without names is raised
+        loading_info.mismatched_keys.clear()  # else an error without names is raised
         refuse_holes(
             self,
             missing=missing,
@@ -529,7 +529,7 @@ class CarriesCode:
 
 @functools.cache
 def with_code(base: Any) -> Any:
-    """`base`, a model class of transformers, that saves its code too."""
+    """The model class `base` of transformers, which also saves its code."""
     if issubclass(base, CarriesCode):
         return base
     # Of the same module and name, so that transformers treats it as its own.

@@ -1,4 +1,4 @@
-"""The headers of a checkpoint's safetensors files, read strictly."""
+"""The headers of a checkpoint's safetensors files, read and checked strictly."""
 
 import json
 import math
@@ -31,12 +31,12 @@ ORDER = (
     "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32", "F32",
     "C64", "F64", "I64", "U64",
 )  # fmt: skip
-"""Types of safetensors as its writer sorts them; the last come first in a file."""
+"""Types of safetensors in its writer's order, in reverse to that in a file."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in a file."""
+    """Position and type of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ _UNREADABLE = (
     AttributeError,
     RecursionError,
 )
-"""What JSON that is damaged, or of another kind, leads to."""
+"""The errors that damaged or unexpected JSON causes."""
 
 Stored = dict[Path, dict[str, StoredTensor]]
 """The tensors in each file."""
@@ -62,7 +62,7 @@ def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
     """The tensors in each file of a checkpoint, and its index if it has one.
 
     Raises:
-        SpecError: a file is missing or incomplete.
+        SpecError: a file is missing, incomplete or damaged.
     """
     if (source / SINGLE).is_file():
         return {source / SINGLE: _read_header(source / SINGLE)}, None
@@ -77,7 +77,7 @@ def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
         named = all(isinstance(file, str) for file in weight_map.values())
     except _UNREADABLE as error:
         raise SpecError(
-            f"{source / INDEX} has no whole weight_map: download it again"
+            f"{source / INDEX} has no complete weight_map: download it again"
         ) from error
     if not weight_map or not named:
         raise SpecError(
@@ -95,8 +95,8 @@ def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
             stored[path] = _read_header(path)
         if name not in stored[path]:
             raise SpecError(
-                f"{path} lacks {name}, which {INDEX} says is there: they are of "
-                "different versions; download both again"
+                f"{path} lacks {name}, which {INDEX} expects there: their versions "
+                "differ; download both again"
             )
     for path, tensors in stored.items():
         twice = [n for n in tensors if weight_map.get(n, path.name) != path.name]
@@ -109,15 +109,15 @@ def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
 
 
 def _size_of(tensor: StoredTensor) -> int:
-    """Bytes that a tensor of floating-point numbers has by its shape."""
+    """Size of a floating-point tensor in bytes, computed from its shape."""
     return math.prod(tensor.shape) * int(np.dtype(FLOATS[tensor.dtype]).itemsize)
 
 
 def names_in(source: Path) -> set[str]:
-    """Names of all tensors in a folder; none where it has no safetensors files.
+    """Names of all tensors in a folder; none if it has no safetensors files.
 
     Raises:
-        SpecError: a file is missing or incomplete.
+        SpecError: a file is missing, incomplete or damaged.
     """
     if not any((source / name).exists() for name in (SINGLE, INDEX)):
         return set()
@@ -129,7 +129,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors in a safetensors file, whose size is checked.
 
     Raises:
-        SpecError: it is not whole.
+        SpecError: it is incomplete or damaged.
     """
     try:
         size = path.stat().st_size
@@ -138,8 +138,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             text = file.read(end - 8) if end <= size else b""
     except OSError as error:
         raise SpecError(
-            f"{path} cannot be read ({error.strerror}): give a folder with files that "
-            "can be"
+            f"{path} cannot be read ({error.strerror}): give a folder with readable "
+            "files"
         ) from error
     try:
         header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
@@ -154,14 +154,14 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         }
     except _UNREADABLE as error:
         raise SpecError(
-            f"{path} ({size} bytes) has no whole safetensors header: it is truncated "
-            "or of another kind; download it again"
+            f"{path} ({size} bytes) has no complete safetensors header: it is "
+            "truncated or another kind of file; download it again"
         ) from error
     for name in sorted(tensors, key=lambda n: (tensors[n].start, tensors[n].n_bytes)):
         tensor = tensors[name]
         if tensor.start != end or tensor.n_bytes < 0 or tensor.dtype not in ORDER:
             raise SpecError(
-                f"{path}: {name} is misplaced or of an unknown type ({tensor.dtype}): "
+                f"{path}: {name} is misplaced or has an unknown type ({tensor.dtype}): "
                 "download the file again"
             )
         if tensor.dtype in FLOATS and tensor.n_bytes != _size_of(tensor):
@@ -174,6 +174,6 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         last = max(tensors, key=lambda n: tensors[n].start, default="none")
         raise SpecError(
             f"{path} has {size} bytes, its header says {end} (the last tensor is "
-            f"{last}): it is not whole; download it again"
+            f"{last}): it is incomplete; download it again"
         )
     return tensors

@@ -1,4 +1,4 @@
-"""The files a loaded model came from: their folder, bytes, and type of weights."""
+"""The files a model was loaded from: their folder, size, and type of weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +16,18 @@ class Source:
 
     folder: Path
     n_bytes: int
-    """Of its safetensors files."""
+    """Size of its safetensors files."""
     dtype: torch.dtype | None
-    """Of its weights, as its configuration says; None where that does not."""
+    """Type of its weights in its configuration; None if that does not say."""
 
     @property
     def dtype_name(self) -> str:
-        """The type as people write it: bfloat16."""
+        """The type without its prefix, such as bfloat16."""
         return "unknown type" if self.dtype is None else dtype_name(self.dtype)
 
 
 def read_source(folder: Path) -> Source:
-    """What is known of the checkpoint in `folder`.
+    """The checkpoint in `folder`.
 
     Raises:
         SpecError: its configuration is damaged.
@@ -36,7 +36,7 @@ def read_source(folder: Path) -> Source:
 
 
 def source_of(model: Any) -> Source | None:
-    """The files that `model` was loaded from; None where they are not here."""
+    """The files that `model` was loaded from; None if they are not on this machine."""
     name = str(getattr(model.config, "_name_or_path", ""))
     folder = _folder(name) if name else None
     if folder is None or not weights_bytes(folder):
@@ -45,7 +45,7 @@ def source_of(model: Any) -> Source | None:
 
 
 def _folder(name: str) -> Path | None:
-    """That of a path, or of a hub id in the hub's cache; the network is not asked."""
+    """The folder of a path, or of a hub id in the hub's cache, without the network."""
     if Path(name).is_dir():
         return Path(name) if (Path(name) / "config.json").is_file() else None
     try:
@@ -56,12 +56,12 @@ def _folder(name: str) -> Path | None:
 
 
 def weights_bytes(folder: Path) -> int:
-    """Sum of the safetensors files in `folder`."""
+    """Total size of the safetensors files in `folder`, in bytes."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The type as people write it.
+    """The name of a type without its prefix.
 
     Example:
         >>> dtype_name(torch.bfloat16)

@@ -1,10 +1,10 @@
-"""One hash of a tensor, wherever it lies, that any changed value changes.
+"""A hash of a tensor that is the same on every device and changes with any value.
 
-A tensor is read as 32-bit words, in blocks of B. Of each block there is the sum of its
-words, each times an odd 64-bit number of its place, modulo 2^64: what a device adds up
-by itself, in integers, so that every device gives the same. A single changed word moves
-its sum for certain, because an odd number has an inverse; words that change together or
-change places leave it as it is with a probability of about 2^-32 or less.
+A tensor is read as 32-bit words, in blocks of B. Each word of a block is multiplied by
+an odd 64-bit number that depends on its position, and the products are summed modulo
+2^64. Each device computes this itself, in integers, so that all give the same result. A
+single changed word always changes its sum, because an odd number has an inverse. With a
+probability of about 2^-32 or less, several changed or exchanged words do not change it.
 
 Shapes: n_words; B words of a block; n_blocks.
 Source: multilinear hashing, Lemire and Kaser (2014), Strongly universal string hashing
@@ -18,30 +18,30 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 4096
-"""Words of a block."""
+"""Words in a block."""
 
 _AT_ONCE = 64
-"""Blocks that are widened to 64 bits at once: what fits into a processor's cache."""
+"""Blocks that are widened to 64 bits at once: they fit into a processor's cache."""
 
 
 def block_sums(tensor: torch.Tensor) -> bytes:
     """The sums of all blocks of a tensor, (n_blocks,) 64-bit integers, as bytes.
 
-    bfloat16 is read as the float32 of the same values: a checkpoint has one hash in
-    both. Every other type has its own.
+    bfloat16 is read as float32 with the same values, so that a checkpoint has the same
+    hash in both. All other types have different hashes.
     """
     words, shift = _words(tensor.detach())
     n_whole = len(words) // BLOCK * BLOCK
     sums = sums_on_cpu if words.device.type == "cpu" else sums_on_device
     found = sums(words[:n_whole].view(-1, BLOCK))
-    if n_whole < len(words):  # the last block ends with zeros
+    if n_whole < len(words):  # the last block is padded with zeros
         last = F.pad(words[n_whole:], (0, BLOCK - len(words) + n_whole))
         found = np.concatenate([found, sums(last[None])])
     return bytes((found << shift).astype("<i8").tobytes())
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The tensor's words, (n_words,), and by how many bits they are to be shifted."""
+    """The tensor's words, (n_words,), and the number of bits to shift them by."""
     flat = tensor.reshape(-1)
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.int16), 16
@@ -52,7 +52,7 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def sums_on_cpu(blocks: torch.Tensor) -> np.ndarray:
-    """The sum of each block, (n_blocks,): one thread, and no copy of the tensor.
+    """The sum of each block, (n_blocks,), in one thread and without a copy.
 
     Shapes: blocks (n_blocks, B).
     """
@@ -67,7 +67,7 @@ def sums_on_cpu(blocks: torch.Tensor) -> np.ndarray:
 
 
 def sums_on_device(blocks: torch.Tensor) -> np.ndarray:
-    """`sums_on_cpu`, where the blocks are; only the sums leave the device."""
+    """As `sums_on_cpu`, on the blocks' device; only the sums leave it."""
     places = torch.from_numpy(multipliers()).to(blocks.device)
     parts = [(part.long() * places).sum(1) for part in blocks.split(_AT_ONCE)]
     found: np.ndarray = torch.cat(parts).cpu().numpy()
@@ -76,7 +76,7 @@ def sums_on_device(blocks: torch.Tensor) -> np.ndarray:
 
 @functools.cache
 def multipliers() -> np.ndarray:
-    """An odd number for each place in a block, (B,): splitmix64 of the place."""
+    """An odd number for each position in a block, (B,): its splitmix64."""
     z = np.arange(1, BLOCK + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

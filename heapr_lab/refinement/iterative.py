@@ -17,7 +17,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.activation_grams import (
     collect_grams,
     default_span,
-    fit_at_once,
+    fits_in_memory,
 )
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
@@ -108,7 +108,7 @@ def prune_in_rounds(
     if table is not None:
         check_table(model, layers, table)
     span = span or default_span(layers)
-    at_once = fit_at_once(layers, span)
+    at_once = fits_in_memory(layers, span)
     n_solves = 0 if not compensated else 1 if at_once else rounds
     n_passes = rounds - (table is not None) + n_solves
     n_windows = calibration.n_sequences

@@ -1,1 +1,1 @@
-"""Files on disk: written whole, checked when read, cached by their inputs."""
+"""Files on disk: written atomically, checked when read, cached by their inputs."""

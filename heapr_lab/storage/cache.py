@@ -1,8 +1,7 @@
-"""Every path, and the results that are kept under it.
+"""Cached results: a result that was computed once is read from its file afterwards.
 
-Layer 1, without torch. How files are written and checked is told in `artefacts`, whose
-functions are offered here too; this module says where they lie, who may write them,
-and that a result once computed is read back instead.
+Without torch. `paths` has the cache's folder, `files` reads and writes the files; this
+module names them by the hash of their inputs and locks them while they are written.
 """
 
 import contextlib
@@ -27,30 +26,30 @@ logger = logging.getLogger(__name__)
 
 
 def cache_path(kind: str, key: Mapping[str, Any], *, extension: str) -> Path:
-    """Where the result of kind `kind` for `key` lies, whether it exists or not."""
+    """Path of the result of kind `kind` for `key`, whether it exists or not."""
     return hashed_path(kind, digest(dict(key)), extension=extension)
 
 
 def hashed_path(kind: str, sha256: str, *, extension: str) -> Path:
-    """Where the result of kind `kind` for the key with the hash `sha256` lies."""
+    """Path of the result of kind `kind` for the key with the hash `sha256`."""
     return cache_dir() / kind / f"{sha256[:16]}.{extension}"
 
 
 def lock(path: Path | str) -> filelock.BaseFileLock:
-    """A lock, to be entered with `with`, among all processes and threads on `path`."""
+    """A lock on `path` among all processes and threads, to be used in `with`."""
     path = Path(path)
     return filelock.FileLock(path.with_name(f"{path.name}.lock"))
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """The right to write the output `path`, which one process or thread has at a time.
+    """Exclusive right to write the output `path`, among processes and threads.
 
-    Nobody waits for it: what the other writes would be there then. The lock lies beside
-    `path` for as long as the block takes, and ends with its process.
+    Others do not wait, because the output would exist by then. The lock file is beside
+    `path` while the block runs; the lock also ends with its process.
 
     Raises:
-        SpecError: another has it, or nothing can be written there.
+        SpecError: another process or thread has it, or the folder is not writable.
     """
     name = path.with_name(f".partial-{path.name}.lock")
     guard = filelock.FileLock(name)
@@ -64,7 +63,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise SpecError(
             f"nothing can be written to {path.parent} ({error.strerror}): give a "
-            "folder where files can be made"
+            "folder in which files can be created"
         ) from error
     try:
         yield
@@ -87,14 +86,14 @@ def cached(
 ) -> _Value:
     """The stored result for `key`, or `compute()`, stored.
 
-    The result lies in `cache_dir()/kind` under the hash of `key`, with the readable
-    key in a `.key.json` file beside it. Whoever asks while another thread or process
-    computes the same waits for that result.
+    The result is stored in `cache_dir()/kind` under the hash of `key`, with the
+    readable key in a `.key.json` file beside it. While one thread or process computes a
+    result, others that ask for it wait.
 
     Args:
         kind: the folder, such as `importance`.
         key: every field that determines the result, as plain data.
-        compute: makes the result.
+        compute: computes the result.
         read: reads a result from a path; raises `CacheError` for one it cannot read.
         write: writes a result to a path.
         extension: the end of the file's name, without the dot.
@@ -114,7 +113,7 @@ def cached(
 
 
 def cached_json(kind: str, key: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
-    """`cached` for a result that is plain data."""
+    """As `cached`, for a result that is plain data."""
     return cached(
         kind, key, compute, read=read_json, write=write_json, extension="json"
     )
@@ -134,16 +133,16 @@ def _key_path(path: Path) -> Path:
 
 
 def _check_key(path: Path, key: Mapping[str, Any]) -> None:
-    """Make sure that the result at `path` was made for `key`.
+    """Check that the result at `path` was made for `key`.
 
     Raises:
-        CacheError: it was made for another key, or nothing says for which.
+        CacheError: it was made for another key, or its key is missing.
     """
     key_path = _key_path(path)
     if not key_path.exists():
         raise CacheError(
-            f"{path} is foreign: {key_path.name}, which would say what it was made "
-            f"for, is not beside it; {remedy(path)}"
+            f"{path} is foreign: expected {key_path.name} beside it, which says what "
+            f"it was made for; {remedy(path)}"
         )
     stored = read_json(key_path)
     if canonical_json(stored) != canonical_json(dict(key)):

@@ -1,8 +1,8 @@
 """Files: parquet, JSON and safetensors, written whole and checked when read.
 
-A file is written under a temporary name and renamed when it is finished, so that a
-name is either absent or whole. A truncated, damaged, foreign or newer file is a
-`CacheError` that names it. Nothing is ever unpickled. Used through `store`.
+A file is written under a temporary name and renamed when it is complete, so that it is
+never seen half-written. Reading a file that is truncated, damaged, foreign or of a
+newer version raises a `CacheError` that names it. Nothing is ever unpickled.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from heapr_lab.storage.hashing import canonical_json
 from heapr_lab.storage.paths import cache_dir
 
 SCHEMA_VERSION = 1
-"""Raised whenever files of an older version can no longer be read as they are."""
+"""Increased whenever files of an older version can no longer be read."""
 
 _KEY = "heapr_lab"
 
 
 def remedy(path: Path) -> str:
-    """What to do about a file that cannot be used; only the cache's are made again."""
+    """What to do about an unusable file; only files in the cache are made again."""
     if path.absolute().is_relative_to(cache_dir().absolute()):
         return "move it away or delete it, and it will be made again"
     return "give another file, or make it again with the command that wrote it"
@@ -43,10 +43,10 @@ def remedy(path: Path) -> str:
 def replacing(path: Path | str) -> Iterator[Path]:
     """A temporary name beside `path` that becomes `path` if the block succeeds.
 
-    Where `path` is a symbolic link, what it points to is replaced, and the link stays.
+    If `path` is a symbolic link, its target is replaced, and the link is kept.
     The temporary name begins with `.partial-` and ends like `path`, so that writers
     which look at the extension see the right one. If the block raises, the temporary
-    file is removed and `path` is as it was.
+    file is removed and `path` is unchanged.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
     try:
         mode = _mode_of_new(temporary)
         yield temporary
-        if temporary.is_file():  # safetensors makes files that nobody else may read
+        if temporary.is_file():  # safetensors' files are readable by their owner only
             temporary.chmod(mode)
         temporary.replace(path)
     finally:
@@ -70,7 +70,7 @@ def checksum(path: Path) -> str:
 def share_mode(folder: Path, like: Path) -> None:
     """Give the files in `folder` the permissions of the file `like`.
 
-    Safetensors' writer makes files that nobody else may read, whatever the umask.
+    Safetensors writes files that only their owner may read, whatever the umask.
     """
     mode = stat.S_IMODE(like.stat().st_mode)
     for path in folder.iterdir():
@@ -79,7 +79,7 @@ def share_mode(folder: Path, like: Path) -> None:
 
 
 def _mode_of_new(path: Path) -> int:
-    """The permissions of a file that is made at `path`, which is left as it was."""
+    """The permissions of a new file at `path`, which is removed again."""
     path.touch(exist_ok=False)
     mode = stat.S_IMODE(path.stat().st_mode)
     path.unlink()
@@ -98,7 +98,7 @@ def write_frame(
     floats are split into byte streams, and every page carries a checksum.
 
     Args:
-        path: the file; one of that name is replaced at once or not at all.
+        path: the file; an existing one is replaced atomically.
         frame: any frame with string column names; its index is kept.
         metadata: plain data.
     """
@@ -131,15 +131,15 @@ def _repeats(column: pa.ChunkedArray) -> bool:
 def read_frame(
     path: Path | str, columns: Sequence[str] | None = None
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The frame and the metadata that `write_frame` put into `path`.
+    """The frame and the metadata that `write_frame` wrote to `path`.
 
     Args:
         path: the file.
         columns: read only these (and the index); by default all.
 
     Raises:
-        CacheError: the file is truncated or damaged, was not written by this package
-            or by a newer version of it, or lacks one of the columns.
+        CacheError: the file is truncated or damaged, was not written by this package,
+            was written by a newer version of it, or lacks one of the columns.
     """
     path = Path(path)
     with (
@@ -162,13 +162,13 @@ def read_frame(
         return _to_pandas(table), metadata
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CacheError(
-            f"{path} is damaged: what it says of its columns cannot be read ({error}); "
-            f"{remedy(path)}"
+            f"{path} is damaged: the description of its columns cannot be read "
+            f"({error}); {remedy(path)}"
         ) from error
 
 
 def _to_pandas(table: pa.Table) -> pd.DataFrame:
-    """The frame of `table`, which is used up, with every column writable."""
+    """The frame of `table`, which is consumed, with every column writable."""
     # Columns that share Arrow's memory cannot be assigned to. Copied one by one, each
     # frees its Arrow memory before the next: the peak stays near one table.
     frame = table.to_pandas(split_blocks=True, self_destruct=True)
@@ -178,7 +178,7 @@ def _to_pandas(table: pa.Table) -> pd.DataFrame:
 
 
 def read_metadata(path: Path | str) -> dict[str, Any]:
-    """The metadata alone of a file of `write_frame`, without reading a row.
+    """The metadata of a file of `write_frame`, without reading any row.
 
     Raises:
         CacheError: as `read_frame`.
@@ -203,10 +203,10 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _metadata(header: bytes | str | None, path: Path) -> dict[str, Any]:
-    """The metadata in the header of a file, if the file is one of ours.
+    """The metadata in the header of a file that heapr_lab wrote.
 
     Raises:
-        CacheError: it is not, or is of a newer version.
+        CacheError: heapr_lab did not write it, or a newer version did.
     """
     if header is None:
         raise CacheError(
@@ -228,7 +228,7 @@ def _metadata(header: bytes | str | None, path: Path) -> dict[str, Any]:
 
 
 def _content(header: bytes | str) -> tuple[Any, Any]:
-    """Schema version and metadata in a header; None where it has none."""
+    """Schema version and metadata in a header; None for each that is missing."""
     try:
         content = json.loads(header)
     except (ValueError, RecursionError):
@@ -241,7 +241,7 @@ def _content(header: bytes | str) -> tuple[Any, Any]:
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Write plain data (dataclasses too) as indented JSON, whole or not at all."""
+    """Write plain data and dataclasses as indented JSON, atomically."""
     text = json.dumps(json.loads(canonical_json(value)), indent=2, ensure_ascii=False)
     with replacing(path) as temporary:
         temporary.write_text(f"{text}\n", encoding="utf-8")
@@ -270,7 +270,7 @@ def read_json(path: Path | str) -> Any:
 def save_state(
     path: Path | str, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]
 ) -> None:
-    """Write named arrays and plain `meta` as safetensors, whole or not at all."""
+    """Write named arrays and plain `meta` as safetensors, atomically."""
     header = {"schema": SCHEMA_VERSION, "metadata": dict(meta)}
     whole = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     with replacing(path) as temporary:
@@ -278,7 +278,7 @@ def save_state(
 
 
 def load_state(path: Path | str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays and the meta that `save_state` put into `path`.
+    """The arrays and the meta that `save_state` wrote to `path`.
 
     Raises:
         CacheError: the file is truncated, or was not written by `save_state`.

@@ -9,7 +9,7 @@ from heapr_lab.errors import SpecError
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of `value`: sorted keys, no spaces, dataclasses as objects.
+    """The unique JSON text of `value`: sorted keys, no spaces, dataclasses as objects.
 
     Raises:
         SpecError: a part of `value` is not plain data (or is NaN or infinite).

@@ -1,4 +1,4 @@
-"""Where things lie: the project's folders, and the cache."""
+"""The folders of the project, and the folder of the cache."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 
 def cache_dir() -> Path:
     """`$HEAPR_CACHE_DIR`, else `heapr_lab` in the user's cache folder."""
-    asked = os.environ.get("HEAPR_CACHE_DIR")
-    if asked:
-        return Path(asked).expanduser()
+    chosen = os.environ.get("HEAPR_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "heapr_lab"
 
@@ -19,7 +19,7 @@ def project_dir() -> Path:
 
 
 def lab_model_dir(recipe: str = "bundled") -> Path:
-    """The folder of the lab model that a recipe of `lab_run` trains."""
+    """The folder of the lab model that a recipe of `lab_model.recipes` trains."""
     name = "lab_moe" if recipe == "bundled" else f"lab_{recipe}"
     return project_dir() / "data" / name
 

@@ -1,9 +1,10 @@
-"""Where a file came from: the marks in figures and tables, and how to read them again.
+"""Where a file came from: the marks in figures and tables, and how they are read.
 
-A mark is the provenance as canonical JSON, after its SHA-256. It stands in a PNG file's
-Description, in a PDF file's Keywords and in a comment of Markdown and LaTeX; CSV has no
-comments, so that a CSV file is known by the files beside it that were made of it.
-Parquet files and checkpoints of this package say themselves where they came from.
+A mark is the SHA-256 of the provenance, followed by the provenance as canonical JSON.
+It is in the Description of a PNG file, the Keywords of a PDF file, and a comment in
+Markdown and LaTeX. CSV has no comments, so a CSV file is identified through the files
+beside it that were made from it. Parquet files and checkpoints of this package contain
+their provenance themselves.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from heapr_lab.storage import cache, files
 from heapr_lab.storage.hashing import canonical_json, digest
 
 MANIFEST_FILE = "heapr_manifest.json"
-"""In the folder of a checkpoint: what was done."""
+"""File in the folder of a checkpoint that says how it was made."""
 
 _TABLE = "importance table"
 _MARK = re.compile(r"heapr-lab provenance sha256:([0-9a-f]{64})(?: (\{.*\}))?")
@@ -37,22 +38,22 @@ class Origin:
     kind: str
     """figure, table, rows, importance table, keep mask, comparison or checkpoint."""
     provenance: dict[str, Any]
-    """What the file says, as plain data."""
+    """What the file says of its origin, as plain data."""
     spec_hash: str | None = None
-    """Of the importance table behind it."""
+    """Hash of the specification of the importance table behind it."""
     rows: Path | None = None
-    """The CSV file it was made of, where that lies beside it unchanged."""
+    """The CSV file it was made from, if that is beside it, unchanged."""
 
     @property
     def importance(self) -> Path | None:
-        """The importance table in the cache; None where it is not there."""
+        """Path of the importance table in the cache; None if it is not there."""
         if self.spec_hash is None:
             return None
         path = cache.hashed_path("importance", self.spec_hash, extension="parquet")
         return path if path.is_file() else None
 
     def facts(self) -> dict[str, Any]:
-        """All that is known, as plain data."""
+        """Everything that is known, as plain data."""
         facts: dict[str, Any] = {"file": str(self.file), "kind": self.kind}
         facts["provenance"] = self.provenance
         if self.rows is not None:
@@ -62,18 +63,18 @@ class Origin:
         return facts
 
     def _measured(self) -> dict[str, Any]:
-        """The table behind the file, and how it was measured if the cache has it."""
+        """The table behind the file, and how it was measured if it is in the cache."""
         found: dict[str, Any] = {"spec_hash": self.spec_hash}
         path = self.importance
         if path is None:
             return found | {"file": None}
         found["file"] = str(path)
-        if self.kind == _TABLE:  # it says so itself
+        if self.kind == _TABLE:  # its provenance says how it was measured
             return found
         return found | _measurement(files.read_metadata(path))
 
     def lines(self) -> dict[str, str]:
-        """`facts` for reading: a text for each that is known, by names with dots."""
+        """`facts` for display: the text of each known fact, by its dotted name."""
         facts = self.facts()
         flat = _flat(facts.pop("provenance") | facts)
         first = {name: flat.pop(name) for name in ("file", "kind")}
@@ -104,7 +105,7 @@ def _text(value: Any) -> str:
 
 
 def mark(provenance: Mapping[str, Any]) -> str:
-    """The one line that a file carries: hash and JSON of `provenance`, ASCII.
+    """The line that a file contains: hash and JSON of `provenance`, in ASCII.
 
     Example:
         >>> mark({"ratio": 0.25})[-14:]
@@ -120,13 +121,13 @@ def _read_mark(text: str, path: Path) -> dict[str, Any]:
     """The provenance in the mark in `text`.
 
     Raises:
-        CacheError: there is no mark, it has only the hash, or it was changed.
+        CacheError: there is no mark, it consists of the hash alone, or it was changed.
     """
     found = _MARK.search(text)
     if found is None:
         raise CacheError(
-            f"{path} has no mark of heapr_lab: expected a file that heapr_lab wrote "
-            "and nothing has converted since"
+            f"{path} has no mark of heapr_lab: give a file that heapr_lab wrote and "
+            "that was not converted since"
         )
     sha256, said = found.groups()
     if said is None:
@@ -157,7 +158,7 @@ def read_provenance(path: Path | str) -> Origin:
             mask (parquet), or the folder of a checkpoint.
 
     Raises:
-        SpecError: there is no such file, or files of its kind say nothing.
+        SpecError: there is no such file, or heapr_lab writes no files of its kind.
         CacheError: the file is damaged, or heapr_lab did not write it.
     """
     path = Path(path)
@@ -220,26 +221,26 @@ _TEXTS: dict[str, Callable[[Path], str]] = {
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """What a file or manifest has to say, which may lack a part of it.
+    """Reads the origin that a file or a manifest states.
 
     Raises:
-        CacheError: it does.
+        CacheError: a part of it is missing, or has another type.
     """
     try:
         yield
     except (AttributeError, KeyError, TypeError) as error:
         raise CacheError(
-            f"{path} is damaged: what it says of its origin lacks a part, or has one "
-            f"of another kind ({error}); {files.remedy(path)}"
+            f"{path} is damaged: a part of its provenance is missing, or has another "
+            f"type ({error}); {files.remedy(path)}"
         ) from error
 
 
 def _of_parquet(path: Path) -> Origin:
-    """Of an importance table, a keep mask or a comparison of the panel.
+    """The origin of an importance table, a keep mask or a comparison of the panel.
 
     Raises:
         SpecError: there is no such file.
-        CacheError: it is none of them.
+        CacheError: the file is none of these.
     """
     if not path.is_file():
         raise SpecError(f"there is no file {path}; give the path of one")
@@ -262,33 +263,33 @@ def _of_parquet(path: Path) -> Origin:
 
 
 def _measurement(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What an importance table says of how it was measured."""
+    """How an importance table was measured, as its metadata says."""
     found = {name: metadata.get(name) for name in ("N", "spec", "spec_hash")}
     return {**found, **(metadata.get("provenance") or {})}
 
 
 def _of_checkpoint(folder: Path) -> Origin:
-    """Of a checkpoint, by its manifest.
+    """The origin of a checkpoint, from its manifest.
 
     Raises:
-        CacheError: there is none.
+        CacheError: there is no manifest.
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise CacheError(
-            f"{folder} is not a checkpoint of heapr_lab: {MANIFEST_FILE} is not in it; "
-            "expected a folder that save_pruned or `heapr-lab prune` wrote"
+            f"{folder} is not a checkpoint of heapr_lab: it has no {MANIFEST_FILE}; "
+            "give a folder that save_pruned or `heapr-lab prune` wrote"
         )
     said: dict[str, Any] = files.read_json(path)
     behind = _hash(said, "importance") or _hash(said["selection"], "table")
     return Origin(folder, "checkpoint", said, behind)
 
 
-# --- the rows a file was made of --------------------------------------------------
+# --- the rows a file was made from ------------------------------------------------
 
 
 def rows_digest(text: str) -> str:
-    """What a provenance knows the text of a CSV file by."""
+    """The hash by which a provenance identifies the text of a CSV file."""
     return digest(text)
 
 
@@ -297,17 +298,17 @@ def _holds(path: Path, rows: Any) -> bool:
 
 
 def _rows_of(path: Path, provenance: Mapping[str, Any]) -> Path | None:
-    """The CSV file that `path` was made of, if it lies beside it unchanged."""
+    """The CSV file that `path` was made from, if it is beside it, unchanged."""
     beside = path.with_suffix(".csv"), path.parent / "data" / f"{path.stem}.csv"
     rows = provenance.get("data")
     return next((found for found in beside if _holds(found, rows)), None)
 
 
 def _of_rows(path: Path) -> Origin:
-    """Of a CSV file, by the marked file that was made of it.
+    """The origin of a CSV file, from the marked file that was made from it.
 
     Raises:
-        CacheError: no such file lies beside it, or it was made of other rows.
+        CacheError: no such file is beside it, or that was made from other rows.
     """
     above = path.parent.parent if path.parent.name == "data" else path.parent
     beside = [path.with_suffix(".md"), above / f"{path.stem}.png"]
@@ -318,10 +319,10 @@ def _of_rows(path: Path) -> Origin:
             return Origin(path, "rows", provenance, _hash(provenance, "importance"))
     if marked:
         raise CacheError(
-            f"{path} has other rows than {marked[0]} was made of: one of them was "
+            f"{path} has other rows than {marked[0]} was made from: one of them was "
             "changed; make both again"
         )
     raise CacheError(
-        f"{path} says nothing itself, for CSV has no comments: expected beside it "
-        f"{' or '.join(map(str, beside))}, which says where its rows came from"
+        f"{path} has no provenance of its own, as CSV has no comments: expected beside "
+        f"it {' or '.join(map(str, beside))}, which says where its rows came from"
     )

@@ -1,9 +1,9 @@
-"""Windows of token ids to calibrate and to test on.
+"""Windows of token ids for calibration and for testing.
 
-The paper's calibration (appendix): a whole corpus joined by a blank line, tokenised,
-cut into consecutive windows, of which n are drawn without replacement with a seed.
-With one seed the draws are nested: the first 8 of 128 windows are the 8 of a smaller
-set.
+The paper's calibration (appendix): the texts of a corpus are joined by blank lines,
+tokenised, and cut into consecutive windows, of which n are drawn without replacement.
+With the same seed the draws are nested: the first 8 of 128 windows are the windows of a
+set of 8.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S+)\s*")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CalibrationSet:
-    """Token windows, with where they came from."""
+    """Token windows and their provenance."""
 
     ids: torch.Tensor
     """Token ids, LongTensor (n_sequences, seq_len)."""
@@ -52,7 +52,7 @@ class CalibrationSet:
 
     @classmethod
     def from_ids(cls, ids: Any) -> "CalibrationSet":
-        """A set of token ids one already has: whole numbers (n_sequences, seq_len).
+        """A set of given token ids: whole numbers (n_sequences, seq_len).
 
         Raises:
             SpecError: `ids` has another type or shape.
@@ -61,33 +61,33 @@ class CalibrationSet:
 
     @property
     def n_sequences(self) -> int:
-        """Windows."""
+        """Number of windows."""
         return self.ids.shape[0]
 
     @property
     def seq_len(self) -> int:
-        """Tokens of each window."""
+        """Tokens in each window."""
         return self.ids.shape[1]
 
     @property
     def n_predicted(self) -> int:
-        """Tokens that have a loss: the first of a window is not predicted."""
+        """Tokens that have a loss: all but the first of each window."""
         return self.n_sequences * (self.seq_len - 1)
 
     @property
     def label(self) -> str:
-        """Corpus and split, for people."""
+        """Corpus and split, for display."""
         return f"{self.provenance['corpus']} {self.provenance.get('split', '')}".strip()
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the ids and their shape, as they are when it is asked for."""
+        """SHA-256 of the current ids and their shape."""
         sha = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
         sha.update(self._words().tobytes())
         return sha.hexdigest()
 
     def window_fingerprints(self) -> list[str]:
-        """8 bytes of each window's SHA-256 as hexadecimal digits, in order."""
+        """The first 8 bytes of each window's SHA-256, as hexadecimal digits."""
         hashes = (hashlib.sha256(window.tobytes()) for window in self._words())
         return [found.hexdigest()[:16] for found in hashes]
 
@@ -118,8 +118,8 @@ def token_windows(ids: Any) -> torch.Tensor:
         ids: whole numbers in a tensor, an array or lists.
 
     Raises:
-        SpecError: they are not whole numbers, or not in at least one window of at
-            least two.
+        SpecError: they are not whole numbers in at least one window of at least two
+            tokens.
     """
     try:
         tensor = torch.as_tensor(ids)
@@ -151,17 +151,17 @@ def load_calibration(
 
     Args:
         corpus: a corpus name or path (see `heapr_lab.text.corpora`), or a weighted
-            mixture such as `"0.7*pydocs + 0.3*ptb"`, which shares out `n_sequences`.
+            mixture such as `"0.7*pydocs + 0.3*ptb"`, which divides `n_sequences`.
         tokenizer: a transformers tokenizer.
-        n_sequences: windows to draw.
-        seq_len: tokens of each.
-        seed: of the draw.
+        n_sequences: number of windows to draw.
+        seq_len: tokens in each window.
+        seed: seed of the draw.
         split: `train`, `validation` or `test`.
 
     Raises:
-        SpecError: a number is not positive, the seed too large, or the mixture cannot
-            be read.
-        CorpusError: a corpus cannot be had, or has fewer windows than asked for; the
+        SpecError: a number is not positive, the seed is too large, or the mixture
+            cannot be parsed.
+        CorpusError: a corpus is not available, or has fewer windows than requested; the
             message gives the number available.
     """
     whole_number(n_sequences, name="n_sequences")
@@ -174,7 +174,8 @@ def load_calibration(
         if count > len(windows):
             raise CorpusError(
                 f"{name} ({split}) has {len(windows)} windows of {seq_len} tokens, "
-                f"{count} were asked for: ask for at most {len(windows)}, or shorter"
+                f"{count} were requested: request at most {len(windows)}, or shorter "
+                "ones (seq_len)"
             )
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randperm(len(windows), generator=generator)[:count]
@@ -192,18 +193,18 @@ def load_windows(
     n_sequences: int | None = None,
     split: str = "test",
 ) -> CalibrationSet:
-    """The first consecutive windows of a split: what perplexity is measured on.
+    """The first consecutive windows of a split, on which perplexity is measured.
 
     Args:
         corpus: a corpus name or path.
         tokenizer: a transformers tokenizer.
-        seq_len: tokens of each window.
-        n_sequences: windows to take; by default all.
+        seq_len: tokens in each window.
+        n_sequences: number of windows; by default all.
         split: `train`, `validation` or `test`.
 
     Raises:
         SpecError: a number is not positive.
-        CorpusError: the corpus cannot be had, or has fewer windows than asked for.
+        CorpusError: the corpus is not available, or has fewer windows than requested.
     """
     whole_number(seq_len, name="seq_len", least=2)
     if n_sequences is not None:
@@ -214,17 +215,17 @@ def load_windows(
     if wanted > len(windows) or not len(windows):
         raise CorpusError(
             f"{corpus} ({split}) has {len(windows)} windows of {seq_len} tokens, "
-            f"{wanted or 1} were asked for"
+            f"{wanted or 1} were requested: request fewer, or shorter ones (seq_len)"
         )
     provenance = {"corpus": corpus, "split": split, "sources": [text.provenance]}
     return CalibrationSet(windows[:wanted], provenance)
 
 
 def corpora_of(corpus: str) -> tuple[str, ...]:
-    """The corpora of a mixture, or the one that is no mixture.
+    """The names of the corpora in a mixture; one name if it is no mixture.
 
     Raises:
-        SpecError: the mixture cannot be read.
+        SpecError: the mixture cannot be parsed.
 
     Example:
         >>> corpora_of("0.7*pydocs + 0.3*ptb")
@@ -234,19 +235,19 @@ def corpora_of(corpus: str) -> tuple[str, ...]:
 
 
 def windows_key(corpus: str, *, split: str) -> tuple[Hashable, ...]:
-    """What tells a corpus or mixture, with its texts as they are now, from any other.
+    """A key that identifies a corpus or mixture and the current state of its files.
 
     Raises:
-        SpecError: the mixture cannot be read.
+        SpecError: the mixture cannot be parsed.
     """
     return corpus, *(source_key(name, split=split) for name in corpora_of(corpus))
 
 
 def _shares(corpus: str, n_sequences: int) -> dict[str, int]:
-    """How many windows each corpus of a mixture gives (largest remainders).
+    """The number of windows from each corpus of a mixture (largest remainders).
 
     Raises:
-        SpecError: the mixture cannot be read.
+        SpecError: the mixture cannot be parsed.
     """
     terms = corpus.split("+")
     matches = [_TERM.fullmatch(term) for term in terms]
@@ -276,12 +277,12 @@ def _windows(corpus: Corpus, tokenizer: Any, seq_len: int) -> torch.Tensor:
     """Consecutive windows (n, seq_len); the last, incomplete one is dropped."""
     ids = torch.from_numpy(_token_ids(corpus, tokenizer))
     n_windows = len(ids) // seq_len
-    width = min(seq_len, len(ids) + 1)  # where it is less, there is no window at all
+    width = min(seq_len, len(ids) + 1)  # if the text is shorter, there is no window
     return ids[: n_windows * width].view(n_windows, width).long()
 
 
 def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:
-    """Ids of the joined corpus without special tokens, int32; kept in the cache."""
+    """Ids of the joined corpus without special tokens, int32; cached."""
     key = {"corpus": corpus.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
 
     return cache.cached(
@@ -299,8 +300,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         plain = json.loads(backend.to_str())
-        # Left over from whoever called it last, and set anew by every call.
+        # These are left over from the last call, and every call sets them again.
         text = canonical_json(plain | {"truncation": None, "padding": None})
-    else:  # a slow tokenizer: its vocabulary and class stand for it
+    else:  # a slow tokenizer: its class and vocabulary identify it
         text = repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""What atoms are measured on: the one `Calibration`, checked, hashable, JSON both ways.
+"""The settings of the calibration data, which atoms are measured on.
 
-Without torch. `calibration.load_calibration` makes the windows of it.
+Without torch. `calibration.load_calibration` draws the windows.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.repr_html import card_html
 
 DEFAULT_CORPUS = "pydocs"
-"""The corpus that every machine has."""
+"""The corpus that is available on every machine."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The windows of a corpus that atoms are measured on.
+    """Which windows of a corpus atoms are measured on; hashable, to and from JSON.
 
     Raises:
-        SpecError: a number of windows or tokens, or the seed, cannot be used; whether
-            there is such a corpus is told when its windows are loaded.
+        SpecError: a number of windows or tokens, or the seed, is invalid. The corpus is
+            checked when its windows are loaded.
 
     Example:
         >>> calibration = Calibration("ptb", n_sequences=8, seed=1)
@@ -33,11 +33,11 @@ class Calibration:
     corpus: str = DEFAULT_CORPUS
     """A corpus, a file, or a weighted mixture such as "0.7*pydocs + 0.3*ptb"."""
     n_sequences: int | None = None
-    """Windows; None takes as many as the profile of the workbench has."""
+    """Number of windows; None takes that of the workbench's profile."""
     seq_len: int | None = None
-    """Tokens of a window; None takes the profile's number."""
+    """Tokens in each window; None takes the profile's number."""
     seed: int = 0
-    """Of the draw of windows, a whole number from -2⁶³ to 2⁶³ - 1."""
+    """Seed of the draw of windows, a whole number from -2⁶³ to 2⁶³ - 1."""
 
     def __post_init__(self) -> None:
         for name, least in (("n_sequences", 1), ("seq_len", 2)):
@@ -53,15 +53,15 @@ class Calibration:
         return card_html("Calibration", facts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `from_dict` reads it."""
+        """Plain data, which `from_dict` reads."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """The calibration that `to_dict` gave.
+        """The calibration that `to_dict` described.
 
         Raises:
-            SpecError: a field is unknown or has a value that cannot be used.
+            SpecError: a field is unknown or has an invalid value.
         """
         names = [field.name for field in fields(cls)]
         unknown = sorted(plain.keys() - set(names))
@@ -74,10 +74,10 @@ class Calibration:
 
 
 def check_seed(seed: int) -> None:
-    """Make sure that windows can be drawn with `seed`.
+    """Check that windows can be drawn with `seed`.
 
     Raises:
-        SpecError: it is no whole number of 64 bits.
+        SpecError: it is not a whole number of 64 bits.
     """
     whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
     if not whole or not -(2**63) <= seed < 2**63:

@@ -1,4 +1,4 @@
-"""Named sources of English text, each with a fingerprint and honest provenance.
+"""Named sources of English text, each with a fingerprint and its provenance.
 
 A corpus is a tuple of texts (documents or lines) of one split. Names:
 
@@ -13,9 +13,9 @@ A corpus is a tuple of texts (documents or lines) of one split. Names:
 a path                 a `.txt`, `.jsonl` or `.parquet` file of your own
 ====================== ====================================================
 
-The named data sets are read from `$HEAPR_DATA_DIR` where their folder lies in it,
-else from the hub through `datasets`. Nothing is ever replaced by something else: a
-corpus that cannot be had is a `CorpusError` that says how to get it.
+The named data sets are read from `$HEAPR_DATA_DIR` if it contains their folder, else
+from the hub through `datasets`. No corpus is ever replaced by another: one that is not
+available raises a `CorpusError` that says how to get it.
 """
 
 import functools
@@ -41,7 +41,7 @@ class Corpus:
     """One split of one named text source."""
 
     name: str
-    """The name it was asked for by."""
+    """The name by which it was requested."""
     split: str
     """`train`, `validation` or `test`."""
     texts: tuple[str, ...] = field(repr=False)
@@ -76,7 +76,7 @@ class Corpus:
 
     @property
     def provenance(self) -> dict[str, str | int]:
-        """What a cache or a figure records of this corpus."""
+        """What caches and figures record about this corpus."""
         return {
             "name": self.name,
             "split": self.split,
@@ -88,7 +88,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class _Dataset:
-    """Where a named data set lies, locally and on the hub."""
+    """The places of a named data set, locally and on the hub."""
 
     folder: str
     hub_path: str
@@ -96,12 +96,12 @@ class _Dataset:
     hub_revision: str | None = None
     column: str = "text"
     single: bool = False
-    """Whether it has the split `train` alone, which is dealt into three."""
+    """Whether it has only the split `train`, which is divided into three."""
     local_train: str = "train"
     """Name of the local file of that split."""
 
     def split(self, split: str) -> str:
-        """The split that the texts of `split` are in."""
+        """The split of the data set that holds the texts of `split`."""
         return "train" if self.single else split
 
 
@@ -124,8 +124,8 @@ _DATASETS = {
         hub_revision="refs/convert/parquet",
         column="sentence",
     ),
-    # Both the local sample and one hub shard have a single split: documents are
-    # dealt into three by the hash of each, as those of `pydocs` are.
+    # The local sample and the hub's shard have a single split: documents are divided
+    # into three by the hash of each, as those of `pydocs` are.
     "c4": _Dataset(
         folder="c4_sample",
         hub_path="allenai/c4",
@@ -137,9 +137,9 @@ _C4_SHARD = "en/c4-train.00000-of-01024.json.gz"
 
 
 def corpus_names() -> list[str]:
-    """Every name that `load_corpus` knows, `pydocs` domains included.
+    """Every name that `load_corpus` knows, including the `pydocs` domains.
 
-    A name listed here may still be unobtainable on this machine.
+    A corpus that is listed here may be unavailable on this machine.
     """
     domains = [f"pydocs:{package}" for package in PYDOCS_PACKAGES]
     return ["pydocs", *domains, *_DATASETS]
@@ -149,13 +149,13 @@ def load_corpus(name: str, *, split: str = "train") -> Corpus:
     """The texts of one split of the corpus called `name`.
 
     Args:
-        name: a name from the module's table, or the path of a file. A file holds one
-            split only, and is taken as it is for whichever split is asked for.
+        name: a name from the module's table, or the path of a file. A file has one
+            split only, which is used whole for any `split`.
         split: `train`, `validation` or `test`.
 
     Raises:
-        CorpusError: the name is unknown, or the corpus cannot be had here; the message
-            says how to get it.
+        CorpusError: the name is unknown, or the corpus is not available here; the
+            message says how to get it.
     """
     if split not in SPLITS:
         raise CorpusError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
@@ -166,28 +166,28 @@ def load_corpus(name: str, *, split: str = "train") -> Corpus:
 
 @dataclass(frozen=True)
 class _File:
-    """A file or folder as it is now: another one once it is written to or replaced."""
+    """A file or folder in its current state, which differs once it is changed."""
 
     path: Path
     state: tuple[int, ...]
-    """Device, inode, size, and when it changed; nothing where it is not there."""
+    """Device, inode, size, and times of changes; empty if it does not exist."""
 
     @classmethod
     def at(cls, path: Path) -> "_File":
-        """The file that `path` names from this folder."""
+        """The file at `path`, relative to the current folder."""
         path = path.absolute()
         try:
             now = path.stat()
-        except (OSError, ValueError):  # whoever reads it says what is wrong
+        except (OSError, ValueError):  # reading it raises the error that says why
             return cls(path, ())
         times = now.st_mtime_ns, now.st_ctime_ns
         return cls(path, (now.st_dev, now.st_ino, now.st_size, *times))
 
 
 def source_key(name: str, *, split: str) -> Hashable:
-    """What tells the texts of a corpus from those it had when it was last asked for.
+    """A key that changes when the texts of a corpus may have changed.
 
-    Without reading them: the file that they are in, as it is now.
+    It is made from the state of the file that they are in, without reading them.
     """
     return name, split, _source_file(name, split)
 
@@ -221,7 +221,7 @@ def _named_corpus(name: str, split: str, file: _File | None) -> Corpus:
 
 
 def _hash_split(name: str, split: str, texts: Iterable[str], source: str) -> Corpus:
-    """Deal whole texts into 90/5/5 per cent by a hash of each, so that none leaks."""
+    """Divide whole texts into 90/5/5 per cent by a hash of each, so that none leaks."""
     kept = tuple(text for text in texts if _split_of(text) == split)
     return Corpus(name, split, kept, f"{source}; split by hash of each text")
 
@@ -254,7 +254,7 @@ def _local_folder(dataset: _Dataset, data_dir: str | None) -> Path | None:
 
 
 _not_on_hub: dict[tuple[str, Path], str] = {}
-"""Data sets that could not be had: asked for once, for a hub that lacks one is slow."""
+"""Errors of data sets that are not available; a second request would be as slow."""
 
 
 def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...], str]:
@@ -263,8 +263,8 @@ def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...]
     Raises:
         CorpusError: the hub cannot be reached, or lacks the data set.
     """
-    hub.answers()  # where it does not, `datasets` looks on the disk alone
-    import datasets  # slow to import, and reads then whether it is offline
+    hub.answers()  # if it does not, `datasets` reads local files only
+    import datasets  # slow to import; it reads HF_HUB_OFFLINE then
 
     asked = name, Path.cwd()
     if asked in _not_on_hub:
@@ -281,7 +281,7 @@ def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...]
         _not_on_hub[asked] = (
             f"corpus {name!r} is neither in $HEAPR_DATA_DIR "
             f"(now {os.environ.get('HEAPR_DATA_DIR')!r}; expected the folder "
-            f"{dataset.folder!r} in it) nor can it be had from the hub data set "
+            f"{dataset.folder!r} in it) nor available from the hub data set "
             f"{dataset.hub_path!r} ({type(error).__name__}: {error}). Set the "
             "variable, or connect to the hub, and start again."
         )
@@ -293,7 +293,7 @@ def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...]
 
 def _file_corpus(path: Path, split: str) -> Corpus:
     if not path.is_file():
-        raise CorpusError(f"corpus file {str(path)!r} does not exist")
+        raise CorpusError(f"corpus file {str(path)!r} does not exist: check the path")
     if path.suffix == ".txt":
         texts = tuple(text.strip() for text in re.split(r"\n\s*\n", _read_utf8(path)))
         texts = tuple(text for text in texts if text)
@@ -308,10 +308,10 @@ def _file_corpus(path: Path, split: str) -> Corpus:
 
 
 def _check_unicode(texts: tuple[str, ...], path: Path) -> None:
-    """Make sure that every text can be written as UTF-8 again.
+    """Check that every text can be encoded as UTF-8.
 
     Raises:
-        CorpusError: one of them has half of a surrogate pair, as JSON may.
+        CorpusError: a text has half of a surrogate pair, which JSON allows.
     """
     for number, text in enumerate(texts, start=1):
         try:
@@ -319,7 +319,7 @@ def _check_unicode(texts: tuple[str, ...], path: Path) -> None:
         except UnicodeEncodeError as error:
             raise CorpusError(
                 f"corpus file {str(path)!r}, text {number}: {error.reason} (character "
-                f"{error.start}): half of a pair that is one character; mend the text"
+                f"{error.start} is half of a surrogate pair); correct the text"
             ) from error
 
 
@@ -372,7 +372,7 @@ def _read_parquet_column(path: Path, column: str | None) -> tuple[str, ...]:
         pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
     ):
         raise CorpusError(
-            f"{path}: column {column!r} is of type {cells.type} and lacks "
+            f"{path}: column {column!r} has type {cells.type} and lacks "
             f"{cells.null_count} of {len(cells)} values, expected a text in each row"
         )
     try:
@@ -384,7 +384,7 @@ def _read_parquet_column(path: Path, column: str | None) -> tuple[str, ...]:
 
 
 def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Those of `names` whose test split can be had here, and why the others cannot."""
+    """The `names` whose test split is available, and the errors of the others."""
     found, skipped = [], {}
     for name in names:
         try:

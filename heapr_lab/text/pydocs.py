@@ -1,6 +1,6 @@
-"""English that every machine has: the docstrings of installed packages.
+"""English text that every machine has: the docstrings of installed packages.
 
-Read from the sources with `ast`, so that nothing is imported or run.
+They are read from the sources with `ast`, so that nothing is imported or run.
 """
 
 import ast
@@ -32,10 +32,10 @@ PYDOCS_PACKAGES = (
     "networkx",
     "nltk",
 )
-"""Packages that plain `pydocs` harvests where they are installed."""
+"""Packages that plain `pydocs` harvests if they are installed."""
 
 _HARVEST_RULES = 1
-"""Raised whenever the same packages would give other texts."""
+"""Increased whenever the same packages would give other texts."""
 _MIN_DOCSTRING_CHARS = 150
 _CALL_OF_DOC = re.compile(rb"doc\w*\s*\(", re.IGNORECASE)
 _WITH_DEFINITIONS = (ast.stmt, ast.excepthandler, ast.match_case, ast.Module)
@@ -46,7 +46,7 @@ _TEST_FOLDERS = {"test", "tests", "idlelib", "lib2to3"}
 def harvested(package: str = "") -> tuple[tuple[str, ...], str]:
     """The docstrings of `package`, or of all `PYDOCS_PACKAGES`, and their source.
 
-    Harvested once for each set of versions and kept in the cache.
+    They are harvested once for each set of versions, and cached.
 
     Raises:
         CorpusError: the package is not installed.
@@ -65,7 +65,7 @@ def harvested(package: str = "") -> tuple[tuple[str, ...], str]:
 
 
 def _key(packages: list[str]) -> dict[str, Any]:
-    """What the cache knows the docstrings of `packages` by."""
+    """The cache key of the docstrings of `packages`."""
     return {
         "rules": _HARVEST_RULES,
         "versions": {name: _version(name) for name in packages},
@@ -82,15 +82,14 @@ def not_harvested() -> list[str]:
 
 
 def installed(packages: Iterable[str] = PYDOCS_PACKAGES) -> list[str]:
-    """Those of `packages` whose docstrings can be read here."""
+    """The `packages` whose docstrings can be read on this machine."""
     return [name for name in packages if _package_root(name) is not None]
 
 
 def harvest(packages: list[str]) -> list[str]:
-    """Docstrings of the packages; of those that differ in no letter, the first.
+    """Docstrings of the packages; of those with the same letters, the first.
 
-    Each package is kept in the cache by itself, so that several processes can share
-    them out.
+    Each package is cached separately, so that several processes can share the work.
     """
     if len(packages) == 1:
         return _distinct(_docstrings_of(packages[0]))
@@ -116,7 +115,7 @@ def _package_root(package: str) -> Path | None:
     except (ImportError, ValueError):
         return None
     if spec is None or not spec.submodule_search_locations:
-        return None  # not there, or a single module beside many others
+        return None  # not installed, or a single module beside many others
     return Path(spec.submodule_search_locations[0])
 
 
@@ -134,7 +133,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()  # looks through all: 0.6 s
+    return importlib.metadata.packages_distributions()  # reads all of them: 0.6 s
 
 
 def _docstrings_of(package: str) -> Iterator[str]:
@@ -156,14 +155,14 @@ def _docstrings_of(package: str) -> Iterator[str]:
 
 
 def docstrings_in(path: Path) -> Iterator[str]:
-    """Docstrings in one source file, and those that it adds by a call."""
+    """Docstrings in a source file, and those that it adds by a function call."""
     source = path.read_bytes()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's code
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return  # a template or a file for another Python: no docstrings to be had
+        return  # a template, or a file for another version of Python
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = ast.walk(tree) if _CALL_OF_DOC.search(source) else _definitions(tree)
     for node in nodes:
@@ -177,7 +176,7 @@ def docstrings_in(path: Path) -> Iterator[str]:
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.AST]:
-    """What may hold definitions, in the order of `ast.walk`, without expressions."""
+    """Nodes that may contain definitions, in the order of `ast.walk`."""
     waiting = deque([tree])
     while waiting:
         node = waiting.popleft()
@@ -190,6 +189,6 @@ def _definitions(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _adds_docstring(function: ast.expr) -> bool:
-    """Whether this is numpy's `add_newdoc`, torch's `add_docstr`, or like them."""
+    """Whether this is numpy's `add_newdoc`, torch's `add_docstr`, or similar."""
     name = getattr(function, "attr", getattr(function, "id", ""))
     return "doc" in name.lower()

@@ -1,4 +1,4 @@
-"""Tokenise long texts in little memory: in pieces, cut where the tokenizer cuts too."""
+"""Tokenise long texts in little memory: in pieces, cut between two tokens."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 PIECE_CHARS = 1 << 20
-"""Characters of a piece, at least; a fast tokenizer needs some 100 bytes for each."""
+"""Least characters in a piece; a fast tokenizer needs about 100 bytes for each."""
 _AT_ONCE = 4
-"""Pieces that a fast tokenizer is given together: it does each in a thread."""
+"""Pieces in one call of a fast tokenizer, which processes each in a thread."""
 _CONTEXT_CHARS = 256
 _N_ATTEMPTS = 64
 
@@ -18,9 +18,9 @@ def tokenise(text: str, tokenizer: Any) -> np.ndarray:
     """Ids of `text` without special tokens, (n,) int32, as if tokenised in one call.
 
     Most tokenizers never join two words across a blank line, so that pieces cut there
-    give the ids of the whole. Each cut is tried on the text around it first; where
-    cutting changes the ids (a tokenizer that marks the beginning of its input, say)
-    the text stays in one piece and needs the memory that it needs.
+    give the same ids as the whole text. Each cut is first tried on the text around it.
+    If cutting changes the ids (as with a tokenizer that marks the beginning of its
+    input), the text is not cut, and needs more memory.
     """
     pieces = _pieces(text, tokenizer)
     parts = []
@@ -45,7 +45,7 @@ def _pieces(text: str, tokenizer: Any) -> Iterator[str]:
 
 
 def _next_cut(text: str, position: int, tokenizer: Any) -> int | None:
-    """The first blank line from `position` on before which the text may be cut."""
+    """The first blank line at or after `position` where the text can be cut."""
     for _ in range(_N_ATTEMPTS):
         cut = text.find("\n\n", position)
         if cut < 0:

@@ -79,7 +79,7 @@ def test_table_does_not_change() -> None:
     [
         (rows().drop(columns="atom"), "lacks column atom"),
         (rows().iloc[:0], "has 0 rows"),
-        (rows(atom=[0, 0, 0, 1]), r"1 rows are there twice, first .* \(2, 0, 0\)"),
+        (rows(atom=[0, 0, 0, 1]), r"1 rows are repeated, first .* \(2, 0, 0\)"),
         (rows(expert=[0, 0, -1, -1]), "count from 0"),
         (rows(tokens=[1.5, 1, 1, 1]), "column tokens must hold whole numbers"),
         (rows(layer=2**16 + 2), "column layer must hold whole numbers that fit int16"),
@@ -171,7 +171,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="holds Evaluation, expected an Importance"):
         ImportanceTable.read(path)
     files.write_frame(path, rows(atom=0), {"kind": "ImportanceTable"})
-    with pytest.raises(CacheError, match="is damaged: 2 rows are there twice"):
+    with pytest.raises(CacheError, match="is damaged: 2 rows are repeated"):
         ImportanceTable.read(path)
 
 

@@ -134,7 +134,7 @@ DAMAGES = {
     "truncated": (truncated, "model-00002"),
     "longer": (longer, "model-00002"),
     "emptied": (emptied, "model-00002"),
-    "swapped": (swapped, "of different versions"),
+    "swapped": (swapped, "their versions differ"),
     "missing": (missing, "model-00002"),
     "dangling": (dangling, "model-00002"),
     "a folder": (a_folder, "model-00002"),

@@ -115,7 +115,7 @@ def test_a_mask_without_what_it_says_of_itself(
 def test_the_provenance_of_a_mask_that_lacks_a_part(mask: Path, name: str) -> None:
     """It cannot be told."""
     change_header(mask, lambda h: (h["metadata"].pop(name), h)[1])
-    with pytest.raises(CacheError, match=r"lacks a part.*another file, or make it"):
+    with pytest.raises(CacheError, match=r"is missing.*another file, or make it"):
         read_provenance(mask)
 
 
@@ -179,7 +179,7 @@ def test_columns_that_cannot_be_described(table: Path) -> None:
         metadata = {**rows.schema.metadata, b"pandas": said}
         pq.write_table(rows.replace_schema_metadata(metadata), table)
         with pytest.raises(
-            CacheError, match=r"table\.parquet is damaged: what it says"
+            CacheError, match=r"table\.parquet is damaged: the description"
         ):
             files.read_frame(table)
 
@@ -211,7 +211,7 @@ def test_the_manifest_of_a_checkpoint_that_lacks_a_part(
 ) -> None:
     """It has nothing to tell."""
     (tmp_path / "heapr_manifest.json").write_text(text)
-    with pytest.raises(CacheError, match="is damaged: what it says of its origin"):
+    with pytest.raises(CacheError, match="is damaged: a part of its provenance"):
         read_provenance(tmp_path)
 
 

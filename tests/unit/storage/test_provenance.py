@@ -96,7 +96,7 @@ def test_changed_rows_are_not_those_of_the_figure(tmp_path: Path) -> None:
     rows = tmp_path / "figure.csv"
     rows.write_text(rows.read_text().replace("1", "2"))
     assert read_provenance(files[".png"]).rows is None
-    with pytest.raises(CacheError, match=r"other rows than .*figure\.png was made of"):
+    with pytest.raises(CacheError, match=r"other rows than .*\.png was made from"):
         read_provenance(rows)
     (tmp_path / "figure.png").unlink()
     with pytest.raises(CacheError, match=r"CSV has no comments: expected beside it"):
@@ -147,11 +147,11 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     expected = {
         "absent.png": "there is no file",
         "a.txt": "expected png, pdf, md, tex, csv, parquet",
-        "a.md": "no mark of heapr_lab: expected a file that heapr_lab wrote",
+        "a.md": "no mark of heapr_lab: give a file that heapr_lab wrote",
         "a.png": "cannot be read as PNG",
         "a.pdf": "no mark of heapr_lab",
         "a.parquet": "was not written by heapr_lab",
-        "": "is not a checkpoint of heapr_lab: heapr_manifest.json is not in it",
+        "": "is not a checkpoint of heapr_lab: it has no heapr_manifest.json",
     }
     for name, message in expected.items():
         with pytest.raises((SpecError, CacheError), match=message):

@@ -90,7 +90,7 @@ def test_asking_for_too_many_names_the_number(
     letters: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """The error says how many windows there are."""
-    text = r"has 14 windows of 12 tokens, 15 were asked for"
+    text = r"has 14 windows of 12 tokens, 15 were requested"
     with pytest.raises(CorpusError, match=text):
         load_calibration(letters, tokenizer, n_sequences=15, seq_len=12)
     with pytest.raises(CorpusError, match=text):

@@ -38,7 +38,9 @@ def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
         json.dumps({"text": text}) for text in ("a pair: \U0001f600", "half \ud83d")
     ]
     path.write_text("\n".join(lines))
-    with pytest.raises(CorpusError, match=r"texts\.jsonl', text 2: surrogates.*mend"):
+    with pytest.raises(
+        CorpusError, match=r"texts\.jsonl', text 2: surrogates.*correct"
+    ):
         load_corpus(str(path))
 
 
