@@ -186,13 +186,11 @@ def items_fingerprint(task: str, *, limit: int | None = None) -> dict[str, str]:
         CorpusError: the items are not available here.
         SpecError: there is no such task.
     """
-    split, _ = _OFFICIAL_ITEMS.get(task, ("", 0))
-    path = _local_items(task, split) if split else None
+    path = _local_items(task)
     if path is None:
         with _quiet():
             loaded = _load([task])["tasks"]
-        asked = {name: _asked(own, limit) for name, own in loaded.items()}
-        items = digest(asked)
+        items = digest({name: _asked(own, limit) for name, own in loaded.items()})
     else:
         items = hashlib.sha256(path.read_bytes()).hexdigest()
     return {"items": items, "harness": version("lm_eval")}
@@ -272,7 +270,7 @@ def _definition(name: str) -> dict[str, Any]:
     stock = Path(lm_eval.tasks.__file__).parent
     include = str(stock / _DEFINITIONS.get(name, f"{name}/{name}.yaml"))
     split, n_official = _OFFICIAL_ITEMS[name]
-    path = _local_items(name, split)
+    path = _local_items(name)
     if path is None:
         return {"include": include, "task": name}
     splits = dict.fromkeys(("training_split", "validation_split", "test_split"))
@@ -294,19 +292,15 @@ def _definition(name: str) -> dict[str, Any]:
 
 def available_tasks() -> list[str]:
     """The ones of the seven tasks whose items are in `$HEAPR_TASKS_DIR`."""
-    splits = ("test", "validation")
-    return [
-        name
-        for name in SEVEN_TASKS
-        if any(_local_items(name, split) is not None for split in splits)
-    ]
+    return [name for name in SEVEN_TASKS if _local_items(name)]
 
 
-def _local_items(name: str, split: str) -> Path | None:
+def _local_items(name: str) -> Path | None:
     """The parquet file of a task: the whole split if available, else a part of it."""
     folder = os.environ.get("HEAPR_TASKS_DIR")
-    if not folder:
+    if not folder or name not in _OFFICIAL_ITEMS:
         return None
+    split, _ = _OFFICIAL_ITEMS[name]
     whole = Path(folder) / name / f"{split}.parquet"
     if whole.is_file():
         return whole

@@ -331,25 +331,17 @@ def _solve_layer(
         own.solved(chosen) if changed else (own.kept_weight, False) for own in problems
     ]
     weights, singular = [weight for weight, _ in solved], sum(n for _, n in solved)
-    if dropped and not changed:
-        logger.warning(
-            "layer %d: on held-out tokens no ridge has a smaller error than the "
-            "original W_down, which is kept; give more text",
-            layer.layer,
-        )
-    if singular:
-        logger.warning(
-            "layer %d: %d of %d solves are singular at ridge %g and use the "
-            "pseudo-inverse; give a larger ridge or more text",
-            layer.layer, singular, len(problems), chosen,
-        )  # fmt: skip
     untouched = (~enough).nonzero()[:, 0].tolist()
-    if untouched:
-        logger.warning(
-            "layer %d: experts %s have fewer tokens than kept atoms and are not "
-            "compensated; give more text",
-            layer.layer, ", ".join(map(str, untouched)),
-        )  # fmt: skip
+    warnings = {
+        "on held-out tokens no ridge has a smaller error than the original W_down, "
+        "which is kept; give more text": dropped and not changed,
+        f"{singular} of {len(problems)} solves are singular at ridge {chosen:g} and "
+        "use the pseudo-inverse; give a larger ridge or more text": singular,
+        f"experts {', '.join(map(str, untouched))} have fewer tokens than kept atoms "
+        "and are not compensated; give more text": untouched,
+    }
+    for text in (text for text, holds in warnings.items() if holds):
+        logger.warning("layer %d: %s", layer.layer, text)
     size = max(sum(own.output for own in problems), 1e-300)
     row = {
         "ridge": chosen,
