@@ -207,7 +207,7 @@ def test_a_mask_is_shown_in_a_line() -> None:
     """Counts with separators, layers and the ratio."""
     keep = KeepMask.from_arrays({0: np.arange(3000).reshape(2, -1) < 2000, **RAGGED})
     assert repr(keep) == (
-        "KeepMask(2,005 of 3,009 atoms stay in 3 layers, pruning ratio 0.3337)"
+        "KeepMask(2,005 of 3,009 atoms kept in 3 layers, pruning ratio 0.3337)"
     )
 
 

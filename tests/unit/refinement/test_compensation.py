@@ -108,7 +108,7 @@ def test_weights_stay_where_held_out_tokens_say_otherwise(
     assert (row["changed"], row["singular"]) == (False, 0)
     # Of the output 2 - 4 + 8 = 6.
     assert row["dropped"] == row["compensated"] == pytest.approx(8 / 6)
-    assert "layer 0: on held-out tokens no ridge errs less" in caplog.text
+    assert "layer 0: on held-out tokens no ridge has a smaller error" in caplog.text
     # A ridge that was asked for is taken as it is.
     column, row = solved(layer, grams, keep=without(1), ridge=1.75)
     assert (row["changed"], row["ridge"]) == (True, 1.75)
@@ -163,7 +163,7 @@ def test_an_expert_needs_as_many_tokens_as_it_keeps_atoms(
         others = [] if tokens == 8 else [1, 2, 3]
         assert row["untouched"] == ([] if changed else [0]) + others
         names = ", ".join(map(str, row["untouched"]))  # type: ignore[call-overload]
-        assert (f"layer 0: experts {names} see fewer tokens" in caplog.text) == bool(
+        assert (f"layer 0: experts {names} have fewer tokens" in caplog.text) == bool(
             row["untouched"]
         )
 
@@ -230,7 +230,7 @@ def test_the_pruned_model_has_the_report_and_says_what_was_done(
     assert pruned.heapr_weights == describe_weights(found, WINDOWS) == said.format("")
     report = found.report.assign(changed=[False, False])
     stayed = Compensation(found.downs, report, found.settings)
-    assert describe_weights(stayed, WINDOWS) == said.format(", but for layers 0, 1")
+    assert describe_weights(stayed, WINDOWS) == said.format(", except in layers 0, 1")
 
 
 def test_a_compensation_is_shown_in_a_line(model: nn.Module) -> None:

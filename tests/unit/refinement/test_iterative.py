@@ -294,9 +294,9 @@ def test_rounds_are_shown_with_their_shares() -> None:
         assert [part for part in text.split("|") if part.strip()] == [
             "Pruning in rounds",
             "round 1",
-            "25.00% gone, passes so far 1",
+            "25.00% pruned, 1 passes",
             "round 2",
-            "50.00% gone, passes so far 2",
+            "50.00% pruned, 2 passes",
             "compensated",
             compensated,
         ]
