@@ -111,8 +111,10 @@ _LOOKS = {
     "one_pass": Look("#0072B2", "s", "one pass"),
     "two_stage": Look("#D55E00", "^", "Algorithm 1, two stages"),
 }
-_SPARE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_SPARE_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINE_STYLES = ("-", "--", ":", "-.")
+"""In the order in which they are given to names that have no look of their own."""
 
 
 def look(name: str) -> Look:
@@ -125,8 +127,8 @@ def look(name: str) -> Look:
         return _LOOKS[name]
     number = zlib.crc32(name.encode())
     return Look(
-        _SPARE_COLORS[number % len(_SPARE_COLORS)],
-        _SPARE_MARKERS[number % len(_SPARE_MARKERS)],
+        COLORS[number % len(COLORS)],
+        MARKERS[number % len(MARKERS)],
         name,
     )
 

@@ -1,6 +1,5 @@
 """The tab that pins selections: one chart and one table of all, to be exported."""
 
-import html
 import itertools
 import string
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.figures import rows_text, save_figure, styled, write_table
+from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.passage_html import table_html
@@ -26,10 +26,7 @@ from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import rows_digest
 
-_MARKERS = "osD^vPX*"
-"""One for each corpus."""
-_LINES = ("-", "--", ":", "-.")
-"""One for each pin, beside its colour."""
+_NOTHING_YET = "Nothing pinned yet. Pin keeps what is chosen."
 _SET_BY_CONTROLS = (
     "ratio",
     "estimator",
@@ -72,7 +69,7 @@ class CompareTab(ipw.VBox):
         self.clear_button = ipw.Button(
             description="Clear", tooltip="forget all pins", disabled=True
         )
-        self.message = ipw.HTML(status("Nothing pinned yet. Pin keeps what is chosen."))
+        self.message = ipw.HTML(status(_NOTHING_YET))
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "900px"}
         )
@@ -110,16 +107,16 @@ class CompareTab(ipw.VBox):
         except SpecError as error:
             self.message.value = alert(str(error))
             return
-        self.pins = [old for old in self.pins if old.label != label] + [pin]
-        self.exported.value = status("")  # what was written had other pins
-        self.label.value = _next_label(self.pins)
-        self.refresh()
+        self._pinned([old for old in self.pins if old.label != label] + [pin])
 
     def clear(self, _button: ipw.Button | None = None) -> None:
         """Forget all pins."""
-        self.pins = []
-        self.exported.value = status("")
-        self.label.value = _next_label(self.pins)
+        self._pinned([])
+
+    def _pinned(self, pins: list[Pin]) -> None:
+        self.pins = pins
+        self.exported.value = status("")  # the files are of other pins
+        self.label.value = _next_label(pins)
         self.refresh()
 
     def refresh(self) -> None:
@@ -127,7 +124,7 @@ class CompareTab(ipw.VBox):
         self.clear_button.disabled = self.export_button.disabled = not self.pins
         self.chart.layout.display = None if self.pins else "none"
         if not self.pins:
-            self.message.value = status("Nothing pinned yet. Pin keeps what is chosen.")
+            self.message.value = status(_NOTHING_YET)
             self.table.value = ""
             return
         frame = self.frame()
@@ -261,7 +258,7 @@ def _message(frame: pd.DataFrame) -> str:
 
 def _pin_look(number: int) -> dict[str, Any]:
     """Colour and line of a pin, the same in every plot."""
-    return {"color": f"C{number % 10}", "ls": _LINES[number % len(_LINES)]}
+    return {"color": f"C{number}", "ls": LINE_STYLES[number % len(LINE_STYLES)]}
 
 
 def _pin_handles(labels: list[str]) -> list[Line2D]:
@@ -273,16 +270,9 @@ def _pin_handles(labels: list[str]) -> list[Line2D]:
 
 def _plot_layers(ax: Axes, layers: pd.DataFrame) -> None:
     for number, (label, rows) in enumerate(layers.groupby("label", sort=False)):
-        ax.plot(
-            rows["layer"],
-            rows["pruning_ratio"],
-            marker="o",
-            ms=4,
-            label=str(label),
-            **_pin_look(number),
-        )
-    ax.set(xlabel="MoE layer [index]", ylim=(0, 1))
-    ax.set_ylabel("removed [% of the layer]")
+        look = _pin_look(number) | {"marker": "o", "ms": 4, "label": str(label)}
+        ax.plot(rows["layer"], rows["pruning_ratio"], **look)
+    ax.set(xlabel="MoE layer [index]", ylabel=LABELS["layer_ratio"], ylim=(0, 1))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -293,7 +283,7 @@ def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
     saved = "parameter_reduction" if "parameter_reduction" in frame else None
     across = frame[saved or "achieved_ratio"]
     drawn = frame[names] if names else pd.DataFrame({"": 0.0}, index=frame.index)
-    for corpus, marker in zip(drawn, itertools.cycle(_MARKERS), strict=False):
+    for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
         for number, (x, y) in enumerate(zip(across, drawn[corpus], strict=True)):
             ax.plot([x], [y], marker, color=_pin_look(number)["color"], ls="none")
         shown = corpus.removeprefix("Δloss ")
@@ -321,10 +311,11 @@ def _html_table(frame: pd.DataFrame) -> str:
         if name != "ratio" and shown[name].eq(value).all()
     ]
     context = int(shown.pop("seq_len").iloc[0]) if "seq_len" in shown else None
-    shown = shown.drop(columns=dull).rename(columns=_SHORT)
+    short = dict(_SHORT)
     if context is not None:
-        flops = "FLOPs saved"
-        shown = shown.rename(columns={flops: f"{flops}, {at_context(context)}"})
-    text = f'<div style="overflow-x:auto">{table_html(shown)}</div>'
-    note = html.escape("Columns that no pin changes are left out; the files have all.")
+        short["flops_reduction"] += f", {at_context(context)}"
+    text = table_html(shown.drop(columns=dull).rename(columns=short))
+    note = (
+        "Columns that have the same default value for all pins are only in the files."
+    )
     return f"{text}<small>{note}</small>"

@@ -160,4 +160,4 @@ def _table(points: pd.DataFrame) -> str:
     shown = points[[*_SHOWN, *measured]].assign(
         achieved_ratio=points["achieved_ratio"].map("{:.1%}".format)
     )
-    return f'<div style="overflow-x:auto">{table_html(shown)}</div>'
+    return table_html(shown)

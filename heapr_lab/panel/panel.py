@@ -282,9 +282,9 @@ def explore(
     """
     session = session_of(source, selection, calibration)
     session.choose(selection or session.selection)
-    here: dict[str, Any] = {"corpora": corpora, "tasks": tasks}
+    here = {"corpora": corpora, "tasks": tasks}
     if session.workbench is not None:
-        here = _what_can_be_had(**here)
+        here = _available(corpora, tasks)
     return Explorer(session, **{k: v for k, v in here.items() if v is not None})
 
 
@@ -322,16 +322,14 @@ def _opened(name: str) -> "Workbench | ImportanceTable":
     return open_workbench(name)
 
 
-def _what_can_be_had(
-    *, corpora: Sequence[str] | None, tasks: Sequence[str] | None
-) -> dict[str, Sequence[str]]:
-    """The corpora and tasks asked for, or those that this machine has."""
+def _available(
+    corpora: Sequence[str] | None, tasks: Sequence[str] | None
+) -> dict[str, Sequence[str] | None]:
+    """The corpora and tasks given, by default those available on this machine."""
     from heapr_lab.evaluation.harness import available_tasks
     from heapr_lab.experiments.paper import test_corpora
 
-    if tasks is None:
-        tasks = ("continuation", *available_tasks())
     return {
         "corpora": test_corpora()[0] if corpora is None else corpora,
-        "tasks": tasks,
+        "tasks": ("continuation", *available_tasks()) if tasks is None else tasks,
     }

@@ -31,8 +31,9 @@ def table_html(frame: pd.DataFrame) -> str:
     text: str = frame.to_html(
         index=False, border=0, float_format="{:.4f}".format, na_rep="–"
     )
-    padded = text.replace("<th>", '<th style="padding:0 8px">')
-    return padded.replace("<td>", '<td style="padding:0 8px">')
+    for cell in ("th", "td"):
+        text = text.replace(f"<{cell}>", f'<{cell} style="padding:0 8px">')
+    return f'<div style="overflow-x:auto">{text}</div>'
 
 
 # --- views: pieces ----------------------------------------------------------------

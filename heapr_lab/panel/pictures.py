@@ -26,7 +26,7 @@ from matplotlib.ticker import MaxNLocator
 from heapr_lab.figures import layer_ratios_data, plot_layer_ratios, styled
 from heapr_lab.figures.paper import paper_dense, paper_table
 from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
-from heapr_lab.figures.style import PAPER_GREY
+from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, PAPER_GREY
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
@@ -39,9 +39,6 @@ _TRAFFIC = LinearSegmentedColormap.from_list("", ["#0072B2", "#7A4988", "#D55E00
 _IDLE = 0.93
 """Grey of cells where no expert is."""
 _PAPER_MODEL = "DeepSeekMoE-16B-Base"
-_STYLES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _LEGEND_WIDTH = 44
 
 # matplotlib's caches of fonts and text are not made for two threads at once.
@@ -89,7 +86,8 @@ class ChoicePicture:
         assert legend is not None
         legend.remove()  # it names a ratio, which changes; text says what the line is
         bars.set_ylim(0, 1)
-        self._bars, self._line = _rectangles(bars), bars.get_lines()[0]
+        self._bars = [patch for patch in bars.patches if isinstance(patch, Rectangle)]
+        self._line = bars.get_lines()[0]
         self._cells = _image(cells, self._colors, full.layers)
         self._scores = ScorePicture(bins)
         # Room for the note on scores that are not shown, which most do not have.
@@ -181,7 +179,7 @@ class LossPicture:
             predicted: columns dataset, ratio, delta_nll: what stands between points.
         """
         losses, tasks = points["nll"].notna(), points["accuracy"].notna()
-        ways, charts = _Looks(_COLORS, _MARKERS), []
+        ways, charts = _Looks(COLORS, MARKERS), []
         for ax in (self.ax, self.accuracy):
             _clear(ax)
         if losses.any() or not tasks.any():
@@ -195,21 +193,12 @@ class LossPicture:
     def _losses(
         self, points: pd.DataFrame, predicted: pd.DataFrame | None, ways: "_Looks"
     ) -> None:
-        corpora = _Looks(_STYLES)
+        corpora = _Looks(LINE_STYLES)
         measured = points[points["estimator"].ne("dense")]
         top = [0.2, 1.5 * float(measured["delta_nll"].max())]
         for way, dataset, curve in _curves(measured):
-            color, marker = ways.of(way)
-            self.ax.plot(
-                100 * curve["achieved_ratio"],
-                curve["delta_nll"],
-                color=color,
-                marker=marker,
-                linestyle=corpora.of(dataset)[0],
-                linewidth=1.4,
-                markersize=5,
-                label=f"{dataset}: {way}",
-            )
+            look = _curve_look(way, dataset, ways, corpora)
+            self.ax.plot(100 * curve["achieved_ratio"], curve["delta_nll"], **look)
         if predicted is not None and not predicted.empty:
             _predictions(self.ax, predicted)
             top.append(float(predicted["delta_nll"].max()))
@@ -223,7 +212,7 @@ def _chart(quantity: str) -> Axes:
     figure.set_layout_engine("none")  # the house style has one
     FigureCanvasAgg(figure)
     ax = figure.add_axes((0.09, 0.15, 0.52, 0.81))  # so that charts stand in line
-    ax.set_xlabel("atomic experts removed [%]")
+    ax.set_xlabel(LABELS["ratio"])
     ax.set_ylabel(quantity)
     return ax
 
@@ -270,14 +259,28 @@ def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
         yield str(way), str(dataset), group.sort_values("achieved_ratio")
 
 
+def _curve_look(
+    way: str, dataset: str, ways: _Looks, datasets: _Looks
+) -> dict[str, Any]:
+    color, marker = ways.of(way)
+    return {
+        "color": color,
+        "marker": marker,
+        "linestyle": datasets.of(dataset)[0],
+        "linewidth": 1.4,
+        "markersize": 5,
+        "label": f"{dataset}: {way}",
+    }
+
+
 def _predictions(ax: Axes, predicted: pd.DataFrame) -> None:
-    styles = _Looks(("-", "--"))
-    for dataset, group in predicted.groupby("dataset", sort=False):
+    groups = predicted.groupby("dataset", sort=False)
+    for number, (dataset, group) in enumerate(groups):
         ax.plot(
             100 * group["ratio"],
             group["delta_nll"],
             color="0.5",
-            lw=2 if styles.of(str(dataset))[0] == "-" else 1,
+            lw=1 if number % 2 else 2,
             ls=(0, (1, 2)),
             label=f"{dataset}: predicted for this selection",
         )
@@ -300,20 +303,14 @@ def _paper(ax: Axes, *, limit: float) -> None:
 
 def _accuracies(ax: Axes, points: pd.DataFrame, ways: _Looks) -> None:
     """Accuracy with its standard error; a line across for the dense model."""
-    tasks = _Looks(_STYLES)
+    tasks = _Looks(LINE_STYLES)
     for way, task, curve in _curves(points[points["estimator"].ne("dense")]):
-        color, marker = ways.of(way)
         ax.errorbar(
             100 * curve["achieved_ratio"],
             100 * curve["accuracy"].astype(float),
             yerr=100 * curve["stderr"].astype(float),
-            color=color,
-            marker=marker,
-            linestyle=tasks.of(task)[0],
-            linewidth=1.4,
-            markersize=5,
             capsize=2,
-            label=f"{task}: {way}",
+            **_curve_look(way, task, ways, tasks),
         )
     for row in points[points["estimator"].eq("dense")].itertuples():
         style = tasks.of(row.dataset)[0]
@@ -360,21 +357,18 @@ def paper_losses() -> pd.DataFrame:
 def _traffic_colors(table: ImportanceTable, full: KeepMask, ax: Axes) -> np.ndarray:
     """(layers, experts, 3): the colour of each expert when it is whole."""
     missing = full.widths().isna().to_numpy()
-    shape = missing.shape
+    traffic = np.ones(missing.shape)
     if "tokens" in table.frame:
         tokens = table.expert_tokens().pivot(
             index="layer", columns="expert", values="tokens"
         )
         counts = tokens.to_numpy(dtype=float)
         fair = np.nanmean(counts, axis=1, keepdims=True)
-        traffic = np.divide(counts, fair, out=np.ones(shape), where=fair > 0)
-    else:
-        traffic = np.ones(shape)
+        np.divide(counts, fair, out=traffic, where=fair > 0)
     scale = ScalarMappable(Normalize(0, 2), _TRAFFIC)
     colors = np.asarray(scale.to_rgba(np.nan_to_num(traffic, nan=1.0)))[..., :3]
     colors[missing] = _IDLE
-    figure = ax.figure
-    bar = figure.colorbar(scale, ax=ax, pad=0.02, extend="max")
+    bar = ax.figure.colorbar(scale, ax=ax, pad=0.02, extend="max")
     bar.set_label("traffic of the expert [× even share]")
     return colors
 
@@ -396,10 +390,6 @@ def _image(ax: Axes, colors: np.ndarray, layers: tuple[int, ...]) -> Any:
     ax.set_xlabel("expert [index], white: pruned away")
     ax.set_ylabel("MoE layer [index]")
     return image
-
-
-def _rectangles(ax: Axes) -> list[Rectangle]:
-    return [patch for patch in ax.patches if isinstance(patch, Rectangle)]
 
 
 def _settle(figure: Figure) -> FigureCanvasAgg:

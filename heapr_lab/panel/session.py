@@ -7,7 +7,7 @@ in `PruningSession.evaluate`.
 
 import bisect
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
-from heapr_lab.importance.estimators import ESTIMATORS, PER_TOKEN
+from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.progress import Parts, Progress, TimeLeft, time_left_text
 from heapr_lab.pruning.masks import KeepMask
@@ -26,7 +26,6 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
-    from heapr_lab.evaluation.perplexity import Perplexity
     from heapr_lab.workbench.workbench import Workbench
 
 _LEAST_TO_PREDICT = 2
@@ -105,18 +104,16 @@ class PruningSession:
         self.workbench = workbench
         self.calibration = calibration or Calibration()
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
-        self._selection = self._selected = Selection(0.25)
+        self._selection = Selection(0.25)
         self._rejected: SpecError | None = None
-        self._scored: tuple[tuple[KeepMask, str], float] | None = None
-        self._keep: KeepMask | None = None
-        self._saved: tuple[KeepMask, pd.DataFrame | None] | None = None
+        # Of the selection that is shown, each is computed once.
+        self._last_keep = functools.lru_cache(maxsize=1)(self.keep_of)
+        self._last_savings = functools.lru_cache(maxsize=1)(self.savings_of)
+        self._last_score = functools.lru_cache(maxsize=1)(
+            functools.partial(summed_scores, table)
+        )
 
     # --- choosing ---------------------------------------------------------------
-
-    @property
-    def estimators(self) -> tuple[str, ...]:
-        """Those that the columns of the table suffice for."""
-        return self.table.estimators
 
     @property
     def selection(self) -> Selection:
@@ -139,18 +136,12 @@ class PruningSession:
     @property
     def note(self) -> str:
         """What the selection does not show by itself; mostly nothing."""
-        if not self.scope_is_fixed:
+        estimator = find_estimator(self._selection.estimator)
+        if not estimator.within_layer:
             return ""
         return (
-            f"{self._selection.estimator} compares atoms within a layer only, so the "
-            "scope is layer."
+            f"{estimator.name} compares atoms within a layer only: the scope is layer."
         )
-
-    @property
-    def scope_is_fixed(self) -> bool:
-        """Whether the estimator leaves no selection of scope."""
-        estimator = ESTIMATORS.get(self._selection.estimator)
-        return estimator is not None and estimator.within_layer
 
     def choose(self, selection: Selection) -> None:
         """Change what is selected; whether it is feasible is seen at `keep`."""
@@ -159,10 +150,7 @@ class PruningSession:
     @property
     def keep(self) -> KeepMask:
         """What stays."""
-        selection = self.selection
-        if self._keep is None or self._selected != selection:
-            self._keep, self._selected = self.keep_of(selection), selection
-        return self._keep
+        return self._last_keep(self.selection)
 
     def keep_of(self, selection: Selection) -> KeepMask:
         """What stays of `selection`, whatever is chosen now."""
@@ -172,10 +160,7 @@ class PruningSession:
 
     def savings(self) -> pd.DataFrame | None:
         """One row of `savings_of`; None where the table lacks the sizes."""
-        keep = self.keep
-        if self._saved is None or self._saved[0] is not keep:
-            self._saved = keep, self.savings_of(keep)
-        return self._saved[1]
+        return self._last_savings(self.keep)
 
     def savings_of(self, keep: KeepMask) -> pd.DataFrame | None:
         """The same of any mask of the table."""
@@ -238,9 +223,7 @@ class PruningSession:
     def measured(self) -> pd.DataFrame:
         """The `points` of what is chosen: of its very mask, on each corpus the last."""
         keep = self.keep
-        points = _selected_alike(
-            self.points[self.points["nll"].notna()], self.selection
-        )
+        points = self._points_alike()
         if points.empty:
             return points
         same = points["summed_score"].eq(self._score_of(keep))
@@ -278,46 +261,53 @@ class PruningSession:
         `spread` is the factor that it may be off by, missing where it is not known.
         Corpora that the selection was `measured` on are left out.
         """
-        if self._points_for_fit().empty:
-            return self._predicted([])
         found = self._predicted([self.keep])
         return found[~found["dataset"].isin(self.measured()["dataset"])]
 
     def predicted_curve(self, ratios: Sequence[float]) -> pd.DataFrame:
         """The same for the selection at other ratios, with their achieved `ratio`."""
-        if self._points_for_fit().empty:
-            return self._predicted([])
-        keeps = [self.keep_of(replace(self.selection, ratio=ratio)) for ratio in ratios]
-        return self._predicted(keeps)
+        chosen = self.selection
+        return self._predicted(
+            self.keep_of(replace(chosen, ratio=ratio)) for ratio in ratios
+        )
 
-    def _predicted(self, keeps: Sequence[KeepMask]) -> pd.DataFrame:
-        rows = []
-        scores = [self._score_of(keep) for keep in keeps]
-        for corpus, part in self._points_for_fit().groupby("dataset", sort=False):
+    def _predicted(self, keeps: Iterable[KeepMask]) -> pd.DataFrame:
+        rows, points = [], self._points_for_fit()
+        # Without points no mask of `keeps`, which may be a generator, is made.
+        scored = [
+            (keep.achieved_ratio, self._score_of(keep))
+            for keep in (() if points.empty else keeps)
+        ]
+        for corpus, part in points.groupby("dataset", sort=False):
             try:
                 damage = _fitted(_measured(part))
-            except SpecError:  # what is wrong is said by `describe_prediction`
+            except SpecError:  # `describe_prediction` says what is wrong
                 continue
-            for keep, score in zip(keeps, scores, strict=True):
-                loss = float(damage.predict(score))
-                rows.append((corpus, keep.achieved_ratio, loss, damage.spread))
+            for ratio, score in scored:
+                rows.append(
+                    (corpus, ratio, float(damage.predict(score)), damage.spread)
+                )
         columns = ["dataset", "ratio", "delta_nll", "spread"]
         return pd.DataFrame(rows, columns=columns)
 
     def _points_for_fit(self) -> pd.DataFrame:
         """Points chosen alike, of corpora that have enough of them to predict from."""
-        points = _selected_alike(
-            self.points[self.points["nll"].notna()], self.selection
-        )
+        points = self._points_alike()
         counts = points.groupby("dataset")["summed_score"].transform("nunique")
         return points[counts >= _LEAST_TO_PREDICT]
 
+    def _points_alike(self) -> pd.DataFrame:
+        """Points with a loss whose settings differ in the ratio at most."""
+        same = replace(self.selection, ratio=0.0)
+        points = self.points[self.points["nll"].notna()]
+        alike = [
+            s is not None and replace(s, ratio=0.0) == same for s in points.selection
+        ]
+        return points[np.array(alike, dtype=bool)]
+
     def _score_of(self, keep: KeepMask) -> float:
-        """The summed score of what `keep` removes; of one mask it is summed once."""
-        key = keep, self.selection.estimator
-        if self._scored is None or self._scored[0] != key:
-            self._scored = key, summed_scores(self.table, *key)
-        return self._scored[1]
+        """The summed score of the atoms that `keep` removes."""
+        return self._last_score(keep, self.selection.estimator)
 
     # --- evaluating -------------------------------------------------------------
 
@@ -357,33 +347,22 @@ class PruningSession:
         keep = self.keep_of(selection)
         masks = (None, keep) if keep.n_removed else (None,)
         score = summed_scores(self.table, keep, selection.estimator)
-        windows = {corpus: bench.test_windows(corpus) for corpus in corpora}
-        n_windows = sum(part.n_sequences for part in windows.values())
-        n_parts = n_windows + _TASK_WINDOWS * len(tasks)
-        clock = _Clock(len(masks) * n_parts, progress)
+        parts = [_loss_part(bench, corpus) for corpus in corpora]
+        parts += [_accuracy_part(bench, task) for task in tasks]
+        clock = _Clock(len(masks) * sum(part.n_windows for part in parts), progress)
         rows: list[dict[str, Any]] = []
-        for corpus, part in windows.items():
+        for part in parts:
             for mask in masks:
-                clock.begin(f"{'dense' if mask is None else 'pruned'} on {corpus}")
-                found = bench.perplexity(mask, part, progress=clock.parts)
-                clock.end(part.n_sequences)
-                row = _point(selection, mask, corpus, score=score)
-                rows.append(row | _loss(found))
-            dense = rows[-len(masks)]["nll"]
-            for row in rows[-len(masks) :]:
-                row["delta_nll"] = row["nll"] - dense
-        for task in tasks:
-            for mask in masks:
-                clock.begin(f"{'dense' if mask is None else 'pruned'} on {task}")
-                accuracy = bench.task_accuracy(
-                    mask, task, progress=clock.share_of(_TASK_WINDOWS)
+                clock.begin(
+                    f"{'dense' if mask is None else 'pruned'} on {part.dataset}"
                 )
-                clock.end(_TASK_WINDOWS)
-                row = _point(selection, mask, task, score=score)
-                rows.append(
-                    row | {"accuracy": accuracy["value"], "stderr": accuracy["stderr"]}
-                )
+                found = part.measure(mask, clock)
+                clock.end(part.n_windows)
+                row = _point(selection, mask, part.dataset, score=score)
+                rows.append(row | found)
         new = pd.DataFrame(rows, columns=list(POINT_COLUMNS))
+        nll = new["nll"].astype(float)  # the first of each dataset is the dense model
+        new["delta_nll"] = nll - nll.groupby(new["dataset"]).transform("first")
         self._add(new)
         return new
 
@@ -408,19 +387,38 @@ def _point(
     }
 
 
-def _loss(found: "Perplexity") -> dict[str, Any]:
-    return {
-        "nll": found.nll,
-        "perplexity": found.value,
-        "n_tokens": found.n_tokens,
-    }
+@dataclass(frozen=True)
+class _Part:
+    """One corpus or task of an evaluation."""
+
+    dataset: str
+    n_windows: int
+    """Size, for the time that is left."""
+    measure: "Callable[[KeepMask | None, _Clock], dict[str, Any]]"
+    """Columns of `points` of one mask."""
 
 
-def _selected_alike(points: pd.DataFrame, selection: Selection) -> pd.DataFrame:
-    """Those of `points` that differ from `selection` in their ratio at most."""
-    same = replace(selection, ratio=0.0)
-    alike = [s is not None and replace(s, ratio=0.0) == same for s in points.selection]
-    return points[np.array(alike, dtype=bool)]
+def _loss_part(bench: "Workbench", corpus: str) -> _Part:
+    windows = bench.test_windows(corpus)
+
+    def measure(mask: KeepMask | None, clock: _Clock) -> dict[str, Any]:
+        found = bench.perplexity(mask, windows, progress=clock.parts)
+        return {
+            "nll": found.nll,
+            "perplexity": found.value,
+            "n_tokens": found.n_tokens,
+        }
+
+    return _Part(corpus, windows.n_sequences, measure)
+
+
+def _accuracy_part(bench: "Workbench", task: str) -> _Part:
+    def measure(mask: KeepMask | None, clock: _Clock) -> dict[str, Any]:
+        progress = clock.share_of(_TASK_WINDOWS)
+        found = bench.task_accuracy(mask, task, progress=progress)
+        return {"accuracy": found["value"], "stderr": found["stderr"]}
+
+    return _Part(task, _TASK_WINDOWS, measure)
 
 
 def _measured(points: pd.DataFrame) -> tuple[tuple[float, float], ...]:

@@ -67,6 +67,13 @@ def test_controls_of_structure_budget_and_floor() -> None:
     assert 0.5 <= saved.routed_flops_reduction.iloc[0] < 0.53
 
 
+def test_panel_offers_the_estimators_of_the_table() -> None:
+    """Estimators whose columns, or whose N, are missing are not offered."""
+    offered = explore(small_table()).controls.estimator.options
+    names = {"heapr", "weighted", "shrunk", "camera", "frequency", "random"}
+    assert set(offered) == names
+
+
 def within(box: Any) -> list[Any]:
     """All widgets of a panel."""
     own = list(getattr(box, "children", ()))

@@ -45,13 +45,6 @@ def test_camera_fixes_the_scope() -> None:
     assert session.note == ""
 
 
-def test_session_offers_what_the_table_has() -> None:
-    """Estimators whose columns, or whose N, are missing are not offered."""
-    offered = PruningSession(small_table()).estimators
-    names = {"heapr", "weighted", "shrunk", "camera", "frequency", "random"}
-    assert set(offered) == names
-
-
 def test_session_without_architecture() -> None:
     """A bare table still selects; of parameters it says that nothing is known."""
     table = ImportanceTable.from_frame(small_table().frame)
