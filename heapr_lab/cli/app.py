@@ -1,6 +1,6 @@
 """The command line: every command, and how it ends.
 
-Everything that needs torch is imported inside the commands, so that `--help` is there
+Everything that needs torch is imported inside the commands, so that `--help` answers
 at once. Results go to standard output, as text or with `--json` as one JSON object;
 progress and errors go to standard error.
 """
@@ -27,9 +27,9 @@ from heapr_lab.cli.failures import line_of, line_of_interrupt
 
 
 class _Commands(TyperGroup):
-    """The commands; what a user can do something about is one line.
+    """The commands; an error that the user can correct is reported in one line.
 
-    The exit status is 2 then, and 130 after Control-C.
+    The exit status is then 2, and 130 after Control-C.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -41,7 +41,7 @@ class _Commands(TyperGroup):
         except Exception as error:
             line = line_of(error)
             if line is None or getattr(error, "errno", None) == errno.EPIPE:
-                raise  # click ends quietly where nobody reads on
+                raise  # click ends quietly on a closed pipe
             say(line)
             raise typer.Exit(2) from error
 

@@ -8,12 +8,12 @@ import typer
 
 
 def say(message: str) -> None:
-    """One line on standard error."""
+    """Print one line to standard error."""
     typer.echo(f"heapr-lab: {' '.join(message.split())}", err=True)
 
 
 def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
-    """Facts on standard output: a line each, or one JSON object."""
+    """Print facts to standard output, one on each line or as one JSON object."""
     if as_json:
         typer.echo(json.dumps(_plain(facts), indent=2))
         return
@@ -24,12 +24,12 @@ def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
 
 
 def names_in(text: str) -> list[str]:
-    """The names in a list with commas."""
+    """The names in a comma-separated list."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no NaN: what was not measured is null."""
+    """`value` for JSON, which has no NaN: what was not measured is null."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -18,14 +18,15 @@ def evaluate(
     model: options.Model,
     mask: options.Mask = None,
     corpora: Annotated[
-        str, typer.Option(help="Test splits to measure perplexity on, with commas.")
+        str,
+        typer.Option(help="Corpora whose test splits are used, separated by commas."),
     ] = "pydocs",
     tasks: options.Tasks = "",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Items of each harness task.")
+        int | None, typer.Option(min=1, help="Number of items of each task.")
     ] = None,
     kl: Annotated[
-        bool, typer.Option("--kl", help="KL(dense || pruned) and top-1 agreement too.")
+        bool, typer.Option("--kl", help="Also KL(dense || pruned) and top-1 agreement.")
     ] = False,
     seq_len: options.SeqLen = None,
     profile: options.Profile = None,
@@ -33,17 +34,14 @@ def evaluate(
     dtype: options.Dtype = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure perplexity and accuracy.
-
-    Of the dense model, or under a mask of `prune`.
-    """
+    """Measure perplexity and accuracy of the dense model, or of a masked one."""
     _check_asked(names_in(corpora), names_in(tasks), kl=kl, masked=mask is not None)
     from heapr_lab.checkpoints.same_model import own_mask
     from heapr_lab.pruning.masks import KeepMask
     from heapr_lab.workbench.workbench import open_workbench
 
     if mask is not None:
-        KeepMask.read(mask)  # damaged or not, it is looked at again with the model
+        KeepMask.read(mask)  # a damaged file is refused before any text is read
     preflight.check_corpora(names_in(corpora), split="test")
     preflight.check_tasks(names_in(tasks))
     bench = open_workbench(
@@ -71,21 +69,21 @@ def _check_asked(
     """Make sure that there is something to measure.
 
     Raises:
-        SpecError: there is nothing, or nothing to compare with.
+        SpecError: there is no corpus and no task, or KL is measured without a mask.
     """
     if not corpora and not tasks:
         raise SpecError("nothing to measure: give --corpora, --tasks or both")
     if kl and not masked:
         raise SpecError(
-            "KL is that of a pruned model from the dense one, and there is no mask; "
-            "give one (--mask), or leave --kl out"
+            "--kl compares a pruned model with the dense one, and there is no mask; "
+            "give one with --mask, or leave --kl out"
         )
 
 
 def _losses(
     bench: "Workbench", keep: "KeepMask | None", corpus: str, *, kl: bool
 ) -> list[dict[str, Any]]:
-    """Rows of dataset, metric, value and stderr, of one corpus' test split."""
+    """Rows of dataset, metric, value and stderr for the test split of a corpus."""
     windows = bench.test_windows(corpus)
     found = bench.perplexity(keep, windows)
     values = {"perplexity": found.value, "nll": found.nll}

@@ -1,4 +1,4 @@
-"""`heapr-lab export-gguf` and `heapr-lab provenance`: files to and from elsewhere."""
+"""`heapr-lab export-gguf` and `heapr-lab provenance`: convert and describe files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,11 +27,13 @@ def export_gguf(
 def provenance(
     file: Annotated[
         Path,
-        typer.Argument(help="A png, pdf, md, tex, csv or parquet, or a checkpoint."),
+        typer.Argument(
+            help="A png, pdf, md, tex, csv or parquet file, or a checkpoint."
+        ),
     ],
     as_json: options.AsJson = False,
 ) -> None:
-    """Say where a file of this package came from."""
+    """Show where a file written by this package came from."""
     from heapr_lab.storage.provenance import read_provenance
 
     found = read_provenance(file)

@@ -1,6 +1,6 @@
-"""How a command that cannot go on says so: in one line, with what to do.
+"""Errors that a user can correct, in one line that says what to do.
 
-Without torch.
+Importing this needs no torch.
 """
 
 import errno
@@ -23,38 +23,36 @@ _NO_SUCH_PLACE = {
 }
 _NUMBER = re.compile(r"\(os error (\d+)\)")
 
+_CACHED = "measurements are kept, and the same command continues from there"
+_SAVED = "the same command continues from the last saved state"
 _RESUMED = {
-    "evaluate": "what was measured is kept, the same command goes on from there",
-    "figures": "what was measured is kept, the same command goes on from there",
-    "prune": "what was measured is kept, the same command goes on from there",
-    "reproduce": "what was measured is kept, the same command goes on from there",
-    "score": "the same command goes on from the last state that was saved",
-    "train-lab-model": "the same command goes on from the last state that was saved",
+    **dict.fromkeys(["evaluate", "figures", "prune", "reproduce"], _CACHED),
+    **dict.fromkeys(["score", "train-lab-model"], _SAVED),
 }
-"""What is left of a command that was interrupted; of others, nothing is begun."""
+"""What remains of an interrupted command; other commands leave nothing behind."""
 
 
 def line_of(error: BaseException) -> str | None:
-    """The line for an error that a user can do something about; None for others."""
+    """One line for an error that the user can correct; None for other errors."""
     if isinstance(error, HeaprLabError):
         return str(error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return (
-            f"not enough memory ({error or 'none left'}): take shorter or fewer "
-            "windows (--seq-len, --profile), a smaller dtype, or another device"
+            f"not enough memory ({error or 'none left'}): use shorter or fewer "
+            "windows (--seq-len, --profile), a smaller dtype or another device"
         )
     failed = _os_error(error)
     return None if failed is None else f"{_what(failed)}: {_remedy(failed)}"
 
 
 def line_of_interrupt(command: str | None) -> str:
-    """What to tell somebody who has pressed Control-C."""
+    """One line for a command that Control-C has interrupted."""
     left = _RESUMED.get(command or "")
     return "interrupted" + (f"; {left}" if left else "")
 
 
 def _os_error(error: BaseException) -> OSError | None:
-    """The system's error behind `error`; safetensors has it in its text alone."""
+    """The system's error behind `error`; safetensors has it only as text."""
     if isinstance(error, OSError):
         return error
     number = _NUMBER.search(str(error))
@@ -73,12 +71,12 @@ def _what(error: OSError) -> str:
 def _remedy(error: OSError) -> str:
     from heapr_lab.storage.paths import cache_dir
 
-    kept = f"$HEAPR_CACHE_DIR (now {cache_dir()}) for what is kept"
-    elsewhere = f"choose another place, --out for what is written, {kept}"
+    cache = f"$HEAPR_CACHE_DIR (now {cache_dir()}) for the cache"
+    elsewhere = f"choose another place: --out for the results, {cache}"
     if error.errno in _NO_ROOM:
         return f"free some space, or {elsewhere}"
     if error.errno in _NO_RIGHT:
         return elsewhere
     if error.errno in _NO_SUCH_PLACE:
-        return f"something on this path is missing or of another kind; {elsewhere}"
-    return f"mend that and start again, or {elsewhere}"
+        return f"part of this path is missing or is not a folder; {elsewhere}"
+    return f"correct this and start again, or {elsewhere}"

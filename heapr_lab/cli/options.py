@@ -77,7 +77,7 @@ ModelOption = Annotated[str, typer.Option("--model", help=_NAME_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Profile = Annotated[
     str | None,
-    typer.Option(help="How much text: small, lab, paper; by default as the model."),
+    typer.Option(help="Amount of text: small, lab or paper [default: the model's]."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")]
@@ -85,22 +85,22 @@ SeqLen = Annotated[
     int | None, typer.Option(min=2, help="Tokens per window [default: the profile's].")
 ]
 Corpus = Annotated[
-    str, typer.Option(help="To calibrate on: a corpus, a file, or a mixture of them.")
+    str, typer.Option(help="Calibration text: a corpus, a file, or a mixture of them.")
 ]
 Sequences = Annotated[
-    int | None, typer.Option(min=1, help="Windows [default: the profile's].")
+    int | None, typer.Option(min=1, help="Number of windows [default: the profile's].")
 ]
-Seed = Annotated[int, typer.Option(help="Of the draw of windows.")]
+Seed = Annotated[int, typer.Option(help="Seed for drawing the windows.")]
 Workers = Annotated[
     int | None,
     typer.Option(
         "--workers",
         min=1,
-        help="Processes that share the work [default: one for each core where the "
-        "model is small and on the CPU, else one].",
+        help="Number of processes [default: one per core for a small model on the "
+        "CPU, else one].",
     ),
 ]
-OutFolder = Annotated[Path | None, typer.Option(help="Folder of the figures.")]
+OutFolder = Annotated[Path | None, typer.Option(help="Folder for the figures.")]
 EstimatorOrMethods = Annotated[
     str | None,
     typer.Option(
@@ -112,46 +112,47 @@ EstimatorOrMethods = Annotated[
 Importance = Annotated[
     Path | None,
     typer.Option(
-        exists=True, dir_okay=False, help="A file of `score` [default: the cache]."
+        exists=True, dir_okay=False, help="A table of `score` [default: the cache]."
     ),
 ]
 Mask = Annotated[
     Path | None,
-    typer.Option(exists=True, dir_okay=False, help="A file of `prune`."),
+    typer.Option(exists=True, dir_okay=False, help="A mask of `prune`."),
 ]
 Tasks = Annotated[
     str,
     typer.Option(
-        help="Harness tasks, with commas: arc_easy, ..., continuation (of pydocs) or "
-        "continuation:CORPUS."
+        help="Tasks, separated by commas: those of the harness, such as arc_easy; "
+        "continuation (of pydocs), or continuation:CORPUS."
     ),
 ]
 Ratio = Annotated[
-    float | None, typer.Option(help="What goes, in [0, 1): 0.25, not 25.")
+    float | None, typer.Option(help="Share to prune, in [0, 1): 0.25, not 25.")
 ]
 MaxRise = Annotated[
     float | None,
     typer.Option(
-        help="Instead of --ratio: as much as raises perplexity by so much at most, "
-        "before compensation; 0.02 is 2 %."
+        help="Instead of --ratio: prune as much as possible while perplexity, before "
+        "compensation, rises by at most this share; 0.02 is 2 %."
     ),
 ]
 MaxLatency = Annotated[
     float | None,
     typer.Option(
-        help="Instead of --ratio: as little as makes decoding take at most this "
-        "share of the dense model's time, measured on this machine; 0.8."
+        help="Instead of --ratio: prune as little as possible so that decoding takes "
+        "at most this share of the dense model's time on this machine; 0.8 is 80 %."
     ),
 ]
 MethodName = Annotated[
     str,
     typer.Option(
-        help="best: the best estimator, and without --importance compensated "
-        "weights; paper: HEAPr as published."
+        help="best: the best estimator, with compensated weights unless --importance "
+        "is given; paper: HEAPr as published."
     ),
 ]
 Rounds = Annotated[
-    int, typer.Option(min=1, help="Score anew so often, without --importance.")
+    int,
+    typer.Option(min=1, help="Rounds, each with new scores; not with --importance."),
 ]
 Scope = Annotated[str, typer.Option(help="global or layer.")]
 Granularity = Annotated[str, typer.Option(help="atom or expert.")]
@@ -160,8 +161,8 @@ Multiple = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Widths are a multiple of it [default, aligned and uniform: the "
-        "largest power of two in d_inter / 8].",
+        help="Widths are multiples of it [default for aligned and uniform: the "
+        "largest power of two up to d_inter / 8].",
     ),
 ]
 Of = Annotated[
@@ -173,25 +174,30 @@ Of = Annotated[
 ]
 Price = Annotated[
     float | None,
-    typer.Option(help="Score per cost: 0 parameters, 1 FLOPs [default: no cost]."),
+    typer.Option(
+        help="Cost that divides scores: parameters (0) to FLOPs (1) [default: none]."
+    ),
 ]
-ExcludeLayers = Annotated[str, typer.Option(help="Layers to leave alone, with commas.")]
-MinAtoms = Annotated[int, typer.Option(min=0, help="Atoms that every expert keeps.")]
+ExcludeLayers = Annotated[
+    str, typer.Option(help="Layers that are not pruned, such as 0,5-7.")
+]
+MinAtoms = Annotated[int, typer.Option(min=0, help="Minimum atoms per expert.")]
 ProtectOutliers = Annotated[
-    float, typer.Option(help="Share of atoms with the largest outputs that stay.")
+    float, typer.Option(help="Share of atoms, with the largest outputs, to keep.")
 ]
 ProtectUnrouted = Annotated[
-    bool, typer.Option("--protect-unrouted", help="Keep experts without tokens.")
+    bool,
+    typer.Option("--protect-unrouted", help="Keep experts that received no tokens."),
 ]
 PrunedOut = Annotated[
     Path | None,
-    typer.Option(help="FILE.parquet for the mask alone, else a checkpoint folder."),
+    typer.Option(help="FILE.parquet for only the mask, else a checkpoint folder."),
 ]
 CardCorpora = Annotated[
     str | None,
     typer.Option(
         "--perplexity",
-        help="Corpora whose perplexity the checkpoint's card gives, with commas "
-        "[default: the calibration corpus, or none with --importance].",
+        help="Corpora whose perplexity is in the checkpoint's card, separated by "
+        "commas [default: the calibration corpus, or none with --importance].",
     ),
 ]

@@ -15,12 +15,12 @@ def panel(
         str,
         typer.Argument(
             metavar="MODEL_OR_TABLE",
-            help="A hub id, a local folder, `lab`, or a file of `score`, which cannot "
+            help="A hub id, a local folder, `lab`, or a table of `score`, which cannot "
             "be evaluated.",
         ),
     ] = "lab",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")
     ] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
     profile: options.Profile = None,
@@ -42,7 +42,7 @@ def panel(
 
     def announce(address: str) -> None:
         typer.echo(address)
-        typer.echo("Control-C ends it.", err=True)
+        typer.echo("Press Control-C to stop.", err=True)
         if browser:
             # A browser that runs in the terminal would keep the server from answering.
             threading.Thread(target=webbrowser.open, args=(address,)).start()

@@ -1,4 +1,4 @@
-"""What a command refuses before it loads a model: places, names of texts and layers."""
+"""Checks made before a model is loaded: of paths, corpora, tasks and layers."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ _FILE_SUFFIXES = {
     ".bin", ".csv", ".gguf", ".json", ".md", ".npz", ".parquet", ".pdf", ".pkl", ".png",
     ".pt", ".pth", ".safetensors", ".tex", ".txt", ".zip",
 }  # fmt: skip
-"""Names that end so are meant as files."""
+"""Endings of names that are meant as files."""
 
 _LONGEST_NAME = 220
 """Bytes; the 255 that file systems take, less what temporary names add."""
@@ -26,16 +26,16 @@ def check_file(path: Path, *, suffix: str | None = None) -> None:
     """Make sure that a file can be written at `path`.
 
     Args:
-        path: the file; one that is there would be replaced.
-        suffix: what its name has to end with, if anything.
+        path: the file; an existing one would be replaced.
+        suffix: that the name must have, if any.
 
     Raises:
-        SpecError: the name is none for such a file, or nothing can be written there.
+        SpecError: the name has another suffix, or no file can be written there.
     """
     if suffix is not None and path.suffix != suffix:
         raise SpecError(
-            f"{_shown(path)}: what is written is a {suffix} file, give a name that "
-            "ends with that"
+            f"{_shown(path)}: the output is a {suffix} file, give a name that ends "
+            f"with {suffix}"
         )
     if path.is_dir():
         raise SpecError(f"{_shown(path)} is a folder: give the name of a file in it")
@@ -46,23 +46,23 @@ def check_folder(path: Path) -> None:
     """Make sure that a folder of this name can be written.
 
     Raises:
-        SpecError: the name looks like that of a file or is one, or nothing can be
-            written there.
+        SpecError: the name is that of a file or has the ending of one, or nothing
+            can be written there.
     """
     if (path.suffix or path.name).lower() in _FILE_SUFFIXES:
         raise SpecError(
             f"{_shown(path)} would be a folder, but is named like a file: give a name "
-            "without an ending, or one that ends with .parquet for the mask of `prune`"
+            "without a suffix, or one that ends with .parquet for the mask of `prune`"
         )
     if path == Path():
-        raise SpecError(f"{_shown(path)} has no name: give that of a folder")
+        raise SpecError(f"{_shown(path)} has no name: give the name of a folder")
     if os.path.lexists(path) and not path.is_dir():
-        raise SpecError(f"{_shown(path)} is not a folder: give the name of one")
+        raise SpecError(f"{_shown(path)} is not a folder: give another name")
     check_place(Path(os.path.realpath(path)) / "file")
 
 
 def check_place(path: Path) -> None:
-    """Make sure that a file can be made at `path`, with the folders above it.
+    """Make sure that a file can be created at `path`, with the folders above it.
 
     Raises:
         SpecError: it cannot.
@@ -77,7 +77,7 @@ def check_place(path: Path) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             path.stat()
-        # What the system says of rights is not the whole truth: it is tried.
+        # Permission bits do not tell everything, so a file is created.
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
@@ -88,7 +88,7 @@ def check_place(path: Path) -> None:
 
 
 def _shown(path: Path) -> str:
-    """`path` as it was asked for; what is empty becomes `.`, which says little."""
+    """`path` as it was given; `Path` turns an empty name into `.`."""
     return "'.' (or an empty name)" if str(path) == "." else str(path)
 
 
@@ -96,14 +96,14 @@ def _shown(path: Path) -> str:
 
 
 def check_corpora(names: Iterable[str], *, split: str) -> None:
-    """Make sure that these corpora, or mixtures of them, can be had here.
+    """Make sure that these corpora, or mixtures of them, are available.
 
-    They are read; those with names stay in memory, so that this is not done twice.
-    Not so `pydocs`, which is there always and takes minutes the first time.
+    They are read; named corpora stay in memory and so are not read again. `pydocs` is
+    left out: it is always available, and takes minutes the first time.
 
     Raises:
         SpecError: a mixture cannot be read.
-        CorpusError: there is no such corpus, or it cannot be had.
+        CorpusError: a corpus is unknown or not available.
     """
     from heapr_lab.text.calibration import corpora_of
     from heapr_lab.text.corpora import load_corpus
@@ -115,11 +115,11 @@ def check_corpora(names: Iterable[str], *, split: str) -> None:
 
 
 def check_tasks(names: Iterable[str]) -> None:
-    """Make sure that these tasks of the harness, or continuations, can be had here.
+    """Make sure that these tasks, of the harness or continuations, are available.
 
     Raises:
         SpecError: there is no task of that name.
-        CorpusError: its items, or its corpus, cannot be had.
+        CorpusError: the items or the corpus of a task are not available.
     """
     from heapr_lab.workbench.workbench import CONTINUATION
 
@@ -144,10 +144,10 @@ def check_layers(source: Path, layers: Sequence[int]) -> None:
 
     Args:
         source: folder of the model.
-        layers: to be left alone.
+        layers: those that are not to be pruned.
 
     Raises:
-        SpecError: it has none in one of them, or in no other.
+        SpecError: a layer has no routed experts, or no other layer has any.
         LayoutError: its experts cannot be pruned.
     """
     if not layers:

@@ -1,4 +1,4 @@
-"""`heapr-lab prune`: select what stays, say what it saves, write the smaller model."""
+"""`heapr-lab prune`: select atoms, report the savings, write the smaller model."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
 
 _SEARCHED = ("estimator", "scope", "granularity", "structure", "multiple")
-"""What a search over ratios can follow of a selection."""
+"""The fields of a selection that a search over ratios supports."""
 _WITH_DEFAULT_MULTIPLE = {"aligned", "uniform"}
 """Structures whose multiple is chosen, once widths are known, where none is given."""
 
@@ -54,11 +54,11 @@ def prune(
     dtype: options.Dtype = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Select what stays, say what that saves, and write the smaller model.
+    """Select the atoms to keep, report the savings, and write the smaller model.
 
-    The importance comes from a file of `score`, and then the model is never loaded: its
-    files are sliced one tensor at a time. Without such a file it comes from the cache,
-    measured if it is not there, and what stays in a checkpoint makes up for what goes.
+    With a table of `score` the model is never loaded: its files are sliced one tensor
+    at a time. Without one the importance comes from the cache or is measured, and the
+    weights of a checkpoint compensate for the pruned atoms.
     """
     from heapr_lab.pruning.options import Selection, parse_layers
     from heapr_lab.text.calibration_spec import Calibration
@@ -130,14 +130,14 @@ def _check_amount(
 
 @dataclass(frozen=True)
 class Request:
-    """What `prune` was asked for."""
+    """One call of `prune`: its settings, and the steps from a table to files."""
 
     model: str
     method: "Method"
     max_rise: float | None
     max_latency: float | None
     setting: "Setting"
-    """Its ratio is 0 where it is searched, its multiple 1 where it is chosen later."""
+    """The ratio is 0 if it is searched for; the multiple is 1 if it is set later."""
     default_multiple: bool
     importance: Path | None
     rounds: int
@@ -148,18 +148,18 @@ class Request:
 
     @property
     def to_folder(self) -> bool:
-        """Whether a checkpoint is to be written."""
+        """Whether a checkpoint is written."""
         return self.out is not None and self.out.suffix != ".parquet"
 
     @property
     def compensated(self) -> bool:
-        """Whether weights are compensated, in what is written or between rounds."""
-        # Rounds score what compensation leaves, so the mask is that of a checkpoint.
+        """Whether weights are compensated, in the checkpoint or between rounds."""
+        # Rounds score the compensated model, also where only a mask is written.
         wanted = self.to_folder or self.rounds > 1
         return self.method.compensated and self.importance is None and wanted
 
     def run(self, *, in_words: bool) -> dict[str, Any]:
-        """Check, select, write; the facts to print."""
+        """Check, select and write; returns the facts to print."""
         from heapr_lab.models.loading import model_folder
         from heapr_lab.models.sources import read_source
         from heapr_lab.workbench.export import savings
@@ -193,10 +193,11 @@ class Request:
         }
 
     def _check(self, source: Path) -> list[str]:
-        """Refuse what can be refused before a model is read; the card's corpora.
+        """Check what needs no model; returns the corpora of the card.
 
         Raises:
-            SpecError: a layer or text cannot be used, or --max-rise has a mixture.
+            SpecError: a layer or a corpus cannot be used, or --max-rise is given with a
+                mixture.
         """
         from heapr_lab.text.calibration import corpora_of
 
@@ -300,16 +301,16 @@ class Request:
                 )
         if not has_tokenizer(source):
             say(
-                f"there is no tokenizer in {source}, and so none in {out}: copy that "
-                "of the base model there before it is evaluated"
+                f"there is no tokenizer in {source}, and so none in {out}: copy the "
+                "tokenizer of the base model there before evaluating it"
             )
 
 
 def _check_searchable(setting: "Setting", *, option: str) -> None:
-    """Make sure that nothing but the ratio decides how much goes.
+    """Make sure that a search over ratios supports the selection.
 
     Raises:
-        SpecError: something else does.
+        SpecError: it has other settings than `_SEARCHED`.
     """
     from heapr_lab.pruning.options import Selection
 
@@ -318,13 +319,13 @@ def _check_searchable(setting: "Setting", *, option: str) -> None:
     beyond = [name for name, value in vars(asked).items() if value != vars(plain)[name]]
     if beyond:
         raise SpecError(
-            f"{option} goes with {', '.join(_SEARCHED)}, not with {', '.join(beyond)}: "
-            "give --ratio"
+            f"{option} supports {', '.join(_SEARCHED)}, not {', '.join(beyond)}: give "
+            "--ratio instead"
         )
 
 
 def _check_out(out: Path | None, *, to_folder: bool) -> None:
-    """Make sure that a mask, or a checkpoint, can be written at `out`, if anywhere."""
+    """Make sure that a mask or a checkpoint can be written to `out`, if given."""
     from heapr_lab.checkpoints.folder import check_new
 
     if out is not None and to_folder:
@@ -336,7 +337,7 @@ def _check_out(out: Path | None, *, to_folder: bool) -> None:
 
 @contextlib.contextmanager
 def _reported() -> "Iterator[Report]":
-    """A bar for each part of what is reported."""
+    """A progress bar for each part of the work."""
     from heapr_lab.progress import Progress, progress_bar
 
     with contextlib.ExitStack() as bars:
@@ -353,7 +354,7 @@ def _reported() -> "Iterator[Report]":
 
 
 def _in_words(saved: dict[str, Any]) -> dict[str, Any]:
-    """`export.savings` for people: what was counted at which context, in which type."""
+    """`export.savings` for people: FLOPs with their context, bytes with their kind."""
     from heapr_lab.pruning.savings import at_context
 
     at = at_context(saved["seq_len"])

@@ -1,4 +1,4 @@
-"""`heapr-lab figures` and `heapr-lab reproduce`: what is published, made again."""
+"""`heapr-lab figures` and `heapr-lab reproduce`: make the published results again."""
 
 from typing import Annotated
 
@@ -28,12 +28,12 @@ def reproduce(
     model: options.ModelOption = "lab",
     profile: options.Profile = None,
     out: options.OutFolder = None,
-    notebooks: Annotated[bool, typer.Option(help="Execute the notebooks too.")] = True,
+    notebooks: Annotated[bool, typer.Option(help="Also execute the notebooks.")] = True,
     publish: Annotated[
         bool,
         typer.Option(
             "--publish",
-            help="Rewrite what is committed: figures, notebooks, tables of the README.",
+            help="Overwrite the committed figures, notebooks and tables of the README.",
         ),
     ] = False,
     n_workers: options.Workers = None,
@@ -41,9 +41,9 @@ def reproduce(
     dtype: options.Dtype = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Make every figure, execute every notebook.
+    """Make every figure and execute every notebook.
 
-    The main job: score, prune at 10 to 90 %, evaluate, draw.
+    It scores the model, prunes it at 10 to 90 %, evaluates and draws.
     """
     if out is not None:
         preflight.check_folder(out)

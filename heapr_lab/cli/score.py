@@ -16,14 +16,15 @@ def score(
     seq_len: options.SeqLen = None,
     seed: options.Seed = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Write the table here too, as parquet.")
+        Path | None, typer.Option(help="Also write the table to this parquet file.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Windows per pass [default: what fits].")
+        int | None,
+        typer.Option(min=1, help="Windows per batch [default: as many as fit]."),
     ] = None,
     eliminated: Annotated[
         bool,
-        typer.Option("--eliminate", help="Scores of elimination too: a forward pass."),
+        typer.Option("--eliminate", help="Also measure elimination: one forward pass."),
     ] = False,
     profile: options.Profile = None,
     device: options.Device = "auto",
@@ -32,7 +33,7 @@ def score(
 ) -> None:
     """Measure the importance of every atom.
 
-    The table stays in the cache, from which the other commands take it.
+    The table is kept in the cache, where the other commands find it.
     """
     if out is not None:
         preflight.check_file(out, suffix=".parquet")
@@ -46,7 +47,7 @@ def score(
     )
     windows = bench.calibration_set(calibration)
     table = bench.measure(windows, batch_size=batch_size)
-    if eliminated:  # from the cache, but for the elimination
+    if eliminated:  # only elimination is measured, the rest is cached
         table = bench.importance(calibration, estimator="elimination")
     if out is not None:
         table.write(out)

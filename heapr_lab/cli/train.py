@@ -1,4 +1,4 @@
-"""`heapr-lab train-lab-model`: the small models of our own."""
+"""`heapr-lab train-lab-model`: train the bundled small models."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -17,26 +17,27 @@ def train_lab_model(
         str, typer.Option(help="bundled, or wide: another family, wider experts.")
     ] = "bundled",
     out: Annotated[
-        Path | None, typer.Option(help="Folder [default: the recipe's, in data].")
+        Path | None, typer.Option(help="Folder to write [default: the recipe's].")
     ] = None,
     work: Annotated[
-        Path | None, typer.Option(help="State to resume from [default: in the cache].")
+        Path | None,
+        typer.Option(help="Folder of the training state [default: in the cache]."),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="One run of so many [default: the recipe's runs]."),
+        typer.Option(min=1, help="Steps of a single run [default: the recipe's runs]."),
     ] = None,
     start_from: Annotated[
-        Path | None, typer.Option(help="Earlier lab model to go on from, with --steps.")
+        Path | None, typer.Option(help="Lab model to continue from; needs --steps.")
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(min=-(2**32), max=2**32, help="Of weights and batches."),
+        typer.Option(min=-(2**32), max=2**32, help="Seed of weights and batches."),
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: options.AsJson = False,
 ) -> None:
-    """Train the lab model, or go on training it.
+    """Train the lab model, or continue its training.
 
     The same seed and steps give the same model.
     """
@@ -89,14 +90,16 @@ def train_lab_model(
 
 def _check_start(start_from: Path | None, steps: int | None) -> None:
     if start_from is not None and steps is None:
-        raise typer.BadParameter("--start-from needs --steps: how long to go on")
+        raise typer.BadParameter(
+            "--start-from needs --steps, the number of steps to continue for"
+        )
 
 
 def _check_recipe(recipe: str, known: Iterable[str]) -> None:
     """Make sure that there is a recipe of that name.
 
     Raises:
-        SpecError: there is none.
+        SpecError: there is no such recipe.
     """
     if recipe not in known:
         raise SpecError(f"recipe {recipe!r}: expected one of {', '.join(known)}")

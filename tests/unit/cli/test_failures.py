@@ -24,7 +24,7 @@ OPEN = "heapr_lab.workbench.workbench.open_workbench"
         (errno.ENOSPC, "free some space"),
         (errno.EROFS, "choose another place"),
         (errno.EACCES, "choose another place"),
-        (errno.EIO, "mend that"),
+        (errno.EIO, "correct this"),
     ],
 )
 def test_a_system_that_refuses_is_one_line(
@@ -107,7 +107,7 @@ def test_control_c_is_one_line(folder: Path, command: str) -> None:
     result = invoke(command, folder / "moe", *ratio, *text_of(folder))
     assert result.exit_code == 130
     assert re.fullmatch(
-        "heapr-lab: interrupted; .*the same command goes on from .*\n", result.stderr
+        "heapr-lab: interrupted; .*the same command continues from .*\n", result.stderr
     )
 
 

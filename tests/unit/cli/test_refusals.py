@@ -63,7 +63,7 @@ def test_a_table_that_cannot_be_written(
 @pytest.mark.parametrize(
     ("out", "said"),
     [
-        ("mask.csv", "named like a file: give a name without an ending, or one that"),
+        ("mask.csv", "named like a file: give a name without a suffix, or one that"),
         ("model.safetensors", "named like a file"),
         ("MASK.PARQUET", "named like a file"),
         (".parquet", "named like a file"),
@@ -89,7 +89,7 @@ def test_figures_that_cannot_be_written(places: Path, command: str) -> None:
     """Neither into a file, nor into a folder that is named like one."""
     for out in ("file", "figures.png", "file/figures"):
         assert "give" in one_line(command, "--out", places / out)
-    assert "has no name: give that" in one_line(command, "--out", "")
+    assert "has no name: give the name" in one_line(command, "--out", "")
 
 
 def test_training_that_cannot_be_written(places: Path) -> None:
