@@ -1,8 +1,8 @@
-"""The panel as a page of its own: Voilà, on this machine alone, behind a token.
+"""The panel as a page: served by Voilà on this machine only, behind a token.
 
 Voilà runs one notebook, which is written to a temporary folder, in a kernel of this
-Python for each page that is opened. A policy in its answers keeps the browser from
-asking any other machine for anything.
+Python for each page that is opened. A content security policy keeps the browser from
+contacting any other machine.
 """
 
 import importlib.util
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 HOST: Final = "127.0.0.1"
 _TEMPLATE = Path(__file__).parent / "app_template"
-# Voilà's scripts and styles stand in the page, and widgets are compiled in it. A kernel
-# may be reached through a forwarded port, which the browser knows by either name.
+# Voilà's scripts and styles are inline, and widgets are compiled in the page. A kernel
+# may be reached through a forwarded port, which has either name in the browser.
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob: "
     "ws://127.0.0.1:* ws://localhost:*; frame-ancestors 'self'"
@@ -46,10 +46,10 @@ _EXTENSIONS = [
 
 
 class _ThisPython(KernelSpecManager):
-    """The kernel of the running Python, whatever is registered under its name."""
+    """The kernel of the running Python, not the one that is registered by its name."""
 
     def find_kernel_specs(self) -> dict[str, str]:
-        """The one name there is."""
+        """The only name."""
         return {NATIVE_KERNEL_NAME: RESOURCES}
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:  # noqa: ARG002
@@ -68,7 +68,7 @@ def panel_source(
         profile: as `open_workbench`.
         device: as `open_workbench`.
         dtype: as `open_workbench`.
-        folder: what names of files that the panel writes are relative to.
+        folder: to which the names of the files that the panel writes are relative.
 
     Raises:
         SpecError: there is no such table, model or profile.
@@ -79,7 +79,7 @@ def panel_source(
     else:
         profile_of(source, profile)
         path = model_folder(source)
-        # A folder is named relative to here, not to where the kernel starts.
+        # The kernel starts in another folder, so the path is made absolute.
         name = str(path.absolute()) if Path(source) == path else source
         options = f"profile={profile!r}, device={device!r}, dtype={dtype!r}"
         names, shown = "open_workbench", f"open_workbench({name!r}, {options})"
@@ -101,12 +101,12 @@ def _of_table(path: Path) -> str:
 
 
 def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
-    """Show what `code` displays as a page, until the process is told to stop.
+    """Serve what `code` displays as a page, until the process is stopped.
 
     Args:
-        code: Python, run anew for each page that is opened.
-        port: of `HOST`; 0 takes a free one.
-        on_ready: called with the address, its token included, once it is answered.
+        code: Python, run for each page that is opened.
+        port: of `HOST`; 0 chooses a free one.
+        on_ready: called with the address and its token once the server answers.
 
     Raises:
         SpecError: Voilà is not installed, or the port is taken.
@@ -129,7 +129,7 @@ def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
 
 
 def _server(notebook: Path, *, port: int, token: str) -> "Voila":
-    """Voilà for one notebook, whatever its configuration files say."""
+    """Voilà for one notebook, without its configuration files."""
     from traitlets.config import Config
     from voila.app import Voila
 
@@ -159,13 +159,15 @@ def _server(notebook: Path, *, port: int, token: str) -> "Voila":
 
 def _free_port(port: int) -> int:
     with socket.socket() as probe:
-        if sys.platform != "win32":  # where a port just left would count as taken
+        if (
+            sys.platform != "win32"
+        ):  # where a port that was just released counts as taken
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except OSError as error:
             raise SpecError(
-                f"port {port} cannot be used: {error}; give another one with --port, "
-                "or none to take a free one"
+                f"port {port} is not available: {error}; give another --port, or 0 "
+                "for a free one"
             ) from error
         return int(probe.getsockname()[1])

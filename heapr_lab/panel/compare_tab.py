@@ -1,4 +1,4 @@
-"""The tab that pins selections: one chart and one table of all, to be exported."""
+"""The tab that compares saved selections, in a chart and a table to export."""
 
 import itertools
 import string
@@ -26,7 +26,7 @@ from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import rows_digest
 
-_NOTHING_YET = "Nothing pinned yet. Pin keeps what is chosen."
+_NOTHING_YET = "Nothing pinned yet. Pin saves the current selection."
 _SET_BY_CONTROLS = (
     "ratio",
     "estimator",
@@ -44,19 +44,19 @@ _SHORT = {
     "flops_reduction": "FLOPs saved",
     "routed_flops_reduction": "routed FLOPs saved",
 }
-"""What columns are called where there is little room."""
+"""Short names of columns."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One selection that is kept for comparison."""
+    """A selection saved for comparison."""
 
     label: str
     selection: Selection
 
 
 class CompareTab(ipw.VBox):
-    """Pin what is chosen, see all pins, export them."""
+    """Pins the current selection, shows all pins and exports them."""
 
     def __init__(self, session: PruningSession) -> None:
         """Lay the tab out for `session`; nothing is pinned."""
@@ -64,10 +64,12 @@ class CompareTab(ipw.VBox):
         self.pins: list[Pin] = []
         self.label = ipw.Text("A", description="label", layout={"width": "200px"})
         self.pin_button = ipw.Button(
-            description="Pin", button_style="primary", tooltip="keep what is chosen now"
+            description="Pin",
+            button_style="primary",
+            tooltip="save the current selection",
         )
         self.clear_button = ipw.Button(
-            description="Clear", tooltip="forget all pins", disabled=True
+            description="Clear", tooltip="remove all pins", disabled=True
         )
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.chart = ipw.Image(
@@ -76,7 +78,7 @@ class CompareTab(ipw.VBox):
         self.table = ipw.HTML()
         self.folder = ipw.Text(
             "comparison", description="folder", continuous_update=False,
-            tooltip="where the files go, relative to the notebook's folder",
+            tooltip="of the files, relative to the notebook's folder",
         )  # fmt: skip
         self.export_button = ipw.Button(
             description="Export comparison", disabled=True,
@@ -100,7 +102,7 @@ class CompareTab(ipw.VBox):
         )
 
     def pin(self, _button: ipw.Button | None = None) -> None:
-        """Keep what is chosen; a label that is there already is replaced."""
+        """Save the current selection; it replaces a pin of the same label."""
         label = self.label.value.strip() or _next_label(self.pins)
         try:
             pin = Pin(label, self.session.selection)
@@ -110,7 +112,7 @@ class CompareTab(ipw.VBox):
         self._pinned([old for old in self.pins if old.label != label] + [pin])
 
     def clear(self, _button: ipw.Button | None = None) -> None:
-        """Forget all pins."""
+        """Remove all pins."""
         self._pinned([])
 
     def _pinned(self, pins: list[Pin]) -> None:
@@ -120,7 +122,7 @@ class CompareTab(ipw.VBox):
         self.refresh()
 
     def refresh(self) -> None:
-        """Show all pins, with what was evaluated of them meanwhile."""
+        """Show all pins, with the evaluations made meanwhile."""
         self.clear_button.disabled = self.export_button.disabled = not self.pins
         self.chart.layout.display = None if self.pins else "none"
         if not self.pins:
@@ -133,10 +135,10 @@ class CompareTab(ipw.VBox):
         self.table.value = _html_table(frame)
 
     def frame(self) -> pd.DataFrame:
-        """One row for each pin: its selection, what it saves, what it costs.
+        """One row for each pin: its selection, its savings and its losses.
 
-        Columns `Δloss CORPUS` (nats per token, of the masked model) and `accuracy TASK`
-        are there for what was evaluated; FLOPs are counted at `seq_len` tokens.
+        Evaluations add columns `Δloss CORPUS` (nats per token, of the masked model) and
+        `accuracy TASK`; FLOPs are counted at `seq_len` tokens.
         """
         rows = []
         for pin in self.pins:
@@ -174,7 +176,7 @@ class CompareTab(ipw.VBox):
         return figure
 
     def export(self, folder: Path | str) -> list[Path]:
-        """Write figure and tables of all pins, with where they came from.
+        """Write the figure and the tables of all pins, with their provenance.
 
         Returns:
             The files: PNG, PDF, CSV, Markdown, LaTeX, parquet.
@@ -211,7 +213,7 @@ class CompareTab(ipw.VBox):
 
 
 def _settings(selection: Selection) -> dict[str, Any]:
-    """What the controls set of a selection, as a row of a table has it."""
+    """The settings of a selection that have a control, as a row of a table."""
     row = {name: getattr(selection, name) for name in _SET_BY_CONTROLS}
     excluded = ", ".join(map(str, selection.exclude_layers))
     return row | {"exclude_layers": excluded}
@@ -231,7 +233,7 @@ def _reduction(saved: pd.DataFrame, name: str) -> float:
 
 
 def _measured(points: pd.DataFrame, selection: Selection) -> dict[str, float]:
-    """Of the points that are exactly this selection: Δloss and accuracy by dataset."""
+    """Δloss and accuracy of exactly this selection, by dataset."""
     found: dict[str, float] = {}
     for row in points.to_dict("records"):
         if row["selection"] != selection:
@@ -251,8 +253,8 @@ def _message(frame: pd.DataFrame) -> str:
             for name, value in row.items()
             if str(name).startswith("Δloss ") and pd.notna(value)
         ]
-        told = ", ".join(losses) or "not evaluated"
-        parts.append(f"{row['label']}: {row['achieved_ratio']:.1%} removed, {told}")
+        text = ", ".join(losses) or "not evaluated"
+        parts.append(f"{row['label']}: {row['achieved_ratio']:.1%} removed, {text}")
     return f"{len(frame)} pinned. {'; '.join(parts)}."
 
 
@@ -278,7 +280,7 @@ def _plot_layers(ax: Axes, layers: pd.DataFrame) -> None:
 
 
 def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
-    """Δloss against what is saved; without evaluations what is saved alone."""
+    """Δloss against the savings; without evaluations, only the savings."""
     names = [str(name) for name in frame.columns if str(name).startswith("Δloss ")]
     saved = "parameter_reduction" if "parameter_reduction" in frame else None
     across = frame[saved or "achieved_ratio"]
@@ -303,7 +305,7 @@ def _html_table(frame: pd.DataFrame) -> str:
     for name in shown.columns:
         if str(name).endswith(("_reduction", "_ratio")):
             shown[name] = shown[name].map("{:.1%}".format)
-    # As `frame` and the display have them: no layers is no text, no multiple a dash.
+    # As displayed: no layers are an empty text, no multiple is a dash.
     plain = _settings(Selection(0.0)) | {"multiple": "–"}
     dull = [
         name

@@ -1,4 +1,4 @@
-"""The controls of the panel: a named control for every field of a selection."""
+"""The controls of the panel: a labelled control for each setting of a selection."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -17,14 +17,16 @@ from heapr_lab.workbench.presets import describe_estimator
 _LAST_STEP: Final = 99
 _BUDGETS = {name: of for of, name in BUDGETS.items()}
 TARGET = "target Δloss"
-"""The budget that is solved for, from predictions."""
+"""The budget whose ratio is computed from predictions."""
+WHOLE_LABEL: Final = {"description_width": "initial"}
+"""Style of a control whose label is longer than ipywidgets allows for."""
 
 
 class Controls(ipw.VBox):
-    """Slider, boxes and lists that a `Selection` is set with.
+    """The slider, boxes and lists that set a `Selection`.
 
     Attributes:
-        rise: nats per token that a target loss allows.
+        rise: the largest Δloss, in nats per token, that the target allows.
     """
 
     def __init__(
@@ -36,9 +38,9 @@ class Controls(ipw.VBox):
         """Show `selection`.
 
         Args:
-            table: what is selected from; it says which estimators there are.
-            selection: to begin with.
-            on_change: called whenever a control was moved.
+            table: the importance table, which decides on the estimators offered.
+            selection: the first one.
+            on_change: called whenever a control has changed.
         """
         self._on_change = on_change
         self._silent = False
@@ -51,7 +53,9 @@ class Controls(ipw.VBox):
             [
                 ipw.HBox([self.slider, self.ratio, self.budget, self.rise]),
                 ipw.HBox([self.estimator, self.scope, self.granularity, self.method]),
-                ipw.HBox([self.structure, self.multiple, self.floor, self.whole]),
+                ipw.HBox(
+                    [self.structure, self.multiple, self.min_atoms, self.excluded]
+                ),
             ]
         )
         for row in self.children:
@@ -59,26 +63,26 @@ class Controls(ipw.VBox):
         self._lock()
         self.slider.observe(self._slid, names="value")
         moved = (self.ratio, self.budget, self.estimator, self.scope, self.granularity)
-        more = (self.structure, self.multiple, self.floor, self.whole, self.rise)
+        more = (self.structure, self.multiple, self.min_atoms, self.excluded, self.rise)
         for control in (*moved, *more):
             control.observe(self._changed, names="value")
 
     def _build_amount(self, selection: Selection) -> None:
-        # Per cent, for the browser says at once that it was moved where a number of its
-        # own differs from the one it was given in the last digit, as fractions do.
+        # In per cent: of a fraction the browser rounds the last digit differently, and
+        # reports that as a change.
         self.slider = ipw.IntSlider(
             _on_slider(selection.ratio), min=0, max=_LAST_STEP, description="ratio",
             readout=False,
         )  # fmt: skip
-        # The slider has no name that a screen reader could say; the box has. The ratio
-        # is what stands in the box: the slider shows it to the nearest of its steps.
+        # The slider has no name for a screen reader, the box has. The ratio is the one
+        # in the box; the slider shows the nearest of its steps.
         self.ratio = ipw.Text(
             ratio_text(selection.ratio), description="ratio", continuous_update=False,
             tooltip="a fraction, such as 0.40, or per cent with the sign, 40%",
             layout={"width": "170px"},
         )  # fmt: skip
         self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[selection.of])
-        self.budget.tooltip = "what the ratio counts; in brackets as --of takes it"
+        self.budget.tooltip = "what the ratio counts; in brackets, the value of --of"
         self.rise = ipw.BoundedFloatText(
             0.05, min=0.0, max=10.0, step=0.01, description="Δloss ≤",
             layout={"width": "170px"}, disabled=True,
@@ -98,22 +102,22 @@ class Controls(ipw.VBox):
             selection.multiple or self._default, min=1, max=self._widest,
             description="multiple", layout={"width": "170px"},
         )  # fmt: skip
-        self.floor = ipw.BoundedIntText(
-            selection.min_atoms, min=0, max=self._widest, description="floor",
-            tooltip="atoms that every expert keeps", layout={"width": "170px"},
+        self.min_atoms = ipw.BoundedIntText(
+            selection.min_atoms, min=0, max=self._widest, style=WHOLE_LABEL,
+            description="min atoms per expert", layout={"width": "230px"},
         )  # fmt: skip
-        self.whole = ipw.Text(
-            ", ".join(map(str, selection.exclude_layers)), description="keep layers",
-            placeholder="such as 0, 5-7", continuous_update=False,
-            tooltip="layers that stay whole", layout={"width": "240px"},
+        self.excluded = ipw.Text(
+            ", ".join(map(str, selection.exclude_layers)), style=WHOLE_LABEL,
+            description="layers not pruned", placeholder="such as 0, 5-7",
+            continuous_update=False, layout={"width": "270px"},
         )  # fmt: skip
 
     @property
     def selection(self) -> Selection:
-        """What the controls say.
+        """The selection that the controls show.
 
         Raises:
-            SpecError: the text of the ratio or of the layers cannot be read.
+            SpecError: the text of the ratio or of the layers is not valid.
         """
         structure = self.structure.value
         ragged = structure == "ragged"
@@ -125,27 +129,27 @@ class Controls(ipw.VBox):
             structure=structure,
             multiple=None if ragged else self.multiple.value,
             of=_BUDGETS.get(self.budget.value, "atoms"),
-            min_atoms=self.floor.value,
-            exclude_layers=parse_layers(self.whole.value, name="layers not pruned"),
+            min_atoms=self.min_atoms.value,
+            exclude_layers=parse_layers(self.excluded.value, name="layers not pruned"),
         )
 
     @property
     def scope_is_fixed(self) -> bool:
-        """Whether the estimator leaves no choice of scope."""
+        """Whether the estimator allows one scope only."""
         return ESTIMATORS[self.estimator.value].within_layer
 
     @property
     def to_target(self) -> bool:
-        """Whether the ratio is to follow from a loss."""
+        """Whether the ratio is computed from a target loss."""
         return bool(self.budget.value == TARGET)
 
     def show_scope(self, scope: str) -> None:
-        """Show the scope that is used, which some estimators fix."""
+        """Show the scope in use, which some estimators fix."""
         self._quietly(self.scope, scope)
         self.scope.disabled = self.scope_is_fixed
 
     def show_ratio(self, ratio: float) -> None:
-        """Show the ratio that was solved for."""
+        """Show a ratio that was computed."""
         self._quietly(self.ratio, ratio_text(ratio))
         self._quietly(self.slider, _on_slider(ratio))
 
@@ -167,20 +171,20 @@ class Controls(ipw.VBox):
         self._on_change()
 
     def _slid(self, change: Any) -> None:
-        """Put where the slider was moved to into the box, which tells the panel."""
+        """Copy the position of the slider to the box, which informs the panel."""
         if not self._silent:
             self.ratio.value = ratio_text(change["new"] / 100)
 
     def _follow_box(self) -> None:
-        """Move the slider to what stands in the box, if that can be read."""
+        """Move the slider to the ratio in the box, if that is valid."""
         try:
             ratio = read_ratio(self.ratio.value)
-        except SpecError:  # said when the selection is asked for
+        except SpecError:  # reported when the selection is read
             return
         self._quietly(self.slider, _on_slider(ratio))
 
     def _lock(self) -> None:
-        """Disable what has no effect, and say whose estimator it is."""
+        """Disable the controls without effect, and describe the estimator."""
         self.method.value = html.escape(describe_estimator(self.estimator.value))
         self.multiple.disabled = self.structure.value == "ragged"
         self.rise.disabled = not self.to_target
@@ -191,7 +195,7 @@ def read_ratio(text: str) -> float:
     """A ratio in [0, 1) as people write it: a fraction, or per cent with the sign.
 
     Raises:
-        SpecError: it is something else, or 1 or more.
+        SpecError: the text is anything else, or the ratio is not in [0, 1).
 
     Example:
         >>> read_ratio("0.333"), read_ratio("33.3 %"), read_ratio("0,4")
@@ -213,7 +217,7 @@ def read_ratio(text: str) -> float:
 
 
 def _meant(value: Decimal, percent: bool) -> str:
-    """What a whole number of per cent was probably meant to be."""
+    """A suggestion for a number that was probably meant as per cent."""
     if percent or not value.is_finite() or not 1 <= value < 100:
         return ""
     return f": write {value / 100:.2f} or {value:g}% if you mean that"
@@ -225,7 +229,7 @@ def ratio_text(ratio: float) -> str:
 
 
 def _on_slider(ratio: float) -> int:
-    """The step of the slider that is nearest to a ratio, in per cent."""
+    """The step of the slider, in per cent, that is nearest to a ratio."""
     return min(_LAST_STEP, round(100 * ratio))
 
 

@@ -1,4 +1,4 @@
-"""The tab that runs the model: perplexity and accuracy of what is chosen."""
+"""The tab that runs the model: perplexity and accuracy of the selection."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,19 +19,19 @@ _SHOWN = ["dataset", "estimator", "scope", "granularity", "structure", "achieved
 _MEASURED = ["nll", "delta_nll", "perplexity", "accuracy", "stderr"]
 _PREDICTED_AT = [hundredths / 100 for hundredths in range(2, 96, 3)]
 _BEYOND = 0.1
-"""How far predictions are drawn beyond what was measured; further, they tower."""
+"""Ratio up to which predictions are drawn beyond the last measured point."""
 _NOTHING_YET = (
-    "Nothing evaluated yet. Evaluate measures the dense and the masked model; from two "
-    "ratios on, losses in between are predicted."
+    "Nothing has been evaluated yet. Evaluate measures the dense and the masked model; "
+    "with two ratios, losses at other ratios are predicted."
 )
 _MASKED = (
-    "Masked: the model as it is, without the pruned atoms. What Export writes with "
-    "compensated weights loses less; its card has the numbers."
+    "Masked: the dense model without the pruned atoms. A compensated model, which "
+    "Export writes, loses less; its card has the numbers."
 )
 
 
 class EvaluateTab(ipw.VBox):
-    """Corpora, tasks, a button, the chart of all points, and their table."""
+    """The corpora, the tasks, a button, and a chart and a table of all points."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class EvaluateTab(ipw.VBox):
             session: what is evaluated.
             corpora: on whose test splits perplexity can be measured.
             tasks: of the harness.
-            on_points: called, in the thread that measures, when there are new points.
+            on_points: called in the measuring thread when there are new points.
         """
         self.session = session
         self._on_points = on_points
@@ -80,18 +80,18 @@ class EvaluateTab(ipw.VBox):
         )
 
     def follow(self) -> None:
-        """Draw again if more than the ratio changed, which predictions depend on."""
+        """Draw again if a setting other than the ratio changed the predictions."""
         if self._drawn != self._way():
             self.refresh()
 
     def _way(self) -> Selection | None:
         try:
             return replace(self.session.selection, ratio=0.0)
-        except SpecError:  # nothing is chosen, so nothing can be predicted
+        except SpecError:  # nothing is selected, so nothing is predicted
             return None
 
     def refresh(self) -> None:
-        """Draw all points again, with the predictions of what is chosen now."""
+        """Draw all points again, with the predictions of the current selection."""
         points, self._drawn = self.session.points, self._way()
         if points.empty:
             return
@@ -134,7 +134,7 @@ def _multiple(
 
 
 def _message(points: pd.DataFrame) -> str:
-    """What the chart says of the last point, in a sentence."""
+    """The last point of the chart, in a sentence."""
     pruned = points[points["estimator"].ne("dense")]
     if pruned.empty:
         return "Only the dense model was evaluated."

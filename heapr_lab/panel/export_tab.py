@@ -1,4 +1,4 @@
-"""The tab that writes the pruned model: a checkpoint folder, and how to load it."""
+"""The tab that writes the pruned model, and shows how to load it."""
 
 import html
 from pathlib import Path
@@ -18,12 +18,12 @@ _IMPORTS = {
 }
 _OTHERS = (
     "Evaluate and Inspect show the masked model, whose weights are not compensated; "
-    "the card gives the perplexities of the weights as they are written."
+    "the card gives the perplexities of the written weights."
 )
 
 
 class ExportTab(ipw.VBox):
-    """Folder, compensation, a button; afterwards what loads the model again."""
+    """A folder, options and a button; then the code that loads the model."""
 
     def __init__(self, session: PruningSession) -> None:
         """Lay the tab out for `session`, whose workbench has the model."""
@@ -40,7 +40,7 @@ class ExportTab(ipw.VBox):
             **wide,
         )
         self.gguf = ipw.Checkbox(
-            value=False, description="GGUF file too (uniform structure)", **wide
+            value=False, description="also a GGUF file (uniform structure)", **wide
         )
         self.job = Job("Export", self._export, tooltip="write the pruned model")
         self.note = ipw.HTML(status(""))
@@ -57,14 +57,18 @@ class ExportTab(ipw.VBox):
         self.refresh()
 
     def refresh(self, _change: Any = None) -> None:
-        """Say what would be written, and by which method."""
+        """Describe what Export would write, and the method."""
         try:
             selection = self.session.selection
         except SpecError:
-            self.note.value = status("Nothing can be written: infeasible settings.")
+            self.note.value = status(
+                "Nothing can be written: these settings are infeasible."
+            )
             return
         compensated = self.compensated.value
-        weights = "compensated weights" if compensated else "weights otherwise as is"
+        weights = (
+            "compensated weights" if compensated else "weights otherwise unchanged"
+        )
         lines = [
             f"To be written: {selection.text}; {weights}. {_OTHERS}",
             describe_method(selection, compensated=compensated),
@@ -80,15 +84,17 @@ class ExportTab(ipw.VBox):
         asked = folder, keep.fingerprint, compensated
         if self.gguf.value and selection.structure != "uniform":
             raise SpecError(
-                f"a GGUF file has one width for all experts, and the structure is "
+                "a GGUF file needs one width for all experts, and the structure is "
                 f"{selection.structure}: choose uniform"
             )
-        # What a press wrote whose GGUF file failed is not written again.
+        # If only the GGUF file failed, the checkpoint is not written again.
         if not (self.gguf.value and self._written == asked and folder.is_dir()):
             check_new(folder)
             self._write(folder, selection, report, compensated=compensated)
             self._written = asked
-        self.command.value = self._told(folder, stock=selection.structure == "uniform")
+        self.command.value = self._written_text(
+            folder, stock=selection.structure == "uniform"
+        )
         if self.gguf.value:
             self._write_gguf(folder, report)
 
@@ -100,24 +106,17 @@ class ExportTab(ipw.VBox):
 
         bench: Any = self.session.workbench
         table = self.session.table
+        setting = Setting(selection, self.session.calibration)
         made = export.choose(
-            bench,
-            table,
-            Setting(selection, self.session.calibration),
-            compensated=compensated,
-            report=report,
+            bench, table, setting, compensated=compensated, report=report
         )
+        facts = export.facts_of(table, made.keep, source=bench.source)
         export.write_checkpoint(
-            folder,
-            made,
-            bench,
-            facts=export.facts_of(table, made.keep, source=bench.source),
-            corpora=self._corpora(),
-            report=report,
+            folder, made, bench, facts=facts, corpora=self._corpora(), report=report
         )
 
     def _corpora(self) -> list[str]:
-        """What the card's perplexities are measured on: calibrated or evaluated on."""
+        """Corpora of the card: those of the calibration and of evaluations."""
         from heapr_lab.text.corpora import available_corpora
 
         points = self.session.points
@@ -139,21 +138,23 @@ class ExportTab(ipw.VBox):
         except Exception as error:
             raise HeaprLabError(
                 f"the checkpoint is written to {folder}, but {file} is not: {error}. "
-                "Export makes the GGUF file alone when it is pressed again"
+                "Press Export again to write only the GGUF file"
             ) from error
 
-    def _told(self, folder: Path, *, stock: bool) -> str:
+    def _written_text(self, folder: Path, *, stock: bool) -> str:
         from heapr_lab.models.sources import read_source
 
         files, bench = read_source(folder), self.session.workbench
         text = f"Written to {folder}: {files.n_bytes:,} bytes, {files.dtype_name}"
         if bench is not None and bench.source is not None:
             text += f" (dense: {bench.source.n_bytes:,})"
-        return _load_command(folder, f"{text}. To load it:", stock=stock)
+        imports = _IMPORTS["stock" if stock else "ragged"]
+        code = f'{imports}\n\nmodel = AutoModelForCausalLM.from_pretrained("{folder}")'
+        return f"{status(f'{text}. To load it:')}<pre>{html.escape(code)}</pre>"
 
 
 def describe_method(selection: Selection, *, compensated: bool) -> str:
-    """Which method of the command line it is, or how it differs from both."""
+    """The method of the command line, or the difference from it."""
     chosen = selection.estimator
     for name, method in METHODS.items():
         if (chosen, compensated) == (method.estimator, method.compensated):
@@ -169,9 +170,3 @@ def describe_method(selection: Selection, *, compensated: bool) -> str:
 
 def _default(name: str) -> str:
     return " (the command line's default)" if name == DEFAULT else ""
-
-
-def _load_command(folder: Path, told: str, *, stock: bool) -> str:
-    imports = _IMPORTS["stock" if stock else "ragged"]
-    code = f'{imports}\n\nmodel = AutoModelForCausalLM.from_pretrained("{folder}")'
-    return f"{status(told)}<pre>{html.escape(code)}</pre>"

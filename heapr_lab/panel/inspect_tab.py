@@ -1,7 +1,7 @@
-"""One text under the lens: what pruning does to it, and which atoms serve it.
+"""The tab that inspects one text: the effect of pruning on it, and its atoms.
 
-The tab that runs `heapr_lab.evaluation.passages` and shows its frames through
-`passage_html`. Importing this needs no torch.
+It runs `heapr_lab.evaluation` and shows the frames through `passage_html`. Importing
+this needs no torch.
 """
 
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +13,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
 from heapr_lab.panel.passage_html import (
     contexts_html,
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
 
 _LONGEST: Final = 2048
-"""Tokens of a text that are read and shown, at most."""
+"""The largest number of tokens of a text that are read and shown."""
 _N_SHOWN: Final = 20
 _NO_MODEL = (
-    "There is a table but no model here, so no text can be read; make the session of a "
-    "Workbench: open_workbench('lab')."
+    "This panel has a table but no model, so no text can be read; open it with a "
+    "workbench: explore(open_workbench('lab'))."
 )
 _PROMPT = (
     "Return the sum of the array elements over the given axis. If axis is None, the "
@@ -44,14 +45,14 @@ _PROMPT = (
 def nearest_the_cut(
     table: ImportanceTable, keep: KeepMask, *, estimator: str, n: int = _N_SHOWN
 ) -> pd.DataFrame:
-    """The removed atoms with the highest scores: the next to stay, were fewer to go.
+    """The removed atoms with the highest scores: the last to be pruned.
 
     Returns:
         Columns layer, expert, atom, score; highest first.
     """
     scores = table.scores(estimator)
     removed = np.flatnonzero(~keep.rows)
-    if len(removed) > n:  # a model has millions of atoms: only the chosen are sorted
+    if len(removed) > n:  # of millions of atoms only the best are sorted
         removed = np.sort(removed[np.argpartition(scores[removed], -n)[-n:]])
     best = removed[np.argsort(-scores[removed], kind="stable")]
     columns = {name: table.column(name)[best] for name in KEYS}
@@ -62,12 +63,12 @@ def nearest_the_cut(
 
 
 class InspectTab(ipw.VBox):
-    """What pruning does to a text of one's own, and what single atoms answer to.
+    """The effect of pruning on any text, and the inputs that activate single atoms.
 
     Attributes:
-        session: whose model is read and whose selection is the pruned model.
-        losses: what was compared last, as `passages.token_losses` has it; and so
-            `routes`, `atoms`, `contexts`, `continuations` (the dense, the pruned).
+        session: it has the model, and the selection of the masked model.
+        losses: the last result of `passages.token_losses`; likewise `routes`, `atoms`,
+            `contexts` and `continuations` (dense, pruned).
     """
 
     losses: pd.DataFrame | None = None
@@ -80,8 +81,8 @@ class InspectTab(ipw.VBox):
         """Lay the tab out.
 
         Args:
-            session: what is looked at; without a workbench the tab says that a model
-                is needed, and offers nothing.
+            session: what is inspected; without a workbench the tab only says that it
+                needs a model.
         """
         self.session = session
         if session.workbench is None:
@@ -92,8 +93,8 @@ class InspectTab(ipw.VBox):
         self._build_atom()
         super().__init__(self._rows())
         self.text.observe(self._limit_position, names="value")
-        boxes = (self.layer, self.position, self.atom_layer, self.expert, self.atom)
-        for setting in (self.text, self.n_tokens, *boxes):
+        settings = (self.text, self.n_tokens, self.layer, self.position, *self._boxes)
+        for setting in settings:
             setting.observe(self._check, names="value")
         self.nearest.observe(self._take_atom, names="value")
         self._limit_position()
@@ -102,12 +103,9 @@ class InspectTab(ipw.VBox):
     # --- layout -----------------------------------------------------------------
 
     def _build_text(self) -> None:
+        wide = {"width": "95%"}
         self.text = ipw.Textarea(
-            _PROMPT,
-            description="text",
-            rows=4,
-            continuous_update=False,
-            layout={"width": "95%"},
+            _PROMPT, description="text", rows=4, continuous_update=False, layout=wide
         )
         self.n_tokens = _number("tokens to write", 40, least=1, most=1000)
         self.generate = Job(
@@ -115,13 +113,13 @@ class InspectTab(ipw.VBox):
             self._work_generate,
             tooltip="continue the text with the dense and with the pruned model",
         )
-        self.generated = Shown(lambda: (self.session.selection, *self._of_generate()))
+        self.generated = Shown(lambda: self._asked(self.text, self.n_tokens))
         self.compare = Job(
             "Compare losses",
             self._work_compare,
             tooltip="what each token of the text costs the dense and the pruned model",
         )
-        self.compared = Shown(lambda: (self.session.selection, self.text.value))
+        self.compared = Shown(lambda: self._asked(self.text))
 
     def _build_routing(self) -> None:
         layers = self.session.table.shapes()
@@ -133,7 +131,7 @@ class InspectTab(ipw.VBox):
             self._work_route,
             tooltip="which experts and atoms serve the token",
         )
-        self.routed = Shown(lambda: (self.session.selection, *self._of_route()))
+        self.routed = Shown(lambda: self._asked(self.text, self.layer, self.position))
 
     def _build_atom(self) -> None:
         shapes = self.session.table.shapes()
@@ -142,9 +140,10 @@ class InspectTab(ipw.VBox):
         self.atom_layer = _number("layer of the atom", min(shapes), **layers)
         self.expert = _number("expert", 0, least=0, most=n_experts - 1)
         self.atom = _number("atom", 0, least=0, most=d_inter - 1)
+        self._boxes = (self.atom_layer, self.expert, self.atom)
         self.nearest = ipw.Dropdown(
-            description="about to be pruned",
-            style={"description_width": "initial"},
+            description="pruned last",
+            style=WHOLE_LABEL,
             layout={"width": "460px"},
         )
         self.note = ipw.HTML()
@@ -153,7 +152,7 @@ class InspectTab(ipw.VBox):
             self._work_contexts,
             tooltip="where in the calibration corpus the atom is most active",
         )
-        self.contexts_view = Shown(lambda: (self.session.selection, *self._of_atom()))
+        self.contexts_view = Shown(lambda: self._asked(*self._boxes))
 
     def _rows(self) -> list[ipw.Widget]:
         return [
@@ -169,9 +168,9 @@ class InspectTab(ipw.VBox):
             ipw.HBox([self.layer, self.position]),
             self.route,
             self.routed,
-            _heading("What an atom answers to"),
+            _heading("Inputs that activate an atom"),
             self.nearest,
-            ipw.HBox([self.atom_layer, self.expert, self.atom]),
+            ipw.HBox(self._boxes),
             self.note,
             self.show_contexts,
             self.contexts_view,
@@ -180,7 +179,7 @@ class InspectTab(ipw.VBox):
     # --- what follows the selection and the controls ---------------------------------
 
     def refresh(self) -> None:
-        """Offer the atoms nearest the cut; to be called when the selection changed."""
+        """Offer the atoms that were pruned last; called when the selection changes."""
         if self.session.workbench is None:
             return
         self._check()
@@ -190,7 +189,7 @@ class InspectTab(ipw.VBox):
                 self.session.keep,
                 estimator=self.session.selection.estimator,
             )
-        except SpecError as error:  # a selection that cannot be had
+        except SpecError as error:  # an infeasible selection
             self._offer([("none: these settings are infeasible", ())])
             self.note.value = alert(str(error))
             return
@@ -205,32 +204,26 @@ class InspectTab(ipw.VBox):
         for shown in (self.generated, self.compared, self.routed, self.contexts_view):
             shown.check()
 
-    def _of_generate(self) -> tuple[Any, ...]:
-        return self.text.value, self.n_tokens.value
-
-    def _of_route(self) -> tuple[Any, ...]:
-        return self.text.value, self.layer.value, self.position.value
-
-    def _of_atom(self) -> tuple[Any, ...]:
-        return self.atom_layer.value, self.expert.value, self.atom.value
+    def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
+        """The current selection and the values of `controls`."""
+        return self.session.selection, *(control.value for control in controls)
 
     def _offer(self, options: list[tuple[str, tuple[int, ...]]]) -> None:
-        """Fill the list, its first entry, which is no atom, being shown."""
+        """Fill the list, and show its first entry, which is not an atom."""
         self.nearest.options = options
         self.nearest.index = 0
 
     def _take_atom(self, change: Any) -> None:
         """Put the chosen atom into the boxes."""
         if change["new"]:
-            boxes = (self.atom_layer, self.expert, self.atom)
-            for box, value in zip(boxes, change["new"], strict=True):
+            for box, value in zip(self._boxes, change["new"], strict=True):
                 box.value = value
 
     def _limit_position(self, _change: Any = None) -> None:
-        """Let only positions be chosen that the text has."""
+        """Limit the position to those of the text."""
         try:
             self.position.max = len(self._passage().tokens) - 1
-        except SpecError:  # said when the text is to be read
+        except SpecError:  # reported when the text is read
             self.position.max = 0
 
     # --- what the buttons start ---------------------------------------------------
@@ -238,8 +231,9 @@ class InspectTab(ipw.VBox):
     def _work_generate(self, report: Report) -> None:
         from heapr_lab.evaluation.passages import continue_text
 
-        bench, n_tokens, asked = self._bench, self.n_tokens.value, self._of_generate()
-        selection, keep, pruned = self._chosen()
+        bench, asked = self._bench, self._asked(self.text, self.n_tokens)
+        selection, _, n_tokens = asked
+        keep, pruned = self._pruned(selection)
         prompt = self._passage(room=n_tokens)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
@@ -257,13 +251,13 @@ class InspectTab(ipw.VBox):
         frames = write("dense", None, 0), write("pruned", keep, n_tokens)
         self.continuations = frames
         view = continuations_html(prompt.text, *frames, pruned=pruned)
-        self.generated.show(_left_out(prompt, "beginning") + view, (selection, *asked))
+        self.generated.show(_left_out(prompt, "beginning") + view, asked)
 
     def _work_compare(self, report: Report) -> None:
         from heapr_lab.evaluation.passages import token_losses
 
-        selection, keep, pruned = self._chosen()
-        text, passage = self.text.value, self._passage()
+        asked, passage = self._asked(self.text), self._passage()
+        keep, pruned = self._pruned(asked[0])
         report(0, 2, "dense")
         self.losses = token_losses(
             self._bench.model,
@@ -272,38 +266,32 @@ class InspectTab(ipw.VBox):
             progress=lambda done, total: report(done, total, "pruned"),
         )
         view = losses_html(self.losses, pruned=pruned)
-        self.compared.show(_left_out(passage, "end") + view, (selection, text))
+        self.compared.show(_left_out(passage, "end") + view, asked)
 
     def _work_route(self, report: Report) -> None:
         from heapr_lab.evaluation.activations import atoms_of_token
         from heapr_lab.evaluation.routing import routing
 
-        model = self._bench.model
-        asked = self._of_route()
-        _, layer, position = asked
-        selection, keep, pruned = self._chosen()
-        passage = self._passage()
+        asked = self._asked(self.text, self.layer, self.position)
+        selection, _, layer, position = asked
+        place = {"layer": layer, "position": position}
+        model, passage = self._bench.model, self._passage()
+        keep, pruned = self._pruned(selection)
         report(0, 2, "atoms")
-        self.atoms = atoms_of_token(model, passage, layer=layer, position=position)
+        self.atoms = atoms_of_token(model, passage, **place)
         report(1, 2, "experts")
         self.routes = routing(model, passage)
         report(2, 2)
-        view = routing_html(
-            self.routes,
-            self.atoms,
-            keep=keep,
-            layer=layer,
-            position=position,
-            pruned=pruned,
-        )
-        self.routed.show(_left_out(passage, "end") + view, (selection, *asked))
+        view = routing_html(self.routes, self.atoms, keep=keep, pruned=pruned, **place)
+        self.routed.show(_left_out(passage, "end") + view, asked)
 
     def _work_contexts(self, report: Report) -> None:
         from heapr_lab.evaluation.activations import top_contexts
 
-        bench, asked = self._bench, self._of_atom()
-        place = dict(zip(KEYS, asked, strict=True))
-        selection, keep, pruned = self._chosen()
+        bench, asked = self._bench, self._asked(*self._boxes)
+        selection, *numbers = asked
+        place = dict(zip(KEYS, numbers, strict=True))
+        keep, pruned = self._pruned(selection)
         report(0, 1, "reading the corpus")
         windows = bench.calibration_set(self.session.calibration)
         self.contexts = top_contexts(
@@ -317,19 +305,19 @@ class InspectTab(ipw.VBox):
         )
         kept = keep.by_layer(place["layer"])[place["expert"], place["atom"]]
         named = ", ".join(f"{name} {number}" for name, number in place.items())
-        told = (
-            f"{named.capitalize()}: {'kept' if kept else 'pruned'}. Looked through: "
+        summary = (
+            f"{named.capitalize()}: {'kept' if kept else 'pruned'}. Searched: "
             f"{windows.n_sequences} windows of {windows.label}. Masked model: {pruned}."
         )
-        view = contexts_html(self.contexts, told=told)
-        self.contexts_view.show(view, (selection, *asked))
+        view = contexts_html(self.contexts, summary=summary)
+        self.contexts_view.show(view, asked)
 
     # --- what they work on --------------------------------------------------------
 
     @property
     def _bench(self) -> "Workbench":
         bench = self.session.workbench
-        assert bench is not None  # the buttons are there only with one
+        assert bench is not None  # without one there are no buttons
         return bench
 
     def _passage(self, *, room: int = 0) -> "Passage":
@@ -344,12 +332,14 @@ class InspectTab(ipw.VBox):
             most=_LONGEST,
         )
 
-    def _chosen(self) -> tuple[Selection, KeepMask, str]:
-        """The selection as it is now, its mask, and both in words."""
-        selection = self.session.selection  # once: it may change while work goes on
+    def _pruned(self, selection: Selection) -> tuple[KeepMask, str]:
+        """The mask of a selection, and both as text.
+
+        The selection in the session may change during the work, so it is read once.
+        """
         keep = self.session.keep_of(selection)
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        return selection, keep, f"{removed} ({selection.text}), masked, not compensated"
+        return keep, f"{removed} ({selection.text}), masked, not compensated"
 
 
 def _atom_name(row: Any) -> str:
@@ -360,12 +350,12 @@ def _atom_name(row: Any) -> str:
 
 
 def _left_out(passage: "Passage", part: str) -> str:
-    """A line about what was not read."""
+    """A line about the tokens that were not read."""
     if not passage.n_left_out:
         return ""
     return status(
-        f"The text is longer than what is read of it: {passage.n_left_out} tokens at "
-        f"its {part} are left out."
+        f"The text is too long to be read whole: {passage.n_left_out} tokens at its "
+        f"{part} are left out."
     )
 
 
@@ -375,7 +365,7 @@ def _number(name: str, value: int, *, least: int, most: int) -> ipw.BoundedIntTe
         min=least,
         max=most,
         description=name,
-        style={"description_width": "initial"},
+        style=WHOLE_LABEL,
         layout={"width": "220px"},
     )
 

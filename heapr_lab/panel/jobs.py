@@ -1,4 +1,4 @@
-"""Work behind a button: in a thread, with progress, time left, Cancel, and errors."""
+"""Buttons that run work in a thread, with progress, time left, Cancel and errors."""
 
 import html
 import logging
@@ -12,22 +12,22 @@ from heapr_lab.errors import HeaprLabError
 from heapr_lab.progress import TimeLeft, time_left_text
 
 _OUT_OF_DATE = (
-    "Out of date: made with other settings or another text than those above now; press "
-    "the button again."
+    "Out of date: made with other settings, or from another text, than those above; "
+    "press the button again."
 )
 logger = logging.getLogger(__name__)
 
 
 class Report(Protocol):
-    """What work tells how far it is; raises `CancelledError` once it is to stop."""
+    """Takes the progress of work; raises `CancelledError` once that is cancelled."""
 
     def __call__(
         self, done: float, total: float, text: str = "", *, left: str | None = None
     ) -> None:
-        """So much is done of so much.
+        """Show that `done` of `total` is done.
 
-        `text` says of what, and `left` how long it takes yet: by default as estimated
-        from what took how long so far.
+        `text` names the work; `left` is the time left, by default an estimate from the
+        progress so far.
         """
 
 
@@ -36,9 +36,9 @@ class CancelledError(Exception):
 
 
 class Job(ipw.VBox):
-    """A button that starts `work`, what it shows meanwhile, and a Cancel button.
+    """A button that starts `work`, its progress, and a Cancel button.
 
-    One piece of work at a time; the kernel stays usable. What the work raises is shown
+    One piece of work runs at a time, and the kernel stays usable. An exception is shown
     below the button, as an alert.
     """
 
@@ -48,8 +48,8 @@ class Job(ipw.VBox):
         """Lay out the button.
 
         Args:
-            name: what the button says.
-            work: called in a thread with a `Report`; sets the values of widgets itself.
+            name: label of the button.
+            work: called in a thread with a `Report`; it sets the values of widgets.
             tooltip: what pressing it does.
         """
         self.work = work
@@ -71,11 +71,11 @@ class Job(ipw.VBox):
 
     @property
     def running(self) -> bool:
-        """Whether work is going on."""
+        """Whether the work is running."""
         return self._worker is not None and self._worker.is_alive()
 
     def start(self, _button: ipw.Button | None = None) -> None:
-        """Begin, unless it is running; what the button does."""
+        """Start the work unless it is running, as the button does."""
         if self.running:
             return
         self._stop.clear()
@@ -85,17 +85,17 @@ class Job(ipw.VBox):
         self._worker.start()
 
     def cancel(self, _button: ipw.Button | None = None) -> None:
-        """End the work at its next report."""
+        """Stop the work at its next report."""
         self._stop.set()
         self.cancel_button.disabled = True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when nothing is running, or after `timeout` seconds."""
+        """Wait until the work has ended, or for `timeout` seconds."""
         if self._worker is not None:
             self._worker.join(timeout)
 
     def fail(self, error: Exception) -> None:
-        """Show what went wrong."""
+        """Show an error."""
         self.error.value = failure(error)
 
     def _run(self) -> None:
@@ -104,7 +104,7 @@ class Job(ipw.VBox):
             self.work(self._report)
         except CancelledError:
             message = "cancelled"
-        except Exception as error:  # a thread's exception is seen by nobody
+        except Exception as error:  # an exception in a thread is not shown
             self.fail(error)
         finally:
             self._show_running(False, message)
@@ -131,24 +131,23 @@ class Job(ipw.VBox):
 
 
 STALE = "heapr-stale"
-"""Class of what is out of date: text says so, and it is grey."""
+"""CSS class of results that are out of date, which are grey."""
 
 
 def stale_style() -> ipw.HTML:
-    """What makes `STALE` grey; to stand once in a panel."""
+    """The style of `STALE`, needed once in a panel."""
     rule = f".{STALE} {{opacity: 0.35; filter: grayscale(1)}}"
     return ipw.HTML(f"<style>{rule}</style>", layout={"display": "none"})
 
 
 class Shown(ipw.VBox):
-    """A result with what it was made of, greyed once something else is asked for."""
+    """A result with the settings it was made with, grey once these have changed."""
 
     def __init__(self, now: Callable[[], object]) -> None:
         """Show nothing.
 
         Args:
-            now: what a result would be made of now; a `HeaprLabError` is as anything
-                else than before.
+            now: the current settings; a `HeaprLabError` counts as a change.
         """
         self._view, self.note = ipw.HTML(), ipw.HTML()
         self._now = now
@@ -166,7 +165,7 @@ class Shown(ipw.VBox):
         self.check()
 
     def check(self, _change: object = None) -> None:
-        """Say so if what is shown is out of date."""
+        """Mark the result if it is out of date."""
         stale = bool(self.value) and self._made_of != self._asked()
         self.note.value = status(_OUT_OF_DATE) if stale else ""
         (self._view.add_class if stale else self._view.remove_class)(STALE)
@@ -179,12 +178,12 @@ class Shown(ipw.VBox):
 
 
 def status(text: str) -> str:
-    """HTML that a screen reader says when it changes."""
+    """HTML that a screen reader reads aloud when it changes."""
     return f'<div role="status" aria-live="polite">{html.escape(text)}</div>'
 
 
 def failure(error: Exception) -> str:
-    """An error as an alert; one that nobody foresaw with its type, and logged whole."""
+    """An error as an alert; an unexpected one with its type, and logged in full."""
     if isinstance(error, HeaprLabError):
         return alert(str(error))
     logger.error("a panel caught an error", exc_info=error)
@@ -192,6 +191,6 @@ def failure(error: Exception) -> str:
 
 
 def alert(text: str) -> str:
-    """HTML that a screen reader says at once."""
+    """HTML that a screen reader reads aloud at once."""
     color = "var(--jp-error-color1, #b00020)"
     return f'<div role="alert" style="color:{color}">{html.escape(text)}</div>'

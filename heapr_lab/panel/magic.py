@@ -1,6 +1,6 @@
-"""What `%load_ext heapr_lab` adds to IPython: pictures in cells, and `%heapr`.
+"""What `%load_ext heapr_lab` adds to IPython: figures in cells, and `%heapr`.
 
-Without torch, until `%heapr` is used.
+Importing this needs no torch; `%heapr` does.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _USAGE = "%heapr lab, %heapr importance.parquet, or %heapr NAME of a table or wo
 
 
 def load(ipython: Any) -> None:
-    """Register `%heapr`, and in a kernel draw in cells unless told otherwise."""
+    """Register `%heapr`, and in a kernel show figures in cells by default."""
 
     def explore_line(line: str) -> Any:
         """Explore a model, a table of `heapr-lab score`, or a variable."""
@@ -24,24 +24,24 @@ def load(ipython: Any) -> None:
 
     ipython.register_magic_function(explore_line, "line", _MAGIC)
     if getattr(ipython, "kernel", None) is not None and _undecided():
-        # Where inline is preset it has yet to tell IPython how figures are shown.
+        # A preset inline backend has not yet set how IPython shows figures.
         ipython.run_line_magic("matplotlib", "inline")
 
 
 def unload(ipython: Any) -> None:
-    """Take `%heapr` away again; how figures are drawn stays as it is."""
+    """Remove `%heapr`; the way figures are shown does not change."""
     ipython.magics_manager.magics["line"].pop(_MAGIC, None)
 
 
 def source_of(line: str, variables: Mapping[str, Any]) -> Any:
-    """What stands after `%heapr`: a variable, else the name of a model or a file.
+    """The argument of `%heapr`: a variable, else the name of a model or a file.
 
     Args:
         line: one name or path, with or without quotes.
         variables: of the notebook.
 
     Raises:
-        SpecError: there is nothing.
+        SpecError: the line is empty.
 
     Example:
         >>> source_of("table", {"table": 7}), source_of("'a b.parquet'", {})
@@ -49,7 +49,7 @@ def source_of(line: str, variables: Mapping[str, Any]) -> Any:
     """
     name = line.strip().strip("'\"")
     if not name:
-        raise SpecError(f"%heapr needs to be told what to explore: {_USAGE}")
+        raise SpecError(f"%heapr needs an argument: {_USAGE}")
     return variables.get(name, name)
 
 

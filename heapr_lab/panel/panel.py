@@ -1,4 +1,4 @@
-"""The panel: controls above, and a tab for each thing one does with a selection."""
+"""The panel: the controls, and tabs that choose, evaluate, inspect, compare, export."""
 
 import html
 from collections.abc import Sequence
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _CAPTION = (
-    "Left: removed share of each layer; dashed, of all layers together. Middle: each "
-    "expert in the colour of its traffic, fading to white as its atoms go. Right: all "
-    "scores, those that go in front; dashed, the highest of them; of whole experts, "
-    "where those go. Scores that are not above 0 stand in the first bin."
+    "Left: the pruned share of each layer; dashed, of all layers. Middle: each expert "
+    "in the colour of its traffic, fading to white as its atoms are pruned. Right: all "
+    "scores, of atoms or of whole experts, with the pruned ones in front; dashed, the "
+    "highest pruned score. Scores of 0 or below are in the first bin."
 )
 
 
 class Explorer(ipw.VBox):
-    """A `PruningSession` to be moved by hand.
+    """The interactive panel of a `PruningSession`.
 
     Attributes:
-        session: what is shown; its `points` hold everything that was evaluated.
-        controls: what a selection is set with.
+        session: what is shown; its `points` hold all evaluations.
+        controls: they set the selection.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Explorer(ipw.VBox):
         corpora: Sequence[str] = ("pydocs",),
         tasks: Sequence[str] = ("continuation",),
     ) -> None:
-        """Lay the panel out and show the session's selection.
+        """Lay out the panel and show the selection of the session.
 
         Args:
             session: what to show.
@@ -61,7 +61,7 @@ class Explorer(ipw.VBox):
         self.controls = Controls(session.table, session.selection, self.refresh)
         self.status = ipw.HTML()
         self.error = ipw.HTML()
-        # As wide as it was drawn at most: stretched, its text would blur.
+        # At most as wide as it was drawn: if stretched, its text would blur.
         self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
         self.numbers = ipw.HTML()
         self.layers = ipw.HTML()
@@ -101,14 +101,14 @@ class Explorer(ipw.VBox):
         self.refresh()
 
     def __repr__(self) -> str:
-        # What a notebook shows where no kernel runs: text that is always the same.
+        # Shown by a notebook without a kernel, so the text is always the same.
         return f"Explorer({self._drawn}; run the notebook to use it)"
 
     def refresh(self) -> None:
-        """Select, count and draw what the controls say."""
+        """Apply the controls: select, count and draw."""
         try:
             self._show()
-        except Exception as error:  # an observer's exception is seen by nobody
+        except Exception as error:  # an exception in an observer is not shown
             self._fail(error)
 
     def _show(self) -> None:
@@ -136,7 +136,7 @@ class Explorer(ipw.VBox):
         self._show_layers()
 
     def _refresh_tab(self, _change: Any = None) -> None:
-        """Let the tab that is seen follow the selection, where that costs something."""
+        """Update the open tab, if that is expensive; hidden tabs wait."""
         shown = TABS[self.tabs.selected_index or 0]
         if shown == "Inspect":
             self.inspection.refresh()
@@ -144,7 +144,7 @@ class Explorer(ipw.VBox):
             self.evaluation.follow()
 
     def _solve_for_target(self) -> None:
-        """Set the ratio that the loss allows on the first corpus evaluated on."""
+        """Set the ratio that meets the target loss on the first corpus."""
         corpora = self.evaluation.corpora
         corpus = (corpora.value or corpora.options)[0]
         ratio = self.session.ratio_for_predicted_loss(self.controls.rise.value, corpus)
@@ -159,7 +159,7 @@ class Explorer(ipw.VBox):
         self.prediction.value = text
 
     def _show_layers(self, _change: Any = None) -> None:
-        """The numbers behind the picture, while they can be seen."""
+        """Show the numbers of the picture, if they are open."""
         if self.behind.selected_index is not None:
             self.layers.value = table_html(layers_frame(self.session))
 
@@ -183,11 +183,11 @@ class Explorer(ipw.VBox):
 
 
 def layers_frame(session: PruningSession) -> pd.DataFrame:
-    """What the picture shows, a row for each layer: removed, widths left, traffic.
+    """The numbers of the picture, a row for each layer: pruned share, widths, traffic.
 
     Columns: layer, removed (share of its atoms), width of its narrowest, mean and
-    widest expert, experts that are gone, and busiest, the traffic of its busiest expert
-    over an even share.
+    widest expert, number of experts without atoms, and the traffic of its busiest
+    expert relative to an even share.
     """
     keep = session.keep
     widths = keep.widths()
@@ -209,7 +209,7 @@ def layers_frame(session: PruningSession) -> pd.DataFrame:
 
 
 def numbers_html(session: PruningSession) -> str:
-    """What is left and saved, and the predicted loss with its range, as a table."""
+    """Sizes, savings, and measured and predicted losses, as an HTML table."""
     keep = session.keep
     rows = [("atomic experts", keep.n_atoms, keep.n_kept)]
     saved = session.savings()
@@ -265,17 +265,17 @@ def explore(
     """The panel of a model, or of a table alone.
 
     Args:
-        source: a workbench, whose importance is measured if it is not yet; a table,
-            with which all works that does not run the model; the path of a table's
-            parquet file; or a model as `open_workbench` takes it.
-        corpora: on whose test splits perplexity can be measured; by default those that
-            can be had here.
-        tasks: whose accuracy can be measured; by default those that can be had here.
-        selection: what to show first; a workbench measures what its estimator needs.
+        source: a workbench, which measures the importance unless it is in the cache; a
+            table, with which everything works that does not run the model; the path of
+            a table's parquet file; or a model as `open_workbench` takes it.
+        corpora: on whose test splits perplexity can be measured; by default those
+            available on this machine.
+        tasks: whose accuracy can be measured; by default those available here.
+        selection: the first one; a workbench measures what its estimator needs.
         calibration: what a workbench measures the importance on.
 
     Raises:
-        SpecError: `source` is something else.
+        SpecError: `source` is of another type.
 
     Example:
         >>> explore("lab")  # doctest: +SKIP
@@ -293,10 +293,10 @@ def session_of(
     selection: Selection | None = None,
     calibration: Calibration | None = None,
 ) -> PruningSession:
-    """The session of what `explore` takes.
+    """The session of any source that `explore` takes.
 
     Raises:
-        SpecError: `source` is something else.
+        SpecError: `source` is of another type.
     """
     if isinstance(source, PruningSession):
         return source

@@ -1,6 +1,7 @@
-"""One text under the lens, as HTML: pure functions from the frames of `evaluation`.
+"""The inspection of one text as HTML: pure functions of the frames of `evaluation`.
 
-Colours follow JupyterLab's theme and never stand alone. Importing this needs no torch.
+Colours follow JupyterLab's theme, and are never the only mark. Importing this needs no
+torch.
 """
 
 import html
@@ -14,9 +15,9 @@ from heapr_lab.panel.jobs import status
 from heapr_lab.pruning.masks import KeepMask
 
 _STEPS: Final = (0.1, 0.5, 2.0)
-"""Changes of a loss, in nats, from which on a token is marked, and marked stronger."""
+"""Changes of the loss, in nats, from which a token has each of the three marks."""
 _WORSE, _BETTER = "213,94,0", "38,139,210"
-"""Orange and blue, which colour-blind people tell apart, on light and on dark."""
+"""Orange and blue, which are distinct for colour-blind people, on light and dark."""
 _OPACITY = (0.18, 0.36, 0.6)
 _MUTED = "var(--jp-ui-font-color2, #555)"
 _INK = "var(--jp-ui-font-color1, #111)"
@@ -27,7 +28,7 @@ _N_AROUND: Final = 6
 
 
 def table_html(frame: pd.DataFrame) -> str:
-    """`frame` as it is, numbers with four decimals, columns apart from each other."""
+    """`frame` with four decimals and space between its columns; wide ones scroll."""
     text: str = frame.to_html(
         index=False, border=0, float_format="{:.4f}".format, na_rep="–"
     )
@@ -40,12 +41,12 @@ def table_html(frame: pd.DataFrame) -> str:
 
 
 def _visible(text: str, *, break_: str = "") -> str:
-    """Escaped text, in which what has no ink can be seen; `break_` follows a ↵."""
+    """Escaped text with visible line breaks; `break_` follows a ↵."""
     return html.escape(text).replace("\n", f"↵{break_}") if text else "▯"
 
 
 def _mark(text: str, title: str) -> str:
-    """A token that is pointed at, by a frame and in bold."""
+    """A token that is marked, by a frame and in bold."""
     style = f"background:none;color:inherit;border:2px solid rgb({_WORSE})"
     return (
         f'<mark style="{style};border-radius:3px" title="{html.escape(title)}">'
@@ -54,7 +55,7 @@ def _mark(text: str, title: str) -> str:
 
 
 def _table(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """A table whose cells are HTML."""
     cell = f"text-align:left;padding:2px 12px 2px 0;border-bottom:1px solid {_BORDER}"
     head = "".join(
         f'<th scope="col" style="{cell};vertical-align:bottom">{html.escape(name)}</th>'
@@ -73,14 +74,14 @@ def _table(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def _in_place(before: str, token: str, after: str = "") -> str:
-    """A token, marked, in one line with what stands around it."""
+    """A marked token in one line with its context."""
     around = [_visible(text) if text else "" for text in (before, after)]
     marked = _mark(token, "the token")
     return f'<span style="{_CODE}">{around[0]}{marked}{around[1]}</span>'
 
 
 def _bar(share: float) -> str:
-    """A share as a number, and as a bar beside it."""
+    """A share as a number and as a bar."""
     width = 60 * min(1.0, max(0.0, share))
     return (
         f'{share:.1%} <span aria-hidden="true" style="display:inline-block;height:8px;'
@@ -98,7 +99,7 @@ def _kept(kept: bool) -> str:
 
 
 def losses_html(losses: pd.DataFrame, *, pruned: str) -> str:
-    """A text coloured by what pruning costs each token, with totals and the worst.
+    """A text coloured by the change of each token's loss, with totals and the worst.
 
     Args:
         losses: as `passages.token_losses` has them.
@@ -129,7 +130,7 @@ def _totals(losses: pd.DataFrame, pruned: str) -> str:
 
 def _loss_token(row: Any) -> str:
     if np.isnan(row.delta_nll):
-        title, style = "no loss: nothing stands before it", ""
+        title, style = "no loss: it is the first token", ""
     else:
         title = (
             f"position {row.position}: Δ {row.delta_nll:+.2f} nats "
@@ -141,7 +142,7 @@ def _loss_token(row: Any) -> str:
 
 
 def _loss_style(change: float) -> str:
-    """Background and line below, stronger with every step; none before the first."""
+    """Background and underline, stronger with every step; none below the first."""
     step = sum(abs(change) >= least for least in _STEPS)
     if not step:
         return ""
@@ -175,7 +176,7 @@ def _hurt_most(losses: pd.DataFrame) -> str:
         numbers = f"{row.delta_nll:+.3f}", f"{row.dense_nll:.3f}"
         rows.append([f"{row.position}", *numbers, f"{row.pruned_nll:.3f}", text])
     if not rows:
-        return "<p>No token is worse off.</p>"
+        return "<p>No token has a higher loss.</p>"
     names = ["position", "Δ [nats]", "dense [nats]", "pruned [nats]", "token, in place"]
     return _table(f"The {len(rows)} tokens hurt most", names, rows)
 
@@ -186,31 +187,31 @@ def _hurt_most(losses: pd.DataFrame) -> str:
 def continuations_html(
     prompt: str, dense: pd.DataFrame, pruned_frame: pd.DataFrame, *, pruned: str
 ) -> str:
-    """What the dense and the pruned model write after `prompt`, side by side.
+    """The continuations of `prompt` by the dense and the pruned model, side by side.
 
     Args:
-        prompt: what both were given.
+        prompt: of both.
         dense: of the dense model, as `passages.continue_text` has it.
         pruned_frame: of the pruned model.
         pruned: says which pruned model it is.
     """
     first = _first_difference(dense, pruned_frame)
     if first is None:
-        told = f"Both models write the same {len(dense)} tokens."
+        text = f"Both models write the same {len(dense)} tokens."
     else:
-        told = f"The same for {first} tokens; the first that differs is framed."
+        text = f"The same for {first} tokens; the first that differs is framed."
     columns = [
         _continuation(name, prompt, frame, first)
         for name, frame in (("Dense model", dense), (f"Masked: {pruned}", pruned_frame))
     ]
     return (
-        f"{status(told)}"
+        f"{status(text)}"
         f'<div style="display:flex;flex-wrap:wrap;gap:12px">{"".join(columns)}</div>'
     )
 
 
 def _first_difference(dense: pd.DataFrame, pruned: pd.DataFrame) -> int | None:
-    """The first step at which the two differ, or one has ended; None if they agree."""
+    """The first step at which the two differ or one has ended; None if they agree."""
     ids = dense["token_id"].tolist(), pruned["token_id"].tolist()
     if ids[0] == ids[1]:
         return None
@@ -222,7 +223,7 @@ def _first_difference(dense: pd.DataFrame, pruned: pd.DataFrame) -> int | None:
 def _continuation(
     name: str, prompt: str, frame: pd.DataFrame, first: int | None
 ) -> str:
-    """One column; where the model ended before the other, it says so."""
+    """One column; if this model ended before the other, it says so."""
     texts = [_visible(text, break_="\n") for text in frame["token"]]
     if first is not None and first < len(texts):
         texts[first] = _mark(frame["token"].iloc[first], "the first that differs")
@@ -255,7 +256,7 @@ def routing_html(
     Args:
         routes: of the whole text, as `routing.routing` has them.
         atoms: of this token and layer, as `activations.atoms_of_token` has them.
-        keep: what stays in the pruned model.
+        keep: the mask of the pruned model.
         layer: number of the layer.
         position: of the token.
         pruned: says which pruned model it is.
@@ -265,13 +266,13 @@ def routing_html(
     experts = own[own["position"].eq(position)]
     texts = own.drop_duplicates("position")["token"].tolist()
     lost = experts["p"] @ (1 - kept[experts["expert"]].mean(1))
-    told = (
+    text = (
         f"Layer {layer}, position {position}: {len(experts)} experts serve the token. "
-        f"Weighted as the router weights them, {lost / experts['p'].sum():.1%} of "
-        f"their atoms are pruned. Masked model: {pruned}."
+        f"Weighted by the router, {lost / experts['p'].sum():.1%} of their atoms are "
+        f"pruned. Masked model: {pruned}."
     )
     return (
-        f"{status(told)}{_numbered(texts, position)}"
+        f"{status(text)}{_numbered(texts, position)}"
         f"{_experts_table(experts, kept)}{_atoms_table(atoms, kept)}"
     )
 
@@ -291,8 +292,8 @@ def _numbered(texts: Sequence[str], chosen: int) -> str:
     return (
         f'<div style="{_CODE};color:{_INK};margin:6px 0;overflow-wrap:anywhere">'
         f"{''.join(parts)}</div>"
-        f'<div style="color:{_MUTED}">The framed token is the chosen one; the small '
-        "numbers are the positions of the tokens after them.</div>"
+        f'<div style="color:{_MUTED}">The framed token is the selected one; small '
+        "numbers are the position of the next token.</div>"
     )
 
 
@@ -331,15 +332,15 @@ def _atoms_table(atoms: pd.DataFrame, kept: np.ndarray) -> str:
 # --- views: an atom ---------------------------------------------------------------
 
 
-def contexts_html(contexts: pd.DataFrame, *, told: str) -> str:
-    """The tokens that an atom answers to most, in their contexts.
+def contexts_html(contexts: pd.DataFrame, *, summary: str) -> str:
+    """The tokens that activate an atom most, in their contexts.
 
     Args:
         contexts: as `activations.top_contexts` has them.
-        told: which atom it is, and what becomes of it.
+        summary: which atom it is, and whether it is pruned.
     """
     if contexts.empty:
-        return status(f"{told} None of the tokens looked through reaches its expert.")
+        return status(f"{summary} No token of these windows is routed to its expert.")
     rows = [
         [
             f"{row.h:+.4g}",
@@ -351,4 +352,4 @@ def contexts_html(contexts: pd.DataFrame, *, told: str) -> str:
     ]
     names = ["activation h", "routing weight p", "window:position", "context"]
     caption = f"The {len(rows)} tokens at which |h| is largest"
-    return f"{status(told)}{_table(caption, names, rows)}"
+    return f"{status(summary)}{_table(caption, names, rows)}"

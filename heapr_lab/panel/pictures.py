@@ -1,7 +1,7 @@
-"""Pictures that are drawn once and then only changed, for sliders to move.
+"""Pictures that are drawn once and then only updated, fast enough for sliders.
 
-Drawing a whole figure takes about a tenth of a second. Here everything that stays is
-drawn once and kept as pixels; a change draws the bars and cells alone on top of it.
+Drawing a whole figure takes about a tenth of a second. Here the fixed parts are drawn
+once and kept as pixels; an update draws only the bars and cells on top of them.
 """
 
 import functools
@@ -35,13 +35,13 @@ from heapr_lab.pruning.options import Selection
 _DPI = 100
 _N_BINS = 80
 _TRAFFIC = LinearSegmentedColormap.from_list("", ["#0072B2", "#7A4988", "#D55E00"])
-"""From idle to busy; no colour of it is near white, to which cells fade."""
+"""From idle to busy; no colour is near the white to which cells fade."""
 _IDLE = 0.93
-"""Grey of cells where no expert is."""
+"""Grey of cells without an expert."""
 _PAPER_MODEL = "DeepSeekMoE-16B-Base"
 _LEGEND_WIDTH = 44
 
-# matplotlib's caches of fonts and text are not made for two threads at once.
+# matplotlib's caches of fonts and text are not thread-safe.
 _DRAWING = threading.RLock()
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 
 def _alone(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, while no other thread draws."""
+    """`function`, run while no other thread draws."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -60,19 +60,19 @@ def _alone(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class ChoicePicture:
-    """What goes: a bar for each layer, a cell for each expert, a bin of scores each.
+    """The pruned atoms by layer (bars), by expert (cells) and by score (histogram).
 
     A cell's colour is the traffic of its expert, relative to an even share, and fades
-    to white as its atoms go. In the histogram what is removed stands in front of all.
+    to white as its atoms are pruned. In the histogram pruned scores are in front.
     """
 
     @_alone
     @styled
     def __init__(self, table: ImportanceTable) -> None:
-        """Draw what does not change.
+        """Draw the fixed parts.
 
         Args:
-            table: the table whose masks will be shown.
+            table: of the masks that will be shown.
         """
         full = KeepMask.full(table)
         size = (11.0, min(6.0, 2.9 + 0.07 * max(0, len(full.layers) - 8)))
@@ -84,18 +84,18 @@ class ChoicePicture:
         plot_layer_ratios(layer_ratios_data({0.0: full}), ax=bars)
         legend = bars.get_legend()
         assert legend is not None
-        legend.remove()  # it names a ratio, which changes; text says what the line is
+        legend.remove()  # it names a ratio, which changes
         bars.set_ylim(0, 1)
         self._bars = [patch for patch in bars.patches if isinstance(patch, Rectangle)]
         self._line = bars.get_lines()[0]
         self._cells = _image(cells, self._colors, full.layers)
         self._scores = ScorePicture(bins)
-        # Room for the note on scores that are not shown, which most do not have.
+        # Room for the note on hidden scores, which few estimators have.
         self._scores.show(np.array([1, 10]), np.ones(1), estimator="heapr", hidden=1)
         self._shown = "", ""
         self._bins = ScoreBins(np.ones(1), np.zeros(0, int))
         self._firsts: np.ndarray | None = None
-        """Row of each expert's first atom, where whole experts are shown."""
+        """Row of each expert's first atom, if whole experts are shown."""
         self._canvas = _settle(self.figure)
         self._moving: list[Artist] = [*self._bars, self._line, self._cells]
         self._moving += [self._scores.removed, self._scores.cut]
@@ -111,12 +111,12 @@ class ChoicePicture:
     def draw(
         self, keep: KeepMask, *, estimator: str, granularity: str = "atom"
     ) -> bytes:
-        """The picture of `keep`, as PNG, with the scores that it was selected by.
+        """The picture of `keep` as PNG, with the scores of its estimator.
 
         Args:
-            keep: what stays.
+            keep: the mask.
             estimator: of the scores.
-            granularity: "atom", or "expert": then each is the sum of an expert's.
+            granularity: "atom", or "expert", whose scores are sums over its atoms.
         """
         if (estimator, granularity) != self._shown:
             self._show_scores(estimator, whole=granularity == "expert")
@@ -137,7 +137,7 @@ class ChoicePicture:
         return _png(_pixels(self._canvas))
 
     def _show_scores(self, estimator: str, *, whole: bool) -> None:
-        """Other scores: of atomic experts, or of whole experts, the sums of theirs."""
+        """Show other scores: of atoms, or their sums over whole experts."""
         scores = self.table.scores(estimator)
         self._firsts = _first_rows(self.table) if whole else None
         if self._firsts is not None:
@@ -153,10 +153,9 @@ class ChoicePicture:
 
 
 class LossPicture:
-    """Δloss, and accuracy, against ratio, of all points so far.
+    """Δloss and accuracy against the ratio, for all points.
 
-    A line for each way of choosing in each corpus: the way has colour and marker, the
-    corpus the style of the line.
+    Settings have a colour and a marker, corpora and tasks a line style.
     """
 
     @_alone
@@ -169,14 +168,14 @@ class LossPicture:
     def draw(
         self, points: pd.DataFrame, predicted: pd.DataFrame | None = None
     ) -> bytes:
-        """The picture of `PruningSession.points`, as PNG: charts of what there is.
+        """The picture of `PruningSession.points` as PNG: losses, accuracies or both.
 
-        It may run in a thread, so it sets the style of each line itself: matplotlib's
-        style contexts belong to the whole process.
+        It may run in a thread, so it sets the style of each line itself: style contexts
+        of matplotlib apply to the whole process.
 
         Args:
             points: of the session.
-            predicted: columns dataset, ratio, delta_nll: what stands between points.
+            predicted: predictions, with the columns dataset, ratio, delta_nll.
         """
         losses, tasks = points["nll"].notna(), points["accuracy"].notna()
         ways, charts = _Looks(COLORS, MARKERS), []
@@ -207,18 +206,18 @@ class LossPicture:
 
 
 def _chart(quantity: str) -> Axes:
-    """An empty chart over the ratio, in a figure of its own."""
+    """An empty chart over the ratio, in its own figure."""
     figure = Figure(figsize=(8.6, 3.4), dpi=_DPI)
     figure.set_layout_engine("none")  # the house style has one
     FigureCanvasAgg(figure)
-    ax = figure.add_axes((0.09, 0.15, 0.52, 0.81))  # so that charts stand in line
+    ax = figure.add_axes((0.09, 0.15, 0.52, 0.81))  # so that charts are aligned
     ax.set_xlabel(LABELS["ratio"])
     ax.set_ylabel(quantity)
     return ax
 
 
 def _clear(ax: Axes) -> None:
-    """Take off what was drawn."""
+    """Remove the lines and error bars."""
     for container in list(ax.containers):
         container.remove()
     for line in list(ax.get_lines()):
@@ -233,14 +232,14 @@ def _drawn(ax: Axes) -> np.ndarray:
 
 
 class _Looks:
-    """Looks that are given out in the order in which they are asked for."""
+    """Looks that are assigned to names in the order of their first use."""
 
     def __init__(self, *looks: tuple[str, ...]) -> None:
         self._looks = looks
         self._names: list[str] = []
 
     def of(self, name: str) -> tuple[str, ...]:
-        """Those of `name`, always the same."""
+        """The looks of `name`, always the same."""
         if name not in self._names:
             self._names.append(name)
         number = self._names.index(name)
@@ -252,7 +251,7 @@ def _way(selection: Selection | None) -> str:
 
 
 def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """The way of choosing in words, the corpus or task, and the points by ratio."""
+    """The settings as text, the corpus or task, and the points by ratio."""
     named = points.assign(way=[_way(found) for found in points["selection"]])
     named = named.astype({"achieved_ratio": float, "delta_nll": float})
     for (way, dataset), group in named.groupby(["way", "dataset"], sort=False):
@@ -287,7 +286,7 @@ def _predictions(ax: Axes, predicted: pd.DataFrame) -> None:
 
 
 def _paper(ax: Axes, *, limit: float) -> None:
-    """The paper's own points, hollow, where they do not squeeze ours."""
+    """The points of the paper, hollow, up to `limit`."""
     points = paper_losses()
     points = points[points["delta_nll"] <= limit]
     ax.plot(
@@ -320,10 +319,10 @@ def _accuracies(ax: Axes, points: pd.DataFrame, ways: _Looks) -> None:
 
 
 def _finish(ax: Axes) -> None:
-    """A legend beside the axes, long names broken; ratios from 0 on."""
+    """A legend beside the axes with long labels wrapped; ratios start at 0."""
     ax.relim()
     ax.autoscale_view()
-    ax.set_xlim(left=0, auto=None)  # later points may be further right
+    ax.set_xlim(left=0, auto=None)  # later points may have larger ratios
     handles, labels = ax.get_legend_handles_labels()
     broken = [textwrap.fill(label, _LEGEND_WIDTH) for label in labels]
     ax.legend(
@@ -333,7 +332,7 @@ def _finish(ax: Axes) -> None:
 
 @_alone
 def drawn_png(draw: Callable[[], Figure]) -> bytes:
-    """A figure that is drawn anew each time, as PNG."""
+    """A new figure as PNG."""
     figure = draw()
     figure.set_dpi(_DPI)
     canvas = FigureCanvasAgg(figure)
@@ -343,9 +342,10 @@ def drawn_png(draw: Callable[[], Figure]) -> bytes:
 
 @functools.cache
 def paper_losses() -> pd.DataFrame:
-    """Ratio and Δloss in nats per token that the paper's perplexities amount to.
+    """Ratio and Δloss, in nats per token, from the perplexities of the paper.
 
-    Of HEAPr on its main model; other model and data, so not comparable with ours.
+    They are of HEAPr on its main model: with another model and other data they are not
+    comparable with ours.
     """
     table = paper_table("main_results")
     rows = table[table["model"].eq(_PAPER_MODEL) & table["method"].eq("HEAPr")]
@@ -355,7 +355,7 @@ def paper_losses() -> pd.DataFrame:
 
 
 def _traffic_colors(table: ImportanceTable, full: KeepMask, ax: Axes) -> np.ndarray:
-    """(layers, experts, 3): the colour of each expert when it is whole."""
+    """(layers, experts, 3): the colour of each unpruned expert."""
     missing = full.widths().isna().to_numpy()
     traffic = np.ones(missing.shape)
     if "tokens" in table.frame:
@@ -387,13 +387,13 @@ def _image(ax: Axes, colors: np.ndarray, layers: tuple[int, ...]) -> Any:
     ax.set_yticks(np.arange(len(layers))[::step], [str(k) for k in layers[::step]])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(visible=False)
-    ax.set_xlabel("expert [index], white: pruned away")
+    ax.set_xlabel("expert [index], white: all atoms pruned")
     ax.set_ylabel("MoE layer [index]")
     return image
 
 
 def _settle(figure: Figure) -> FigureCanvasAgg:
-    """Lay the figure out, once and for all."""
+    """Lay out the figure, and fix the layout."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     figure.set_layout_engine("none")
@@ -406,7 +406,7 @@ def _pixels(canvas: FigureCanvasAgg) -> np.ndarray:
 
 def _png(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
-    # Speed over size: the picture travels to a browser on the same machine, mostly.
+    # Speed matters more than size: the browser is usually on the same machine.
     options: dict[str, Any] = {"compress_level": 1}
     imsave(file, pixels, format="png", dpi=_DPI, pil_kwargs=options)
     return file.getvalue()

@@ -1,8 +1,7 @@
-"""A pruning being tried out: what is chosen, what stays, what it saves and costs.
+"""The state behind the panel: a selection, its mask, its savings and its losses.
 
-Plain Python, without widgets; torch is needed only to evaluate. Selecting, counting and
-predicting are quick and done at once, so that a slider can follow; the model runs only
-in `PruningSession.evaluate`.
+It has no widgets, and needs torch only to evaluate. Selecting, counting and predicting
+are fast enough to follow a slider; the model runs only in `PruningSession.evaluate`.
 """
 
 import bisect
@@ -30,13 +29,11 @@ if TYPE_CHECKING:
 
 _LEAST_TO_PREDICT = 2
 _TASK_WINDOWS = 32
-"""What a task counts as, for the time that is left."""
+"""Windows that a task counts as, for the time left."""
 _NO_PREDICTION = (
-    "Evaluate two ratios of this selection to see a prediction at every other; with a "
-    "third it says how far off it may be."
+    "Evaluate two ratios of this selection to predict the loss at any other; with a "
+    "third ratio there is also a range."
 )
-
-
 _SHOWN = ("ratio", "scope", "granularity", "structure")
 POINT_COLUMNS = (
     "selection",
@@ -52,19 +49,19 @@ POINT_COLUMNS = (
     "accuracy",
     "stderr",
 )
-"""Columns of `PruningSession.points`; the dense model has no selection."""
+"""Columns of `PruningSession.points`; `selection` is None for the dense model."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """How far an evaluation has come."""
+    """The progress of an evaluation."""
 
     label: str
     done: int
-    """Windows that are through."""
+    """Windows that are done."""
     total: int
     seconds_left: float | None
-    """Estimated; None while nothing has been measured."""
+    """An estimate; None before the first measurement."""
 
     @property
     def text(self) -> str:
@@ -96,9 +93,9 @@ class PruningSession:
         """Start with the default selection.
 
         Args:
-            table: what is selected from.
-            workbench: the model that `table` was measured on; needed to evaluate.
-            calibration: what it was measured on; by default the workbench's own.
+            table: the importance of the atoms.
+            workbench: of the model that `table` was measured on; needed to evaluate.
+            calibration: that `table` was measured on; by default the workbench's.
         """
         self.table = table
         self.workbench = workbench
@@ -117,25 +114,25 @@ class PruningSession:
 
     @property
     def selection(self) -> Selection:
-        """What is chosen, its scope being `layer` where nothing else is possible.
+        """The current selection.
 
         Raises:
-            SpecError: what was asked for last was rejected.
+            SpecError: the last settings were rejected.
         """
         if self._rejected is not None:
             raise self._rejected
         return self._selection
 
     def reject(self, why: Exception) -> None:
-        """Let nothing be chosen until something is: what was asked for is infeasible.
+        """Have no selection until the next `choose`: the settings are infeasible.
 
-        Otherwise buttons would go on with the selection of before.
+        Otherwise the buttons would use the previous selection.
         """
         self._rejected = SpecError(f"the settings above are infeasible: {why}")
 
     @property
     def note(self) -> str:
-        """What the selection does not show by itself; mostly nothing."""
+        """A remark on the selection; usually empty."""
         estimator = find_estimator(self._selection.estimator)
         if not estimator.within_layer:
             return ""
@@ -144,26 +141,26 @@ class PruningSession:
         )
 
     def choose(self, selection: Selection) -> None:
-        """Change what is selected; whether it is feasible is seen at `keep`."""
+        """Change the selection; `keep` raises an error if it is infeasible."""
         self._selection, self._rejected = selection, None
 
     @property
     def keep(self) -> KeepMask:
-        """What stays."""
+        """The mask of the selection."""
         return self._last_keep(self.selection)
 
     def keep_of(self, selection: Selection) -> KeepMask:
-        """What stays of `selection`, whatever is chosen now."""
+        """The mask of any selection."""
         return select(self.table, selection)
 
     # --- counting ---------------------------------------------------------------
 
     def savings(self) -> pd.DataFrame | None:
-        """One row of `savings_of`; None where the table lacks the sizes."""
+        """One row, as `savings.savings_of` gives it; None if the table has no sizes."""
         return self._last_savings(self.keep)
 
     def savings_of(self, keep: KeepMask) -> pd.DataFrame | None:
-        """The same of any mask of the table."""
+        """The same for any mask of the table."""
         columns = self.table.frame.columns
         if "architecture" not in self.table.metadata or "tokens" not in columns:
             return None
@@ -173,7 +170,7 @@ class PruningSession:
         return savings_of(keep, self.table, bytes_per_parameter=size)
 
     def bytes_are(self) -> str:
-        """What the bytes of `savings` are counted as; dense ones may be of files."""
+        """The kind of the bytes in `savings`: of files, or an estimate."""
         source = None if self.workbench is None else self.workbench.source
         if source is not None:
             return f"{source.dtype_name} files, pruned: an estimate"
@@ -181,7 +178,7 @@ class PruningSession:
         return f"an estimate, {size:g} for each parameter"
 
     def describe(self) -> str:
-        """What is removed and saved, as text."""
+        """The pruned share and the savings, as text."""
         keep = self.keep
         text = (
             f"{keep.achieved_ratio:.1%} of the atomic experts removed: "
@@ -189,7 +186,7 @@ class PruningSession:
         )
         savings = self.savings()
         if savings is None:
-            text += "The table has no architecture, so nothing is known of parameters."
+            text += "The table has no architecture, so parameters are unknown."
         else:
             row = savings.iloc[0]
             text += (
@@ -203,25 +200,25 @@ class PruningSession:
     # --- predicting -------------------------------------------------------------
 
     def describe_prediction(self) -> str:
-        """What the selection costs, as text: measured, or predicted; no model runs.
+        """The loss of the selection as text, measured or predicted; no model runs.
 
-        Predictions are read from the `points` that were chosen alike at other ratios,
-        on every corpus that has two of them. The range is that of `DamageMap.spread`.
+        Predictions are fitted to the `points` with the same settings at other ratios,
+        for every corpus with at least two. The range is that of `DamageMap.spread`.
         """
         measured = self.measured()
-        told = [_measurement(row) for row in measured.to_dict("records")]
+        texts = [_measurement(row) for row in measured.to_dict("records")]
         points = self._points_for_fit()
         if points.empty:
-            return " ".join([*told, _NO_PREDICTION])
+            return " ".join([*texts, _NO_PREDICTION])
         others = points[~points["dataset"].isin(measured["dataset"])]
         score = self._score_of(self.keep)
         groups = others.groupby("dataset", sort=False)
         return " ".join(
-            [*told, *(_prediction(str(name), part, score) for name, part in groups)]
+            [*texts, *(_prediction(str(name), part, score) for name, part in groups)]
         )
 
     def measured(self) -> pd.DataFrame:
-        """The `points` of what is chosen: of its very mask, on each corpus the last."""
+        """The last of the `points` of exactly this mask, for each corpus."""
         keep = self.keep
         points = self._points_alike()
         if points.empty:
@@ -235,10 +232,10 @@ class PruningSession:
 
         Args:
             rise: nats per token.
-            corpus: whose points are read.
+            corpus: that the loss is predicted on.
 
         Raises:
-            SpecError: nothing was evaluated that a prediction could be made from.
+            SpecError: there are not enough evaluations for a prediction.
         """
         points = self._points_for_fit()
         points = points[points["dataset"].eq(corpus)]
@@ -251,21 +248,21 @@ class PruningSession:
             keep = self.keep_of(replace(self.selection, ratio=ratio))
             return float(damage.predict(self._score_of(keep))) > rise
 
-        # Δloss rises with the ratio, so the first ratio that costs too much is found.
+        # Δloss rises with the ratio, so the first ratio with too large a loss is found.
         first = bisect.bisect_left(range(100), True, key=too_much)
         return max(0, first - 1) / 100
 
     def predictions(self) -> pd.DataFrame:
-        """Of the selection, by corpus with points enough: dataset, delta_nll, spread.
+        """Predictions for the selection: dataset, ratio, delta_nll, spread.
 
-        `spread` is the factor that it may be off by, missing where it is not known.
-        Corpora that the selection was `measured` on are left out.
+        `spread` is the factor by which it may be wrong, missing if unknown. Corpora on
+        which the selection was `measured`, or with too few points, are left out.
         """
         found = self._predicted([self.keep])
         return found[~found["dataset"].isin(self.measured()["dataset"])]
 
     def predicted_curve(self, ratios: Sequence[float]) -> pd.DataFrame:
-        """The same for the selection at other ratios, with their achieved `ratio`."""
+        """The same for the selection at other ratios; `ratio` is the achieved one."""
         chosen = self.selection
         return self._predicted(
             self.keep_of(replace(chosen, ratio=ratio)) for ratio in ratios
@@ -291,13 +288,13 @@ class PruningSession:
         return pd.DataFrame(rows, columns=columns)
 
     def _points_for_fit(self) -> pd.DataFrame:
-        """Points chosen alike, of corpora that have enough of them to predict from."""
+        """Points with the same settings, of corpora with enough for a prediction."""
         points = self._points_alike()
         counts = points.groupby("dataset")["summed_score"].transform("nunique")
         return points[counts >= _LEAST_TO_PREDICT]
 
     def _points_alike(self) -> pd.DataFrame:
-        """Points with a loss whose settings differ in the ratio at most."""
+        """Points with a loss and the same settings, except for the ratio."""
         same = replace(self.selection, ratio=0.0)
         points = self.points[self.points["nll"].notna()]
         alike = [
@@ -319,30 +316,33 @@ class PruningSession:
         selection: Selection | None = None,
         progress: Callable[[Step], None] | None = None,
     ) -> pd.DataFrame:
-        """Measure perplexity on the test split of `corpora`, and accuracy, both models.
+        """Measure perplexity on the test splits of `corpora`, and accuracy of `tasks`.
 
-        Whatever was measured before comes from the cache. Run it in any thread.
+        The dense and the masked model are measured; earlier results come from the
+        cache. It may run in any thread.
 
         Args:
             corpora: names or paths.
             tasks: of the harness, or `continuation`.
-            selection: by default what is chosen now.
-            progress: called as it goes; what it raises ends the evaluation.
+            selection: by default the current one.
+            progress: called for each step; an exception it raises ends the work.
 
         Returns:
             The new rows of `points`: the dense model (ratio 0) and the selection.
 
         Raises:
-            SpecError: there is no model, or neither corpus nor task.
+            SpecError: there is no model, or there are no corpora and no tasks.
         """
         bench = self.workbench
         if bench is None:
             raise SpecError(
                 "the session has a table but no model, so nothing can be evaluated; "
-                "make it of a Workbench: open_workbench('lab')"
+                "open it with a workbench, such as open_workbench('lab')"
             )
         if not corpora and not tasks:
-            raise SpecError("no corpus is chosen; choose at least one, such as pydocs")
+            raise SpecError(
+                "no corpus and no task are selected; select one, such as pydocs"
+            )
         selection = selection or self.selection
         keep = self.keep_of(selection)
         masks = (None, keep) if keep.n_removed else (None,)
@@ -429,16 +429,16 @@ def _measured(points: pd.DataFrame) -> tuple[tuple[float, float], ...]:
 
 @functools.lru_cache(maxsize=64)
 def _fitted(points: tuple[tuple[float, float], ...]) -> DamageMap:
-    """`fit_damage`, once for the same points: sliders ask at every move."""
+    """`fit_damage`, cached because the slider asks for it at every move."""
     return fit_damage(points)
 
 
 def _prediction(corpus: str, points: pd.DataFrame, score: float) -> str:
-    """One sentence: what removing `score` costs on `corpus`, as its `points` say."""
+    """One sentence: the loss on `corpus` of pruning `score`, fitted to its `points`."""
     try:
         damage = _fitted(_measured(points))
         loss = float(damage.predict(score))
-    except SpecError as error:  # what is wrong is shown; a display never fails
+    except SpecError as error:  # shown in place of the prediction
         return f"No prediction on {corpus}: {error}."
     dense = float((points["nll"] - points["delta_nll"]).iloc[0])
     losses = [loss]
@@ -446,7 +446,11 @@ def _prediction(corpus: str, points: pd.DataFrame, score: float) -> str:
         losses += [loss / damage.spread, loss * damage.spread]
     with np.errstate(over="ignore"):
         perplexities = np.exp(dense + np.array(losses)).tolist()
-    beyond = ", beyond them and so less certain" if damage.extrapolates(score) else ""
+    beyond = (
+        ", outside their range and so less certain"
+        if damage.extrapolates(score)
+        else ""
+    )
     return (
         f"Predicted on {corpus} from {len(damage.points)} evaluated ratios{beyond}: "
         f"Δloss {_span(losses, '.3g')} {PER_TOKEN}, "
@@ -455,7 +459,7 @@ def _prediction(corpus: str, points: pd.DataFrame, score: float) -> str:
 
 
 def _measurement(point: dict[str, Any]) -> str:
-    """One sentence: what was measured of a selection on a corpus."""
+    """One sentence: the measured loss of a selection on a corpus."""
     return (
         f"Measured on {point['dataset']}: Δloss {point['delta_nll']:.3g} "
         f"{PER_TOKEN}, perplexity {point['perplexity']:,.1f}."
@@ -463,13 +467,13 @@ def _measurement(point: dict[str, Any]) -> str:
 
 
 def _span(values: list[float], form: str) -> str:
-    """The first of `values` and, in brackets, from where to where it may lie."""
+    """The first of `values` and, in brackets, its range."""
     first, *rest = (format(value, form) for value in values)
     return f"{first} ({' to '.join(rest)})" if rest else first
 
 
 class _Clock:
-    """Turns the progress of each part into steps of the whole, with the time left."""
+    """Turns the progress of the parts into steps of the whole, with the time left."""
 
     def __init__(self, total: int, report: Callable[[Step], None] | None) -> None:
         self._report = report
@@ -478,19 +482,19 @@ class _Clock:
         self.parts = Parts(total, self._measured)
 
     def begin(self, label: str) -> None:
-        """A part begins."""
+        """Begin a part."""
         self._label = label
         self._left.skip_to(self.parts.done)
         self._tell()
 
     def share_of(self, n_windows: int) -> Progress:
-        """Progress of a part that counts as so many windows."""
+        """Progress of a part that counts as `n_windows`."""
         return lambda done, total: self.parts(
             n_windows * done // max(1, total), n_windows
         )
 
     def end(self, n_windows: int) -> None:
-        """The part, measured or read from the cache, is through."""
+        """End a part, whether it was measured or read from the cache."""
         self.parts.end(n_windows)
         self._left.skip_to(self.parts.done)
         self._tell()

@@ -31,7 +31,7 @@ def begin_again(panel: Panel) -> None:
     start = {"granularity": "atom", "structure": "ragged", "budget": "atoms"}
     for name, value in {"estimator": "heapr", "scope": "global", **start}.items():
         panel.choice(name).select_option(value)
-    panel.enter("keep layers", "")
+    panel.enter("layers not pruned", "")
     panel.type_ratio("0.5")
     expect(panel.counts).to_contain_text(f"{N_ATOMS // 2} of {N_ATOMS} kept")
 
@@ -67,7 +67,7 @@ def test_ratios_are_taken_as_they_are_typed(reset: Panel, shots: Path) -> None:
 def test_layers_that_are_none_are_refused(reset: Panel) -> None:
     """7-5 and 5- are errors, and the old picture is said to be out of date."""
     for text, why in (("7-5", "runs backwards"), ("5-", "cannot read")):
-        reset.enter("keep layers", text)
+        reset.enter("layers not pruned", text)
         expect(reset.root.get_by_role("alert")).to_contain_text(why)
         expect(reset.root.get_by_text("Out of date: the picture")).to_be_visible()
         wait_until_picture_is(reset, grey=True)
@@ -77,7 +77,7 @@ def test_layers_that_are_none_are_refused(reset: Panel) -> None:
             reset.root.get_by_text("the settings above are infeasible")
         ).to_be_visible()
         reset.open("Choose")
-    reset.enter("keep layers", "0")
+    reset.enter("layers not pruned", "0")
     expect(reset.root.get_by_role("alert")).to_have_count(0)
     wait_until_picture_is(reset, grey=False)
 

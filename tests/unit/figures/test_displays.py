@@ -174,7 +174,7 @@ def test_the_magic_takes_a_variable_or_a_name() -> None:
     assert magic.source_of(" table ", variables) is frame
     assert magic.source_of("lab", variables) == "lab"
     assert magic.source_of('"my table.parquet"', variables) == "my table.parquet"
-    with pytest.raises(SpecError, match=r"needs to be told .*%heapr lab"):
+    with pytest.raises(SpecError, match=r"needs an argument.*%heapr lab"):
         magic.source_of("  ", variables)
 
 

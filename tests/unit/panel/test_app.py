@@ -71,7 +71,7 @@ def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         other.listen()
         result = invoke("lab", "--no-browser", "--port", str(other.getsockname()[1]))
     assert result.exit_code == 2
-    assert "give another one with --port" in result.stderr
+    assert "give another --port" in result.stderr
 
 
 def test_help_has_examples() -> None:

@@ -245,7 +245,7 @@ def test_errors_stand_in_the_tab(tab: InspectTab, name: str) -> None:
 
 
 def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
-    """A choice that cannot be had is an alert as well."""
+    """An infeasible selection is an alert as well."""
     tab.session.choose(Selection(0.5, exclude_layers=(99,)))
     tab.show_contexts.button.click()
     tab.show_contexts.wait(60)

@@ -40,8 +40,8 @@ def test_panel_controls_reach_the_session() -> None:
     assert panel.session.selection == Selection(0.3, "random", "layer", "expert")
 
 
-def test_controls_of_structure_budget_and_floor() -> None:
-    """Widths, what the ratio counts, a floor and layers that stay, as `select` has."""
+def test_controls_of_structure_budget_and_constraints() -> None:
+    """Widths, what the ratio counts, minimum atoms and layers that are not pruned."""
     panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.3))
     controls = panel.controls
     assert controls.multiple.disabled
@@ -50,15 +50,15 @@ def test_controls_of_structure_budget_and_floor() -> None:
     controls.multiple.value = 4
     assert set(panel.session.keep.widths().to_numpy().ravel()) <= {0, 4, 8, 12, 16}
     controls.structure.value = "ragged"
-    controls.floor.value = 3
-    controls.whole.value = "1"
+    controls.min_atoms.value = 3
+    controls.excluded.value = "1"
     assert panel.session.keep.by_layer(1).all()
     assert panel.session.keep.widths().loc[0].min() >= 3
     assert panel.session.selection.exclude_layers == (1,)
-    controls.whole.value = "one"
+    controls.excluded.value = "one"
     assert "cannot read" in panel.error.value
-    controls.whole.value = ""
-    controls.floor.value = 0
+    controls.excluded.value = ""
+    controls.min_atoms.value = 0
     controls.ratio.value = "0.5"
     controls.budget.value = "routed FLOPs (flops)"
     assert panel.error.value == ""
@@ -144,15 +144,15 @@ def test_panel_with_camera() -> None:
     )
 
 
-def test_panel_shows_what_cannot_be_had() -> None:
-    """A choice that cannot be had is told in the panel, and forgotten afterwards."""
+def test_panel_shows_that_a_selection_is_infeasible() -> None:
+    """An infeasible selection is an alert, which goes once it is feasible."""
     panel = explore(small_table(), selection=Selection(ratio=0.5))
-    panel.controls.floor.value = 4
+    panel.controls.min_atoms.value = 4
     assert 'role="alert"' in panel.error.value
     assert "the largest possible is 0" in panel.error.value
     assert "infeasible" in panel.status.value
     assert "ut of date" in panel.status.value
-    panel.controls.floor.value = 1
+    panel.controls.min_atoms.value = 1
     assert panel.error.value == ""
     assert "8 of 16 kept" in panel.status.value
 

@@ -49,7 +49,7 @@ def test_losses_are_told_in_text() -> None:
     assert "half of &lt;it&gt;" in page
     assert 'role="status"' in page
     assert "Δ +2.50 nats (dense 1.00, pruned 3.50)" in span_of(page, 2)
-    assert "no loss: nothing stands before it" in page
+    assert "no loss: it is the first token" in page
 
 
 def test_changes_differ_by_more_than_colour() -> None:
@@ -73,7 +73,7 @@ def test_the_ten_hurt_most() -> None:
     assert rows[0] == ["15", "+1.100", "1.000", "2.100", "jklmnop"]
     better = losses_html(losses(-1.0, 0.0), pruned=PRUNED)
     assert cells(better) == []
-    assert "No token is worse off" in better
+    assert "No token has a higher loss" in better
 
 
 def test_text_is_escaped_and_seen() -> None:
@@ -174,8 +174,8 @@ def test_contexts_are_told_in_text() -> None:
     """Each with its numbers and place, the token marked; none is told too."""
     columns = ["window", "position", "h", "p", "before", "token", "after"]
     frame = pd.DataFrame([(2, 7, -1.5, 0.25, "a\n", "<b>", "")], columns=columns)
-    page = contexts_html(frame, told="atom 4 & more")
+    page = contexts_html(frame, summary="atom 4 & more")
     assert cells(page) == [["-1.5", "0.250", "2:7", "a↵&lt;b&gt;"]]
     assert marked(page) == ["&lt;b&gt;"]
     assert "atom 4 &amp; more" in page
-    assert "None of the tokens" in contexts_html(frame[:0], told="atom 4")
+    assert "No token of" in contexts_html(frame[:0], summary="atom 4")

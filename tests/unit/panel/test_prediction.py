@@ -82,7 +82,7 @@ def test_prediction_follows_the_slider(
         assert f"perplexity {np.exp(DENSE_NLL + loss):,.1f}." in found
         assert "less certain" not in found
     foretold.controls.slider.value = 80
-    assert "beyond them and so less certain" in foretold.prediction.value
+    assert "outside their range and so less certain" in foretold.prediction.value
     assert len(foretold.session.points) == 3
 
 

@@ -97,13 +97,13 @@ def test_a_move_of_the_slider_selects_once(monkeypatch: pytest.MonkeyPatch) -> N
 # --- what is out of date --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["floor", "ratio", "layers"])
+@pytest.mark.parametrize("how", ["min atoms", "ratio", "layers"])
 def test_an_infeasible_choice_greys_the_old_picture(how: str) -> None:
     """Picture and table are said to be old, until the choice is feasible again."""
     panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.5))
-    before = panel.controls.floor.value, panel.controls.ratio.value, ""
-    boxes = panel.controls.floor, panel.controls.ratio, panel.controls.whole
-    number = ["floor", "ratio", "layers"].index(how)
+    before = panel.controls.min_atoms.value, panel.controls.ratio.value, ""
+    boxes = panel.controls.min_atoms, panel.controls.ratio, panel.controls.excluded
+    number = ["min atoms", "ratio", "layers"].index(how)
     boxes[number].value = (16, "40", "1-0")[number]
     assert 'role="alert"' in panel.error.value
     assert "Out of date" in panel.status.value
