@@ -405,16 +405,6 @@ class Selection:
         return cls(**{**given, "layer_ratios": layers})
 
 
-def selection_in(settings: Mapping[str, Any]) -> Selection:
-    """The selection among the settings of a mask, or in a checkpoint's manifest.
-
-    Raises:
-        SpecError: there is none, as for a mask that was learned.
-    """
-    names = {field.name for field in dataclasses.fields(Selection)}
-    return Selection.from_dict({k: v for k, v in settings.items() if k in names})
-
-
 def _as_written(value: Any, *, name: str) -> Any:
     """A ratio in [0, 1) as a float, or as it is where a float would change it."""
     ratio = exact_ratio(value, name=name)

@@ -24,11 +24,6 @@ def lab_model_dir(recipe: str = "bundled") -> Path:
     return project_dir() / "data" / name
 
 
-def paper_dir() -> Path:
-    """The folder of the paper's published tables."""
-    return project_dir() / "data" / "paper"
-
-
 def figures_dir() -> Path:
     """The folder of the committed figures."""
     return project_dir() / "figures"

@@ -52,12 +52,6 @@ def test_cache_dir_without_setting_is_the_users_cache_folder(
     assert paths.cache_dir() == tmp_path / ".cache" / "heapr_lab"
 
 
-def test_the_papers_tables_are_in_their_place() -> None:
-    """paper_dir holds the published tables."""
-    frame = pd.read_csv(paths.paper_dir() / "cost.csv")
-    assert "gpu_minutes" in frame.columns
-
-
 def test_cache_path_depends_on_every_field_of_the_key() -> None:
     """Another value, field or kind is another path; the order of fields is not."""
     paths = {

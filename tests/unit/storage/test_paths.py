@@ -14,7 +14,6 @@ def test_the_folders_of_the_project() -> None:
     """All below the folder that holds the package."""
     assert paths.project_dir() == ROOT
     assert paths.figures_dir() == ROOT / "figures"
-    assert paths.paper_dir() == ROOT / "data" / "paper"
     assert paths.lab_model_dir() == ROOT / "data" / "lab_moe"
     assert paths.lab_model_dir("bundled") == ROOT / "data" / "lab_moe"
     assert paths.lab_model_dir("small") == ROOT / "data" / "lab_small"

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.sources import read_source, source_of, weights_bytes
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.pruning.options import Selection, selection_in
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import context_length
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.export import describe_calibration, savings
@@ -91,10 +92,10 @@ def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> Non
         "--out", tmp_path / "pruned",
     )  # fmt: skip
     manifest = manifest_of(tmp_path / "pruned")
-    setting = Setting(
-        selection_in(manifest["selection"]),
-        Calibration.from_dict(manifest["calibrated_on"]),
-    )
+    of_selection = {field.name for field in fields(Selection)}
+    chosen = {k: v for k, v in manifest["selection"].items() if k in of_selection}
+    calibration = Calibration.from_dict(manifest["calibrated_on"])
+    setting = Setting(Selection.from_dict(chosen), calibration)
     keep = bench_of(root).keep(setting)
     assert keep.fingerprint == manifest["keep_fingerprint"]
     assert setting.selection == Selection(0.3, "fisher", scope="layer", min_atoms=1)
