@@ -91,8 +91,8 @@ def test_ratios_do_not_change_the_ranking() -> None:
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        ({}, "ratio is needed; got none"),
-        ({"estimator": "heapr"}, "ratio is needed; got estimator"),
+        ({}, "ratio is required; got none"),
+        ({"estimator": "heapr"}, "ratio is required; got estimator"),
         ({"ratio": 0.5, "ratoi": 0.6}, "got ratio, ratoi"),
         ({"ratio": 25}, r"in \[0, 1\), got 25; give a fraction"),
         ({"ratio": 0.5, "structure": "square"}, "structure must be one of 'ragged'"),
