@@ -199,7 +199,7 @@ def test_packing_that_would_be_wrong_is_not_used(tokenizer, caplog):
     ours = PackingHFLM(model, tokenizer)
     ours.packs = True
     got = ours.loglikelihood(task.instances)
-    assert "Qwen3NextForCausalLM does not take packed contexts" in caplog.text
+    assert "Qwen3NextForCausalLM does not support packed contexts" in caplog.text
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
     expected = theirs.loglikelihood(task.instances, disable_tqdm=True)
     assert [a[0] for a in got] == pytest.approx([a[0] for a in expected], rel=1e-4)
