@@ -128,5 +128,5 @@ def test_settings_reach_both_masks() -> None:
     settings = {"estimator": "heapr_total", "min_atoms": 2, "scope": "global"}
     keep = mask_for_budgets(table, parameters=0.05, flops=0.3, **settings)
     assert {name: keep.settings[name] for name in settings} == settings
-    with pytest.raises(SpecError, match="met with scope 'global', got 'layer'"):
+    with pytest.raises(SpecError, match="need scope 'global', got 'layer'"):
         mask_for_budgets(table, parameters=0.1, flops=0.1, scope="layer")

@@ -272,7 +272,7 @@ def test_fingerprints_tell_weights_apart() -> None:
 @pytest.mark.parametrize("ridge", [-1e-9, float("nan")])
 def test_a_ridge_below_0_is_refused(layer: ExpertsLayer, ridge: float) -> None:
     """Nor is what is no number taken."""
-    with pytest.raises(SpecError, match=f"ridge is {ridge}, expected a number from 0"):
+    with pytest.raises(SpecError, match=f"ridge is {ridge}, expected a number >= 0"):
         solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=ridge)
 
 

@@ -229,7 +229,7 @@ def test_settings_that_are_not_positive_are_refused(
     model: nn.Module, table: ImportanceTable, ridge: float, n_steps: int
 ) -> None:
     """The message has both; one step is the least there is."""
-    message = f"ridge is {ridge} and n_steps is {n_steps}, expected both above 0"
+    message = f"ridge is {ridge} and n_steps {n_steps}, expected both above 0"
     with pytest.raises(SpecError, match=message):
         eliminate(model, table, WINDOWS, ridge=ridge, n_steps=n_steps)
     eliminate(model, table, WINDOWS, ridge=0.1, n_steps=1)

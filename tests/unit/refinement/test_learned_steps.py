@@ -17,6 +17,7 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.modes import differentiating
+from heapr_lab.progress import no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
@@ -138,7 +139,7 @@ def test_one_step_is_taken_at_the_first_temperature(
             n_kept=32,
             batches=[torch.arange(6)],
             learning_rate=0.02,
-            progress=None,
+            progress=no_report,
         )
     step = (logits.detach() - start).abs()
     assert step.max().item() == pytest.approx(0.02)
