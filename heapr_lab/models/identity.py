@@ -186,7 +186,7 @@ def model_identity(model: Any) -> dict[str, str]:
 def architecture_identity(model: Any) -> dict[str, str]:
     """The part of `model_identity` that does not depend on the weights."""
     config = model.config.get_text_config().to_dict()
-    volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+    volatile = {"transformers_version", "dtype", "torch_dtype"}
     kept = {
         key: value
         for key, value in config.items()

@@ -4,6 +4,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,22 @@ def test_hooks_are_named(
     refuse_disturbed(model, remedy="ask")
 
 
+@pytest.mark.parametrize(
+    "package", ["accelerate", "heapr_lab", "torch", "transformers"]
+)
+def test_hooks_of_these_packages_are_known(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """They watch, or belong to how the model runs."""
+    monkeypatch.setattr(watch, "__module__", f"{package}.somewhere")
+    handle = model.lm_head.register_forward_hook(watch)
+    refuse_disturbed(model, remedy="ask")
+    monkeypatch.setattr(watch, "__module__", f"{package}_of_another")
+    with pytest.raises(SpecError, match="has a hook, watch"):
+        refuse_disturbed(model, remedy="ask")
+    handle.remove()
+
+
 def test_autocast_of_another_device_does_not_matter() -> None:
     """Only that of the devices that the weights are on."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -263,3 +280,16 @@ def test_an_offloaded_tensor_is_named(weights: Weights) -> None:
     """It has no values to hash."""
     with pytest.raises(LayoutError, match=r"^column is offloaded, its values are not"):
         model_identity(weights.to("meta"))
+
+
+def test_a_configuration_is_known_by_its_content(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the order of its entries or the transformers that reads it."""
+    weights.config.own = {"a": 1, "b": Path("x")}
+    before = architecture_identity(weights)
+    weights.config.own = {"b": Path("x"), "a": 1}
+    assert architecture_identity(weights) == before
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "0")
+    assert weights.config.to_dict()["transformers_version"] == "0"
+    assert architecture_identity(weights) == before
