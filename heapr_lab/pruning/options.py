@@ -240,7 +240,7 @@ class Selection:
                     f"{name} must be in [0, 1], got {float(share)}; give a fraction, "
                     "not per cent"
                 )
-            self._set(**{name: float(share)})
+            self._set(**{name: _shortest(share, value)})
         self._set(protect_unrouted=bool(self.protect_unrouted))
 
     def _check_combinations(self) -> None:
@@ -381,6 +381,9 @@ class Selection:
         """Plain data for files and manifests; `from_dict` reads it."""
         plain = dataclasses.asdict(self)
         plain["ratio"] = float(self.ratio)
+        for name in ("protect_outliers", "price"):
+            value = plain[name]
+            plain[name] = None if value is None else float(value)
         plain["layer_ratios"] = {str(k): float(r) for k, r in self.layer_ratios}
         plain["estimator_options"] = dict(self.estimator_options)
         plain["exclude_layers"] = list(self.exclude_layers)
@@ -406,7 +409,10 @@ class Selection:
 
 
 def _as_written(value: Any, *, name: str) -> Any:
-    """A ratio in [0, 1) as a float, or as it is where a float would change it."""
-    ratio = exact_ratio(value, name=name)
-    short = float(ratio)
-    return short if Fraction(str(short)) == ratio else value
+    """A ratio in [0, 1) in its shortest type."""
+    return _shortest(exact_ratio(value, name=name), value)
+
+
+def _shortest(exact: Fraction, value: Any) -> Any:
+    """`exact` as a float, or `value` itself where a float would change it."""
+    return short if Fraction(str(short := float(exact))) == exact else value

@@ -82,6 +82,6 @@ def test_without_steps_there_is_a_pass_for_each_group(
     )
     for layer, own in walked:
         assert torch.equal(own.sums, expected[layer.layer].sums)
-    assert "2 forward passes are taken instead of one" in caplog.text
+    assert "2 forward passes are used instead of one" in caplog.text
     assert done == sorted(done)
     assert done[-1] == (8, 8)

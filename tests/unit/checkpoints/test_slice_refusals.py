@@ -157,7 +157,7 @@ def with_unknown_type(source: Path) -> None:
         ),
         (without_index, "has neither model.safetensors nor model.safetensors.index"),
         (with_half_index, "index.json has no complete weight_map: download it again"),
-        (with_stray_name, r"lacks lost, which model.safetensors.index.json says"),
+        (with_stray_name, r"lacks lost, which model.safetensors.index.json expects"),
         (
             with_tensor_twice,
             r"is in .*model-00002.* and in model-00001.* expected it once",

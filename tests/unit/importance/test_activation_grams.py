@@ -13,7 +13,7 @@ from heapr_lab.importance.activation_grams import (
     LayerGrams,
     collect_grams,
     default_span,
-    fit_at_once,
+    fits_in_memory,
     iter_grams,
     sizes_of,
 )
@@ -286,9 +286,9 @@ def test_sizes(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes_of(layers[0], "layer") == (1, N_EXPERTS * D_INTER)
     for room, fit in {2 * BLOCK_BYTES: True, 2 * BLOCK_BYTES - 1: False}.items():
         monkeypatch.setattr(activation_grams, "_AT_ONCE", room)
-        assert fit_at_once(layers, "expert") == fit
-    assert fit_at_once(layers[:1], "expert")
-    assert not fit_at_once(layers, "layer")
+        assert fits_in_memory(layers, "expert") == fit
+    assert fits_in_memory(layers[:1], "expert")
+    assert not fits_in_memory(layers, "layer")
     groups = [len(group) for group in activation_grams._groups(layers * 3, "layer")]
     assert groups == [1] * 6
     monkeypatch.setattr(activation_grams, "_AT_ONCE", 2 * BLOCK_BYTES)

@@ -159,7 +159,7 @@ def test_out_of_memory_makes_the_batches_smaller(
 
     monkeypatch.setattr(collect._Pass, "_step", cramped)
     table = collect_statistics(model, WINDOWS)
-    assert sizes == [5, 4, 3, 2, 2, 1]
+    assert sizes == [5, 2, 2, 1]
     assert table.metadata["provenance"]["batch_size"] == 2
 
 

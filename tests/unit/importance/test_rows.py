@@ -164,9 +164,7 @@ def test_numbers_count_from_nought(name: str) -> None:
 def test_rows_that_are_there_twice_are_counted() -> None:
     """And the first of them is named."""
     given = numbered([3, 1, 2, 1, 3], 5, [0, 7, 0, 7, 0])
-    with pytest.raises(
-        SpecError, match=r"2 rows are there twice, first .* \(1, 5, 7\)"
-    ):
+    with pytest.raises(SpecError, match=r"2 rows are repeated, first .* \(1, 5, 7\)"):
         sorted_rows(given)
 
 
@@ -178,5 +176,5 @@ def test_order_is_seen_in_long_tables(at: int) -> None:
     assert sorted_rows(numbered(0, 0, atoms))["atom"].is_monotonic_increasing
     atoms.sort()
     atoms[at] = atoms[at - 1]
-    with pytest.raises(SpecError, match="1 rows are there twice"):
+    with pytest.raises(SpecError, match="1 rows are repeated"):
         sorted_rows(numbered(0, 0, atoms))

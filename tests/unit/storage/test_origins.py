@@ -82,12 +82,12 @@ def test_rows_beside_a_figure(folder: Path, beside: str) -> None:
     assert read_provenance(rows) == Origin(rows, "rows", SAID, HASH)
     rows.write_text("x,y\n1,3\n")
     assert read_provenance(figure).rows is None
-    with pytest.raises(CacheError, match=r"has other rows than .*a\.png was made of"):
+    with pytest.raises(CacheError, match=r"has other rows than .*a\.png was made from"):
         read_provenance(rows)
 
 
 def test_the_first_file_that_was_made_of_the_rows(folder: Path) -> None:
-    """A table beside them that was made of others does not hide the figure."""
+    """A table beside them that was made from others does not hide the figure."""
     marked(folder / "a.md", {"data": "others"})
     marked(folder / "a.png", SAID)
     rows = folder / "a.csv"

@@ -84,7 +84,9 @@ def test_a_result_without_its_key_is_foreign() -> None:
     answer(1)
     path = cache.cache_path("answers", {"x": 1}, extension="json")
     path.with_name(f"{path.name}.key.json").unlink()
-    with pytest.raises(CacheError, match=r"is foreign: .*\.json\.key\.json, which"):
+    with pytest.raises(
+        CacheError, match=r"is foreign: expected .*\.json\.key\.json beside it"
+    ):
         answer(1)
 
 
