@@ -1,6 +1,6 @@
 """Mutation testing: does a test fail for each small wrong change of a module?
 
-    make mutants                                        all modules below
+    make mutants                                        all in modules.py
     make mutants MODULE=heapr_lab/storage/files.py      one of them
     python tests/mutation/run.py --survivors MODULE     only what survived last time
 
@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import gc
 import importlib
-import importlib.machinery
 import itertools
 import os
 import pickle
@@ -28,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,89 +35,11 @@ sys.path[:1] = [str(ROOT), str(ROOT / "tests")]
 
 import conftest  # noqa: F401  the environment that tests run in
 import pytest
+from mutation.exchange import exchange, functions_in, imports_changed
+from mutation.modules import MODULES, tests_of
 from mutation.operators import Mutant, mutants
 from mutation.record import Survivor, read, write
 
-MODULES = (
-    *(f"heapr_lab/{wing}/*.py" for wing in ("storage", "importance", "pruning")),
-    "heapr_lab/refinement/*.py",
-    "heapr_lab/evaluation/perplexity.py",
-    "heapr_lab/models/hooks.py",
-    "heapr_lab/models/identity.py",
-)
-UNIT = "tests/unit"
-TESTS = {
-    "storage/files": (
-        "storage/test_files.py",
-        "storage/test_cache.py",
-        "storage/test_damaged_files.py",
-    ),
-    "storage/hashing": ("storage/test_hashing.py",),
-    "storage/cache": (
-        "storage/test_waiting.py",
-        "storage/test_cache.py",
-        "storage/test_paths.py",
-    ),
-    "storage/paths": ("storage/test_paths.py", "storage/test_cache.py"),
-    "storage/provenance": ("storage/test_origins.py", "storage/test_damaged_files.py"),
-    "importance/columns": (
-        "importance/test_rows.py",
-        "importance/test_table.py",
-        "importance/test_merging.py",
-    ),
-    "importance/merging": ("importance/test_merging.py", "importance/test_table.py"),
-    "importance/table": ("importance/test_table.py", "importance/test_table_parts.py"),
-    "importance/collect": ("importance/test_pass.py", "importance/test_collect.py"),
-    "importance/activation_grams": ("importance/test_activation_grams.py",),
-    "importance/estimators": (
-        "importance/test_estimators.py",
-        "importance/test_table.py",
-        "importance/test_table_parts.py",
-    ),
-    "models/hooks": (
-        "models/test_hooks.py",
-        "importance/test_pass.py",
-        "importance/test_activation_grams.py",
-    ),
-    "models/identity": ("models/test_identity_parts.py", "models/test_identity.py"),
-    "pruning/masks": (
-        "pruning/test_masks.py",
-        "pruning/test_selection.py",
-        "storage/test_damaged_files.py",
-    ),
-    "pruning/pareto": ("pruning/test_pareto.py",),
-    "pruning/ranking": (
-        "pruning/test_ranking.py",
-        "pruning/test_selection.py",
-        "../property",
-    ),
-    "pruning/savings": ("pruning/test_savings.py",),
-    "pruning/surgery": ("pruning/test_surgery.py",),
-    "pruning": ("pruning", "../property"),
-    "refinement/compensation": (
-        "refinement/test_compensation.py",
-        "../oracle/test_compensation.py",
-    ),
-    "refinement/distillation": (
-        "refinement/test_distillation.py",
-        "refinement/test_learned_masks.py",
-    ),
-    "refinement/elimination": (
-        "refinement/test_elimination.py",
-        "../oracle/test_elimination.py",
-    ),
-    "refinement/iterative": ("refinement/test_iterative.py",),
-    "refinement/learned_masks": (
-        "refinement/test_learned_steps.py",
-        "refinement/test_learned_masks.py",
-    ),
-    "refinement/recovery": ("refinement/test_recovery.py",),
-    "evaluation/perplexity": (
-        "evaluation/test_perplexity.py",
-        "../oracle/test_perplexity.py",
-    ),
-}
-"""The tests of a module or a wing, below UNIT, where they are not UNIT/<wing>."""
 PRELOADED = (
     "accelerate.utils",
     "datasets",
@@ -343,47 +264,6 @@ def watch(session: pytest.Session, path: Path, into: Path) -> None:
 # --- mutants --------------------------------------------------------------------
 
 
-def codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a module, and of all that is defined in it."""
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from codes(inner)
-
-
-def functions_in(path: Path) -> list[FunctionType]:
-    """All functions that exist in this process and are written in a file."""
-    return [
-        function
-        for function in gc.get_objects()
-        if isinstance(function, FunctionType)
-        and function.__code__.co_filename == str(path)
-    ]
-
-
-def exchange(functions: Sequence[FunctionType], changed: CodeType) -> bool:
-    """Give functions their code in a changed module; whether that was possible."""
-    new = {(code.co_qualname, code.co_firstlineno): code for code in codes(changed)}
-    for function in functions:
-        code = function.__code__
-        other = new.get((code.co_qualname, code.co_firstlineno), code)
-        if other.co_freevars != code.co_freevars:
-            return False
-        function.__code__ = other
-    return True
-
-
-def imports_changed(changed: CodeType) -> None:
-    """Let the import of a module find this code in the place of its file."""
-    loader = importlib.machinery.SourceFileLoader
-    found = loader.get_code
-
-    def get_code(self: Any, name: str) -> CodeType | None:
-        return changed if self.path == changed.co_filename else found(self, name)
-
-    loader.get_code = get_code
-
-
 @dataclass
 class Trial:
     """The mutants of one module, and what has become of them."""
@@ -393,9 +273,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.source = self.path.read_text(encoding="utf-8")
-        wing = self.path.parent.name
-        own = TESTS.get(f"{wing}/{self.path.stem}") or TESTS.get(wing, (wing,))
-        self.tests = [f"{UNIT}/{path}" for path in own]
+        self.tests = tests_of(self.path)
         self.mutants = [
             mutant
             for mutant in mutants(self.source)
