@@ -55,10 +55,7 @@ class _Piece:
 
 
 def write_gguf(
-    folder: Path | str,
-    path: Path | str,
-    *,
-    progress: Progress | None = None,
+    folder: Path | str, path: Path | str, *, progress: Progress | None = None
 ) -> Path:
     """Write the model in `folder` to one GGUF file, every tensor in its own dtype.
 

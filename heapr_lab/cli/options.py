@@ -116,8 +116,7 @@ Importance = Annotated[
     ),
 ]
 Mask = Annotated[
-    Path | None,
-    typer.Option(exists=True, dir_okay=False, help="A mask of `prune`."),
+    Path | None, typer.Option(exists=True, dir_okay=False, help="A mask of `prune`.")
 ]
 Tasks = Annotated[
     str,

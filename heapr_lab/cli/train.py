@@ -31,8 +31,7 @@ def train_lab_model(
         Path | None, typer.Option(help="Lab model to continue from; needs --steps.")
     ] = None,
     seed: Annotated[
-        int,
-        typer.Option(min=-(2**32), max=2**32, help="Seed of weights and batches."),
+        int, typer.Option(min=-(2**32), max=2**32, help="Seed of weights and batches.")
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: options.AsJson = False,

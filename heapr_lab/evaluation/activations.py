@@ -92,12 +92,7 @@ class _AtToken:
         """Expert, p, and h (I,)."""
 
     def observe(
-        self,
-        h: torch.Tensor,
-        *,
-        p: torch.Tensor,
-        rows: torch.Tensor,
-        tokens: list[int],
+        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
     ) -> None:
         """Record those of the token in one call."""
         experts = routed_experts(tokens)
@@ -186,12 +181,7 @@ class _MostActive:
         self.p = torch.zeros(0, dtype=torch.float64)
 
     def observe(
-        self,
-        h: torch.Tensor,
-        *,
-        p: torch.Tensor,
-        rows: torch.Tensor,
-        tokens: list[int],
+        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
     ) -> None:
         """Merge the rows of one batch."""
         self.calls += 1

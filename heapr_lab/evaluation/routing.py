@@ -46,12 +46,7 @@ class _Routes:
         self.frames: list[pd.DataFrame] = []
 
     def observe(
-        self,
-        h: torch.Tensor,
-        *,
-        p: torch.Tensor,
-        rows: torch.Tensor,
-        tokens: list[int],
+        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
     ) -> None:
         """Record those of one call."""
         del h

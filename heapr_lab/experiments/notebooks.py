@@ -32,11 +32,7 @@ TIMEOUT_SECONDS = 1800
 """For one cell."""
 
 _METADATA = {
-    "kernelspec": {
-        "display_name": "Python 3",
-        "language": "python",
-        "name": "python3",
-    },
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
 _WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -61,9 +61,7 @@ def method_settings() -> list[Setting]:
     """Every estimator without an extra pass, at three ratios, in its widest scope."""
     return [
         Setting(
-            ratio,
-            estimator=name,
-            scope="layer" if estimator.within_layer else "global",
+            ratio, estimator=name, scope="layer" if estimator.within_layer else "global"
         )
         for name, estimator in ESTIMATORS.items()
         if not estimator.extra_pass
@@ -189,7 +187,4 @@ def bin_results(bench: Workbench, *, estimator: str = "heapr") -> pd.DataFrame:
 
 def bin_orders(scores: np.ndarray) -> dict[str, np.ndarray]:
     """Rows of the table by original index, and by score (ties by index)."""
-    return {
-        "index": np.arange(len(scores)),
-        "score": np.argsort(scores, kind="stable"),
-    }
+    return {"index": np.arange(len(scores)), "score": np.argsort(scores, kind="stable")}

@@ -19,13 +19,7 @@ from heapr_lab.figures.curves import (
     sort_curves,
 )
 from heapr_lab.figures.paper import PAPER_TASKS, paper_dense, paper_table
-from heapr_lab.figures.style import (
-    add_legend,
-    figure_of,
-    look,
-    own_axes,
-    styled,
-)
+from heapr_lab.figures.style import add_legend, figure_of, look, own_axes, styled
 
 _LEVELS = {"Expert": "expert", "Atomic Expert": "atom"}
 _SCOPES = {"HEAPr-L": "layer", "HEAPr-G": "global"}

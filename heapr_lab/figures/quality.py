@@ -5,13 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from heapr_lab.figures.style import (
-    REFERENCE_GREY,
-    figure_of,
-    look,
-    own_axes,
-    styled,
-)
+from heapr_lab.figures.style import REFERENCE_GREY, figure_of, look, own_axes, styled
 from heapr_lab.importance.estimators import PER_TOKEN
 
 PAPER = "heapr"

@@ -126,11 +126,7 @@ def look(name: str) -> Look:
     if name in _LOOKS:
         return _LOOKS[name]
     number = zlib.crc32(name.encode())
-    return Look(
-        COLORS[number % len(COLORS)],
-        MARKERS[number % len(MARKERS)],
-        name,
-    )
+    return Look(COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)], name)
 
 
 def place(name: str) -> int:

@@ -134,9 +134,7 @@ def comparison_table(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def cost_data(
-    costs: Iterable[Mapping[str, Any]] | pd.DataFrame,
-    *,
-    baseline: str | None = None,
+    costs: Iterable[Mapping[str, Any]] | pd.DataFrame, *, baseline: str | None = None
 ) -> pd.DataFrame:
     """Measured costs and the paper's, in seconds and bytes.
 

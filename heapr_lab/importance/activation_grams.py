@@ -72,12 +72,7 @@ class _Collector:
         self.tokens = torch.zeros(2, self.n_experts, dtype=torch.long)
 
     def observe(
-        self,
-        h: torch.Tensor,
-        *,
-        p: torch.Tensor,
-        rows: torch.Tensor,
-        tokens: list[int],
+        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
     ) -> None:
         """Add the products of one forward."""
         wide = torch.promote_types(h.dtype, torch.float32)

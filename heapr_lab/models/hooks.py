@@ -172,12 +172,7 @@ class Observer(Protocol):
     """Sees the routed activations of one layer in every forward."""
 
     def observe(
-        self,
-        h: torch.Tensor,
-        *,
-        p: torch.Tensor,
-        rows: torch.Tensor,
-        tokens: list[int],
+        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
     ) -> None:
         """Observe one call.
 

@@ -23,10 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_model(
-    name_or_path: str | Path,
-    *,
-    device: str = "auto",
-    dtype: str | torch.dtype = "auto",
+    name_or_path: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto"
 ) -> tuple[nn.Module, Any]:
     """A causal language model in eval mode, and its tokenizer.
 

@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import nbformat
 from ipykernel.kernelspec import RESOURCES, get_kernel_dict
-from jupyter_client.kernelspec import (
-    NATIVE_KERNEL_NAME,
-    KernelSpec,
-    KernelSpecManager,
-)
+from jupyter_client.kernelspec import NATIVE_KERNEL_NAME, KernelSpec, KernelSpecManager
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable

@@ -56,9 +56,7 @@ class EvaluateTab(ipw.VBox):
         self.corpora = _multiple("corpora", corpora, list(corpora)[:1])
         self.tasks = _multiple("tasks", tasks, [])
         self.job = Job(
-            "Evaluate",
-            self._evaluate,
-            tooltip="measure the dense and the masked model",
+            "Evaluate", self._evaluate, tooltip="measure the dense and the masked model"
         )
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "860px"}

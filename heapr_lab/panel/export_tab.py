@@ -49,8 +49,7 @@ class ExportTab(ipw.VBox):
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
         row = ipw.HBox(
-            [self.folder, self.compensated, self.gguf],
-            layout={"flex_flow": "row wrap"},
+            [self.folder, self.compensated, self.gguf], layout={"flex_flow": "row wrap"}
         )
         super().__init__([row, self.note, self.job, self.command])
         self.compensated.observe(self.refresh, names="value")

@@ -142,9 +142,7 @@ class InspectTab(ipw.VBox):
         self.atom = _number("atom", 0, least=0, most=d_inter - 1)
         self._boxes = (self.atom_layer, self.expert, self.atom)
         self.nearest = ipw.Dropdown(
-            description="pruned last",
-            style=WHOLE_LABEL,
-            layout={"width": "460px"},
+            description="pruned last", style=WHOLE_LABEL, layout={"width": "460px"}
         )
         self.note = ipw.HTML()
         self.show_contexts = Job(
@@ -325,11 +323,7 @@ class InspectTab(ipw.VBox):
 
         bench = self._bench
         return read_passage(
-            bench.model,
-            bench.tokenizer,
-            text=self.text.value,
-            room=room,
-            most=_LONGEST,
+            bench.model, bench.tokenizer, text=self.text.value, room=room, most=_LONGEST
         )
 
     def _pruned(self, selection: Selection) -> tuple[KeepMask, str]:

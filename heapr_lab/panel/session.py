@@ -403,11 +403,7 @@ def _loss_part(bench: "Workbench", corpus: str) -> _Part:
 
     def measure(mask: KeepMask | None, clock: _Clock) -> dict[str, Any]:
         found = bench.perplexity(mask, windows, progress=clock.parts)
-        return {
-            "nll": found.nll,
-            "perplexity": found.value,
-            "n_tokens": found.n_tokens,
-        }
+        return {"nll": found.nll, "perplexity": found.value, "n_tokens": found.n_tokens}
 
     return _Part(corpus, windows.n_sequences, measure)
 

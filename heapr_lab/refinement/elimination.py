@@ -159,12 +159,7 @@ def layer_costs(
 
 
 def _costs(
-    C: torch.Tensor,
-    W: torch.Tensor,
-    rate: torch.Tensor,
-    *,
-    ridge: float,
-    n_steps: int,
+    C: torch.Tensor, W: torch.Tensor, rate: torch.Tensor, *, ridge: float, n_steps: int
 ) -> torch.Tensor:
     """Costs (F,) of one problem: products C (F, F), weights W (D, F), rates (F,)."""
     costs = torch.zeros(len(C), dtype=C.dtype)

@@ -60,10 +60,7 @@ def recover(
     teacher = Teacher(dense, calibration.ids, batch_size)
     config: Any = pruned.config
     use_cache = config.use_cache
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        differentiating(pruned, weights),
-    ):
+    with tempfile.TemporaryDirectory() as folder, differentiating(pruned, weights):
         arguments: Any = TrainingArguments(
             output_dir=folder,
             max_steps=n_steps,
@@ -116,11 +113,7 @@ class _Distiller(Trainer):
     """Trains on indices of windows, whose tokens the teacher has."""
 
     def __init__(
-        self,
-        pruned: Any,
-        arguments: Any,
-        teacher: Teacher,
-        progress: Progress,
+        self, pruned: Any, arguments: Any, teacher: Teacher, progress: Progress
     ) -> None:
         windows: Any = [{"window": number} for number in range(len(teacher.ids))]
         super().__init__(pruned, arguments, train_dataset=windows)

@@ -155,8 +155,7 @@ def read_frame(
                 f"{', '.join(schema.names)}"
             )
         table = file.read(
-            columns=None if columns is None else list(columns),
-            use_pandas_metadata=True,
+            columns=None if columns is None else list(columns), use_pandas_metadata=True
         )
     try:
         return _to_pandas(table), metadata

@@ -127,10 +127,7 @@ _DATASETS = {
     # The local sample and the hub's shard have a single split: documents are divided
     # into three by the hash of each, as those of `pydocs` are.
     "c4": _Dataset(
-        folder="c4_sample",
-        hub_path="allenai/c4",
-        hub_name="en",
-        single=True,
+        folder="c4_sample", hub_path="allenai/c4", hub_name="en", single=True
     ),
 }
 _C4_SHARD = "en/c4-train.00000-of-01024.json.gz"

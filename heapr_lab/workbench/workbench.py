@@ -163,10 +163,7 @@ class Workbench:
         return asked or self.profile.n_sequences
 
     def importance(
-        self,
-        calibration: Calibration | None = None,
-        *,
-        estimator: str = "heapr",
+        self, calibration: Calibration | None = None, *, estimator: str = "heapr"
     ) -> ImportanceTable:
         """The statistics of every atom on the windows of `calibration`.
 
@@ -271,11 +268,7 @@ class Workbench:
         return Divergence(**found)
 
     def task_accuracy(
-        self,
-        keep: KeepMask | None,
-        task: str,
-        *,
-        progress: Progress | None = None,
+        self, keep: KeepMask | None, task: str, *, progress: Progress | None = None
     ) -> dict[str, Any]:
         """Accuracy on the profile's number of items of a task: value, stderr, n."""
         rows = self.task_results(
@@ -397,11 +390,7 @@ class Workbench:
         return contextlib.nullcontext() if keep is None else masking(self.model, keep)
 
     def _evaluated(
-        self,
-        kind: str,
-        keep: KeepMask | None,
-        data: str,
-        compute: Callable[[], Any],
+        self, kind: str, keep: KeepMask | None, data: str, compute: Callable[[], Any]
     ) -> Any:
         state, identity = self._state_and_identity()
         key = {

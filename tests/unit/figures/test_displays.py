@@ -20,7 +20,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel import magic
 
 PLOTS = {
-    name.removeprefix("plot_") for name in figures.__all__ if name.startswith("plot_")
+    name.removeprefix("plot_") for name in dir(figures) if name.startswith("plot_")
 }
 OF_OTHER_ROWS = {"score_bins": "score_histogram", "width_cells": "widths"}
 """Plot functions that share a kind with the one its name is of."""

@@ -151,7 +151,8 @@ def test_chosen_layers(model: nn.Module, phi: dict[int, torch.Tensor]) -> None:
     found = collect_grams(model, WINDOWS, layers=[1])
     assert [*found] == [1]
     assert_right(found, phi, "expert")
-    with pytest.raises(SpecError, match=r"layers \[2, 7\] have no .*, layers \[0, 1\] have"):
+    message = r"layers \[2, 7\] have no .*, layers \[0, 1\] have"
+    with pytest.raises(SpecError, match=message):
         collect_grams(model, WINDOWS, layers=[7, 1, 2])
 
 
