@@ -31,7 +31,11 @@ TESTS = {
     ),
     "importance/merging": ("importance/test_merging.py", "importance/test_table.py"),
     "importance/table": ("importance/test_table.py", "importance/test_table_parts.py"),
-    "importance/collect": ("importance/test_pass.py", "importance/test_collect.py"),
+    "importance/collect": (
+        "importance/test_pass.py",
+        "importance/test_pass_checks.py",
+        "importance/test_collect.py",
+    ),
     "importance/activation_grams": ("importance/test_activation_grams.py",),
     "importance/estimators": (
         "importance/test_estimators.py",
