@@ -29,7 +29,13 @@ def test_what_is_refused_before_anything_is_run(
     """A batch size by its name, tokens that there are not, experts that are broken."""
     with pytest.raises(SpecError, match=r"batch_size\b"):
         collect_statistics(model, WINDOWS, batch_size=0)
-    find_experts(model)[1].module._is_expert_parallel = True
+    layer = find_experts(model)[1]
+    with torch.no_grad():
+        layer.down[2, :, 5] = torch.nan
+    said = r"layers\.1\.mlp\.experts: 1 atoms have weights that are NaN.*\(2, 5\)"
+    with pytest.raises(LayoutError, match=said):
+        collect_statistics(model, WINDOWS)
+    layer.module._is_expert_parallel = True
     with pytest.raises(LayoutError, match="expert-parallel"):
         collect_statistics(model, WINDOWS)
     assert caplog.messages == []
