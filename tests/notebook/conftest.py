@@ -18,12 +18,13 @@ TIMEOUT_SECONDS = 1080
 def stranger(session_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Clone:
     """`heapr-lab reproduce` on the small profile in a fresh repository.
 
-    Only the docstrings of the packages, which take a minute to read, are those that
-    other tests have read before.
+    Only the docstrings of the packages, which take a minute to read, are shared with
+    the other tests, whoever reads them first.
     """
     root = tmp_path_factory.mktemp("stranger")
-    if (session_cache / "pydocs").is_dir():
-        shutil.copytree(session_cache / "pydocs", root / "cache" / "pydocs")
+    read, cache = session_cache / "pydocs", root / "cache"
+    if read.is_dir():
+        shutil.copytree(read, cache / "pydocs")
     clone = Clone(root / "heapr-lab", "")
     copy_tracked(paths.project_dir(), clone.folder)
     clone.git("init", "--quiet")
@@ -34,7 +35,7 @@ def stranger(session_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> C
     run = subprocess.run(
         [*command, "--workers", "2"],
         cwd=clone.folder,
-        env=bare_environment(clone.folder, cache=root / "cache"),
+        env=bare_environment(clone.folder, cache=cache),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -42,4 +43,5 @@ def stranger(session_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> C
         timeout=TIMEOUT_SECONDS,
     )
     assert run.returncode == 0, run.stdout[-5000:]
+    shutil.copytree(cache / "pydocs", read, dirs_exist_ok=True)
     return Clone(clone.folder, run.stdout)
