@@ -31,7 +31,7 @@ _CAPTION = (
     "Left: the pruned share of each layer; dashed, of all layers. Middle: each expert "
     "in the colour of its traffic, fading to white as its atoms are pruned. Right: all "
     "scores, of atoms or of whole experts, with the pruned ones in front; dashed, the "
-    "highest pruned score. Scores of 0 or below are in the first bin."
+    "highest pruned score."
 )
 
 

@@ -27,7 +27,7 @@ from heapr_lab.figures import layer_ratios_data, plot_layer_ratios, styled
 from heapr_lab.figures.paper import paper_dense, paper_table
 from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
 from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, PAPER_GREY
-from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -150,6 +150,8 @@ class ChoicePicture:
             hidden=self._bins.n_not_positive,
             counted="whole experts" if whole else "atomic experts",
         )
+        # The controls name the estimator; there is no room for it here.
+        self._scores.ax.set_xlabel(f"score [{unit_of(estimator)}]")
 
 
 class LossPicture:

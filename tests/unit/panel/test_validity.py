@@ -323,6 +323,6 @@ def test_whole_experts_stand_in_the_histogram_of_whole_experts() -> None:
     sums = table.scores("heapr").reshape(8, 16).sum(1)
     assert (sums <= cut).sum() == 4
     assert bins.get_ylabel() == "whole experts [count]"
-    assert bins.get_xlabel() == "score, HEAPr [nats per routed token]"
+    assert bins.get_xlabel() == "score [nats per routed token]"
     picture.draw(session.keep, estimator="heapr")
     assert bins.get_ylabel() == "atomic experts [count]"
