@@ -29,6 +29,7 @@ from torch import nn
 
 from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.evaluation.continuation import continuation_items
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress
 from heapr_lab.storage.hashing import digest
@@ -37,33 +38,12 @@ from heapr_lab.text.corpora import Corpus
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
-SEVEN_TASKS = (
-    "openbookqa",
-    "arc_easy",
-    "winogrande",
-    "hellaswag",
-    "arc_challenge",
-    "piqa",
-    "mathqa",
-)
-"""The zero-shot tasks of the paper, in the order of its main table."""
-
 _DEFINITIONS = {
     "arc_easy": "arc/arc_easy.yaml",
     "arc_challenge": "arc/arc_challenge.yaml",
     "winogrande": "winogrande/default.yaml",
 }
 """Paths of the stock definitions that are not `<task>/<task>.yaml`."""
-_OFFICIAL_ITEMS = {
-    "openbookqa": ("test", 500),
-    "arc_easy": ("test", 2376),
-    "winogrande": ("validation", 1267),
-    "hellaswag": ("validation", 10042),
-    "arc_challenge": ("test", 1172),
-    "piqa": ("validation", 1838),
-    "mathqa": ("test", 2985),
-}
-"""The split that the harness evaluates, and its number of items."""
 
 
 def run_tasks(
@@ -84,7 +64,7 @@ def run_tasks(
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer; it is not changed.
-        tasks: names (`SEVEN_TASKS`, or any that the harness knows) or tasks.
+        tasks: names (`PAPER_TASKS`, or any that the harness knows) or tasks.
         limit: evaluate only the first `limit` items of each task; all by default.
         batch_size: requests per forward pass; a four-way item has four.
         progress: called with (requests done, requests in all).
@@ -95,7 +75,7 @@ def run_tasks(
     """
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not names:
-        raise SpecError(f"no tasks given; for example {', '.join(SEVEN_TASKS)}")
+        raise SpecError(f"no tasks given; for example {', '.join(PAPER_TASKS)}")
     whole_number(batch_size, name="batch_size")
     if limit is not None:
         whole_number(limit, name="limit")
@@ -226,7 +206,7 @@ def _load(tasks: "list[str | ConfigurableTask]") -> Any:
     from lm_eval.tasks import TaskManager
 
     names = [task for task in tasks if isinstance(task, str)]
-    stock = [name for name in names if name in SEVEN_TASKS]
+    stock = [name for name in names if name in PAPER_TASKS]
     others = [name for name in names if name not in stock]
     with tempfile.TemporaryDirectory() as folder:
         for name in stock:
@@ -237,7 +217,7 @@ def _load(tasks: "list[str | ConfigurableTask]") -> Any:
         if unknown:
             raise SpecError(
                 f"the harness knows no task {', '.join(unknown)}; the paper's are "
-                f"{', '.join(SEVEN_TASKS)}, `lm_eval --tasks list` lists all"
+                f"{', '.join(PAPER_TASKS)}, `lm_eval --tasks list` lists all"
             )
         return _merged([_load_one(manager, task) for task in tasks])
 
@@ -269,7 +249,7 @@ def _definition(name: str) -> dict[str, Any]:
 
     stock = Path(lm_eval.tasks.__file__).parent
     include = str(stock / _DEFINITIONS.get(name, f"{name}/{name}.yaml"))
-    split, n_official = _OFFICIAL_ITEMS[name]
+    split, n_official = PAPER_TASKS[name]
     path = _local_items(name)
     if path is None:
         return {"include": include, "task": name}
@@ -292,15 +272,15 @@ def _definition(name: str) -> dict[str, Any]:
 
 def available_tasks() -> list[str]:
     """The ones of the seven tasks whose items are in `$HEAPR_TASKS_DIR`."""
-    return [name for name in SEVEN_TASKS if _local_items(name)]
+    return [name for name in PAPER_TASKS if _local_items(name)]
 
 
 def _local_items(name: str) -> Path | None:
     """The parquet file of a task: the whole split if available, else a part of it."""
     folder = os.environ.get("HEAPR_TASKS_DIR")
-    if not folder or name not in _OFFICIAL_ITEMS:
+    if not folder or name not in PAPER_TASKS:
         return None
-    split, _ = _OFFICIAL_ITEMS[name]
+    split, _ = PAPER_TASKS[name]
     whole = Path(folder) / name / f"{split}.parquet"
     if whole.is_file():
         return whole

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.figures.curves import (
     AS_THE_PAPER,
     curves_data,
@@ -18,7 +19,7 @@ from heapr_lab.figures.curves import (
     savings_curves,
     sort_curves,
 )
-from heapr_lab.figures.paper import PAPER_TASKS, paper_dense, paper_table
+from heapr_lab.figures.paper import paper_dense, paper_table
 from heapr_lab.figures.style import add_legend, figure_of, look, own_axes, styled
 
 _LEVELS = {"Expert": "expert", "Atomic Expert": "atom"}

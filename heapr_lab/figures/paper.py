@@ -7,17 +7,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-
-PAPER_TASKS = (
-    "openbookqa",
-    "arc_easy",
-    "winogrande",
-    "hellaswag",
-    "arc_challenge",
-    "piqa",
-    "mathqa",
-)
-"""The seven zero-shot tasks of the paper, by their column names in its tables."""
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (

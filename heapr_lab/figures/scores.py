@@ -141,12 +141,17 @@ def plot_score_bins(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     picture.show(
         np.append(data["left"], data["right"].iloc[-1]),
         data["n_atoms"].to_numpy(),
-        estimator=data.attrs["estimator"],
+        name=_score_name(data.attrs["estimator"]),
         hidden=data.attrs["n_not_positive"],
     )
     picture.remove(data["n_atoms"].where(data["removed"], 0).to_numpy())
     add_legend(picture.ax)
     return picture.ax
+
+
+def _score_name(estimator: str | None) -> str:
+    of = f", {look(estimator).label}" if estimator else ""
+    return f"score{of} [{unit_of(estimator)}]"
 
 
 class ScorePicture:
@@ -177,7 +182,7 @@ class ScorePicture:
         edges: np.ndarray,
         counts: np.ndarray,
         *,
-        estimator: str | None,
+        name: str,
         hidden: int,
         counted: str = "atomic experts",
     ) -> None:
@@ -186,7 +191,7 @@ class ScorePicture:
         Args:
             edges: edges of the bins, (n_bins + 1,).
             counts: number of scores in each bin, (n_bins,).
-            estimator: whose scores; None if they have no name.
+            name: of the scores, with their unit.
             hidden: number of scores that are not on the axis.
             counted: what is scored.
         """
@@ -194,8 +199,7 @@ class ScorePicture:
         self.remove(np.zeros_like(counts))
         self.ax.set_xlim(edges[0], edges[-1])
         self.ax.set_ylim(0, 1.05 * max(1, counts.max()))
-        of = f", {look(estimator).label}" if estimator else ""
-        self.ax.set_xlabel(f"score{of} [{unit_of(estimator)}]")
+        self.ax.set_xlabel(name)
         self.ax.set_ylabel(f"{counted} [count]")
         note = f"not shown: {hidden:,} with a score of 0 or less" if hidden else ""
         self._note.set_text(note)

@@ -20,6 +20,10 @@ class Source:
     dtype: torch.dtype | None
     """Type of its weights in its configuration; None if that does not say."""
 
+    def bytes_per_parameter(self, n_parameters: int) -> float:
+        """Its size over the number of parameters of the model that it holds."""
+        return self.n_bytes / n_parameters
+
     @property
     def dtype_name(self) -> str:
         """The type without its prefix, such as bfloat16."""

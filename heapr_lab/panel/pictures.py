@@ -91,7 +91,7 @@ class ChoicePicture:
         self._cells = _image(cells, self._colors, full.layers)
         self._scores = ScorePicture(bins)
         # Room for the note on hidden scores, which few estimators have.
-        self._scores.show(np.array([1, 10]), np.ones(1), estimator="heapr", hidden=1)
+        self._scores.show(np.array([1, 10]), np.ones(1), name="score", hidden=1)
         self._shown = "", ""
         self._bins = ScoreBins(np.ones(1), np.zeros(0, int))
         self._firsts: np.ndarray | None = None
@@ -146,12 +146,11 @@ class ChoicePicture:
         self._scores.show(
             self._bins.edges,
             self._bins.counts(),
-            estimator=estimator,
+            # The controls name the estimator; there is no room for it here.
+            name=f"score [{unit_of(estimator)}]",
             hidden=self._bins.n_not_positive,
             counted="whole experts" if whole else "atomic experts",
         )
-        # The controls name the estimator; there is no room for it here.
-        self._scores.ax.set_xlabel(f"score [{unit_of(estimator)}]")
 
 
 class LossPicture:

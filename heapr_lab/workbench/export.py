@@ -121,7 +121,7 @@ def savings(
     """
     each = None
     if source is not None:
-        each = source.n_bytes / table.architecture.n_parameters
+        each = source.bytes_per_parameter(table.architecture.n_parameters)
     row = savings_of(keep, table, seq_len=seq_len, bytes_per_parameter=each).iloc[0]
     whole = ("parameters_before", "parameters_after", "bytes_before", "bytes_after")
     numbers = {str(name): float(value) for name, value in row.items()}

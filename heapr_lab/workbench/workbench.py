@@ -364,7 +364,7 @@ class Workbench:
         """Bytes per parameter in the model's files; None if not on this machine."""
         if self.source is None:
             return None
-        return self.source.n_bytes / table.architecture.n_parameters
+        return self.source.bytes_per_parameter(table.architecture.n_parameters)
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
         """The columns of a row of results that describe how its model was made."""

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from heapr_lab.errors import CorpusError, SpecError
 from heapr_lab.evaluation.continuation import continuation_items
-from heapr_lab.evaluation.harness import SEVEN_TASKS, continuation_task, run_tasks
+from heapr_lab.evaluation.harness import continuation_task, run_tasks
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.text.corpora import Corpus
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
@@ -220,11 +221,11 @@ def test_seven_tasks_run_from_local_items(tokenizer, tmp_path, monkeypatch):
     """Each task gives acc from its parquet; a part of a task is labelled as one."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     frame = run_tasks(
-        byte_model(), tokenizer, SEVEN_TASKS, limit=2, batch_size=64
+        byte_model(), tokenizer, PAPER_TASKS, limit=2, batch_size=64
     ).set_index("task")
     assert list(frame.index.unique()) == [
         name if name != "hellaswag" else "hellaswag (1000 of 10042)"
-        for name in SEVEN_TASKS
+        for name in PAPER_TASKS
     ]
     assert "acc" in set(frame.loc["piqa", "metric"])
     assert set(frame["n"]) == {2}

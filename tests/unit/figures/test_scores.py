@@ -89,10 +89,11 @@ def test_a_picture_that_was_changed_is_the_one_drawn_anew() -> None:
     data = figures.score_histogram_data(scores, 2.0)
     anew = figures.plot_score_bins(data)
     picture = figures.styled(lambda: ScorePicture(plt.subplots()[1]))()
-    picture.show(np.array([1.0, 2.0]), np.ones(1), estimator=None, hidden=0)
+    picture.show(np.array([1.0, 2.0]), np.ones(1), name="score", hidden=0)
     found = bin_scores(scores.to_numpy(), edge=2.0)
     counts, hidden = found.counts(), found.n_not_positive
-    picture.show(found.edges, counts, estimator="fisher", hidden=hidden)
+    name = anew.get_xlabel()
+    picture.show(found.edges, counts, name=name, hidden=hidden)
     picture.remove(found.counts(scores.to_numpy() < 2.0))
     for one, other in zip(picture.ax.patches, anew.patches, strict=True):
         for mine, theirs in zip(one.get_data()[:2], other.get_data()[:2], strict=True):
