@@ -81,6 +81,21 @@ def test_shrunk_is_halfway_to_the_layer() -> None:
     assert found == pytest.approx(expected)
 
 
+def test_shrunk_passes_over_pruned_atoms() -> None:
+    """An atom without weights takes no part in its layer's mean, and scores 0."""
+    columns = {
+        "layer": [0, 0, 1],
+        "expert": [0, 0, 0],
+        "atom": [0, 1, 0],
+        "tokens": [1, 1, 1],
+        "sum_ph2": [6.0, 0.0, 0.0],
+        "sum_g2": [8.0, 0.0, 0.0],
+        "w_down_sq": [4.0, 0.0, 0.0],
+    }
+    found = score(pd.DataFrame(columns), {}, estimator="shrunk")
+    assert found == pytest.approx([0.5 * 6 * 8, 0.0, 0.0])
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_unrouted_scores_zero(estimator: str) -> None:
     """Without routed tokens a second-order score is 0 whatever the sums hold."""
@@ -88,8 +103,23 @@ def test_unrouted_scores_zero(estimator: str) -> None:
     stale = FRAME.assign(**dict.fromkeys(sums, 1.0))
     routed, unrouted = score(stale, N, estimator=estimator)
     assert routed != 0
-    second_order = ESTIMATORS[estimator].second_order
-    assert (unrouted == 0) == (second_order or estimator == "frequency")
+    assert (unrouted != 0) == (estimator in {"camera", "magnitude", "random"})
+
+
+def test_a_single_token_counts_as_one() -> None:
+    """Means over one token are the sums."""
+    one = pd.DataFrame({"tokens": [1], "sum_h2": [3.0], "sum_g2": [4.0]})
+    assert score(one, {}).tolist() == [0.5 * 3 * 4]
+
+
+def test_scores_of_small_types_are_computed_in_float64() -> None:
+    """The product of two float32 sums may be larger than a float32."""
+    sums = FRAME.assign(
+        sum_h2=np.array([1e30, 0], np.float32), sum_g2=np.array([1e30, 0], np.float32)
+    )
+    scores = score(sums, N, estimator="heapr_total")
+    assert scores.dtype == np.float64
+    assert scores == pytest.approx([0.5 * 1e60 / 2 / 4, 0.0])
 
 
 def test_controls() -> None:
@@ -147,6 +177,30 @@ def test_not_finite_names_column_and_atom(value: float) -> None:
     frame = FRAME.assign(sum_g2=[value, 0.0])
     with pytest.raises(SpecError, match=r"column sum_g2, at .* \(0, 0, 0\)"):
         score(frame, N)
+
+
+def test_not_finite_names_the_first_rows() -> None:
+    """Three atoms of many, by the keys that the frame has."""
+    tokens = dict.fromkeys(("tokens", "sum_h2", "sum_g2"), 1.0)
+    frame = pd.DataFrame({"atom": range(4), **tokens})
+    three = r"because of column sum_h2, at \(atom\) \(0,\), \(1,\), \(2,\)"
+    with pytest.raises(SpecError, match=f"4 'heapr' .*{three} \\.\\.\\.; collect"):
+        score(frame.assign(sum_h2=np.inf), {})
+    with pytest.raises(SpecError, match=f"3 'heapr' .*{three}; collect"):
+        score(frame.iloc[:3].assign(sum_h2=np.inf), {})
+
+
+def test_not_finite_where_two_infinities_meet() -> None:
+    """∞ − ∞ is reported as an error alone, without a warning of NumPy's."""
+    frame = FRAME.assign(sum_hg=np.inf, sum_hg2=np.inf)
+    with pytest.raises(SpecError, match="column sum_hg, sum_hg2, at"):
+        score(frame, N, estimator="taylor")
+
+
+def test_not_finite_gates_are_named() -> None:
+    """Also where nothing but the column says that the experts have gates."""
+    with pytest.raises(SpecError, match="column w_gate_sq, at"):
+        score(FRAME.assign(w_gate_sq=np.inf), {}, estimator="magnitude")
 
 
 def test_unknown_names_are_errors() -> None:
@@ -224,6 +278,14 @@ def test_units_say_what_a_score_is_divided_by(estimator: str) -> None:
 
 
 def test_units_are_found_by_the_name_of_the_scores() -> None:
-    """Scores of no estimator have an arbitrary unit."""
-    assert unit_of("heapr") == unit_of("shrunk") == PER_ROUTED_TOKEN
-    assert unit_of("magnitude") == unit_of(None) == unit_of("my own score")
+    """As axes show them; scores of no estimator have an arbitrary unit."""
+    names: dict[str, list[str]] = {}
+    for name in [*ESTIMATORS, "my own score"]:
+        names.setdefault(unit_of(name), []).append(name)
+    assert names == {
+        "nats per routed token": ["heapr", "weighted", "shrunk", "elimination"],
+        "nats per token": ["heapr_total", "fisher", "taylor"],
+        "arbitrary unit": ["camera", "magnitude", "random", "my own score"],
+        "tokens": ["frequency"],
+    }
+    assert unit_of(None) == "arbitrary unit"
