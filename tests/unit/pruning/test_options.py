@@ -14,7 +14,7 @@ from random_tables import random_table
 from heapr_lab import Calibration, Selection, Setting, select
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
-from heapr_lab.pruning.options import STRUCTURES, parse_layers
+from heapr_lab.pruning.options import STRUCTURES, exact_ratio, parse_layers
 
 
 @st.composite
@@ -70,6 +70,111 @@ def test_one_form_of_what_is_equal() -> None:
     assert given_so.own_layers == (1, 2)
 
 
+def test_numbers_of_numpy_become_python_numbers() -> None:
+    """So that a selection can be read, and written as JSON."""
+    of_numpy = Selection(
+        np.float64(0.3),
+        structure="aligned",
+        multiple=np.int64(8),  # type: ignore[arg-type]
+        min_atoms=np.int64(2),  # type: ignore[arg-type]
+        protect_outliers=np.float64(0.1),
+        protect_unrouted=np.True_,  # type: ignore[arg-type]
+        price=np.float64(0.5),
+    )
+    assert repr(of_numpy) == (
+        "Selection(0.3, structure='aligned', multiple=8, min_atoms=2, "
+        "protect_outliers=0.1, protect_unrouted=True, price=0.5)"
+    )
+
+
+def test_plain_data_of_a_selection() -> None:
+    """Whatever exact numbers it was made of, files hold floats, by name."""
+    third: Any = Fraction(1, 3)
+    selection = Selection(
+        third,
+        layer_ratios={1: third},  # type: ignore[arg-type]
+        exclude_layers=(4, 2),
+        protect_outliers=third,
+        price=third,
+    )
+    plain = selection.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain == Selection(0.5).to_dict() | {
+        "ratio": 1 / 3,
+        "layer_ratios": {"1": 1 / 3},
+        "exclude_layers": [2, 4],
+        "protect_outliers": 1 / 3,
+        "price": 1 / 3,
+    }
+
+
+def test_files_of_earlier_versions_are_read() -> None:
+    """They hold the layers of `layer_ratios` once more."""
+    selection = Selection(0.5, layer_ratios={1: 0.25})  # type: ignore[arg-type]
+    earlier = {**selection.to_dict(), "own_layers": [1]}
+    assert Selection.from_dict(earlier) == selection
+
+
+@pytest.mark.parametrize(
+    ("selection", "text", "rules"),
+    [
+        (
+            Selection(0.12345),
+            "heapr, 0.1235 of the atoms, global scope, by atom, ragged",
+            "heapr, global, by atom, ragged",
+        ),
+        (
+            Selection(0.25, granularity="expert", of="model", min_atoms=3),
+            "heapr, 0.25 of the parameters (model), global scope, by expert, ragged, "
+            "at least 3 atoms each",
+            "heapr, global, by expert, ragged, of the parameters (model), "
+            "at least 3 atoms each",
+        ),
+        (
+            Selection(0.5, scope="layer", structure="aligned", multiple=2, of="bytes"),
+            "heapr, 0.5 of the bytes, layer scope, by atom, aligned, multiples of 2",
+            "heapr, layer, by atom, aligned, of the bytes, multiples of 2",
+        ),
+        (
+            Selection(0.5, structure="per_layer", of="flops", exclude_layers=(7, 2)),
+            "heapr, 0.5 of the routed FLOPs (flops), global scope, by atom, per_layer, "
+            "layers 2, 7 not pruned",
+            "heapr, global, by atom, per_layer, of the routed FLOPs (flops), "
+            "layers 2, 7 not pruned",
+        ),
+    ],
+)
+def test_a_selection_as_text(selection: Selection, text: str, rules: str) -> None:
+    """Titles and labels say what is pruned and how, and no more than was asked for."""
+    assert selection.text == text
+    assert selection.rules_text == rules
+
+
+@pytest.mark.parametrize(
+    ("fields", "groups", "unit"),
+    [
+        ({}, ((1, 3, 5),), "atoms"),
+        ({"scope": "layer"}, ((1,), (3,), (5,)), "atoms"),
+        ({"scope": "layer", "structure": "uniform"}, ((1, 3, 5),), "atoms"),
+        ({"layer_ratios": {3: 0.1}}, ((1, 5), (3,)), "atoms"),
+        ({"of": "model"}, ((1, 3, 5),), "parameters"),
+        ({"of": "bytes"}, ((1, 3, 5),), "parameters"),
+        ({"of": "bytes", "scope": "layer"}, ((1,), (3,), (5,)), "atoms"),
+        ({"of": "flops", "scope": "layer"}, ((1,), (3,), (5,)), "flops"),
+    ],
+)
+def test_what_is_pruned_together(
+    fields: dict[str, Any], groups: tuple[tuple[int, ...], ...], unit: str
+) -> None:
+    """Layers share an amount, unless they are pruned one by one or have their own.
+
+    Within one layer all atoms are alike, and only operations tell them apart.
+    """
+    selection = Selection(0.5, **fields)
+    assert selection.groups((1, 3, 5)) == groups
+    assert selection.unit == unit
+
+
 def test_a_ratio_stays_exact() -> None:
     """A third of 9 atoms is 3, also where a float would fall short of it."""
     table = random_table(1, 1, 9)
@@ -101,12 +206,22 @@ def test_ratios_do_not_change_the_ranking() -> None:
         ({"ratio": 0.5, "min_atoms": 2**31}, "no expert has so many"),
         ({"ratio": 0.5, "multiple": 0}, "multiple must be a whole number from 1"),
         ({"ratio": 0.5, "exclude_layers": "12"}, "a list of layer numbers, got '12'"),
+        ({"ratio": 0.5, "exclude_layers": [-1]}, "a layer of exclude_layers must be"),
+        ({"ratio": 0.5, "layer_ratios": {-1: 0}}, "a layer of layer_ratios must be"),
     ],
 )
 def test_what_cannot_be_used_is_named(plain: dict[str, Any], message: str) -> None:
     """Also when it comes from a file."""
     with pytest.raises(SpecError, match=message):
         Selection.from_dict(plain)
+
+
+def test_a_ratio_is_called_what_it_is() -> None:
+    """Unless the caller has another name for it."""
+    with pytest.raises(SpecError, match=r"^pruning ratio must be in \[0, 1\), got 1;"):
+        exact_ratio(1)
+    with pytest.raises(SpecError, match=r"^--at must be in \[0, 1\), got 1;"):
+        exact_ratio(1, name="--at")
 
 
 @pytest.mark.parametrize("text", ["7-5", "5-", "-5", "1-2-3", "1.5", "²", "9" * 5000])
