@@ -10,6 +10,7 @@ from score_tables import TWO_LAYERS, kept, make_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.pruning.selection import select
+from heapr_lab.storage.hashing import digest
 
 # --- ragged atoms ---------------------------------------------------------------
 
@@ -200,6 +201,18 @@ def test_layers_with_their_own_ratio() -> None:
         select(table, ratio=0, layer_ratios={1: 3})
     with pytest.raises(SpecError, match=r"layer_ratios\[1\] 0\.9 .* possible is 0\.5$"):
         select(table, ratio=0, layer_ratios={1: 0.9}, min_atoms=2)
+    keep = select(table, ratio=0, layer_ratios={1: 0.5}, min_atoms=2)
+    assert keep.layer_ratios().tolist() == [0, 0.5]
+
+
+def test_the_largest_possible_ratio_can_be_had() -> None:
+    """Two thirds are rounded down, so that what an error names is not refused."""
+    table = make_table({0: [[1, 2, 3]]})
+    message = r"^pruning ratio 0\.7 is infeasible.* possible is 0\.666666$"
+    settings = {"structure": "aligned", "multiple": 1, "min_atoms": 1}
+    with pytest.raises(SpecError, match=message):
+        select(table, ratio=0.7, **settings)
+    assert select(table, ratio=0.666666, **settings).n_removed == 2
 
 
 def test_every_expert_keeps_its_least() -> None:
@@ -272,3 +285,11 @@ def test_options_reach_the_estimator() -> None:
     assert a == b
     assert a != c
     assert a.settings["estimator_options"] == {"seed": 0}
+
+
+def test_a_mask_names_its_table() -> None:
+    """By the hash of what the table was measured with, if that is known."""
+    spec = {"n_sequences": 8}
+    known = make_table(TWO_LAYERS, spec=spec, spec_hash=digest(spec))
+    assert select(known, ratio=0.5).settings["table"] == digest(spec)
+    assert select(make_table(TWO_LAYERS), ratio=0.5).settings["table"] is None
