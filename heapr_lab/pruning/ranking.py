@@ -160,7 +160,6 @@ def _units(
     if selection.counts_atoms_exactly:
         costs = _costs(scores.ravel(), prices)
         return _Units(slice(None), costs, sizes, protected.ravel())
-    n_steps = 1
     labels = np.repeat(np.arange(len(scores)), d_inter)
     if rounded:
         labels, n_steps = _steps(ranks, selection=selection)

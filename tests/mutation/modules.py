@@ -57,6 +57,7 @@ TESTS = {
     "pruning/ranking": (
         "pruning/test_ranking.py",
         "pruning/test_selection.py",
+        "pruning/test_selection_budgets.py",
         "../property",
     ),
     "pruning/savings": ("pruning/test_savings.py",),

@@ -10,7 +10,8 @@ import pytest
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
-from heapr_lab.pruning.ranking import GONE, atom_sizes
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.ranking import GONE, atom_sizes, protected_atoms, rank_atoms
 from heapr_lab.pruning.selection import select
 
 # Layer 1: gated, 12 parameters and 24 operations an atom and token; layer 4: no gate,
@@ -112,7 +113,7 @@ def test_prices_mix_shares_of_parameters_and_operations() -> None:
         for layer, size, own in ((1, 12, (48, 96)), (4, 11, (20, 0, 100)))
         for expert, flops in enumerate(own)
     }
-    for price in (0, 0.25, 0.75):
+    for price in (0, 0.25, 0.6, 0.75):
         cost = {
             (layer, expert, atom): score
             / (
@@ -136,6 +137,87 @@ def test_whole_experts_go_by_their_sums() -> None:
         *[(4, 2, atom) for atom in range(2)],
         *[(4, 0, atom) for atom in range(2)],
     ]
+
+
+def test_a_narrow_expert_goes_by_its_sum_or_by_its_price() -> None:
+    """Two atoms against three, of 3 + 1 + 2 in all."""
+    wide, narrow = [(1, 0, atom) for atom in range(3)], [(4, 0, 0), (4, 0, 1)]
+    table = table_of(SCORES | {4: [[3, 2], [8, 7], [9, 10]]})
+    # The sum of 5 is the least, a mean of 2 would be.
+    assert order(table, granularity="expert")[:5] == narrow + wide
+    table = table_of(SCORES | {4: [[2, 1.8], [8, 7], [9, 10]]})
+    # Per parameter 6 / (3 · 12) is less than 3.8 / (2 · 11), per atom it would not be.
+    assert order(table, granularity="expert", price=0)[:5] == wide + narrow
+
+
+def test_whole_experts_count_all_their_atoms() -> None:
+    """Of 500 parameters, the two first experts have 3 · 12 each."""
+    for parameters, removed in ((36, 3), (37, 6), (72, 6)):
+        ratio: Any = Fraction(parameters, 500)
+        settings = {"estimator": "magnitude", "granularity": "expert"}
+        assert (
+            select(table_of(), ratio=ratio, of="model", **settings).n_removed == removed
+        )
+
+
+def test_of_equal_scores_the_first_rows_go() -> None:
+    """As a stable sort has it, of so many that another sort would mix them."""
+    values = np.random.default_rng(0).integers(1, 4, (3, 40))
+    table = table_of({1: values}, {1: [1, 1, 1]})
+    ranked = sorted(range(120), key=values.ravel().__getitem__)
+    selection = Selection(0.5, estimator="magnitude")
+    positions = rank_atoms(table, selection).positions
+    assert np.argsort(positions).tolist() == ranked
+    # Within an expert too: steps of one atom go in the order of its atoms.
+    keep = select(
+        table, ratio=0.3, estimator="magnitude", structure="per_layer", multiple=4
+    )
+    for own, kept in zip(values, keep.by_layer(1), strict=True):
+        first = sorted(range(40), key=own.__getitem__)[:12]
+        assert np.flatnonzero(~kept).tolist() == sorted(first)
+
+
+def test_of_equal_peaks_the_last_rows_are_protected() -> None:
+    """A share of all atoms stays, however many of them have the same peak."""
+    peaks = np.random.default_rng(0).integers(1, 4, 120)
+    table = table_of({1: np.ones((3, 40))}, {1: [1, 1, 1]}, max_abs_ph=peaks)
+    selection = Selection(0.5, estimator="magnitude", protect_outliers=0.1)
+    protected = protected_atoms(table, selection)
+    last = sorted(range(120), key=peaks.__getitem__)[-12:]
+    assert np.flatnonzero(protected).tolist() == sorted(last)
+
+
+def test_negative_scores_of_steps() -> None:
+    """Steps of two atoms of -1 and -1, and of -3 and -2: the lower mean goes first."""
+    zeros = dict.fromkeys(("sum_hg2", "max_abs_ph"), 0.0)
+    table = table_of(
+        {4: [[0, 0], [0, 0]]}, {4: [1, 1]}, sum_hg=[8.0, 8.0, 24.0, 16.0], **zeros
+    )
+    keep = select(
+        table, ratio=0.25, estimator="taylor", structure="aligned", multiple=2
+    )
+    assert keep.widths().loc[4].tolist() == [2, 0]
+
+
+def test_positions_take_the_smallest_type_that_holds_them() -> None:
+    """An atom that stays is after all others: at the largest number of the type."""
+    for of, size, kind in (("atoms", 1, np.int32), ("model", 2**40, np.int64)):
+        shape = LayerShape(n_experts=2, d_inter=3, d_expert=size)
+        large = Architecture(30 * size, 2, size, {1: shape}, 0, 0)
+        table = ImportanceTable.from_frame(
+            table_of({1: SCORES[1]}, {1: [1, 1]}).frame,
+            architecture=large.to_dict(),
+        )
+        ranking = rank_atoms(
+            table, Selection(0.5, estimator="magnitude", min_atoms=1, of=of)
+        )
+        most = np.iinfo(kind).max
+        assert ranking.positions.dtype == kind
+        step = 1 if of == "atoms" else 3 * size
+        # Scores 3, 1, 2 and 6, 5, 4, of which 3 and 6 stay.
+        assert ranking.positions.tolist() == [most, 0, step, most, 3 * step, 2 * step]
+        assert ranking.totals == (6 * step,)
+        assert ranking.removable == (4 * step,)
 
 
 def test_protected_experts_are_not_split() -> None:
