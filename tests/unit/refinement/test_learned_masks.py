@@ -69,7 +69,7 @@ def test_cold_gates_are_the_mask() -> None:
     torch.testing.assert_close(gates, expected, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 0.1])
+@pytest.mark.parametrize("temperature", [0.7, 0.1, 0.02])
 def test_gradients_of_gates_are_finite_differences(temperature: float) -> None:
     """The whole Jacobian, threshold included; each of its columns sums to 0."""
     generator = torch.Generator().manual_seed(1)
