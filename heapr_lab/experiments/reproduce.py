@@ -27,7 +27,6 @@ from heapr_lab.figures.files import write_files
 from heapr_lab.models.loading import LAB
 from heapr_lab.progress import progress_bar
 from heapr_lab.pruning.savings import at_context
-from heapr_lab.refinement.elimination import COLUMN as ELIMINATION
 from heapr_lab.storage import cache, files, paths
 from heapr_lab.storage.hashing import digest
 from heapr_lab.storage.provenance import rows_digest
@@ -223,7 +222,7 @@ def _measure(bench: Workbench) -> None:
 
 def _eliminate(bench: Workbench) -> None:
     """Compute the scores of elimination, which a notebook needs."""
-    bench.importance(estimator=ELIMINATION)
+    bench.importance(estimator="elimination")
 
 
 @dataclass(frozen=True)

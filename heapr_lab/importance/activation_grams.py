@@ -34,7 +34,6 @@ _LARGEST_LAYER = 4096
 """Most features for which products across a layer's experts are the default."""
 _AT_ONCE = 4 * 2**30
 """Bytes of sums that are in memory at once."""
-_HELD_OUT_EVERY = 4
 _TOKENS_AT_ONCE = 4096
 
 
@@ -53,6 +52,22 @@ class LayerGrams:
     def total(self) -> torch.Tensor:
         """Sums over all tokens, (E, I, I) or (1, F, F)."""
         return self.sums.sum(0)
+
+    def of_part(self, part: int) -> "LayerGrams":
+        """The sums over the tokens of one part alone, which is the only one."""
+        only = slice(part, part + 1)
+        return LayerGrams(self.span, self.sums[only], self.tokens[only])
+
+    def within_experts(self) -> "LayerGrams":
+        """The same sums without the products across experts."""
+        if self.span == "expert":
+            return self
+        n_experts = self.tokens.shape[1]
+        blocks = (
+            self.sums[:, 0].unflatten(2, (n_experts, -1)).unflatten(1, (n_experts, -1))
+        )
+        own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # (2, E, I, I)
+        return LayerGrams("expert", own.contiguous(), self.tokens)
 
 
 class _Collector:
@@ -103,7 +118,11 @@ class _Collector:
                 f"layer {layer.layer} took part in {self.calls} of {calls} forwards, "
                 "expected all"
             )
-        return LayerGrams(self.span, self.sums.cpu().double(), self.tokens)
+        # Where solves are fastest, but for devices without float64.
+        wide = (
+            self.sums if self.sums.dtype == torch.float64 else self.sums.cpu().double()
+        )
+        return LayerGrams(self.span, wide, self.tokens)
 
 
 def _pairs(
@@ -314,9 +333,8 @@ def _check(
 
 def _batches(calibration: CalibrationSet) -> Iterator[tuple[int, torch.Tensor]]:
     """Batches of windows: the part that they belong to, and their ids."""
-    held_out = torch.arange(calibration.n_sequences) % _HELD_OUT_EVERY == 1
     size = max(1, _TOKENS_AT_ONCE // calibration.seq_len)
-    for part, chosen in ((FIT, ~held_out), (HELD_OUT, held_out)):
+    for part, windows in zip((FIT, HELD_OUT), calibration.split(), strict=True):
         ids: Any
-        for ids in calibration.ids[chosen].split(size):
+        for ids in windows.ids.split(size):
             yield part, ids

@@ -168,16 +168,24 @@ def _shrunk(x: Inputs) -> _Scores:
 
 
 def _elimination(x: Inputs) -> _Scores:
-    """‖w_k‖² / [(C + λ)⁻¹]_kk times a price, with C = Σ (p·h) (p·h)ᵀ over atoms.
+    """‖w_k‖² / [(C + λ S²)⁻¹]_kk times a price, with C = Σ (p·h) (p·h)ᵀ over atoms.
 
-    Atoms are removed one by one; this is the squared error of the output when it is the
-    turn of atom k, and W_down of the atoms that are left is refitted. The price turns
-    it into loss: the expert's `shrunk` scores divided by the energy of its output.
-    `eliminate` writes the column.
+    S² is the diagonal of C. Atoms are removed one by one; this is the squared error of
+    the output when it is the turn of atom k, and W_down of the atoms that are left is
+    refitted. The price turns it into loss: the expert's `fisher` scores divided by the
+    energy of its output. `eliminate` writes the column.
 
     Source: Optimal Brain Surgeon (Hassibi & Stork 1993; HEAPr, equation 2) of W_down.
     """
     return x["elimination"]
+
+
+def _elimination_shrunk(x: Inputs) -> _Scores:
+    """`elimination` with the price of the expert's `shrunk` scores.
+
+    Source: as `elimination`.
+    """
+    return x["elimination_shrunk"]
 
 
 def _taylor(x: Inputs) -> _Scores:
@@ -276,8 +284,17 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "loss increase if the kept atoms compensate for the atom when its turn "
                 "comes; from `eliminate`, which adds a forward pass",
                 _elimination,
-                unit=PER_ROUTED_TOKEN,
+                unit=PER_TOKEN,
                 needs=("elimination",),
+                extra_pass=True,
+            ),
+            Estimator(
+                "elimination_shrunk",
+                "elimination with an expert's error priced by its shrunk scores, "
+                "means per routed token, in place of its share of the loss",
+                _elimination_shrunk,
+                unit=PER_ROUTED_TOKEN,
+                needs=("elimination_shrunk",),
                 extra_pass=True,
             ),
             Estimator(

@@ -3,13 +3,15 @@
 Removing atoms R leaves the columns K of W_down. The W' on K that minimises the squared
 error of the layer's output over the calibration tokens is
 
-    min ‖Φ_K W'ᵀ − Φ Wᵀ‖² + λ s ‖W' − W_K‖²,   C = Φᵀ Φ,   s = mean diagonal of C_KK
-    W'_K = W_K + W_R C_RK (C_KK + λ s I)⁻¹
+    min ‖Φ_K W'ᵀ − Φ Wᵀ‖² + λ ‖(W' − W_K) S‖²,   C = Φᵀ Φ,   S² = diagonal of C_KK
+    W'_K = W_K + W_R C_RK (C_KK + λ S²)⁻¹
 
 with features Φ that are routing weight times activation (`activation_grams`). The
 ridge λ pulls towards the original weights, so no sum of squares over the calibration
-tokens ever increases; it is chosen on tokens held out from the fit. Where no ridge has
-a smaller error on them than the original weights, these are kept.
+tokens ever increases. It is relative to each feature's own products: an atom, or an
+expert, with little traffic is not pulled more than others, but for an expert with fewer
+tokens than atoms. It is chosen on tokens held out from the fit. Where no ridge has a
+smaller error on them than the original weights, these are kept.
 
 Source: least-squares reconstruction as in OBS (Hassibi & Stork 1993) and CORP-like
 structured pruning, with HEAPr's atoms (its appendix leaves this to future work).
@@ -17,9 +19,10 @@ structured pruning, with HEAPr's atoms (its appendix leaves this to future work)
 Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · I.
 """
 
+import functools
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +42,14 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts, refuse_broken
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of, prune
+from heapr_lab.refinement.normal_equations import Columns, Normal, at_once, scarcity
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger(__name__)
 
-RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""The ridges tried, relative to the mean diagonal."""
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+"""The ridges tried, relative to each feature's own products."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,8 +108,8 @@ def compensate(
         model: the dense model, which is not changed.
         keep: the kept atoms.
         calibration: the windows whose activations are fitted.
-        ridge: relative to the mean diagonal; by default chosen for each layer on
-            held-out tokens.
+        ridge: relative to each feature's own products; by default chosen for each
+            layer on held-out tokens.
         span: "expert" compensates within each expert; with "layer" the experts of a
             layer compensate each other, where a token is routed to both. By default
             "layer" where a layer has at most 4096 atoms and the experts' outputs are
@@ -209,169 +213,196 @@ def solve_layers(
     """
     if ridge is not None and not ridge >= 0:
         raise SpecError(f"ridge is {ridge}, expected a number >= 0, or None")
+    made = (LayerSolver(layer, grams[layer.layer]) for layer in layers)
+    return compensation_of(made, keep, ridge=ridge)
+
+
+def compensation_of(
+    solvers: "Iterable[LayerSolver]",
+    keep: KeepMask,
+    *,
+    ridge: float | None = None,
+    fit_only: bool = False,
+) -> Compensation:
+    """The compensation of a mask by the solvers of all layers.
+
+    With `fit_only`, held-out tokens choose the ridges, but are not fitted to.
+    """
     downs, rows = {}, []
-    for layer in layers:
-        kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
-        down, row = _solve_layer(layer, kept, grams[layer.layer], ridge)
-        downs[layer.layer] = down
-        rows.append({"layer": layer.layer, **row})
-    span = next(iter(grams.values())).span
+    for solver in solvers:
+        number, span = solver.layer.layer, solver.grams.span
+        kept = torch.from_numpy(keep.by_layer(number).copy())
+        downs[number], row = solver.solve(kept, ridge, fit_only=fit_only)
+        rows.append({"layer": number, **row})
     return Compensation(downs, pd.DataFrame(rows), {"span": span, "ridge": ridge})
 
 
 # --- one layer --------------------------------------------------------------------
 
 
+class LayerSolver:
+    """Least squares of one layer: what all masks have in common is computed once.
+
+    Shapes: P problems of F features: one for each expert, or one of all experts.
+    """
+
+    @torch.no_grad()
+    def __init__(self, layer: ExpertsLayer, grams: LayerGrams) -> None:
+        self.layer, self.grams = layer, grams
+        down = layer.down.detach().to(grams.sums)  # (E, D, I)
+        together = grams.span == "layer"
+        self.weight = down.movedim(0, 1).flatten(1)[None] if together else down
+        self.metric = self.weight.mT @ self.weight  # (P, F, F)
+        self.output = float((self.metric * grams.sums[HELD_OUT]).sum())
+        scarce = scarcity(grams, layer.d_inter)[:, None].expand(-1, layer.d_inter)
+        self.scarce = scarce.reshape(len(self.weight), -1)
+
+    @torch.no_grad()
+    def solve(
+        self, kept: torch.Tensor, ridge: float | None = None, *, fit_only: bool = False
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The new W_down (E, D, I) for a mask (E, I), and its row of the report.
+
+        With `fit_only`, held-out tokens choose the ridge, but are not fitted to.
+        """
+        kept = kept.to(self.weight.device)
+        tokens = self.grams.tokens.sum(0).to(kept.device)  # (E,)
+        enough = tokens >= kept.sum(1)
+        size = at_once(self.grams.sums[FIT])
+        masks = [
+            m.reshape(len(self.weight), -1) for m in (kept, kept & enough[:, None])
+        ]
+        parts = (self.weight, self.metric, *self.grams.sums, *masks, self.scarce)
+        problems = [
+            _Problems.of(*some)
+            for some in zip(*(part.split(size) for part in parts), strict=True)
+        ]
+        chosen, errors = _best_ridge(problems, ridge)
+        dropped = sum(float(own.held_out.dropped.sum()) for own in problems)
+        # A ridge given by the caller is always used.
+        changed = ridge is not None or errors < dropped
+        if changed:
+            new, singular = _joined(own.solved(chosen, fit_only) for own in problems)
+        else:
+            new, singular = self.weight * masks[0][:, None], 0
+        untouched = (~enough).nonzero()[:, 0].tolist()
+        self._warn(chosen, bool(dropped) and not changed, singular, untouched)
+        output = max(self.output, 1e-300)
+        row = {
+            "ridge": chosen,
+            "changed": changed,
+            "dropped": dropped / output,
+            "compensated": (errors if changed else dropped) / output,
+            "untouched": untouched,
+            "singular": singular,
+        }
+        if self.grams.span == "layer":
+            new = new[0].unflatten(1, (self.layer.n_experts, -1)).movedim(1, 0)
+        return new.to(self.layer.device, self.layer.dtype), row
+
+    def _warn(
+        self, ridge: float, unchanged: bool, singular: int, untouched: list[int]
+    ) -> None:
+        names = ", ".join(map(str, untouched))
+        warnings = {
+            "on held-out tokens no ridge has a smaller error than the original W_down, "
+            "which is kept; give more text": unchanged,
+            f"{singular} of {len(self.weight)} solves are singular at ridge {ridge:g} "
+            "and use the pseudo-inverse; give a larger ridge or more text": singular,
+            f"experts {names} have fewer tokens than kept atoms and are not "
+            "compensated; give more text": untouched,
+        }
+        for text in (text for text, holds in warnings.items() if holds):
+            logger.warning("layer %d: %s", self.layer.layer, text)
+
+
 @dataclass(frozen=True)
-class _Normal:
-    """Normal equations over some tokens, for a change X of the free columns."""
+class _Problems:
+    """Least squares of some experts, or of all experts of a layer together."""
 
-    A: torch.Tensor
-    """Products of the free features, (f, f)."""
-    wanted: torch.Tensor
-    """Products of the free features with the output of the pruned ones, (f, D)."""
-    dropped: float
-    """Σ of squares of the output of the pruned features: the error without X."""
-
-    def error(self, change: torch.Tensor) -> float:
-        """Σ of squares of the error with the change X (f, D)."""
-        gained = (change * (self.A @ change - 2 * self.wanted)).sum()
-        return self.dropped + float(gained)
-
-    def solve(self, ridge: float) -> tuple[torch.Tensor, bool]:
-        """The optimal X (f, D) under the ridge; whether the solve was singular."""
-        if not len(self.A):
-            return self.wanted, False
-        pull = ridge * self.A.diagonal().mean()
-        return _solve(
-            self.A + pull * torch.eye(len(self.A), dtype=self.A.dtype), self.wanted
-        )
-
-    def __add__(self, other: "_Normal") -> "_Normal":
-        return _Normal(
-            self.A + other.A, self.wanted + other.wanted, self.dropped + other.dropped
-        )
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """Least squares of one expert, or of all experts of a layer."""
-
-    weight: torch.Tensor
-    """W_down of its features, (D, F) float64."""
-    kept: torch.Tensor
-    """Kept features, (F,) bool."""
-    free: torch.Tensor
-    """Indices of the kept features whose columns may change, (f,)."""
-    fit: _Normal
-    held_out: _Normal
-    output: float
-    """Σ of squares of the output itself over the held-out tokens."""
+    kept_weight: torch.Tensor
+    """The original weight (P, D, F), 0 for pruned features."""
+    free: Columns
+    """Kept features whose columns may change."""
+    scarce: torch.Tensor
+    """By how much the ridge of each of them is raised, (P, f)."""
+    lost: torch.Tensor | None
+    """Pruned columns of the weight, (P, D, r), where X is a change for each of them."""
+    fit: Normal
+    held_out: Normal
 
     @classmethod
     def of(
         cls,
         weight: torch.Tensor,
+        metric: torch.Tensor,
+        fit: torch.Tensor,
+        held_out: torch.Tensor,
         kept: torch.Tensor,
         free: torch.Tensor,
-        sums: torch.Tensor,
-    ) -> "_Problem":
-        """From weights (D, F), masks (F,) and both parts of the sums (2, F, F)."""
-        numbers, gone = free.nonzero()[:, 0], (~kept).nonzero()[:, 0]
-        lost = weight[:, gone]
+        scarce: torch.Tensor,
+    ) -> "_Problems":
+        """From weights (P, D, F), products (P, F, F), and masks and ridges (P, F)."""
+        columns, gone = Columns.of(free), Columns.of(~kept)
+        lost, of_lost = gone.of_weight(weight), gone.of_products(metric, gone)
+        few = gone.index.shape[1] < weight.shape[1]
         parts = []
-        for part in (sums[FIT], sums[HELD_OUT]):
-            rows = part[numbers]
-            dropped = float(((lost @ part[gone][:, gone]) * lost).sum())
-            parts.append(_Normal(rows[:, numbers], rows[:, gone] @ lost.T, dropped))
-        output = float(((weight @ sums[HELD_OUT]) * weight).sum())
-        return cls(weight, kept, numbers, parts[0], parts[1], output)
+        for products in (fit, held_out):
+            wanted = columns.of_products(products, gone)  # (P, f, r)
+            parts.append(
+                Normal(
+                    columns.of_products(products, columns),
+                    wanted if few else wanted @ lost.mT,
+                    (gone.of_products(products, gone) * of_lost).sum((1, 2)),
+                    of_lost if few else None,
+                )
+            )
+        own = scarce.gather(1, columns.index)
+        return cls(weight * kept[:, None], columns, own, lost if few else None, *parts)
 
-    @property
-    def kept_weight(self) -> torch.Tensor:
-        """The original weight (D, F), 0 for pruned features."""
-        return torch.where(self.kept, self.weight, 0.0)
+    def held_out_error(self, ridge: float) -> float:
+        """Σ of squared errors on the held-out tokens, fitted to the others."""
+        change, _ = self.fit.solve(ridge * self.scarce)
+        return float(self.held_out.error(change).sum())
 
-    def solved(self, ridge: float) -> tuple[torch.Tensor, bool]:
-        """The new weight (D, F), fitted to all tokens; whether it was singular."""
-        total = self.fit + self.held_out
-        change, singular = total.solve(ridge)
-        if total.error(change) > total.dropped:
-            change = torch.zeros_like(change)  # rounding errors of a singular solve
-        new = self.kept_weight
-        new[:, self.free] += change.T
+    def solved(self, ridge: float, fit_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new weight (P, D, F), fitted to all tokens; which were singular (P,)."""
+        normal = self.fit if fit_only else self.fit + self.held_out
+        change, singular = normal.solve(ridge * self.scarce)
+        # Rounding errors of a singular solve must do no harm.
+        worse = normal.error(change) > normal.dropped
+        change = torch.where(worse[:, None, None], 0.0, change).mT  # (P, q, f)
+        new = self.kept_weight.clone()
+        self.free.put(change if self.lost is None else self.lost @ change, new)
         return new, singular
 
 
-def _solve(A: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A⁻¹ wanted by Cholesky, else by the pseudo-inverse; whether it was the latter."""
-    factor, info = torch.linalg.cholesky_ex(A)
-    if not int(info):
-        found: torch.Tensor = torch.cholesky_solve(wanted, factor)
-        if torch.isfinite(found).all():
-            return found, False
-    inverse = torch.linalg.pinv(A, hermitian=True)
-    return inverse @ wanted, True
+def _joined(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, int]:
+    """All weights (P, D, F), and how many solves were singular."""
+    weights, singular = zip(*parts, strict=True)
+    return torch.cat(weights), int(torch.cat(singular).sum())
 
 
-@torch.no_grad()
-def _solve_layer(
-    layer: ExpertsLayer, kept: torch.Tensor, grams: LayerGrams, ridge: float | None
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The layer's new W_down (E, D, I), and its row of the report."""
-    enough = grams.tokens.sum(0) >= kept.sum(1)  # (E,)
-    problems = _problems(layer, kept, enough, grams)
+def _best_ridge(
+    problems: Sequence[_Problems], ridge: float | None
+) -> tuple[float, float]:
+    """The ridge of least error on held-out tokens, and that error.
+
+    The error falls towards the best ridge from both sides, but for noise: from a middle
+    one, neighbours are tried while they are better.
+    """
     tried = RIDGES if ridge is None else (ridge,)
-    errors = {ridge: _held_out_error(problems, ridge) for ridge in tried}
-    chosen = min(errors, key=errors.__getitem__)
-    dropped = sum(own.held_out.dropped for own in problems)
-    # A ridge given by the caller is always used.
-    changed = ridge is not None or errors[chosen] < dropped
-    solved = [
-        own.solved(chosen) if changed else (own.kept_weight, False) for own in problems
-    ]
-    weights, singular = [weight for weight, _ in solved], sum(n for _, n in solved)
-    untouched = (~enough).nonzero()[:, 0].tolist()
-    warnings = {
-        "on held-out tokens no ridge has a smaller error than the original W_down, "
-        "which is kept; give more text": dropped and not changed,
-        f"{singular} of {len(problems)} solves are singular at ridge {chosen:g} and "
-        "use the pseudo-inverse; give a larger ridge or more text": singular,
-        f"experts {', '.join(map(str, untouched))} have fewer tokens than kept atoms "
-        "and are not compensated; give more text": untouched,
-    }
-    for text in (text for text, holds in warnings.items() if holds):
-        logger.warning("layer %d: %s", layer.layer, text)
-    size = max(sum(own.output for own in problems), 1e-300)
-    row = {
-        "ridge": chosen,
-        "changed": changed,
-        "dropped": dropped / size,
-        "compensated": (errors[chosen] if changed else dropped) / size,
-        "untouched": untouched,
-        "singular": singular,
-    }
-    joined = torch.stack(weights)  # (E, D, I) or (1, D, F)
-    if grams.span == "layer":
-        joined = joined[0].unflatten(1, (layer.n_experts, -1)).movedim(1, 0)
-    return joined.to(layer.device, layer.dtype), row
 
+    @functools.cache
+    def error(at: int) -> float:
+        return sum(own.held_out_error(tried[at]) for own in problems)
 
-def _problems(
-    layer: ExpertsLayer, kept: torch.Tensor, enough: torch.Tensor, grams: LayerGrams
-) -> list[_Problem]:
-    down = layer.down.detach().to("cpu", torch.float64)  # (E, D, I)
-    free = kept & enough[:, None]
-    if grams.span == "layer":
-        joined = down.movedim(0, 1).flatten(1)  # (D, F)
-        flat = kept.flatten(), free.flatten()
-        return [_Problem.of(joined, *flat, grams.sums[:, 0])]
-    return [
-        _Problem.of(down[e], kept[e], free[e], grams.sums[:, e])
-        for e in range(layer.n_experts)
-    ]
-
-
-def _held_out_error(problems: list[_Problem], ridge: float) -> float:
-    """Σ of squared errors on the held-out tokens, fitted to the others."""
-    return sum(own.held_out.error(own.fit.solve(ridge)[0]) for own in problems)
+    best = len(tried) // 2
+    while True:
+        around = range(max(0, best - 1), min(len(tried), best + 2))
+        found = min(around, key=error)
+        if error(found) >= error(best):
+            return tried[best], error(best)
+        best = found

@@ -1,18 +1,25 @@
 """Eliminate atoms one after the other, compensating each by the remaining ones.
 
 Backward elimination with the inverse of the Gram matrix (OBS, Hassibi & Stork 1993),
-for all experts of a layer at once where its features are few enough: with B = (C + λ)⁻¹
-and W the current columns of W_down, removing atom k costs
+for all experts of a layer at once where its features are few enough: with S² the
+diagonal of C, B = (C + λ S²)⁻¹ and W the current columns of W_down, removing atom k
+costs
 
     Δ_k = ‖w_k‖² / B_kk      and leaves      W − w_k B_k / B_kk,  B − B_k B_kᵀ / B_kk
 
-in squared output error. The cost in loss of an expert's squared error is taken from the
-importance table: the sum of its `shrunk` scores over the summed squared contributions
-of its atoms to the output. The score of an atom is its cost when it is removed, so the
-masks of all ratios are nested, and every structure and budget of `select` can use it.
-It needs no gradients besides those of the table.
+in squared output error. The ridge λ is relative to each feature's own products, so that
+neither the scale of an activation nor the traffic of its expert makes an atom look
+expensive. The cost in loss of an expert's squared error is its price: the sum of its
+scores in the importance table, by default `fisher` (its share of the corpus loss), over
+the summed squared contributions of its atoms to the output. The score of an atom is its
+cost when it is removed, so the masks of all ratios are nested, and every structure and
+budget of `select` can use it. It needs no gradients besides those of the table.
 
-Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · I.
+Atoms that no token reaches cost nothing, whatever their weights; an expert with fewer
+tokens than atoms has a larger ridge, because its products say little.
+
+Shapes: E n_experts, I d_inter, D d_expert; P problems of F features: one for each
+expert, or one of all experts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,16 +36,20 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.surgery import check_table
 from heapr_lab.refinement.compensation import check_layers
+from heapr_lab.refinement.normal_equations import at_once, scarcity, small_factor
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
-COLUMN = "elimination"
-"""The column of the table, and the estimator that reads it."""
-_SCHEMA = 1
+COLUMNS = {"fisher": "elimination", "shrunk": "elimination_shrunk"}
+"""The column of the table, and the estimator that reads it, by the price."""
+_SCHEMA = 2
 """Raised whenever the same input would give other numbers."""
-_BASE = "shrunk"
+_PRICE = "fisher"
 _RIDGE = 0.03
 _N_STEPS = 128
+_FLOAT32_ENOUGH = 2e-3
+"""Float32 is used where its rounding, times the largest condition number that the ridge
+allows, stays below this."""
 
 
 def eliminate(
@@ -46,6 +57,7 @@ def eliminate(
     table: ImportanceTable,
     calibration: CalibrationSet,
     *,
+    price: str = _PRICE,
     span: str | None = None,
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
@@ -57,16 +69,18 @@ def eliminate(
         model: the dense model that `table` was measured on.
         table: its statistics.
         calibration: the windows whose activations are used, usually the table's.
+        price: the estimator that prices an expert's error: "fisher", or "shrunk", whose
+            scores are the column `elimination_shrunk`.
         span: whether the atoms of a "layer" or of an "expert" compensate each other, as
             in `compensation.compensate`.
-        ridge: relative to the mean diagonal of the Gram matrix.
+        ridge: relative to each feature's own products.
         n_steps: the cheapest atoms are removed together, a share of 1/n_steps at a
             time; with as many steps as atoms, one by one.
         progress: called with (windows done, windows in all).
 
     Raises:
-        SpecError: the table is of another model, ridge or n_steps are not positive, or
-            autocast is on.
+        SpecError: the table is of another model, there is no such price, ridge or
+            n_steps are not positive, or autocast is on.
         LayoutError: weights are offloaded, or not finite.
 
     Example:
@@ -80,10 +94,13 @@ def eliminate(
         raise SpecError(
             f"ridge is {ridge} and n_steps {n_steps}, expected both above 0"
         )
+    if price not in COLUMNS:
+        raise SpecError(f"price is {price!r}, expected one of {', '.join(COLUMNS)}")
     check_table(model, layers, table)
     grams = iter_grams(model, calibration, span=chosen, progress=progress)
-    spec = elimination_spec(table, calibration, span=span, ridge=ridge, n_steps=n_steps)
-    return with_elimination(table, grams, spec=spec, ridge=ridge, n_steps=n_steps)
+    settings: dict[str, Any] = {"price": price, "ridge": ridge, "n_steps": n_steps}
+    spec = elimination_spec(table, calibration, span=span, **settings)
+    return with_elimination(table, grams, spec=spec, **settings)
 
 
 def with_elimination(
@@ -91,6 +108,7 @@ def with_elimination(
     grams: Iterable[tuple[ExpertsLayer, LayerGrams]],
     *,
     spec: dict[str, Any] | None = None,
+    price: str = _PRICE,
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
 ) -> ImportanceTable:
@@ -99,7 +117,7 @@ def with_elimination(
     `spec` describes the result; without it, the table has no specification.
     """
     frame = table.frame
-    base = table.score(_BASE).to_numpy()
+    base = table.score(price).to_numpy()
     scores = np.zeros(len(frame))
     for layer, own in grams:
         rows = frame["layer"].eq(layer.layer).to_numpy()
@@ -107,7 +125,7 @@ def with_elimination(
         wanted = torch.from_numpy(base[rows]).view(shape)
         costs = layer_costs(layer, own, wanted, ridge=ridge, n_steps=n_steps)
         scores[rows] = costs.flatten().numpy()
-    frame[COLUMN] = scores
+    frame[COLUMNS[price]] = scores
     unknown = {"spec", "spec_hash"}
     metadata = {k: v for k, v in table.metadata.items() if k not in unknown}
     if spec is not None:
@@ -119,6 +137,7 @@ def elimination_spec(
     table: ImportanceTable,
     calibration: CalibrationSet,
     *,
+    price: str = _PRICE,
     span: str | None = None,
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
@@ -126,7 +145,7 @@ def elimination_spec(
     """The settings that determine the scores: the key of the cache."""
     settings = {"span": span, "ridge": ridge, "n_steps": n_steps}
     text = {"calibration": calibration.fingerprint, "schema": _SCHEMA}
-    return {**(table.metadata.get("spec") or {}), COLUMN: settings | text}
+    return {**(table.metadata.get("spec") or {}), COLUMNS[price]: settings | text}
 
 
 @torch.no_grad()
@@ -142,48 +161,99 @@ def layer_costs(
 
     Shapes: base (E, I), scores whose sum over an expert is the cost of its error.
     """
-    down = layer.down.detach().to("cpu", torch.float64)  # (E, D, I)
     sums = grams.total
+    down = layer.down.detach().to(sums)  # (E, D, I)
     together = grams.span == "layer"
-    weights = down.movedim(0, 1).flatten(1)[None] if together else down  # (.., D, F)
-    energy = weights.square().sum(1) * sums.diagonal(dim1=-2, dim2=-1)  # (blocks, F)
-    energy = energy.reshape(base.shape)
-    wide = base.double()
-    rate = wide.sum(1, keepdim=True) / energy.sum(1, keepdim=True).clamp_min(1e-300)
-    rates = rate.expand_as(energy).reshape(len(sums), -1)
-    costs = [
-        _costs(*problem, ridge=ridge, n_steps=n_steps)
-        for problem in zip(sums, weights, rates, strict=True)
+    weights = down.movedim(0, 1).flatten(1)[None] if together else down  # (P, D, F)
+    energy = weights.square().sum(1) * sums.diagonal(dim1=-2, dim2=-1)  # (P, F)
+    energy, wide = energy.reshape(base.shape).sum(1), base.to(sums).sum(1)  # (E,)
+    rates = torch.where(energy > 0, wide / energy, 0.0)
+    ridges = ridge * scarcity(grams, layer.d_inter)
+    by_feature = [
+        own[:, None].expand_as(base).reshape(len(sums), -1) for own in (rates, ridges)
     ]
-    return torch.stack(costs).reshape(base.shape)
+    size = at_once(sums)
+    parts = zip(*(own.split(size) for own in (sums, weights, *by_feature)), strict=True)
+    costs = [_costs(*part, n_steps=n_steps) for part in parts]
+    return torch.cat(costs).reshape(base.shape).cpu()
 
 
 def _costs(
-    C: torch.Tensor, W: torch.Tensor, rate: torch.Tensor, *, ridge: float, n_steps: int
+    C: torch.Tensor,
+    W: torch.Tensor,
+    rate: torch.Tensor,
+    ridge: torch.Tensor,
+    *,
+    n_steps: int,
 ) -> torch.Tensor:
-    """Costs (F,) of one problem: products C (F, F), weights W (D, F), rates (F,)."""
-    costs = torch.zeros(len(C), dtype=C.dtype)
-    seen = C.diagonal() > 0  # atoms without routed tokens cost nothing
-    left = seen.nonzero()[:, 0]
-    if not len(left):
-        return costs
-    C, W = C[left][:, left], W[:, left]
-    pull = ridge * C.diagonal().mean()
-    B = torch.linalg.inv(C + pull * torch.eye(len(C), dtype=C.dtype))
-    level = 0.0
-    for n_gone in _shares(len(left), n_steps):
-        cost = W.square().sum(0) * rate[left] / B.diagonal()
+    """Costs (P, F) float64 of P problems.
+
+    Shapes: products C (P, F, F), weights W (P, D, F), rates and ridges (P, F).
+    """
+    size = C.diagonal(dim1=-2, dim2=-1).sqrt()  # (P, F)
+    unit = torch.where(size > 0, size, 1.0)
+    C = C / (unit[:, :, None] * unit[:, None])
+    C.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    B = torch.cholesky_inverse(torch.linalg.cholesky(C))
+    # An atom without routed tokens weighs nothing, and so it costs nothing.
+    W = small_factor(W * size[:, None]) * (size > 0)[:, None]
+    # C has ones on its diagonal: no eigenvalue is above F + λ, and none below λ.
+    rounding = torch.finfo(torch.float32).eps * C.shape[-1] / float(ridge.min())
+    if rounding > _FLOAT32_ENOUGH:
+        return _eliminated(B, W, rate, n_steps)
+    # Costs of any size must be numbers in float32.
+    largest, dearest = W.square().sum(1).amax(1), rate.amax(1)  # (P,)
+    largest, dearest = (torch.where(x > 0, x, 1.0)[:, None] for x in (largest, dearest))
+    W = (W / largest.sqrt()[:, None]).float()
+    found = _eliminated(B.float(), W, (rate / dearest).float(), n_steps)
+    return found.double() * largest * dearest
+
+
+def _eliminated(
+    B: torch.Tensor, W: torch.Tensor, rate: torch.Tensor, n_steps: int
+) -> torch.Tensor:
+    """Costs (P, F) from inverses B (P, F, F) and weights W, which are overwritten."""
+    costs = torch.zeros_like(rate)
+    left = torch.arange(rate.shape[1], device=rate.device).expand(rate.shape)
+    there = torch.ones_like(rate, dtype=torch.bool)
+    level = torch.zeros_like(rate[:, :1])
+    n_left = rate.shape[1]
+    for n_gone in _shares(n_left, n_steps):
+        if 2 * n_left <= there.shape[1]:  # smaller matrices, now and then
+            left, rate, B, W = _only(there, left, rate, B, W)
+            there = torch.ones_like(left, dtype=torch.bool)
+        cost = W.square().sum(1) * rate / B.diagonal(dim1=-2, dim2=-1)
+        cost = torch.where(there, cost, torch.inf)
         found, gone = cost.topk(n_gone, largest=False)
-        found = found.clamp_min(level)  # later atoms never cost less
-        costs[left[gone]], level = found, float(found[-1])
-        stay = torch.ones(len(left), dtype=torch.bool)
-        stay[gone] = False
-        cross = B[stay][:, gone]
-        solved = torch.linalg.solve(B[gone][:, gone], cross.T)
-        W = W[:, stay] - W[:, gone] @ solved
-        B = B[stay][:, stay] - cross @ solved
-        left = left[stay]
+        found = found.maximum(level)  # later atoms never cost less
+        level = found[:, -1:]
+        costs.scatter_(1, left.gather(1, gone), found)
+        rows = B.gather(1, gone[:, :, None].expand(-1, -1, B.shape[2]))
+        own = rows.gather(2, gone[:, None].expand(-1, n_gone, -1))
+        solved = torch.cholesky_solve(rows, torch.linalg.cholesky(own))
+        W.baddbmm_(
+            W.gather(2, gone[:, None].expand(-1, W.shape[1], -1)), solved, alpha=-1
+        )
+        B.baddbmm_(rows.mT, solved, alpha=-1)
+        there.scatter_(1, gone, False)
+        n_left -= n_gone
     return costs
+
+
+def _only(
+    there: torch.Tensor,
+    left: torch.Tensor,
+    rate: torch.Tensor,
+    B: torch.Tensor,
+    W: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The features that are `there`, of which each problem has as many."""
+    size = int(there[0].sum())
+    pick = there.nonzero()[:, 1].view(len(there), size)
+    B = B.gather(1, pick[:, :, None].expand(-1, -1, B.shape[2]))
+    B = B.gather(2, pick[:, None].expand(-1, size, -1))
+    W = W.gather(2, pick[:, None].expand(-1, W.shape[1], -1))
+    return left.gather(1, pick), rate.gather(1, pick), B, W
 
 
 def _shares(n_atoms: int, n_steps: int) -> Iterator[int]:

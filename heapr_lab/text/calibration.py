@@ -25,6 +25,7 @@ from heapr_lab.text.calibration_spec import check_seed
 from heapr_lab.text.corpora import Corpus, load_corpus, source_key
 from heapr_lab.text.tokenization import tokenise
 
+_HELD_OUT_EVERY = 4
 _TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S+)\s*")
 
 
@@ -73,6 +74,24 @@ class CalibrationSet:
     def n_predicted(self) -> int:
         """Tokens that have a loss: all but the first of each window."""
         return self.n_sequences * (self.seq_len - 1)
+
+    def split(self) -> "tuple[CalibrationSet, CalibrationSet]":
+        """Three of every four windows to fit to, and the second of every four to judge.
+
+        Raises:
+            SpecError: there is only one window.
+        """
+        if self.n_sequences < 2:
+            raise SpecError(
+                f"there is {self.n_sequences} window, expected at least 2: one of them "
+                "is held out"
+            )
+        held_out = torch.arange(self.n_sequences) % _HELD_OUT_EVERY == 1
+        fit, other = (
+            CalibrationSet(self.ids[part], {**self.provenance, "part": name})
+            for name, part in (("fit", ~held_out), ("held out", held_out))
+        )
+        return fit, other
 
     @property
     def label(self) -> str:

@@ -50,8 +50,7 @@ def least_squares(
     Shapes: features (n, F); W (D, F); kept (F,); result (D, F).
     """
     free = features[:, kept]
-    scale = free.square().sum(0).mean()
-    pull = (ridge * scale).sqrt() * torch.eye(int(kept.sum()), dtype=W.dtype)
+    pull = (ridge * free.square().sum(0)).sqrt().diag()
     wanted = torch.cat([features @ W.T, pull @ W[:, kept].T])
     found = torch.linalg.lstsq(torch.cat([free, pull]), wanted, driver="gelsd").solution
     new = torch.zeros_like(W)

@@ -16,7 +16,7 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement import elimination
 from heapr_lab.refinement.compensation import fit_compensation
-from heapr_lab.refinement.elimination import COLUMN, eliminate
+from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -35,8 +35,8 @@ def greedy(
     Shapes: features (n, F); W (D, F); rate (F,).
     """
     size = features.shape[1]
-    pull = (RIDGE * features.square().sum(0).mean()).sqrt()
-    rows = torch.cat([features, pull * torch.eye(size, dtype=features.dtype)])
+    pull = (RIDGE * features.square().sum(0)).sqrt().diag()
+    rows = torch.cat([features, pull])
     wanted = rows @ W.T
 
     def error(stay: list[int]) -> float:
@@ -59,7 +59,7 @@ def greedy(
 def rates(table: ImportanceTable, layer: ExpertsLayer, features: torch.Tensor) -> Any:
     """Loss for each unit of an expert's squared error, (E,)."""
     rows = table.frame["layer"].eq(layer.layer).to_numpy()
-    score = torch.from_numpy(table.score("shrunk").to_numpy()[rows])
+    score = torch.from_numpy(table.score("fisher").to_numpy()[rows])
     energy = features.square().sum(0) * layer.down.detach().square().sum(1)  # (E, I)
     return score.view_as(energy).sum(1) / energy.sum(1).clamp_min(1e-300)
 
@@ -81,7 +81,7 @@ def test_one_by_one_it_is_greedy_least_squares(
     layer = find_experts(model)[0]
     features = features_of(model, WINDOWS.ids)[layer.layer]
     own = found.frame[found.frame["layer"].eq(layer.layer)]
-    costs = own[COLUMN].to_numpy().reshape(layer.n_experts, -1)
+    costs = own["elimination"].to_numpy().reshape(layer.n_experts, -1)
     rate = rates(table, layer, features)
     down = layer.down.detach()
     if span == "layer":
@@ -117,7 +117,7 @@ def test_an_atom_that_another_stands_for_is_free() -> None:
     found = eliminate(model, table, WINDOWS, ridge=1e-9, n_steps=10**6)
     frame = found.frame
     pairs = frame[frame["atom"].isin([0, 1]) & frame["tokens"].gt(0)]
-    costs = pairs.groupby(["layer", "expert"])[COLUMN]
+    costs = pairs.groupby(["layer", "expert"])["elimination"]
     assert (costs.min() < 1e-6 * costs.max()).all()
 
 
@@ -127,7 +127,7 @@ def test_together_is_nearly_one_by_one(measured: tuple[Any, ImportanceTable]) ->
     errors = []
     for n_steps in (8, 10**6):
         scored = eliminate(model, table, WINDOWS, n_steps=n_steps)
-        keep = select(scored, ratio=0.5, estimator=COLUMN)
+        keep = select(scored, ratio=0.5, estimator="elimination")
         report = fit_compensation(model, keep, WINDOWS, ridge=1e-3).report
         errors.append(report["compensated"].sum())
     assert errors[0] <= 1.5 * errors[1]
@@ -141,7 +141,7 @@ def test_layer_by_layer_gives_the_same_scores(
     at_once = eliminate(model, table, WINDOWS)
     monkeypatch.setattr(grams, "_AT_ONCE", 1)
     apart = eliminate(model, table, WINDOWS)
-    assert apart.frame[COLUMN].tolist() == at_once.frame[COLUMN].tolist()
+    assert apart.frame["elimination"].tolist() == at_once.frame["elimination"].tolist()
 
 
 def test_the_table_says_so_and_survives_a_file(
@@ -150,13 +150,13 @@ def test_the_table_says_so_and_survives_a_file(
     """Another specification; the estimator is offered; masks are nested."""
     model, table = measured
     found = eliminate(model, table, WINDOWS)
-    assert COLUMN not in table.estimators
-    assert COLUMN in found.estimators
+    assert "elimination" not in table.estimators
+    assert "elimination" in found.estimators
     assert found.metadata["spec"] != table.metadata.get("spec")
     assert found.metadata["spec_hash"] == digest(found.metadata["spec"])
     found.write(tmp_path / "table.parquet")
     again = ImportanceTable.read(tmp_path / "table.parquet")
-    low, high = (select(again, ratio=r, estimator=COLUMN) for r in (0.3, 0.6))
+    low, high = (select(again, ratio=r, estimator="elimination") for r in (0.3, 0.6))
     for layer in low.layers:
         assert not (high.by_layer(layer) & ~low.by_layer(layer)).any()
 

@@ -48,10 +48,10 @@ def layer() -> ExpertsLayer:
 def grams_of(
     fit: list[list[float]], held_out: list[list[float]], *, tokens: int = 8
 ) -> LayerGrams:
-    """Sums over the tokens of the first two atoms of the first expert, 0 elsewhere."""
+    """Sums over the tokens of the first atoms of the first expert, 0 elsewhere."""
     sums = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
     for part, block in enumerate((fit, held_out)):
-        sums[part, 0, :2, :2] = torch.tensor(block)
+        sums[part, 0, : len(block), : len(block)] = torch.tensor(block)
     return LayerGrams("expert", sums, torch.full((2, 4), tokens // 2))
 
 
@@ -77,23 +77,22 @@ def solved(
 def test_a_column_takes_over_what_it_shares(layer: ExpertsLayer) -> None:
     """Without atom 1 the other's column 1 becomes 1 + 2 · 1/2: the error 8 → 6.
 
-    All atoms but these two are silent, so the mean of the diagonal over the seven that
-    stay is 4/7 of both parts together, and the ridge 7/4 adds 1 to the 4 of atom 0.
+    The ridge 1/4 adds 1 to the 4 of atom 0, of both parts together.
     """
     grams = grams_of(COUPLED, COUPLED)
     keep = without(1)
-    column, row = solved(layer, grams, keep=keep, ridge=1.75)
+    column, row = solved(layer, grams, keep=keep, ridge=0.25)
     assert column.tolist() == pytest.approx([1 + 2 * 2 / 5, *[0] * 7])
     # Of held-out tokens, fitted to the others: x = 2 / (2 + 1/2) leaves, of the output
     # 2 + 4 + 8, the error 8 - 2 · 2 x + 2 x² with x = 4/5.
     assert row == {
         "layer": 0,
-        "ridge": 1.75,
+        "ridge": 0.25,
         "changed": True,
         "dropped": pytest.approx(8 / 14),
         "compensated": pytest.approx((8 - 4 * 0.8 + 2 * 0.64) / 14),
         "untouched": [],
-        "singular": 3,  # the experts without activation
+        "singular": 0,
     }
 
 
@@ -110,16 +109,16 @@ def test_weights_stay_where_held_out_tokens_say_otherwise(
     assert row["dropped"] == row["compensated"] == pytest.approx(8 / 6)
     assert "layer 0: on held-out tokens no ridge has a smaller error" in caplog.text
     # A ridge that was asked for is taken as it is.
-    column, row = solved(layer, grams, keep=without(1), ridge=1.75)
-    assert (row["changed"], row["ridge"]) == (True, 1.75)
+    column, row = solved(layer, grams, keep=without(1), ridge=0.25)
+    assert (row["changed"], row["ridge"]) == (True, 0.25)
     # x = 4/5 adds 2 · 2 x + 2 x² to the error 8.
     assert row["compensated"] == pytest.approx((8 + 4 * 0.8 + 2 * 0.64) / 6)
 
 
 def test_the_ridge_of_least_held_out_error_is_chosen(layer: ExpertsLayer) -> None:
     """It shrinks towards what the held-out tokens ask for; both ends are tried."""
-    assert RIDGES == (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-    # The fit alone gives x = 1; held-out tokens ask for x = 2 s.
+    assert RIDGES == (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    # The fit alone gives x = 1; held-out tokens ask for x = s.
     chosen = {
         share: solved(
             layer,
@@ -127,10 +126,10 @@ def test_the_ridge_of_least_held_out_error_is_chosen(layer: ExpertsLayer) -> Non
             keep=without(1),
             ridge=None,
         )[1]["ridge"]
-        for share in (1.2, 0.98, 0.9, 0.5)
+        for share in (1.2, 0.98, 0.9, 0.5, 0.05)
     }
-    # x = 2 / (2 + 2/7 ridge) = 1 / (1 + ridge / 7), to be nearest to s.
-    assert chosen == {1.2: 1e-5, 0.98: 1e-1, 0.9: 1.0, 0.5: 1.0}
+    # x = 2 / (2 + 2 ridge), to be nearest to s.
+    assert chosen == {1.2: 1e-4, 0.98: 1e-2, 0.9: 1e-1, 0.5: 1.0, 0.05: 10.0}
 
 
 def test_a_mask_that_drops_nothing_changes_nothing(
@@ -157,7 +156,7 @@ def test_an_expert_needs_as_many_tokens_as_it_keeps_atoms(
     for drop, tokens, changed in (((1,), 8, True), ((1,), 6, False), ((1, 2), 6, True)):
         caplog.clear()
         grams = grams_of(COUPLED, COUPLED, tokens=tokens)
-        column, row = solved(layer, grams, keep=without(*drop), ridge=1.75)
+        column, row = solved(layer, grams, keep=without(*drop), ridge=0.25)
         assert (column[0] > 1) == changed
         # The others keep all eight.
         others = [] if tokens == 8 else [1, 2, 3]
@@ -171,26 +170,38 @@ def test_an_expert_needs_as_many_tokens_as_it_keeps_atoms(
 def test_singular_solves_are_counted(
     layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Atoms without activation, and no ridge: the smallest solution leaves them."""
+    """Two atoms that are one, and no ridge: the smallest solution shares equally."""
+    with torch.no_grad():
+        layer.down[0, 5, 2] = 4.0
+    copies = [[2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [1.0, 1.0, 2.0]]
+    column, row = solved(layer, grams_of(copies, copies), keep=without(2))
+    assert column.tolist() == pytest.approx([2.0, 3.0, *[0] * 6])
+    assert row["singular"] == 1
+    assert "layer 0: 1 of 4 solves are singular at ridge 0" in caplog.text
+
+
+def test_an_atom_that_no_token_reaches_is_left_as_it_is(layer: ExpertsLayer) -> None:
+    """It has no products to be pulled by, and that is not singular."""
+    with torch.no_grad():
+        layer.down[0, 5, 7] = 3.0
     column, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(1))
-    assert column.tolist() == pytest.approx([2.0, *[0] * 7])
-    assert row["singular"] == 4
-    assert "layer 0: 4 of 4 solves are singular at ridge 0" in caplog.text
+    assert column.tolist() == pytest.approx([2.0, *[0] * 6, 3.0])
+    assert row["singular"] == 0
 
 
 def test_an_expert_without_atoms_has_nothing_to_solve_for(layer: ExpertsLayer) -> None:
-    """Nor is that singular; the other three are, having no activation."""
+    """Nor is that singular."""
     grams = grams_of(COUPLED, COUPLED)
     column, row = solved(layer, grams, keep=without(*range(8)))
     assert column.count_nonzero() == 0
-    assert (row["singular"], row["dropped"]) == (3, 1)
+    assert (row["singular"], row["dropped"]) == (0, 1)
 
 
 def test_errors_are_shares_of_the_output(layer: ExpertsLayer) -> None:
     """However small that is."""
     with torch.no_grad():
         layer.down.mul_(1e-6)
-    _, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=1.75)
+    _, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=0.25)
     assert row["dropped"] == pytest.approx(8 / 14)
     assert row["compensated"] == pytest.approx((8 - 4 * 0.8 + 2 * 0.64) / 14)
 

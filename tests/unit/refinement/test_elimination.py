@@ -13,7 +13,6 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement.elimination import (
-    COLUMN,
     eliminate,
     elimination_spec,
     layer_costs,
@@ -46,23 +45,23 @@ def layer() -> ExpertsLayer:
 
 
 def grams_of(*blocks: list[list[float]], span: str = "expert") -> LayerGrams:
-    """Sums over one token for each expert, 0 but for the first atoms of the first."""
+    """Sums over eight tokens of each expert, 0 but for the first atoms of the first."""
     sums = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
     for expert, block in enumerate(blocks):
         values = torch.tensor(block, dtype=torch.float64)
         sums[0, expert, : len(block), : len(block)] = values
-    return LayerGrams(span, sums, torch.ones(2, 4, dtype=torch.long))
+    return LayerGrams(span, sums, torch.full((2, 4), 4))
 
 
 # --- by hand ----------------------------------------------------------------------
 
-# The mean of the diagonal of C, over the atoms that some token reaches, is 2, so that
-# the ridge 1/2 adds 1: C + λ = [3 1; 1 3], and its inverse B is [3 -1; -1 3] / 8.
+# The ridge 1/2 adds half of each diagonal element, 1: C + λ S² = [3 1; 1 3], and its
+# inverse B is [3 -1; -1 3] / 8.
 COUPLED = [[2.0, 1.0], [1.0, 2.0]]
 
 
 def test_what_goes_first_leaves_its_part_to_the_other(layer: ExpertsLayer) -> None:
-    """Columns (1, 2): 1 / B₀₀ = 8/3, then (2 + 1/3)² · 3 = 49/3; in all wᵀ(C + λ)w."""
+    """Columns (1, 2): 8/3, then (2 + 1/3)² · 3 = 49/3; in all wᵀ(C + λ S²)w."""
     with torch.no_grad():
         layer.down[0, 5, :2] = torch.tensor([1.0, 2.0])
     # The first expert's output has the energy 2 · 1 + 2 · 4 = 10: its rate is 1/2.
@@ -108,18 +107,20 @@ def test_each_expert_has_its_own_rate(layer: ExpertsLayer) -> None:
 
 
 def test_a_share_of_the_atoms_goes_in_each_step(layer: ExpertsLayer) -> None:
-    """Five atoms in two steps are three and two; the second sees the first gone."""
+    """Eight atoms in two steps are four and four, of which three are never routed."""
     C = torch.full((5, 5), 1.0) + torch.eye(5)
     with torch.no_grad():
         layer.down[0, 5, :5] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     base = torch.zeros(4, 8)
     base[0, 0] = 2.0 * 55  # as much as the energy
     costs = layer_costs(layer, grams_of(C.tolist()), base, ridge=0.5, n_steps=2)
-    # C + λ = 2 I + 11ᵀ, and so B = I/2 - 11ᵀ/14: 3/7 on its diagonal.
-    assert costs[0, :3].tolist() == pytest.approx([7 / 3, 4 * 7 / 3, 9 * 7 / 3])
-    # Of two atoms (2 I + 11ᵀ)⁻¹ is I/2 - 11ᵀ/8: 3/8. The others' sum, 6, is left to
-    # them in equal parts of 6/4: columns (5.5, 6.5).
-    assert costs[0, 3:5].tolist() == pytest.approx([5.5**2 * 8 / 3, 6.5**2 * 8 / 3])
+    # C + λ S² = 2 I + 11ᵀ, and so B = I/2 - 11ᵀ/14: 3/7 on its diagonal. With the first
+    # atom go the three that no token reaches.
+    assert costs[0].tolist()[:1] == pytest.approx([7 / 3])
+    # Of four atoms (2 I + 11ᵀ)⁻¹ is I/2 - 11ᵀ/12: 5/12. The first one's column, 1, is
+    # left to them in equal parts of 1/6.
+    left = [(k + 1 / 6) ** 2 * 12 / 5 for k in (2, 3, 4, 5)]
+    assert costs[0, 1:5].tolist() == pytest.approx(left)
 
 
 def test_an_atom_that_no_token_reaches_costs_nothing(layer: ExpertsLayer) -> None:
@@ -133,7 +134,7 @@ def test_an_atom_that_no_token_reaches_costs_nothing(layer: ExpertsLayer) -> Non
 
 
 def test_costs_do_not_depend_on_the_scale_of_columns(layer: ExpertsLayer) -> None:
-    """The rate makes up for it, to all digits: λ = 1/10 leaves (2.1² - 1) / 2.1."""
+    """The rate makes up for it: λ = 1/20 adds 1/10, and leaves (2.1² - 1) / 2.1."""
     base = torch.zeros(4, 8)
     base[0, 3] = 10.0
     for scale in (1.0, 1e-6):
@@ -141,8 +142,8 @@ def test_costs_do_not_depend_on_the_scale_of_columns(layer: ExpertsLayer) -> Non
             layer.down[0, 5, :2] = scale * torch.tensor([1.0, 2.0])
         costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.05, n_steps=8)
         first = 3.41 / 2.1
-        # In all wᵀ(C + λ)w = 2.1 + 4 + 4 · 2.1.
-        expected = pytest.approx([first, 14.5 - first], rel=1e-12)
+        # In all wᵀ(C + λ S²)w = 2.1 + 4 + 4 · 2.1.
+        expected = pytest.approx([first, 14.5 - first], rel=1e-5)  # float32
         assert costs[0, :2].tolist() == expected
 
 
@@ -160,7 +161,7 @@ def test_the_specification_has_all_that_determines_the_scores(
         "ridge": 0.5,
         "n_steps": 2,
         "calibration": WINDOWS.fingerprint,
-        "schema": 1,
+        "schema": 2,
     }
     assert spec == table.metadata["spec"]
     by_default = {"span": None, "ridge": 0.03, "n_steps": 128}
@@ -180,13 +181,13 @@ def test_defaults_are_those_that_the_specification_names(
     """Whichever function is called without them; the small model goes by layers."""
     expected = eliminate(
         model, table, WINDOWS, span="layer", ridge=0.03, n_steps=128
-    ).frame[COLUMN]
-    assert eliminate(model, table, WINDOWS).frame[COLUMN].equals(expected)
+    ).frame["elimination"]
+    assert eliminate(model, table, WINDOWS).frame["elimination"].equals(expected)
     layers = find_experts(model)
     sums = collect_grams(model, WINDOWS, span="layer")
     pairs = [(layer, sums[layer.layer]) for layer in layers]
-    assert with_elimination(table, pairs).frame[COLUMN].equals(expected)
-    base = torch.tensor(table.score("shrunk").to_numpy()).view(2, 4, 8)
+    assert with_elimination(table, pairs).frame["elimination"].equals(expected)
+    base = torch.tensor(table.score("fisher").to_numpy()).view(2, 4, 8)
     costs = [layer_costs(*pair, own) for pair, own in zip(pairs, base, strict=True)]
     assert torch.stack(costs).flatten().tolist() == expected.tolist()
 
@@ -196,7 +197,8 @@ def test_the_number_of_steps_reaches_the_arithmetic(
 ) -> None:
     """All at once costs what each costs alone, which is less than in turn."""
     together, in_turn = (
-        eliminate(model, table, WINDOWS, n_steps=n).frame[COLUMN] for n in (1, 128)
+        eliminate(model, table, WINDOWS, n_steps=n).frame["elimination"]
+        for n in (1, 128)
     )
     assert together.sum() < 0.9 * in_turn.sum()
 
