@@ -35,6 +35,7 @@ _HOMES = {
     "Workbench": "workbench.workbench",
     "collect_statistics": "importance.collect",
     "compensate": "refinement.compensation",
+    "compress": "refinement.compress",
     "continuation_task": "evaluation.harness",
     "damage_map": "workbench.budgets",
     "eliminate": "refinement.elimination",

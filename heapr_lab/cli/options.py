@@ -105,8 +105,9 @@ EstimatorOrMethods = Annotated[
     str | None,
     typer.Option(
         "--estimator",
-        help="heapr, heapr_total, fisher, weighted, shrunk, elimination, taylor, "
-        "camera, magnitude, frequency or random [default: the method's].",
+        help="heapr, heapr_total, fisher, weighted, shrunk, elimination, "
+        "elimination_shrunk, taylor, camera, magnitude, frequency or random [default: "
+        "the method's].",
     ),
 ]
 Importance = Annotated[
@@ -145,8 +146,19 @@ MaxLatency = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="best: the best estimator, with compensated weights unless --importance "
-        "is given; paper: HEAPr as published."
+        help="best: the best of several estimators and compensations, by loss on "
+        "held-out calibration windows (with --estimator or --rounds, compensated "
+        "weights; with --importance, weights unchanged); paper: HEAPr as published."
+    ),
+]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="With --method best: one candidate besides HEAPr."),
+]
+TimeBudget = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Seconds after which --method best tries no further candidate."
     ),
 ]
 Rounds = Annotated[

@@ -12,6 +12,8 @@ from heapr_lab.cli.console import names_in, print_facts, say
 from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from heapr_lab.importance.table import ImportanceTable
     from heapr_lab.workbench.export import Chosen, Report
     from heapr_lab.workbench.presets import Method
@@ -31,6 +33,8 @@ def prune(
     max_latency: options.MaxLatency = None,
     importance: options.Importance = None,
     method: options.MethodName = "best",
+    quick: options.Quick = False,
+    time_budget: options.TimeBudget = None,
     estimator: options.EstimatorOrMethods = None,
     rounds: options.Rounds = 1,
     scope: options.Scope = "global",
@@ -58,7 +62,8 @@ def prune(
 
     With a table of `score` the model is never loaded: its files are sliced one tensor
     at a time. Without one the importance comes from the cache or is measured, and the
-    weights of a checkpoint compensate for the pruned atoms.
+    best of several ways to compensate for the pruned atoms is found by loss on held-out
+    calibration windows; it is never worse there than HEAPr as published.
     """
     from heapr_lab.pruning.options import Selection, parse_layers
     from heapr_lab.text.calibration_spec import Calibration
@@ -91,6 +96,9 @@ def prune(
         max_rise=max_rise,
         max_latency=max_latency,
         setting=Setting(selection, Calibration(corpus, n_sequences, seed=seed)),
+        weights=preset.weights_for(importance, estimator=estimator, rounds=rounds),
+        quick=quick,
+        time_budget=time_budget,
         default_multiple=unset,
         importance=importance,
         rounds=rounds,
@@ -138,6 +146,10 @@ class Request:
     max_latency: float | None
     setting: "Setting"
     """The ratio is 0 if it is searched for; the multiple is 1 if it is set later."""
+    weights: str
+    """A name in `presets.WEIGHTS`."""
+    quick: bool
+    time_budget: float | None
     default_multiple: bool
     importance: Path | None
     rounds: int
@@ -152,11 +164,11 @@ class Request:
         return self.out is not None and self.out.suffix != ".parquet"
 
     @property
-    def compensated(self) -> bool:
-        """Whether weights are compensated, in the checkpoint or between rounds."""
+    def made_of(self) -> str:
+        """How the weights are made: `weights`, where they matter."""
         # Rounds score the compensated model, also where only a mask is written.
         wanted = self.to_folder or self.rounds > 1
-        return self.method.compensated and self.importance is None and wanted
+        return self.weights if wanted else "unchanged"
 
     def run(self, *, in_words: bool) -> dict[str, Any]:
         """Check, select and write; returns the facts to print."""
@@ -183,8 +195,11 @@ class Request:
         return {
             "model": self.model,
             "method": self.method.name,
-            "estimator": self.setting.selection.estimator,
-            "compensated": self.compensated,
+            "estimator": made.keep.settings.get(
+                "estimator", self.setting.selection.estimator
+            ),
+            "compensated": made.compensation is not None,
+            **_tried(made.candidates, in_words=in_words),
             "atoms": made.keep.n_atoms,
             "atoms_kept": made.keep.n_kept,
             "achieved_ratio": made.keep.achieved_ratio,
@@ -220,6 +235,9 @@ class Request:
     def _table(self, source: Path) -> "ImportanceTable":
         from heapr_lab.checkpoints.same_model import own_table
 
+        if self.made_of == "compress":
+            portfolio = self.open_bench().portfolio(self.setting.calibration)
+            return portfolio.table("heapr", windows="all")
         if self.importance is None:
             return self.open_bench().table_of(self.setting)
         return own_table(self.importance, source, name=self.model)
@@ -240,8 +258,10 @@ class Request:
                 self.open_bench(),
                 table,
                 setting,
-                compensated=self.compensated,
+                weights=self.made_of,
                 rounds=self.rounds,
+                quick=self.quick,
+                time_budget=self.time_budget,
                 report=report,
             )
 
@@ -282,7 +302,11 @@ class Request:
         named = self.model == LAB or not Path(self.model).is_dir()
         base = self.model if named else str(source)
         facts = export.facts_of(
-            table, made.keep, source=read_source(source), seq_len=self.seq_len
+            table,
+            made.keep,
+            source=read_source(source),
+            seq_len=self.seq_len,
+            candidates=made.candidates,
         )
         with _reported() as report:
             if made.compensation is not None:
@@ -351,6 +375,22 @@ def _reported() -> "Iterator[Report]":
             shown[text](done, total)
 
         yield report
+
+
+def _tried(report: "pd.DataFrame | None", *, in_words: bool) -> dict[str, Any]:
+    """The candidates and the chosen one, of `Compression.report`."""
+    if report is None:
+        return {}
+    best = report.loc[report["chosen"]].iloc[0]
+    paper = report.loc[report["fitted_to"].eq("all")].iloc[0]
+    if not in_words:
+        return {"chosen": best["candidate"], "candidates": report.to_dict("records")}
+    n_tried = int(report["fitted_to"].eq("fit").sum())
+    change = f"{paper['delta_nll']:.4f} -> {best['delta_nll']:.4f} nats per token"
+    return {
+        "chosen": f"{best['candidate']} (of {n_tried} candidates)",
+        "held-out loss, HEAPr": change,
+    }
 
 
 def _in_words(saved: dict[str, Any]) -> dict[str, Any]:

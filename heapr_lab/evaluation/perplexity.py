@@ -107,6 +107,27 @@ def evaluate_perplexity(
     return Perplexity(value=exp_nll(nll), nll=nll, n_tokens=n_tokens)
 
 
+def window_nll(
+    model: nn.Module,
+    ids: Any,
+    *,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> torch.Tensor:
+    """The mean loss of `model` on each window, (n_windows,) float64, in nats per token.
+
+    Arguments and errors are those of `evaluate_perplexity`.
+    """
+    losses: list[torch.Tensor] = []
+
+    def add(batch: torch.Tensor) -> None:
+        losses.append(token_nll(model, batch).mean(1, dtype=torch.float64).cpu())
+
+    with torch.no_grad():
+        _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
+    return torch.cat(losses)
+
+
 def evaluate_divergence(
     model: nn.Module,
     keep: KeepMask,

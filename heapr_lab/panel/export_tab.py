@@ -10,11 +10,16 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.jobs import CancelledError, Job, Report, status
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
-from heapr_lab.workbench.presets import DEFAULT, METHODS
+from heapr_lab.workbench.presets import DEFAULT, METHODS, WEIGHTS
 
 _IMPORTS = {
     "stock": "from transformers import AutoModelForCausalLM",
     "ragged": "import heapr_lab\nfrom transformers import AutoModelForCausalLM",
+}
+_CHOICES = {
+    "compress": "the best of several ways (about 8 forward passes)",
+    "compensated": "compensate W_down (one forward pass)",
+    "unchanged": "unchanged, as HEAPr",
 }
 _OTHERS = (
     "Evaluate and Inspect show the masked model, whose weights are not compensated; "
@@ -28,16 +33,17 @@ class ExportTab(ipw.VBox):
     def __init__(self, session: PruningSession) -> None:
         """Lay the tab out for `session`, whose workbench has the model."""
         self.session = session
-        self._written: tuple[Path, str, bool] | None = None
+        self._written: tuple[Path, str, str] | None = None
         self.folder = ipw.Text(
             "pruned", description="folder", continuous_update=False,
             tooltip="a new folder, relative to the notebook's",
         )  # fmt: skip
         wide = {"indent": False, "layout": {"width": "auto"}}
-        self.compensated = ipw.Checkbox(
-            value=METHODS[DEFAULT].compensated,
-            description="compensate W_down (one forward pass)",
-            **wide,
+        self.weights = ipw.Dropdown(
+            options=[(_CHOICES[name], name) for name in WEIGHTS],
+            value=METHODS[DEFAULT].weights,
+            description="weights",
+            tooltip="how the weights that stay are made",
         )
         self.gguf = ipw.Checkbox(
             value=False, description="also a GGUF file (uniform structure)", **wide
@@ -49,10 +55,10 @@ class ExportTab(ipw.VBox):
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
         row = ipw.HBox(
-            [self.folder, self.compensated, self.gguf], layout={"flex_flow": "row wrap"}
+            [self.folder, self.weights, self.gguf], layout={"flex_flow": "row wrap"}
         )
         super().__init__([row, self.note, self.job, self.command])
-        self.compensated.observe(self.refresh, names="value")
+        self.weights.observe(self.refresh, names="value")
         self.refresh()
 
     def refresh(self, _change: Any = None) -> None:
@@ -64,13 +70,13 @@ class ExportTab(ipw.VBox):
                 "Nothing can be written: these settings are infeasible."
             )
             return
-        compensated = self.compensated.value
-        weights = (
-            "compensated weights" if compensated else "weights otherwise unchanged"
-        )
+        chosen = self.weights.value
+        text = selection.text
+        if chosen == "compress":
+            text = text.removeprefix(f"{selection.estimator}, ")
         lines = [
-            f"To be written: {selection.text}; {weights}. {_OTHERS}",
-            describe_method(selection, compensated=compensated),
+            f"To be written: {text}; weights: {WEIGHTS[chosen]}. {_OTHERS}",
+            describe_method(selection, weights=chosen),
         ]
         self.note.value = "".join(map(status, lines))
 
@@ -78,9 +84,9 @@ class ExportTab(ipw.VBox):
         from heapr_lab.checkpoints.folder import check_new
 
         self.command.value = ""
-        selection, compensated = self.session.selection, self.compensated.value
+        selection, weights = self.session.selection, self.weights.value
         folder, keep = Path(self.folder.value), self.session.keep_of(selection)
-        asked = folder, keep.fingerprint, compensated
+        asked = folder, keep.fingerprint, weights
         if self.gguf.value and selection.structure != "uniform":
             raise SpecError(
                 "a GGUF file needs one width for all experts, and the structure is "
@@ -89,7 +95,7 @@ class ExportTab(ipw.VBox):
         # If only the GGUF file failed, the checkpoint is not written again.
         if not (self.gguf.value and self._written == asked and folder.is_dir()):
             check_new(folder)
-            self._write(folder, selection, report, compensated=compensated)
+            self._write(folder, selection, report, weights=weights)
             self._written = asked
         self.command.value = self._written_text(
             folder, stock=selection.structure == "uniform"
@@ -98,7 +104,7 @@ class ExportTab(ipw.VBox):
             self._write_gguf(folder, report)
 
     def _write(
-        self, folder: Path, selection: Selection, report: Report, *, compensated: bool
+        self, folder: Path, selection: Selection, report: Report, *, weights: str
     ) -> None:
         from heapr_lab.workbench import export
         from heapr_lab.workbench.settings import Setting
@@ -106,10 +112,10 @@ class ExportTab(ipw.VBox):
         bench: Any = self.session.workbench
         table = self.session.table
         setting = Setting(selection, self.session.calibration)
-        made = export.choose(
-            bench, table, setting, compensated=compensated, report=report
+        made = export.choose(bench, table, setting, weights=weights, report=report)
+        facts = export.facts_of(
+            table, made.keep, source=bench.source, candidates=made.candidates
         )
-        facts = export.facts_of(table, made.keep, source=bench.source)
         export.write_checkpoint(
             folder, made, bench, facts=facts, corpora=self._corpora(), report=report
         )
@@ -152,19 +158,16 @@ class ExportTab(ipw.VBox):
         return f"{status(f'{text}. To load it:')}<pre>{html.escape(code)}</pre>"
 
 
-def describe_method(selection: Selection, *, compensated: bool) -> str:
+def describe_method(selection: Selection, *, weights: str) -> str:
     """The method of the command line, or the difference from it."""
     chosen = selection.estimator
     for name, method in METHODS.items():
-        if (chosen, compensated) == (method.estimator, method.compensated):
+        if weights == method.weights and (
+            weights == "compress" or chosen == method.estimator
+        ):
             return f"This is --method {name}{_default(name)}."
-    name = next(n for n, m in METHODS.items() if m.compensated == compensated)
-    method = METHODS[name]
-    return (
-        f"On the command line this is --method {name} --estimator {chosen}: "
-        f"--method {name}{_default(name)} alone is {method.estimator} "
-        f"{'with' if compensated else 'without'} compensation."
-    )
+    name = "paper" if weights == "unchanged" else "best"
+    return f"On the command line this is --method {name} --estimator {chosen}."
 
 
 def _default(name: str) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from heapr_lab.checkpoints.save import save_pruned, structure_of
 from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.checkpoints.uniform import uniform_width
@@ -26,6 +28,7 @@ from heapr_lab.refinement.compensation import (
     describe_weights,
     fit_compensation,
 )
+from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
@@ -44,6 +47,8 @@ class Chosen:
     compensation: Compensation | None = None
     windows: CalibrationSet | None = None
     """The windows that the compensation was fitted to."""
+    candidates: pd.DataFrame | None = None
+    """The report of `compress`, if it chose."""
 
 
 def choose(
@@ -51,8 +56,10 @@ def choose(
     table: ImportanceTable,
     setting: Setting,
     *,
-    compensated: bool,
+    weights: str,
     rounds: int = 1,
+    quick: bool = False,
+    time_budget: float | None = None,
     report: Report,
 ) -> Chosen:
     """The kept atoms of the model of `bench`, and the compensation of the others.
@@ -60,21 +67,39 @@ def choose(
     Args:
         bench: the dense model.
         table: of `bench`, measured on the setting's calibration.
-        setting: how atoms are selected; compensation is fitted to its calibration.
-        compensated: whether pruned atoms are compensated.
-        rounds: as in `prune_in_rounds`.
+        setting: how atoms are selected; weights are fitted to its calibration, on which
+            `compress` also chooses the estimator.
+        weights: how they are made, a name in `presets.WEIGHTS`.
+        rounds: as in `prune_in_rounds`; not with `compress`.
+        quick: as in `compress`.
+        time_budget: as in `compress`.
         report: called with the progress.
 
     Raises:
         SpecError: the selection is infeasible, or its uniform width is not supported in
             the dtype of the files; raised before anything is run.
     """
-    keep = select(table, setting.selection)
+    selection = setting.selection
+    if weights == "compress":  # which chooses the estimator
+        selection = replace(selection, estimator="heapr")
+    keep = select(table, selection)
     if structure_of(keep) == "uniform":
         uniform_width(keep, stored_dtype(bench))
-    if rounds == 1 and not compensated:
+    if rounds == 1 and weights == "unchanged":
         return Chosen(with_model(keep, table))
     windows = bench.calibration_set(setting.calibration)
+    if weights == "compress":
+        best = fit_compression(
+            bench.model,
+            windows,
+            selection,
+            quick=quick,
+            time_budget=time_budget,
+            portfolio=bench.portfolio(setting.calibration),
+            progress=_part(report, f"compression on {windows.label}: window"),
+        )
+        keep = with_model(best.keep, table)
+        return Chosen(keep, best.compensation, windows, best.report)
     step = _part(report, f"compensation on {windows.label}: window")
     if rounds == 1:
         keep = with_model(keep, table)
@@ -85,7 +110,7 @@ def choose(
         windows,
         setting.selection,
         rounds=rounds,
-        compensated=compensated,
+        compensated=weights == "compensated",
         table=table,
         progress=step,
     )
@@ -139,10 +164,12 @@ def facts_of(
     *,
     source: Source | None,
     seq_len: int | None = None,
+    candidates: pd.DataFrame | None = None,
 ) -> dict[str, Any]:
     """The facts on importance and savings, for manifest and card.
 
-    The manifest itself records the sizes of the new files, as `files`.
+    The manifest itself records the sizes of the new files, as `files`. `candidates` is
+    the report of `compress`.
     """
     saved = savings(keep, table, seq_len=seq_len, source=source)
     facts = {
@@ -151,6 +178,8 @@ def facts_of(
         "importance": table.metadata.get("spec_hash"),
         "savings": {k: v for k, v in saved.items() if not k.startswith("bytes_")},
     }
+    if candidates is not None:
+        facts["candidates"] = candidates.to_dict("records")
     return facts if source is None else facts | {"bytes_before": source.n_bytes}
 
 

@@ -1,4 +1,4 @@
-"""The two methods: presets of an estimator and of compensation."""
+"""The two methods: presets of an estimator and of how the weights are made."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,17 +6,25 @@ from types import MappingProxyType
 
 from heapr_lab.errors import SpecError
 
+WEIGHTS = {
+    "compress": "the best of several ways, by loss on held-out calibration windows",
+    "compensated": "W_down compensated for the pruned atoms",
+    "unchanged": "as they are",
+}
+"""How the weights that stay are made, and as text."""
+
 
 @dataclass(frozen=True)
 class Method:
-    """An estimator, and whether pruned atoms are compensated."""
+    """An estimator, and how the weights that stay are made."""
 
     name: str
     estimator: str
+    """The estimator of its masks; with `compress`, before the best one is known."""
     of_table: str
     """Estimator where there is only a table, and no text to run the model on."""
-    compensated: bool
-    """Whether pruned atoms are compensated, where there is text for it."""
+    weights: str
+    """A name in `WEIGHTS`, where there is text to fit them to."""
 
     def estimator_for(self, importance: object | None, *, rounds: int) -> str:
         """The estimator for `rounds` rounds, with or without a file of `importance`."""
@@ -24,13 +32,22 @@ class Method:
         alone = importance is not None or rounds > 1
         return self.of_table if alone else self.estimator
 
+    def weights_for(
+        self, importance: object | None, *, estimator: str | None, rounds: int
+    ) -> str:
+        """The weights where an estimator may be given, and rounds may be asked for."""
+        if importance is not None:
+            return "unchanged"
+        chosen = estimator is not None or rounds > 1
+        return "compensated" if chosen and self.weights == "compress" else self.weights
+
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         method.name: method
         for method in (
-            Method("best", "elimination", of_table="shrunk", compensated=True),
-            Method("paper", "heapr", of_table="heapr", compensated=False),
+            Method("best", "elimination", of_table="shrunk", weights="compress"),
+            Method("paper", "heapr", of_table="heapr", weights="unchanged"),
         )
     }
 )
@@ -58,8 +75,13 @@ def describe_estimator(estimator: str) -> str:
     """
     for name, method in METHODS.items():
         default = ", the command line's default" if name == DEFAULT else ""
+        if method.weights == "compress":
+            if estimator == method.of_table:
+                return (
+                    f"{estimator}: a candidate of --method {name}{default}, and its "
+                    "estimator for a table alone"
+                )
+            continue
         if estimator == method.estimator:
             return f"{estimator}: the estimator of --method {name}{default}"
-        if estimator == method.of_table:
-            return f"{estimator}: the estimator of --method {name} for a table alone"
-    return f"{estimator}: of neither method, --estimator {estimator}"
+    return f"{estimator}: --estimator {estimator}"

@@ -39,7 +39,8 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.refinement.elimination import eliminate, elimination_spec
+from heapr_lab.refinement.elimination import COLUMNS, eliminate, elimination_spec
+from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache
 from heapr_lab.storage.hashing import digest
@@ -81,6 +82,7 @@ class Workbench:
         self.profile = profile
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
         self._table: tuple[tuple[Any, ...], ImportanceTable] | None = None
+        self._portfolio: tuple[tuple[Any, ...], Portfolio] | None = None
         self._tokenizer: tuple[tuple[Any, int], str] | None = None
         self._identity: tuple[str, dict[str, str]] | None = None
 
@@ -172,10 +174,10 @@ class Workbench:
         windows = self.calibration_set(calibration)
         extra_pass = find_estimator(estimator).extra_pass
         # Only the last table is kept, with its rankings, because it can be large.
-        key = digest(self.identity), windows.fingerprint, extra_pass
+        key = digest(self.identity), windows.fingerprint, extra_pass and estimator
         if self._table is None or self._table[0] != key:
-            made = self._eliminated if extra_pass else self.measure
-            self._table = key, made(windows)
+            made = self._eliminated(windows, estimator) if extra_pass else None
+            self._table = key, made or self.measure(windows)
         return self._table[1]
 
     def table_of(self, setting: Setting) -> ImportanceTable:
@@ -184,15 +186,16 @@ class Workbench:
             setting.calibration, estimator=setting.selection.estimator
         )
 
-    def _eliminated(self, windows: CalibrationSet) -> ImportanceTable:
-        """The table of `windows` with the scores of `eliminate`."""
+    def _eliminated(self, windows: CalibrationSet, estimator: str) -> ImportanceTable:
+        """The table of `windows` with the scores of `eliminate` for `estimator`."""
         table = self.measure(windows)
+        price = next(name for name, column in COLUMNS.items() if column == estimator)
 
         def compute() -> ImportanceTable:
-            with progress_bar(f"elimination on {windows.label}", "window") as bar:
-                return eliminate(self.model, table, windows, progress=bar)
+            with progress_bar(f"{estimator} on {windows.label}", "window") as bar:
+                return eliminate(self.model, table, windows, price=price, progress=bar)
 
-        return _cached_table(elimination_spec(table, windows), compute)
+        return _cached_table(elimination_spec(table, windows, price=price), compute)
 
     def measure(
         self, windows: CalibrationSet, *, batch_size: int | None = None
@@ -212,6 +215,18 @@ class Workbench:
                 )
 
         return _cached_table(spec, compute)
+
+    def portfolio(self, calibration: Calibration | None = None) -> Portfolio:
+        """The statistics and sums of which `compress` makes its candidates.
+
+        Only the last one is kept, because its sums can be large.
+        """
+        windows = self.calibration_set(calibration)
+        key = digest(self.identity), windows.fingerprint
+        if self._portfolio is None or self._portfolio[0] != key:
+            made = Portfolio(self.model, windows, measure=self.measure)
+            self._portfolio = key, made
+        return self._portfolio[1]
 
     def keep(self, setting: Setting) -> KeepMask:
         """The mask that `setting` selects."""

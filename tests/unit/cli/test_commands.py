@@ -135,10 +135,17 @@ def test_the_card_gives_perplexity_where_the_model_was_loaded(
 def test_the_method_is_the_best_that_the_inputs_allow(
     folder: Path, tmp_path: Path
 ) -> None:
-    """With text a checkpoint is compensated; `paper` is HEAPr, sliced; both say so."""
+    """With text it is the best candidate; `paper` is HEAPr, sliced; all say so."""
     base = ("prune", folder / "moe", "--ratio", 0.4, "--json")
     best = json.loads(run(*base, "--out", tmp_path / "best", *text_of(folder)))
-    assert (best["estimator"], best["compensated"]) == ("elimination", True)
+    (chosen,) = [row for row in best["candidates"] if row["chosen"]]
+    assert chosen["candidate"] == best["chosen"]
+    assert best["chosen"].startswith(f"{best['estimator']}, ")
+    assert len(best["candidates"]) == 13
+    asked = ("--estimator", "elimination", "--out", tmp_path / "asked")
+    own = json.loads(run(*base, *asked, *text_of(folder)))
+    assert (own["estimator"], own["compensated"]) == ("elimination", True)
+    assert "candidates" not in own
     paper = json.loads(
         run(*base, "--out", tmp_path / "p", "--method", "paper", *text_of(folder))
     )
@@ -147,13 +154,16 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     assert (table["estimator"], table["compensated"]) == ("shrunk", False)
     weights = [
         json.loads((tmp_path / name / "heapr_manifest.json").read_text())["weights"]
-        for name in ("best", "p", "table")
+        for name in ("asked", "p", "table")
     ]
     assert weights[0].startswith("W_down compensated by least squares")
     assert weights[1:] == ["sliced, otherwise unchanged"] * 2
     evaluated = ("--corpora", folder / "text.txt", *TINY, "--json")
     rows = json.loads(run("evaluate", tmp_path / "best", *evaluated))["results"]
     manifest = json.loads((tmp_path / "best" / "heapr_manifest.json").read_text())
+    assert manifest["candidates"] == best["candidates"]
+    card = (tmp_path / "best" / "README.md").read_text()
+    assert f"| {best['chosen']} | all windows |" in card
     (change,) = manifest["perplexity"].values()
     found = next(row["value"] for row in rows if row["metric"] == "perplexity")
     assert found == pytest.approx(change[1], rel=1e-4)

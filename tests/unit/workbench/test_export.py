@@ -68,10 +68,10 @@ def panel_of(root: Path, bench: Workbench) -> Explorer:
     return Explorer(session, corpora=(text,), tasks=())
 
 
-def export(panel: Explorer, folder: Path, *, compensated: bool) -> str:
+def export(panel: Explorer, folder: Path, *, weights: str) -> str:
     """What the tab shows after Export was pressed."""
     panel.export.folder.value = str(folder)
-    panel.export.compensated.value = compensated
+    panel.export.weights.value = weights
     panel.export.job.button.click()
     panel.export.job.wait(60)
     assert panel.export.job.error.value == ""
@@ -112,7 +112,7 @@ def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
     panel.controls.ratio.value = "0.25"
     asked = panel.session.savings()
     assert asked is not None
-    export(panel, tmp_path / "pruned", compensated=False)
+    export(panel, tmp_path / "pruned", weights="unchanged")
     out = command(
         "prune", root / "moe", "--importance", root / "table.parquet",
         "--estimator", "heapr", "--ratio", 0.25, "--json",
@@ -158,21 +158,21 @@ def test_a_table_that_does_not_say_counts_at_2048() -> None:
 # --- files -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compensated", [False, True])
+@pytest.mark.parametrize("weights", ["unchanged", "compress"])
 def test_a_checkpoint_has_the_type_and_size_of_its_source(
-    root: Path, tmp_path: Path, compensated: bool
+    root: Path, tmp_path: Path, weights: str
 ) -> None:
     """Loaded in float32, written in bfloat16 by both; sizes are those of the files."""
     bench = bench_of(root)
     assert next(bench.model.parameters()).dtype == torch.float32
     panel = panel_of(root, bench)
     panel.controls.ratio.value = "0.4"
-    told = export(panel, tmp_path / "panel", compensated=compensated)
-    method = "best" if compensated else "paper"
+    told = export(panel, tmp_path / "panel", weights=weights)
+    method = "best" if weights == "compress" else "paper"
     facts = json.loads(command(
         "prune", root / "moe", "--corpus", root / "text.txt", "--profile", "small",
-        "--seq-len", SEQ_LEN, "--method", method, "--estimator", "heapr",
-        "--ratio", 0.4, "--out", tmp_path / "line", "--json",
+        "--seq-len", SEQ_LEN, "--method", method, "--ratio", 0.4,
+        "--out", tmp_path / "line", "--json",
     ))  # fmt: skip
     sizes = {name: weights_bytes(tmp_path / name) for name in ("panel", "line")}
     for name in sizes:
@@ -195,7 +195,7 @@ def test_panel_and_command_line_write_the_same_weights(
     """Masked, from memory and from the files: bit for bit."""
     panel = panel_of(root, bench_of(root))
     panel.controls.ratio.value = "0.4"
-    export(panel, tmp_path / "panel", compensated=False)
+    export(panel, tmp_path / "panel", weights="unchanged")
     command(
         "prune", root / "moe", "--importance", root / "table.parquet", "--ratio", 0.4,
         "--estimator", "heapr", "--out", tmp_path / "line",
@@ -253,7 +253,7 @@ def test_the_panels_card_is_full(root: Path, tmp_path: Path) -> None:
     bench, text = bench_of(root), str(root / "text.txt")
     panel = panel_of(root, bench)
     panel.controls.ratio.value = "0.5"
-    export(panel, tmp_path / "pruned", compensated=True)
+    export(panel, tmp_path / "pruned", weights="compensated")
     manifest = manifest_of(tmp_path / "pruned")
     assert f"of {SEQ_LEN} tokens of {text}" in manifest["calibration"]
     assert manifest["importance"] == panel.session.table.metadata["spec_hash"]
@@ -308,23 +308,26 @@ def test_each_place_says_which_weights_it_shows(root: Path) -> None:
     panel.inspection.compare.button.click()
     panel.inspection.compare.wait(60)
     assert "masked, not compensated" in panel.inspection.compared.value
-    assert "compensated weights" in panel.export.note.value
+    assert "the best of several ways" in panel.export.note.value
     assert "masked model" in panel.export.note.value
-    panel.export.compensated.value = False
-    assert "compensated weights" not in panel.export.note.value
+    panel.export.weights.value = "compensated"
+    assert "weights: W_down compensated" in panel.export.note.value
+    panel.export.weights.value = "unchanged"
+    assert "weights: as they are" in panel.export.note.value
 
 
 def test_the_panel_names_methods_as_the_command_line(root: Path) -> None:
     """Which --method a choice is, and how it differs from the default, said plainly."""
     panel = panel_of(root, bench_of(root))
     assert "--method paper" in panel.controls.method.value
-    assert "this is --method best --estimator heapr:" in panel.export.note.value
-    default = "default) alone is elimination with compensation"
+    default = "This is --method best (the command line"
     assert default in panel.export.note.value
-    panel.export.compensated.value = False
+    panel.export.weights.value = "compensated"
+    assert "this is --method best --estimator heapr." in panel.export.note.value
+    panel.export.weights.value = "unchanged"
     assert "This is --method paper." in panel.export.note.value
     panel.controls.estimator.value = "shrunk"
-    assert "--method best for a table alone" in panel.controls.method.value
+    assert "estimator for a table alone" in panel.controls.method.value
     assert "--method paper --estimator shrunk" in panel.export.note.value
     options = panel.controls.budget.options
     assert {"atoms", "parameters (model)", "bytes", "routed FLOPs (flops)"} < {*options}

@@ -1,0 +1,271 @@
+"""What the candidates of `compress` are made of: statistics, sums, and held-out losses.
+
+One portfolio serves any number of selections: only masks, solves and losses are new.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.importance.activation_grams import FIT
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.merging import merge_frames
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import find_experts
+from heapr_lab.progress import Progress, no_report
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import ReplacedDownProj, masking
+from heapr_lab.refinement.allocation import alone, layer_factors, reallocated
+from heapr_lab.refinement.candidates import EXPONENTS, Candidate
+from heapr_lab.refinement.compensation import Compensation, compensation_of
+from heapr_lab.refinement.elimination import COLUMNS, with_elimination
+from heapr_lab.refinement.layer_sums import LayerSums
+from heapr_lab.storage.hashing import digest
+from heapr_lab.text.calibration import CalibrationSet
+
+_PRICES = {column: price for price, column in COLUMNS.items()}
+_OF_STATISTICS = 3
+"""Forward passes that a forward and a backward pass count as."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A candidate fitted to windows, and judged on the held-out ones."""
+
+    keep: KeepMask
+    compensation: Compensation | None
+    losses: torch.Tensor
+    """On each held-out window, (n_windows,) float64, in nats per token."""
+    seconds: float
+
+    @property
+    def nll(self) -> float:
+        """The mean loss, in nats per token."""
+        return float(self.losses.mean())
+
+
+class Count:
+    """Windows that were run, as progress, and as forward passes over all windows."""
+
+    def __init__(
+        self, n_windows: int, expected: int, progress: Progress | None
+    ) -> None:
+        """Begin.
+
+        Args:
+            n_windows: number of calibration windows.
+            expected: number of windows that will be run.
+            progress: called with (windows done, windows in all).
+        """
+        self._n_windows, self._expected = n_windows, expected
+        self._report = progress or no_report
+        self._begun = 0
+        self._cost = 0.0
+
+    @property
+    def passes(self) -> float:
+        """Forward passes over all calibration windows so far."""
+        return self._cost / self._n_windows
+
+    def part(self, n_windows: int, *, cost: int = 1) -> Progress:
+        """The progress of a part of so many windows, each of which costs `cost`."""
+        before = self._begun
+        self._begun += n_windows
+        self._cost += cost * n_windows
+        total = max(self._expected, self._begun)
+
+        def report(done: int, of_part: int) -> None:
+            self._report(before + done * n_windows // max(1, of_part), total)
+
+        return report
+
+
+class Portfolio:
+    """The statistics and sums of a model on calibration windows, computed when needed.
+
+    Three of every four windows are for fitting ("fit"), the others for judging; "all"
+    are both.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calibration: CalibrationSet,
+        *,
+        measure: Callable[[CalibrationSet], ImportanceTable] | None = None,
+    ) -> None:
+        """Nothing is run yet.
+
+        Args:
+            model: the dense model, which is not changed.
+            calibration: at least two windows.
+            measure: returns the statistics on some windows, from a cache for example.
+
+        Raises:
+            SpecError: there is only one window.
+            LayoutError: weights are offloaded, or not finite.
+        """
+        self.model, self.calibration = model, calibration
+        self.fit, self.held_out = calibration.split()
+        self._measure = measure
+        self._count = self._new_count(0, None)
+        self._eliminated: dict[tuple[str, str], ImportanceTable] = {}
+        self._measured_layers: dict[tuple[str, str, Selection], dict[int, float]] = {}
+        self.sums = LayerSums(
+            model,
+            find_experts(model),
+            calibration,
+            progress=self._part,
+        )
+
+    @property
+    def across(self) -> bool:
+        """Whether experts can compensate each other across a layer."""
+        return self.sums.span == "layer"
+
+    @contextlib.contextmanager
+    def counted(self, n_trials: int, progress: Progress | None) -> Iterator[Count]:
+        """Count what is run inside, for so many trials."""
+        n_all, n_held = self.calibration.n_sequences, self.held_out.n_sequences
+        fixed = 0 if "_tables" in self.__dict__ else 2 * n_all + n_held
+        before = self._count
+        self._count = self._new_count(fixed + n_trials * n_held, progress)
+        try:
+            yield self._count
+        finally:
+            self._count = before
+
+    def _part(self, n_windows: int) -> Progress:
+        return self._count.part(n_windows)
+
+    def _new_count(self, expected: int, progress: Progress | None) -> Count:
+        return Count(self.calibration.n_sequences, expected, progress)
+
+    def trial(
+        self, candidate: Candidate, selection: Selection, *, windows: str
+    ) -> Trial:
+        """Fit a candidate to the `windows`, "fit" or "all", and judge it.
+
+        Raises:
+            SpecError: the selection is infeasible.
+        """
+        began = time.perf_counter()
+        chosen = replace(selection, estimator=candidate.estimator)
+        table = self.table(candidate.estimator, windows=windows)
+        keep = select(table, chosen)
+        made = self._weights(candidate, keep, windows)
+        exponent = EXPONENTS[candidate.allocation]
+        if exponent:
+            factors = self._factors(candidate, selection, table, keep, made)
+            powers = {layer: factor**exponent for layer, factor in factors.items()}
+            n_removed = keep.n_atoms - keep.n_kept
+            keep = select(
+                table, reallocated(table, chosen, powers, n_removed=n_removed)
+            )
+            made = self._weights(candidate, keep, windows)
+        losses = self.judged(keep, None if made is None else made.downs)
+        return Trial(keep, made, losses, time.perf_counter() - began)
+
+    def _weights(
+        self, candidate: Candidate, keep: KeepMask, windows: str
+    ) -> Compensation | None:
+        if candidate.weights == "unchanged":
+            return None
+        solvers = self.sums.solvers(candidate.weights)
+        return compensation_of(solvers, keep, fit_only=windows == "fit")
+
+    def _factors(
+        self,
+        candidate: Candidate,
+        selection: Selection,
+        table: ImportanceTable,
+        keep: KeepMask,
+        made: Compensation | None,
+    ) -> dict[int, float]:
+        """Measured over predicted loss by layer: of the fit, also for the refit."""
+        key = candidate.estimator, candidate.weights, selection
+        if key not in self._measured_layers:
+            size = max(1, self.calibration.n_sequences // len(keep.layers))
+            ids = self.fit.ids[:: max(1, self.fit.n_sequences // size)][:size]
+            dense = float(
+                window_nll(self.model, ids, progress=self._part(len(ids))).mean()
+            )
+
+            def measure(layer: int) -> float:
+                downs = None if made is None else {layer: made.downs[layer]}
+                with masking(self.model, alone(keep, layer), downs):
+                    progress = self._part(len(ids))
+                    nll = window_nll(self.model, ids, progress=progress)
+                return float(nll.mean()) - dense
+
+            self._measured_layers[key] = layer_factors(
+                table, keep, candidate.estimator, measure
+            )
+        return self._measured_layers[key]
+
+    @cached_property
+    def dense(self) -> torch.Tensor:
+        """The dense model's loss on each held-out window, (n_windows,) float64."""
+        return self._losses()
+
+    def judged(self, keep: KeepMask, downs: ReplacedDownProj | None) -> torch.Tensor:
+        """A pruned model's loss on each held-out window, (n_windows,) float64."""
+        with masking(self.model, keep, downs):
+            return self._losses()
+
+    def _losses(self) -> torch.Tensor:
+        progress = self._part(self.held_out.n_sequences)
+        return window_nll(self.model, self.held_out.ids, progress=progress)
+
+    def table(self, estimator: str, *, windows: str) -> ImportanceTable:
+        """The statistics on the `windows`, with the scores of `estimator`."""
+        price, key = _PRICES.get(estimator), (estimator, windows)
+        if price is None:
+            return self._tables[windows]
+        if key not in self._eliminated:
+            grams = (
+                (layer, own.of_part(FIT) if windows == "fit" else own)
+                for layer, own in self.sums.grams()
+            )
+            table = with_elimination(self._tables[windows], grams, price=price)
+            self._eliminated[key] = table
+        return self._eliminated[key]
+
+    @cached_property
+    def _tables(self) -> dict[str, ImportanceTable]:
+        fit, held_out = (self._measured(part) for part in (self.fit, self.held_out))
+        return {"fit": fit, "all": _together(fit, held_out, self.calibration)}
+
+    def _measured(self, windows: CalibrationSet) -> ImportanceTable:
+        if self._measure is not None:
+            return self._measure(windows)
+        progress = self._count.part(windows.n_sequences, cost=_OF_STATISTICS)
+        return collect_statistics(self.model, windows, progress=progress)
+
+
+def _together(
+    fit: ImportanceTable, held_out: ImportanceTable, calibration: CalibrationSet
+) -> ImportanceTable:
+    """The statistics of all windows, as if they were measured in one pass."""
+    sizes = {"n_sequences": calibration.n_sequences, "seq_len": calibration.seq_len}
+    spec = {**fit.metadata["spec"], "calibration": calibration.fingerprint}
+    made = {**fit.metadata["provenance"], "calibration": calibration.provenance | sizes}
+    metadata = {
+        **fit.metadata,
+        "N": fit.metadata["N"] + held_out.metadata["N"],
+        "windows": calibration.window_fingerprints(),
+        "spec": spec,
+        "spec_hash": digest(spec),
+        "provenance": made,
+    }
+    return ImportanceTable.from_frame(
+        merge_frames(fit.frame, held_out.frame), **metadata
+    )
