@@ -14,7 +14,11 @@ from heapr_lab.errors import SpecError
 
 def train_lab_model(
     recipe: Annotated[
-        str, typer.Option(help="bundled, or wide: another family, wider experts.")
+        str,
+        typer.Option(
+            help="bundled; wide (another family, wider experts), unbalanced, fine "
+            "(fine-grained, two shared experts) or biased (experts with biases)."
+        ),
     ] = "bundled",
     out: Annotated[
         Path | None, typer.Option(help="Folder to write [default: the recipe's].")

@@ -10,6 +10,7 @@ import torch
 
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 from heapr_lab.progress import progress_bar
 from heapr_lab.storage import files
@@ -26,13 +27,13 @@ tags: [mixture-of-experts, pruning, test-model]
 
 # {title}
 
-A {millions:.1f}-million-parameter `{family}` language model ({n_layers} MoE layers,
+A {millions:.1f}-million-parameter `{family}` language model ({n_moe} MoE layers,
 {n_experts} routed experts of {d_inter} atomic experts each, top-{top_k}, {shared},
 d_model {d_model}), trained from scratch for this repository so that pruning can
 be studied offline. It is for measuring pruning methods on, and good for nothing else.
 
 Made by `heapr-lab train-lab-model` on {n_tokens:,} tokens: AdamW, warmup-stable-decay,
-routers balanced by a load-balancing loss for each layer. {note}
+{balance}. {note}
 
 {runs}
 
@@ -55,7 +56,7 @@ other.
 ## Expert load
 
 Share of the routed tokens that an expert gets, relative to its fair share (1 = even),
-over all {n_layers} × {n_experts} experts, on the validation windows.
+over all {n_moe} × {n_experts} experts, on the validation windows.
 
 {load}
 """
@@ -93,7 +94,9 @@ def write_card(folder: Path, *, title: str = "The lab model", note: str = "") ->
     facts: dict[str, Any] = spec | {
         "title": title,
         "family": family,
-        "shared": "one shared expert" if family == "qwen2_moe" else "no shared expert",
+        "shared": _shared(spec, family),
+        "balance": _balance(spec),
+        "n_moe": len(find_experts(model)),
         "millions": sum(p.numel() for p in model.parameters()) / 1e6,
         "n_tokens": sum(run["n_tokens"] for run in _runs(training)),
         "runs": _markdown(_schedules(training)),
@@ -104,6 +107,20 @@ def write_card(folder: Path, *, title: str = "The lab model", note: str = "") ->
         "load": _markdown(load),
     }
     (folder / "README.md").write_text(_CARD.format(**facts))
+
+
+def _shared(spec: dict[str, Any], family: str) -> str:
+    """How many shared experts there are."""
+    if family == "deepseek_v2":
+        return f"{spec['d_shared'] // spec['d_inter']} shared experts"
+    return "one shared expert" if family == "qwen2_moe" else "no shared expert"
+
+
+def _balance(spec: dict[str, Any]) -> str:
+    """How the routers were balanced."""
+    if not spec["balance_weight"]:
+        return "routers balanced by nothing"
+    return "routers balanced by a load-balancing loss for each layer"
 
 
 def _loss(

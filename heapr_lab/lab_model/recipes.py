@@ -26,7 +26,8 @@ class TrainSpec:
     """Everything that determines the lab model, its corpora aside."""
 
     family: str = "qwen2_moe"
-    """qwen2_moe, with a shared expert, or qwen3_moe, without one."""
+    """qwen2_moe (one shared expert), qwen3_moe (none), deepseek_v2 (d_shared / d_inter
+    of them), or gpt_oss (none, and biases)."""
     d_vocab: int = 4096
     d_model: int = 128
     d_inter: int = 96
@@ -90,4 +91,56 @@ WIDE_RUNS = (
 Its weights are not in the repository; its card and results are.
 """
 
-RECIPES = {"bundled": BUNDLED_RUNS, "wide": WIDE_RUNS}
+UNBALANCED_RUNS = (
+    TrainSpec(
+        family="qwen3_moe",
+        d_inter=128,
+        n_layers=4,
+        n_steps=5800,
+        learning_rate=2e-3,
+        balance_weight=0.0,
+        decay_balance_weight=0.0,
+        precision="bfloat16",
+        n_threads=1,
+    ),
+)
+"""Routers that no loss balances: a few experts get most tokens, some next to none."""
+
+FINE_RUNS = (
+    TrainSpec(
+        family="deepseek_v2",
+        d_inter=48,
+        d_shared=96,
+        n_layers=4,
+        n_experts=64,
+        top_k=6,
+        n_steps=6800,
+        learning_rate=2e-3,
+        precision="bfloat16",
+        n_threads=1,
+    ),
+)
+"""Many small experts, two shared ones, a dense first layer, as in DeepSeekMoE."""
+
+BIASED_RUNS = (
+    TrainSpec(
+        family="gpt_oss",
+        n_layers=4,
+        n_steps=4700,
+        learning_rate=2e-3,
+        precision="bfloat16",
+        n_threads=1,
+    ),
+)
+"""Experts with biases and a clamped activation, interleaved gate and up rows.
+
+This model and the fine-grained one are for judging alone: nothing is tuned on them.
+"""
+
+RECIPES = {
+    "bundled": BUNDLED_RUNS,
+    "wide": WIDE_RUNS,
+    "unbalanced": UNBALANCED_RUNS,
+    "fine": FINE_RUNS,
+    "biased": BIASED_RUNS,
+}

@@ -140,14 +140,10 @@ def build_lab_model(spec: TrainSpec) -> PreTrainedModel:
         spec.family,
         vocab_size=spec.d_vocab,
         hidden_size=spec.d_model,
-        intermediate_size=spec.d_shared,
-        moe_intermediate_size=spec.d_inter,
         num_hidden_layers=spec.n_layers,
         num_attention_heads=spec.n_heads,
         num_key_value_heads=spec.n_heads,
-        num_experts=spec.n_experts,
         num_experts_per_tok=spec.top_k,
-        norm_topk_prob=True,
         tie_word_embeddings=True,
         max_position_embeddings=2048,
         initializer_range=spec.initializer_range,
@@ -164,11 +160,63 @@ def build_lab_model(spec: TrainSpec) -> PreTrainedModel:
     return model
 
 
-_FAMILIES: dict[str, Callable[[TrainSpec], dict[str, int]]] = {
-    "qwen2_moe": lambda spec: {"shared_expert_intermediate_size": spec.d_shared},
-    "qwen3_moe": lambda spec: {"head_dim": spec.d_model // spec.n_heads},
+def _qwen(spec: TrainSpec) -> dict[str, Any]:
+    return {
+        "num_experts": spec.n_experts,
+        "moe_intermediate_size": spec.d_inter,
+        "intermediate_size": spec.d_shared,
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen2_moe(spec: TrainSpec) -> dict[str, Any]:
+    return {**_qwen(spec), "shared_expert_intermediate_size": spec.d_shared}
+
+
+def _qwen3_moe(spec: TrainSpec) -> dict[str, Any]:
+    return {**_qwen(spec), "head_dim": spec.d_model // spec.n_heads}
+
+
+def _deepseek_v2(spec: TrainSpec) -> dict[str, Any]:
+    """The first layer is dense, and has as many atoms as a token uses in the others."""
+    head = spec.d_model // spec.n_heads
+    n_shared = spec.d_shared // spec.d_inter
+    return {
+        "n_routed_experts": spec.n_experts,
+        "n_shared_experts": n_shared,
+        "moe_intermediate_size": spec.d_inter,
+        "intermediate_size": spec.d_inter * (spec.top_k + n_shared),
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "q_lora_rank": None,
+        "kv_lora_rank": 2 * head,
+        "qk_nope_head_dim": head,
+        "qk_rope_head_dim": head // 2,
+        "v_head_dim": head,
+        "pad_token_id": None,
+    }
+
+
+def _gpt_oss(spec: TrainSpec) -> dict[str, Any]:
+    return {
+        "num_local_experts": spec.n_experts,
+        "intermediate_size": spec.d_inter,
+        "head_dim": spec.d_model // spec.n_heads,
+        "sliding_window": spec.seq_len // 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "pad_token_id": None,
+    }
+
+
+_FAMILIES: dict[str, Callable[[TrainSpec], dict[str, Any]]] = {
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2,
+    "gpt_oss": _gpt_oss,
 }
-"""The additional settings of each family's configuration."""
+"""The settings of each family's configuration that others name otherwise or lack."""
 
 
 def balance_losses(

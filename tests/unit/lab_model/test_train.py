@@ -389,5 +389,5 @@ def test_the_wide_recipe_is_of_another_family() -> None:
 
 def test_an_unknown_family_is_refused() -> None:
     """The message lists what there is."""
-    with pytest.raises(SpecError, match=r"'gpt2': expected one of \['qwen2_moe'"):
+    with pytest.raises(SpecError, match=r"'gpt2': expected one of \['deepseek_v2'"):
         build_lab_model(dataclasses.replace(SPEC, family="gpt2"))

@@ -1,0 +1,72 @@
+"""The recipes build the models that their names promise."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from heapr_lab.lab_model.recipes import RECIPES, TrainSpec
+from heapr_lab.lab_model.train import balance_losses, build_lab_model
+from heapr_lab.models.experts import find_experts
+
+SHAPES = {
+    # family, layers with experts, experts, atoms, top-k
+    "bundled": ("qwen2_moe", 8, 16, 96, 4),
+    "wide": ("qwen3_moe", 4, 16, 256, 4),
+    "unbalanced": ("qwen3_moe", 4, 16, 128, 4),
+    "fine": ("deepseek_v2", 3, 64, 48, 6),
+    "biased": ("gpt_oss", 4, 16, 96, 4),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_of_its_family_and_shape(recipe: str) -> None:
+    """Experts as transformers built them, in every layer that is not dense."""
+    model = build_lab_model(RECIPES[recipe][0])
+    layers = find_experts(model)
+    found = {(layer.n_experts, layer.d_inter) for layer in layers}
+    family, n_layers, n_experts, d_inter, top_k = SHAPES[recipe]
+    assert model.config.model_type == family
+    assert (len(layers), found) == (n_layers, {(n_experts, d_inter)})
+    assert model.config.num_experts_per_tok == top_k
+    assert model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - {"wide"}))
+def test_a_recipe_trains_as_long_for_its_size_as_the_bundled_one(recipe: str) -> None:
+    """At least 2.98 tokens for each parameter, over all runs."""
+    runs = RECIPES[recipe]
+    size = sum(p.numel() for p in build_lab_model(runs[0]).parameters())
+    assert sum(run.n_tokens for run in runs) / size >= 2.98
+
+
+def test_only_the_unbalanced_recipe_balances_no_router() -> None:
+    """Neither before the learning rate decays nor while it does."""
+    for name, runs in RECIPES.items():
+        weights = {(r.balance_weight > 0, r.decay_balance_weight > 0) for r in runs}
+        assert weights == {(name != "unbalanced",) * 2}
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_every_family_gives_the_routers_logits(family: str) -> None:
+    """They are what the balancing loss is computed from."""
+    spec = TrainSpec(
+        family=family, d_vocab=64, d_model=32, d_inter=8, d_shared=16, n_layers=2,
+        n_experts=4, top_k=2, n_heads=2, seq_len=16,
+    )  # fmt: skip
+    model = build_lab_model(spec)
+    ids = torch.arange(32).view(2, 16)
+    logits = model(ids, output_router_logits=True).router_logits
+    assert {part.shape for part in logits} == {(32, 4)}
+    balance, z = balance_losses(logits, top_k=2)
+    assert balance > 0.9
+    assert z > 0
+
+
+def test_shared_experts_of_deepseek_are_as_wide_as_asked() -> None:
+    """Two of 48 atoms; the dense layer has as many as a token uses elsewhere."""
+    config = build_lab_model(RECIPES["fine"][0]).config
+    assert (config.n_shared_experts, config.moe_intermediate_size) == (2, 48)
+    assert config.intermediate_size == 48 * (6 + 2)
+    spec = dataclasses.replace(RECIPES["fine"][0], d_shared=48, n_layers=2)
+    assert build_lab_model(spec).config.n_shared_experts == 1
