@@ -1,16 +1,17 @@
 """What each addition to the paper's method gains, at equal atoms and equal FLOPs.
 
-    python benchmarks/quality.py [--model lab] [--name quality] [--seeds 0,1,2]
-        [--variants "heapr,shrunk + compensation"]
+    python benchmarks/quality.py [--models lab,unbalanced,fine] [--name quality]
+        [--seeds 0,1,2] [--variants "heapr,compress"]
 
-Δloss in nats per token of masked and of compensated models, on held-out test windows.
-Models are calibrated on each of two corpora (and, for one seed, on a mixture of both)
-and tested on both. Every variant is measured at 20, 40, 60 and 80 % of the atoms; at 40
-and 60 %, variants that select other atoms than the paper are also measured at as many
-routed FLOPs saved as the paper's mask saves. Costs are passes over the calibration set
-and seconds. For the main variants the accuracy on the continuation task of the
-calibrated corpus is written to a file of its own (NAME_accuracy). Rows are written one
-by one, so that a stopped run resumes where it was.
+Δloss in nats per token of masked and of compensated models, on held-out test windows,
+with the standard error over windows of the difference to HEAPr. Models are calibrated
+on each of two corpora (and, for one seed, on a mixture of both) and tested on both.
+Every variant is measured at 20, 40, 60 and 80 % of the atoms, `compress` at 10 %, too;
+at 40 and 60 %, variants that select other atoms than the paper are also measured at as
+many routed FLOPs saved as the paper's mask saves. Costs are passes over the calibration
+set and seconds. With --accuracy, that on the continuation task of the calibrated corpus
+is written to a file of its own (NAME_accuracy). Rows are written one by one, so that a
+stopped run resumes where it was.
 """
 
 import argparse
@@ -18,37 +19,35 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows
 from heapr_lab.evaluation.harness import continuation_task, run_tasks
-from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.importance.activation_grams import (
-    LayerGrams,
-    collect_grams,
-    default_span,
-)
+from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import LAB
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
-from heapr_lab.refinement.compensation import solve_layers
-from heapr_lab.refinement.elimination import with_elimination
+from heapr_lab.refinement.candidates import Candidate
+from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.iterative import prune_in_rounds
+from heapr_lab.refinement.portfolio import Portfolio
+from heapr_lab.storage import paths
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
-RATIOS = (0.2, 0.4, 0.6, 0.8)
+RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8)
 AT_EQUAL_FLOPS = (0.4, 0.6)
 CORPORA = ("pydocs", "wikitext2")
 MIXTURE = "0.5*pydocs + 0.5*wikitext2"
@@ -63,39 +62,29 @@ class Variant:
 
     name: str
     choice: dict[str, Any]
-    """How atoms are selected: arguments of `select`."""
-    span: str | None = None
-    """Of the compensation; None for none."""
+    """How atoms are selected: fields of `Selection`."""
+    weights: str = "unchanged"
+    """How the weights are made, as in `Candidate`, or "compress"."""
     rounds: int = 1
     labels: str = "data"
     every_seed: bool = True
+    """Whether it is measured for every seed and model, or on the lab model alone."""
     accuracy: bool = False
     """Whether accuracy is measured as well as loss."""
 
 
 VARIANTS = (
     Variant("heapr", {}, accuracy=True),
-    Variant("heapr-L", {"scope": "layer"}, accuracy=True),
-    Variant("experts", {"granularity": "expert"}, accuracy=True),
+    Variant("compress", {}, "compress", accuracy=True),
+    Variant("heapr-L", {"scope": "layer"}),
+    Variant("experts", {"granularity": "expert"}),
     Variant("fisher", {"estimator": "fisher"}),
-    Variant("weighted", {"estimator": "weighted"}),
-    Variant("shrunk", {"estimator": "shrunk"}, accuracy=True),
-    Variant("heapr + compensation", {}, span="layer", accuracy=True),
-    Variant(
-        "shrunk + compensation", {"estimator": "shrunk"}, span="layer", accuracy=True
+    Variant("shrunk", {"estimator": "shrunk"}),
+    *(
+        Variant(f"{name} + compensation", {"estimator": name}, "layer")
+        for name in ("heapr", "fisher", "shrunk", "elimination", "elimination_shrunk")
     ),
-    Variant(
-        "elimination + compensation",
-        {"estimator": "elimination"},
-        span="layer",
-        accuracy=True,
-    ),
-    Variant(
-        "shrunk + compensation + rounds",
-        {"estimator": "shrunk"},
-        span="layer",
-        rounds=N_ROUNDS,
-    ),
+    Variant("weighted", {"estimator": "weighted"}, every_seed=False),
     Variant("heapr_total", {"estimator": "heapr_total"}, every_seed=False),
     Variant("taylor", {"estimator": "taylor"}, every_seed=False),
     Variant("camera", {"estimator": "camera", "scope": "layer"}, every_seed=False),
@@ -103,6 +92,13 @@ VARIANTS = (
     Variant("frequency", {"estimator": "frequency"}, every_seed=False),
     Variant("random", {"estimator": "random"}, every_seed=False),
     Variant("heapr + rounds", {}, rounds=N_ROUNDS, every_seed=False),
+    Variant(
+        "shrunk + compensation + rounds",
+        {"estimator": "shrunk"},
+        "layer",
+        rounds=N_ROUNDS,
+        every_seed=False,
+    ),
     Variant("heapr, model's labels", {}, labels="model", every_seed=False),
     Variant(
         "fisher, model's labels",
@@ -111,112 +107,113 @@ VARIANTS = (
         every_seed=False,
     ),
     Variant("heapr, outliers protected", {"protect_outliers": 0.001}, every_seed=False),
-    Variant("heapr + compensation in experts", {}, span="expert", every_seed=False),
+    Variant("heapr + compensation in experts", {}, "expert", every_seed=False),
 )
-OTHER_ATOMS = ("shrunk", "elimination")
+OTHER_ATOMS = ("compress", "shrunk + ", "elimination + ")
 """Beginnings of the names of variants that are also measured at equal FLOPs."""
 PASSES = {"statistics": 3, "sampled labels": 1, "sums": 1}
 """Costs in forward passes; a backward pass counts as two.
 
 Elimination and compensation use the same sums.
 """
+AT_EVERY_RATIO = ("heapr", "compress")
+"""Variants that are also measured at the lowest ratio."""
+HELD_OUT = 0.25
+"""Share of the calibration windows on which `compress` judges a candidate."""
 
 
 class Measured:
-    """Statistics and sums of one calibration set, each computed once and timed."""
+    """Statistics, sums and test losses of one calibration set, computed once."""
 
     def __init__(self, bench: Workbench, calibration: Calibration) -> None:
         self.bench, self.calibration = bench, calibration
         self.windows = bench.calibration_set(calibration)
-        self.layers = find_experts(bench.model)
-        self.seconds: dict[str, float] = {}
-        self.kept: dict[str, Any] = {}
+        self.portfolio = Portfolio(bench.model, self.windows, measure=bench.measure)
+        self.kept: dict[Any, Any] = {}
 
-    def _timed(self, name: str, compute: Callable[[], Any]) -> Any:
-        if name not in self.kept:
-            began = time.perf_counter()
-            self.kept[name] = compute()
-            self.seconds[name] = time.perf_counter() - began
-        return self.kept[name]
-
-    def table(self, labels: str = "data") -> ImportanceTable:
+    def table(self, labels: str = "data") -> Any:
         """The statistics of every atom."""
-        found: ImportanceTable = self._timed(
-            f"statistics {labels}",
-            lambda: collect_statistics(self.bench.model, self.windows, labels=labels),
-        )
-        return found
+        if labels == "data":
+            return self.portfolio.table("heapr", windows="all")
+        if labels not in self.kept:
+            model = self.bench.model
+            found = collect_statistics(model, self.windows, labels=labels)
+            self.kept[labels] = found
+        return self.kept[labels]
 
-    def sums(self, span: str) -> dict[int, LayerGrams]:
-        """The sums that compensation and elimination solve for weights."""
-        found: dict[int, LayerGrams] = self._timed(
-            f"sums {span}",
-            lambda: collect_grams(self.bench.model, self.windows, span=span),
-        )
-        return found
+    def losses(
+        self, corpus: str, keep: KeepMask | None, downs: ReplacedDownProj | None = None
+    ) -> torch.Tensor:
+        """The loss on each test window of `corpus`."""
+        ids = self.bench.test_windows(corpus).ids
+        masked = contextlib.nullcontext()
+        if keep is not None:
+            masked = masking(self.bench.model, keep, downs)
+        with masked:
+            return window_nll(self.bench.model, ids)
 
-    def eliminated(self) -> ImportanceTable:
-        """The table with the scores of elimination, computed from `sums`."""
-        grams = self.sums(default_span(self.layers))
-        found: ImportanceTable = self._timed(
-            "elimination",
-            lambda: with_elimination(
-                self.table(), ((own, grams[own.layer]) for own in self.layers)
-            ),
-        )
+    def reference(self, corpus: str, ratio: float | None) -> torch.Tensor:
+        """The losses of HEAPr at a ratio, or of the dense model."""
+        key = "reference", corpus, ratio
+        if key not in self.kept:
+            keep = None if ratio is None else select(self.table(), ratio=ratio)
+            self.kept[key] = self.losses(corpus, keep)
+        found: torch.Tensor = self.kept[key]
         return found
 
     def pruned(
         self, variant: Variant, ratio: float, **choice: Any
-    ) -> tuple[KeepMask, ReplacedDownProj | None, dict[str, float]]:
+    ) -> tuple[KeepMask, ReplacedDownProj | None, dict[str, Any]]:
         """Mask, weights in place of W_down, and what they cost."""
-        table = self.table(variant.labels)
-        if variant.choice.get("estimator") == "elimination":
-            table = self.eliminated()
-        cost = {
+        began = time.perf_counter()
+        selection = Selection(ratio, **(variant.choice | choice))
+        model, portfolio = self.bench.model, self.portfolio
+        cost: dict[str, Any] = {
             "passes": PASSES["statistics"] * variant.rounds
             + PASSES["sampled labels"] * (variant.labels == "model")
-            + PASSES["sums"] * (variant.span is not None),
-            "seconds": self.seconds[f"statistics {variant.labels}"],
+            + PASSES["sums"] * (variant.weights != "unchanged"),
+            "chosen": "",
         }
-        choice = variant.choice | choice
-        if variant.rounds > 1:
-            began = time.perf_counter()
+        if variant.weights == "compress":
+            best = fit_compression(model, self.windows, selection, portfolio=portfolio)
+            keep, downs = best.keep, best.downs
+            cost["passes"] += HELD_OUT * (len(best.report) + 1)
+            cost["chosen"] = best.candidate.name
+        elif variant.rounds > 1:
             found = prune_in_rounds(
-                self.bench.model,
+                model,
                 self.windows,
-                ratio=ratio,
+                selection,
                 rounds=variant.rounds,
-                compensated=variant.span is not None,
-                table=table,
-                **choice,
+                compensated=variant.weights != "unchanged",
+                table=self.table(),
             )
-            cost["seconds"] += time.perf_counter() - began
+            keep = found.keep
             downs = found.compensation.downs if found.compensation else None
-            return found.keep, downs, cost
-        keep = select(table, ratio=ratio, **choice)
-        if variant.span is None:
-            return keep, None, cost
-        span = default_span(self.layers) if variant.span == "layer" else variant.span
-        grams = self.sums(span)
-        began = time.perf_counter()
-        solved = solve_layers(self.layers, keep, grams)
-        cost["seconds"] += self.seconds[f"sums {span}"] + time.perf_counter() - began
-        if table is not self.table(variant.labels):
-            cost["seconds"] += self.seconds["elimination"]
-        return keep, solved.downs, cost
+        elif variant.labels != "data":
+            keep, downs = select(self.table(variant.labels), selection), None
+        else:
+            weights = variant.weights
+            if weights == "layer" and not portfolio.across:
+                weights = "expert"
+            candidate = Candidate(selection.estimator, weights)
+            keep, made = portfolio.made(candidate, selection, windows="all")
+            downs = None if made is None else made.downs
+        return keep, downs, cost | {"seconds": time.perf_counter() - began}
 
 
 def runs(
     variants: list[Variant], corpora: tuple[str, ...], seeds: list[int]
 ) -> Iterator[tuple[str, int, Variant, float, str]]:
     """Every (calibration, seed, variant, ratio, what is equal) to measure."""
-    for corpus in corpora:
-        for seed in seeds:
+    for seed in seeds:
+        for corpus in corpora:
             for variant in variants:
                 if seed != seeds[0] and not variant.every_seed:
                     continue
                 for ratio in RATIOS:
+                    if ratio == RATIOS[0] and variant.name not in AT_EVERY_RATIO:
+                        continue
                     yield corpus, seed, variant, ratio, "atoms"
                     if ratio in AT_EQUAL_FLOPS and variant.name.startswith(OTHER_ATOMS):
                         yield corpus, seed, variant, ratio, "flops"
@@ -261,7 +258,7 @@ def measure_accuracy(
 
 
 def measure(
-    bench: Workbench, measured: Measured, variant: Variant, ratio: float, equal: str
+    measured: Measured, variant: Variant, ratio: float, equal: str
 ) -> list[dict[str, Any]]:
     """Rows: the loss on every test corpus."""
     table = measured.table()
@@ -275,26 +272,33 @@ def measure(
     saved = savings_of(keep, table).iloc[0]
     rows = []
     for corpus in CORPORA:
-        windows = bench.test_windows(corpus)
-        with masking(bench.model, keep, downs):
-            nll = evaluate_perplexity(bench.model, windows.ids).nll
+        losses = measured.losses(corpus, keep, downs)
+        against = losses - measured.reference(corpus, ratio)
         rows.append(
             {
                 "test": corpus,
                 "achieved_ratio": keep.achieved_ratio,
                 "routed_flops_reduction": float(saved["routed_flops_reduction"]),
-                "nll": nll,
-                "delta_nll": nll - bench.perplexity(None, windows).nll,
+                "nll": float(losses.mean()),
+                "delta_nll": float((losses - measured.reference(corpus, None)).mean()),
+                "against_paper": float(against.mean()),
+                "stderr": float(against.std() / len(against) ** 0.5),
                 **cost,
             }
         )
     return rows
 
 
+def model_folder(name: str) -> str:
+    """The model of a recipe, or any other by its name or folder."""
+    folder = paths.lab_model_dir(name)
+    return str(folder) if folder.is_dir() else name
+
+
 def main() -> None:
     """Measure all variants and write the tables."""
     parser = argparse.ArgumentParser(description="Measure what additions are worth.")
-    parser.add_argument("--model", default=LAB)
+    parser.add_argument("--models", default=LAB)
     parser.add_argument("--name", default="quality", help="of the files written")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--corpora", default=",".join(CORPORA))
@@ -303,10 +307,22 @@ def main() -> None:
         "--accuracy", default=True, action=argparse.BooleanOptionalAction
     )
     options = parser.parse_args()
+    for name in options.models.split(","):
+        measure_model(name, options)
+
+
+def measure_model(name: str, options: argparse.Namespace) -> None:
+    """Measure what is asked on one model, and add it to the tables."""
     seeds = [int(seed) for seed in options.seeds.split(",")]
     asked = options.variants.split(",") if options.variants else []
-    variants = [own for own in VARIANTS if not asked or own.name in asked]
-    bench = open_workbench(options.model, device="cpu", dtype="float32", profile="lab")
+    variants = [
+        own
+        for own in VARIANTS
+        if (own.every_seed or name == LAB) and (not asked or own.name in asked)
+    ]
+    bench = open_workbench(
+        model_folder(name), device="cpu", dtype="float32", profile="lab"
+    )
     bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
     losses, accuracies = Rows(options.name), Rows(f"{options.name}_accuracy")
     details = {"n_test": N_TEST, "n_items": N_ITEMS, "n_rounds": N_ROUNDS}
@@ -323,7 +339,7 @@ def main() -> None:
             "variant": variant.name,
             "ratio": ratio,
             "equal": "atoms" if equal == "accuracy" else equal,
-            "model": bench.name,
+            "model": f"{name} model",
         }
         if rows.has(key):
             continue
@@ -333,7 +349,7 @@ def main() -> None:
         if equal == "accuracy":
             found = [measure_accuracy(bench, measured, variant, ratio)]
         else:
-            found = measure(bench, measured, variant, ratio, equal)
+            found = measure(measured, variant, ratio, equal)
         rows.add([key | row for row in found], details)
 
 

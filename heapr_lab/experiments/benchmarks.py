@@ -102,9 +102,18 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 data=figures.structures_data,
             ),
             Benchmark(
+                "quality_models",
+                "quality.py",
+                "Better at the same ratio: several models",
+                table=figures.models_table,
+                data=figures.models_data,
+                figure=figures.figure_models,
+                stem="11_models",
+            ),
+            Benchmark(
                 "quality",
                 "quality.py",
-                "Better at the same ratio: the lab model",
+                "Additions one by one, the lab model (ridges of before 2026-11-22)",
                 table=figures.quality_table,
                 data=figures.quality_data,
                 figure=figures.figure_quality,
@@ -121,7 +130,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             Benchmark(
                 "quality_wide",
                 "quality.py",
-                "Better at the same ratio: the wide lab model",
+                "Additions one by one, the wide model (ridges of before 2026-11-22)",
                 table=figures.quality_table,
                 data=figures.quality_data,
                 figure=figures.figure_quality,

@@ -53,9 +53,14 @@ from heapr_lab.figures.pareto import (
 )
 from heapr_lab.figures.quality import (
     accuracy_table,
+    figure_models,
     figure_quality,
+    gains_table,
     learned_table,
+    models_data,
+    models_table,
     outliers_table,
+    plot_models,
     plot_quality,
     quality_data,
     quality_table,

@@ -5,7 +5,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from heapr_lab.figures.style import REFERENCE_GREY, figure_of, look, own_axes, styled
+from heapr_lab.figures.style import (
+    REFERENCE_GREY,
+    REFERENCE_LINE,
+    figure_of,
+    look,
+    own_axes,
+    styled,
+)
 from heapr_lab.importance.estimators import PER_TOKEN
 
 PAPER = "heapr"
@@ -20,7 +27,18 @@ DRAWN = (
     "elimination + compensation",
 )
 """Variants in the figure; the table has all."""
+COMPARED = (
+    "heapr + compensation",
+    "fisher + compensation",
+    "shrunk + compensation",
+    "elimination + compensation",
+    "elimination_shrunk + compensation",
+    "compress",
+)
+"""Variants in the figure of several models."""
 _LINEAR_BELOW = 0.03
+_MEASURABLE = 0.005
+"""Nats per token; where HEAPr loses less, a quotient would be one of noise."""
 _RUN = ["model", "calibration", "test", "seed", "ratio"]
 
 
@@ -150,6 +168,116 @@ def _ratio_gained(rows: pd.DataFrame, ratio: float) -> float:
             found = np.interp(np.cbrt(paper.iloc[0]), roots, curve["ratio"].to_numpy())
             gains.append(found / ratio)
     return float(np.mean(gains)) if gains else float("nan")
+
+
+def models_data(measured: pd.DataFrame) -> pd.DataFrame:
+    """Δloss of each variant ÷ HEAPr's on each model and calibrated corpus.
+
+    At equal atoms. Where HEAPr loses less than 0.005 nats there is no quotient.
+
+    Args:
+        measured: rows of `benchmarks/quality.py` on several models.
+
+    Returns:
+        The rows, with the columns `paper`, HEAPr's Δloss, and `relative`.
+    """
+    same = measured["calibration"].eq(measured["test"])
+    rows = measured[same & measured["equal"].eq("atoms")]
+    paper = rows[rows["variant"].eq(PAPER)][[*_RUN, "delta_nll"]]
+    rows = rows.merge(paper.rename(columns={"delta_nll": "paper"}), on=_RUN)
+    relative = rows["delta_nll"] / rows["paper"]
+    return rows.assign(relative=relative.where(rows["paper"].ge(_MEASURABLE)))
+
+
+@styled
+def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Δloss ÷ HEAPr's against the ratio, means over seeds.
+
+    Args:
+        data: from `models_data`, of one model and corpus.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ax = own_axes(ax)
+    ax.axhline(1.0, **REFERENCE_LINE)
+    for name in COMPARED:
+        own = data[data["variant"].eq(name)].groupby("ratio")["relative"].mean()
+        if own.notna().any():
+            ax.plot(100 * own.index, own, **look(name).keywords())
+    ax.set_xlabel("atomic experts removed [%]")
+    ax.set_ylabel("Δloss ÷ that of HEAPr ↓")
+    ax.set_ylim(0, 1.6)
+    return ax
+
+
+@styled
+def figure_models(data: pd.DataFrame) -> Figure:
+    """One panel for each model and calibrated corpus."""
+    runs = data[["model", "test"]].drop_duplicates().itertuples(index=False)
+
+    def draw(run: tuple[str, str], ax: Axes) -> None:
+        model, corpus = run
+        own = data[data["model"].eq(model) & data["test"].eq(corpus)]
+        plot_models(own, ax=ax).set_title(f"{model}, {corpus}")
+
+    return figure_of([tuple(run) for run in runs], draw)
+
+
+def models_table(data: pd.DataFrame) -> pd.DataFrame:
+    """`models_data` for readers: a row for each variant.
+
+    Δloss ÷ HEAPr's, pooled over models, corpora and seeds (sum ÷ sum), and the largest
+    quotient of any of them, with its model and corpus.
+    """
+    rows = []
+    for variant, part in data.groupby("variant", sort=False):
+        row: dict[str, object] = {
+            "variant": variant,
+            "forward passes": part["passes"].max(),
+        }
+        for ratio, some in part.groupby("ratio"):
+            row[f"{100 * ratio:g} % [× HEAPr] ↓"] = _pooled(some)
+        usual = part[part["ratio"].isin([0.4, 0.6])].dropna(subset="relative")
+        if len(usual):
+            worst = usual.loc[usual["relative"].idxmax()]
+            where = f"{worst['model']}, {worst['test']}, {worst['ratio']:.0%}"
+            row["worst at 40, 60 % [×]"] = f"{worst['relative']:.2f} ({where})"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def gains_table(data: pd.DataFrame, variant: str = "compress") -> pd.DataFrame:
+    """Δloss of one variant ÷ HEAPr's: a row for each model, and one for all.
+
+    Pooled over calibrated corpora and seeds (sum ÷ sum) with its standard error over
+    test windows; a dash where HEAPr loses less than 0.005 nats on the mean. The worst
+    is that of any corpus, seed and ratio.
+
+    Args:
+        data: from `models_data`.
+        variant: one of its variants.
+    """
+    own = data[data["variant"].eq(variant)]
+    groups = [*own.groupby("model", sort=False), ("all", own)]
+    rows = []
+    for model, part in groups:
+        row: dict[str, object] = {"model": model}
+        for ratio, some in part.groupby("ratio"):
+            row[f"{100 * ratio:g} % ↓"] = _quotient(some)
+        worst = part["relative"].max()
+        row["worst ↓"] = "–" if np.isnan(worst) else f"{worst:.2f}"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _quotient(rows: pd.DataFrame) -> str:
+    """Sum of Δloss ÷ HEAPr's with its standard error, as text."""
+    if rows["paper"].mean() < _MEASURABLE:
+        return "–"
+    error = np.sqrt(rows["stderr"].pow(2).sum()) / rows["paper"].sum()
+    return f"{_pooled(rows):.2f} ± {error:.2f}"
 
 
 def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:

@@ -86,6 +86,11 @@ _LOOKS = {
     "heapr + compensation": Look("#56B4E9", "h", "HEAPr, compensated"),
     "shrunk + compensation": Look("#999999", "d", "p·h, shrunk, compensated"),
     "elimination + compensation": Look("#222222", "*", "elimination, compensated"),
+    "fisher + compensation": Look("#009E73", "^", "Fisher, compensated"),
+    "elimination_shrunk + compensation": Look(
+        "#E69F00", "v", "elimination, shrunk price, compensated"
+    ),
+    "compress": Look("#D55E00", "o", "compress"),
     "heapr-L": Look("#E69F00", "v", "HEAPr-L (layer-wise)"),
     "experts": Look("#D55E00", "s", "whole experts"),
     "taylor": Look("#CC79A7", "D", "Taylor"),

@@ -158,21 +158,31 @@ class Portfolio:
             SpecError: the selection is infeasible.
         """
         began = time.perf_counter()
+        keep, made = self.made(candidate, selection, windows=windows)
+        losses = self.judged(keep, None if made is None else made.downs)
+        return Trial(keep, made, losses, time.perf_counter() - began)
+
+    def made(
+        self, candidate: Candidate, selection: Selection, *, windows: str
+    ) -> tuple[KeepMask, Compensation | None]:
+        """The mask and the weights of a candidate fitted to the `windows`.
+
+        Raises:
+            SpecError: the selection is infeasible.
+        """
         chosen = replace(selection, estimator=candidate.estimator)
         table = self.table(candidate.estimator, windows=windows)
         keep = select(table, chosen)
         made = self._weights(candidate, keep, windows)
         exponent = EXPONENTS[candidate.allocation]
-        if exponent:
-            factors = self._factors(candidate, selection, table, keep, made)
-            powers = {layer: factor**exponent for layer, factor in factors.items()}
-            n_removed = keep.n_atoms - keep.n_kept
-            keep = select(
-                table, reallocated(table, chosen, powers, n_removed=n_removed)
-            )
-            made = self._weights(candidate, keep, windows)
-        losses = self.judged(keep, None if made is None else made.downs)
-        return Trial(keep, made, losses, time.perf_counter() - began)
+        if not exponent:
+            return keep, made
+        factors = self._factors(candidate, selection, table, keep, made)
+        powers = {layer: factor**exponent for layer, factor in factors.items()}
+        n_removed = keep.n_atoms - keep.n_kept
+        again = reallocated(table, chosen, powers, n_removed=n_removed)
+        keep = select(table, again)
+        return keep, self._weights(candidate, keep, windows)
 
     def _weights(
         self, candidate: Candidate, keep: KeepMask, windows: str

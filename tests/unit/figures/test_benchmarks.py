@@ -182,3 +182,54 @@ def test_outliers_are_shown_with_who_prunes_them() -> None:
     table = figures.outliers_table(pd.DataFrame([row | counts | {"heapr at 0.2": 0}]))
     assert table["pydocs Δloss [nats per token]"].tolist() == [0.5]
     assert table.filter(like="%").to_numpy().tolist() == [[11, 0, 0]]
+
+
+def measured_models() -> pd.DataFrame:
+    """Two models; on the second HEAPr loses next to nothing at 20 %."""
+    losses = {
+        # model, variant, ratio: Δloss
+        ("a", "heapr", 0.2): 0.02, ("a", "heapr", 0.4): 0.1,
+        ("a", "compress", 0.2): 0.01, ("a", "compress", 0.4): 0.03,
+        ("b", "heapr", 0.2): 0.001, ("b", "heapr", 0.4): 0.3,
+        ("b", "compress", 0.2): 0.004, ("b", "compress", 0.4): 0.15,
+    }  # fmt: skip
+    rows = [
+        {"model": model, "variant": variant, "ratio": ratio, "delta_nll": value}
+        for (model, variant, ratio), value in losses.items()
+    ]
+    own = pd.DataFrame(rows).assign(
+        calibration="pydocs", test="pydocs", seed=0, equal="atoms", stderr=0.01,
+        passes=7.5,
+    )  # fmt: skip
+    other = own.assign(test="wikitext2", delta_nll=1.0)  # not the calibrated corpus
+    return pd.concat([own, other, own.assign(equal="flops", delta_nll=2.0)])
+
+
+def test_models_are_pooled_and_the_worst_is_named() -> None:
+    """(0.03 + 0.15) / (0.1 + 0.3) at 40 %, the worst of which is b's 0.5."""
+    data = figures.models_data(measured_models())
+    assert len(data) == 8
+    table = figures.models_table(data).set_index("variant").loc["compress"]
+    assert table["40 % [× HEAPr] ↓"] == pytest.approx(0.18 / 0.4)
+    assert table["20 % [× HEAPr] ↓"] == pytest.approx(0.014 / 0.021)
+    assert table["worst at 40, 60 % [×]"] == "0.50 (b, pydocs, 40%)"
+
+
+def test_where_heapr_loses_nothing_there_is_no_quotient() -> None:
+    """Neither in the table by model, nor in the figure; errors are quotients, too."""
+    data = figures.models_data(measured_models())
+    assert figures.gains_table(data).to_dict("records") == [
+        {"model": "a", "20 % ↓": "0.50 ± 0.50", "40 % ↓": "0.30 ± 0.10",
+         "worst ↓": "0.50"},
+        {"model": "b", "20 % ↓": "–", "40 % ↓": "0.50 ± 0.03", "worst ↓": "0.50"},
+        # Errors of independent windows add up as squares: 0.01 · √2 / 0.4.
+        {"model": "all", "20 % ↓": "0.67 ± 0.67", "40 % ↓": "0.45 ± 0.04",
+         "worst ↓": "0.50"},
+    ]  # fmt: skip
+    figure = figures.figure_models(data)
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles == ["a, pydocs", "b, pydocs"]
+    drawn = [ax.get_lines()[-1].get_xydata() for ax in figure.axes]
+    assert drawn[0].tolist() == pytest.approx(np.array([[20, 0.5], [40, 0.3]]))
+    assert np.isnan(drawn[1][0, 1])
+    assert drawn[1][1].tolist() == pytest.approx([40, 0.5])
