@@ -47,7 +47,7 @@ _SCHEMA = 2
 _PRICE = "fisher"
 _RIDGE = 0.03
 _N_STEPS = 128
-_FLOAT32_ENOUGH = 2e-3
+_FLOAT32_ENOUGH = 1e-2
 """Float32 is used where its rounding, times the largest condition number that the ridge
 allows, stays below this."""
 

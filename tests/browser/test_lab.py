@@ -123,7 +123,7 @@ def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None
     kinds = {path.suffix for path in (work / "comparison").iterdir()}
     assert kinds == {".csv", ".md", ".parquet", ".pdf", ".png", ".tex"}
     panel.open("Export")
-    panel.root.get_by_role("checkbox", name="compensate").uncheck()
+    panel.choice("weights").select_option("unchanged, as HEAPr")
     panel.button("Export").click()
     expect(panel.root.get_by_text("Written to pruned")).to_be_visible(timeout=TIMEOUT)
     loaded = AutoModelForCausalLM.from_pretrained(work / "pruned")

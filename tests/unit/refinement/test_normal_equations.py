@@ -1,0 +1,142 @@
+"""Many problems at once are each problem by itself, in float32 as in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+
+from heapr_lab.importance.activation_grams import LayerGrams
+from heapr_lab.models.experts import find_experts
+from heapr_lab.refinement import compensation, elimination
+from heapr_lab.refinement.compensation import LayerSolver
+from heapr_lab.refinement.elimination import layer_costs
+from heapr_lab.refinement.normal_equations import (
+    Columns,
+    Normal,
+    at_once,
+    scarcity,
+    small_factor,
+)
+
+RNG = torch.Generator()
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers in float64."""
+    return torch.randn(*shape, generator=RNG.manual_seed(seed), dtype=torch.float64)
+
+
+def products(n_problems: int, size: int, *, rows: int = 60) -> torch.Tensor:
+    """Products of random correlated features, (2, P, F, F)."""
+    X = numbers(2, n_problems, rows, size) @ numbers(n_problems, size, size, seed=1)
+    return X.mT @ X
+
+
+# --- pieces -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d_out", [3, 5, 12])
+def test_a_small_factor_keeps_all_norms(d_out: int) -> None:
+    """It has at most as many rows as columns; a column of zeros stays one."""
+    W = numbers(2, d_out, 5)
+    W[0, :, 2] = 0
+    R = small_factor(W)
+    assert R.shape == (2, min(d_out, 5), 5)
+    torch.testing.assert_close(R.mT @ R, W.mT @ W, rtol=1e-9, atol=1e-10)
+
+
+def test_an_expert_with_fewer_tokens_than_atoms_is_scarce() -> None:
+    """8 atoms: as many tokens are enough; none count as one."""
+    tokens = torch.tensor([[3, 8, 1, 0], [3, 9, 1, 0]])
+    grams = LayerGrams("expert", torch.zeros(2, 4, 8, 8).double(), tokens)
+    assert scarcity(grams, 8).tolist() == pytest.approx([8 / 6, 1, 4, 8])
+
+
+def test_columns_of_fewer_features_fill_up() -> None:
+    """Of two problems, one has three chosen features and the other one."""
+    chosen = torch.tensor([[True, False, True, True], [False, True, False, False]])
+    columns = Columns.of(chosen)
+    assert columns.index.tolist()[0] == [0, 2, 3]
+    assert columns.index[1, 0] == 1
+    assert columns.valid.tolist() == [[True] * 3, [True, False, False]]
+    C = products(2, 4)[0]
+    found = columns.of_products(C, columns)
+    assert torch.equal(found[0], C[0][[0, 2, 3]][:, [0, 2, 3]])
+    assert found[1].flatten().tolist() == [float(C[1, 1, 1]), *[0] * 8]
+    W = numbers(2, 5, 4)
+    assert torch.equal(columns.of_weight(W)[1, :, 0], W[1, :, 1])
+    assert not columns.of_weight(W)[1, :, 1:].any()
+    put = torch.zeros_like(W)
+    columns.put(torch.ones(2, 5, 3).double(), put)
+    assert torch.equal(put, chosen[:, None].expand_as(W).double())
+
+
+def test_a_singular_problem_is_solved_beside_others() -> None:
+    """By the pseudo-inverse, and named."""
+    A = torch.stack([torch.ones(2, 2), 2 * torch.eye(2)]).double()
+    wanted = torch.tensor([[[2.0], [2.0]], [[2.0], [4.0]]]).double()
+    normal = Normal(A, wanted, torch.zeros(2).double(), None)
+    change, singular = normal.solve(torch.zeros(2, 2).double())
+    assert singular.tolist() == [True, False]
+    assert change[:, :, 0].tolist() == [pytest.approx([1, 1]), pytest.approx([1, 2])]
+
+
+def test_problems_of_a_cpu_fit_its_cache() -> None:
+    """8 MiB of float64: 128 problems of 90 features, two of 512, one of 4096."""
+    sizes = {90: 129, 512: 4, 1024: 1, 4096: 1}
+    for size, expected in sizes.items():
+        sums = torch.empty(1, dtype=torch.float64).expand(200, size, size)
+        assert at_once(sums) == expected
+
+
+# --- batches ----------------------------------------------------------------------
+
+
+def layer_and_grams() -> tuple[Any, LayerGrams]:
+    """Four experts of eight atoms, and sums within them."""
+    layer = find_experts(tiny_model("qwen2_moe"))[0]
+    return layer, LayerGrams("expert", products(4, 8), torch.full((2, 4), 60))
+
+
+def test_problems_together_are_problems_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs and weights, of experts that keep from none to all of their atoms."""
+    layer, grams = layer_and_grams()
+    base = numbers(4, 8, seed=2).exp()
+    kept = torch.arange(8)[None] < torch.tensor([0, 3, 5, 8])[:, None]
+    found = []
+    for size in (4, 3, 1):
+        for module in (compensation, elimination):
+            monkeypatch.setattr(module, "at_once", lambda _sums, n=size: n)
+        down, row = LayerSolver(layer, grams).solve(kept)
+        found.append((layer_costs(layer, grams, base), down, row))
+    for costs, down, row in found[1:]:
+        torch.testing.assert_close(costs, found[0][0], rtol=1e-4, atol=0)
+        torch.testing.assert_close(down, found[0][1], rtol=1e-9, atol=1e-12)
+        assert row["ridge"] == found[0][2]["ridge"]
+        assert row["compensated"] == pytest.approx(found[0][2]["compensated"])
+
+
+@pytest.mark.parametrize("n_atoms", [64, 520])
+def test_float32_is_enough_under_the_default_ridge(
+    monkeypatch: pytest.MonkeyPatch, n_atoms: int
+) -> None:
+    """Costs to four digits, of correlated atoms of all sizes; float64 is used else."""
+    sums = products(3, n_atoms, rows=2 * n_atoms)[0]
+    size = (2 * numbers(3, n_atoms, seed=3)).exp()
+    sums = sums * size[:, :, None] * size[:, None]
+    weights = numbers(3, 40, n_atoms, seed=4) / size[:, None]
+    rate, ridge = numbers(3, n_atoms, seed=5).exp(), torch.full((3, n_atoms), 0.03)
+    used = []
+    eliminated = elimination._eliminated
+
+    def spy(B: torch.Tensor, *others: Any) -> torch.Tensor:
+        used.append(B.dtype)
+        return eliminated(B, *others)
+
+    monkeypatch.setattr(elimination, "_eliminated", spy)
+    narrow = elimination._costs(sums, weights, rate, ridge.double(), n_steps=32)
+    monkeypatch.setattr(elimination, "_FLOAT32_ENOUGH", 0.0)
+    wide = elimination._costs(sums, weights, rate, ridge.double(), n_steps=32)
+    assert used == [torch.float32, torch.float64]
+    torch.testing.assert_close(narrow, wide, rtol=1e-4, atol=0)
