@@ -36,3 +36,38 @@ def test_the_card_says_what_was_measured() -> None:
         found = re.search(line, card)
         assert found is not None
         assert float(found[0].split("|")[-2]) == pytest.approx(row["perplexity"])
+
+
+# --- the models to judge on -------------------------------------------------------
+
+
+def pooled_load(recipe: str) -> dict[str, float]:
+    """Smallest, median and largest load over all corpora, on held-out text."""
+    training = files.read_json(paths.lab_model_dir(recipe) / "training.json")
+    loads = training["evaluation"]["expert_load"]
+    return {row["corpus"]: row for row in loads}["all of them"]
+
+
+def test_the_unbalanced_model_is_unbalanced() -> None:
+    """A few experts get most tokens, some less than a twentieth of their share."""
+    load = pooled_load("unbalanced")
+    assert load["largest"] >= 4 * load["median"]
+    assert load["smallest"] < 0.05
+
+
+def test_the_fine_grained_model_uses_all_its_experts() -> None:
+    """None is idle."""
+    assert pooled_load("fine")["smallest"] >= 0.05
+    card = (paths.lab_model_dir("fine") / "README.md").read_text()
+    assert "3 MoE layers" in card
+    assert "64 routed experts of 48 atomic experts each, top-6, 2 shared" in card
+
+
+@pytest.mark.parametrize("recipe", ["unbalanced", "fine"])
+def test_their_weights_are_small(recipe: str) -> None:
+    """At most 10 MB, so that they can be in the repository."""
+    (file,) = paths.lab_model_dir(recipe).glob("*.safetensors")
+    assert file.stat().st_size <= 10 * MEGABYTE
+    card = (paths.lab_model_dir(recipe) / "README.md").read_text()
+    balance = "by nothing" if recipe == "unbalanced" else "by a load-balancing loss"
+    assert f"routers balanced {balance}" in card
