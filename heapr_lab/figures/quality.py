@@ -323,6 +323,26 @@ def learned_table(measured: pd.DataFrame) -> pd.DataFrame:
     return measured[list(named)].rename(columns=named)
 
 
+def solves_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/solves.py` for readers: seconds, and multiples of a pass."""
+    named = {
+        "model": "model",
+        "experts": "experts",
+        "atoms": "atoms each",
+        "d_model": "d_model",
+        "tokens": "tokens",
+        "scores": "scores [s]",
+        "sums": "sums [s]",
+        "elimination": "elimination [s]",
+        "compensation": "compensation [s]",
+        "solves ÷ scores": "solves ÷ scores",
+        "compress": "compress [s]",
+        "compress ÷ scores": "compress ÷ scores",
+    }
+    there = {name: label for name, label in named.items() if name in measured}
+    return measured[list(there)].rename(columns=there)
+
+
 def outliers_table(measured: pd.DataFrame) -> pd.DataFrame:
     """Rows of `benchmarks/outliers.py` for readers: losses, and how many are pruned."""
     losses = [name for name in measured if name.endswith("Δloss")]

@@ -12,14 +12,6 @@ WEIGHTS = {
     "layer": "compensated across the layer",
 }
 """How the remaining weights are made, and as text."""
-ALLOCATIONS = {
-    "score": "",
-    "measured": "layers by measured loss",
-    "blended": "layers by score and measured loss",
-}
-"""What decides how much each layer loses, and as text."""
-EXPONENTS = {"score": 0.0, "measured": 1.0, "blended": 0.5}
-"""The power of each layer's measured over predicted loss that its scores are times."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +22,6 @@ class Candidate:
     """A name in `estimators.ESTIMATORS`."""
     weights: str = "layer"
     """"unchanged", or compensated within each "expert" or across the "layer"."""
-    allocation: str = "score"
-    """By global rank of the "score", of the score times each layer's "measured" loss
-    over the predicted one, or times its square root, "blended"."""
 
     def __post_init__(self) -> None:
         """Check the names.
@@ -41,12 +30,10 @@ class Candidate:
             SpecError: one is unknown.
         """
         find_estimator(self.estimator)
-        for name, known in (("weights", WEIGHTS), ("allocation", ALLOCATIONS)):
-            if getattr(self, name) not in known:
-                raise SpecError(
-                    f"{name} is {getattr(self, name)!r}, expected one of "
-                    f"{', '.join(known)}"
-                )
+        if self.weights not in WEIGHTS:
+            raise SpecError(
+                f"weights is {self.weights!r}, expected one of {', '.join(WEIGHTS)}"
+            )
 
     @property
     def name(self) -> str:
@@ -56,8 +43,7 @@ class Candidate:
             >>> Candidate("fisher", "expert").name
             'fisher, compensated within each expert'
         """
-        parts = (self.estimator, WEIGHTS[self.weights], ALLOCATIONS[self.allocation])
-        return ", ".join(filter(None, parts))
+        return f"{self.estimator}, {WEIGHTS[self.weights]}"
 
 
 PAPER = Candidate("heapr", "unchanged")

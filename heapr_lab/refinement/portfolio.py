@@ -23,8 +23,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
-from heapr_lab.refinement.allocation import alone, layer_factors, reallocated
-from heapr_lab.refinement.candidates import EXPONENTS, Candidate
+from heapr_lab.refinement.candidates import Candidate
 from heapr_lab.refinement.compensation import Compensation, compensation_of
 from heapr_lab.refinement.elimination import COLUMNS, with_elimination
 from heapr_lab.refinement.layer_sums import LayerSums
@@ -118,7 +117,6 @@ class Portfolio:
         self._measure = measure
         self._count = self._new_count(0, None)
         self._eliminated: dict[tuple[str, str], ImportanceTable] = {}
-        self._measured_layers: dict[tuple[str, str, Selection], dict[int, float]] = {}
         self.sums = LayerSums(
             model,
             find_experts(model),
@@ -173,53 +171,10 @@ class Portfolio:
         chosen = replace(selection, estimator=candidate.estimator)
         table = self.table(candidate.estimator, windows=windows)
         keep = select(table, chosen)
-        made = self._weights(candidate, keep, windows)
-        exponent = EXPONENTS[candidate.allocation]
-        if not exponent:
-            return keep, made
-        factors = self._factors(candidate, selection, table, keep, made)
-        powers = {layer: factor**exponent for layer, factor in factors.items()}
-        n_removed = keep.n_atoms - keep.n_kept
-        again = reallocated(table, chosen, powers, n_removed=n_removed)
-        keep = select(table, again)
-        return keep, self._weights(candidate, keep, windows)
-
-    def _weights(
-        self, candidate: Candidate, keep: KeepMask, windows: str
-    ) -> Compensation | None:
         if candidate.weights == "unchanged":
-            return None
+            return keep, None
         solvers = self.sums.solvers(candidate.weights)
-        return compensation_of(solvers, keep, fit_only=windows == "fit")
-
-    def _factors(
-        self,
-        candidate: Candidate,
-        selection: Selection,
-        table: ImportanceTable,
-        keep: KeepMask,
-        made: Compensation | None,
-    ) -> dict[int, float]:
-        """Measured over predicted loss by layer: of the fit, also for the refit."""
-        key = candidate.estimator, candidate.weights, selection
-        if key not in self._measured_layers:
-            size = max(1, self.calibration.n_sequences // len(keep.layers))
-            ids = self.fit.ids[:: max(1, self.fit.n_sequences // size)][:size]
-            dense = float(
-                window_nll(self.model, ids, progress=self._part(len(ids))).mean()
-            )
-
-            def measure(layer: int) -> float:
-                downs = None if made is None else {layer: made.downs[layer]}
-                with masking(self.model, alone(keep, layer), downs):
-                    progress = self._part(len(ids))
-                    nll = window_nll(self.model, ids, progress=progress)
-                return float(nll.mean()) - dense
-
-            self._measured_layers[key] = layer_factors(
-                table, keep, candidate.estimator, measure
-            )
-        return self._measured_layers[key]
+        return keep, compensation_of(solvers, keep, fit_only=windows == "fit")
 
     @cached_property
     def dense(self) -> torch.Tensor:

@@ -294,7 +294,6 @@ def test_candidates_across_normalised_experts_are_left_out() -> None:
     [
         ({"estimator": "best"}, "estimator 'best'"),
         ({"weights": "kept"}, "weights is 'kept', expected one of unchanged"),
-        ({"allocation": "even"}, "allocation is 'even', expected one of score"),
     ],
 )
 def test_candidates_are_checked(fields: dict[str, str], message: str) -> None:
