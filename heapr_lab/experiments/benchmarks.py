@@ -85,12 +85,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 stem="9_cost",
             ),
             Benchmark(
-                "solves",
-                "solves.py",
-                "What compensation, elimination and compress cost",
-                table=figures.solves_table,
-            ),
-            Benchmark(
                 "structures",
                 "structures.py",
                 "What a structure costs on the lab model",

@@ -64,7 +64,6 @@ from heapr_lab.figures.quality import (
     plot_quality,
     quality_data,
     quality_table,
-    solves_table,
 )
 from heapr_lab.figures.scores import (
     plot_score_bins,

@@ -147,8 +147,8 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def _pooled(rows: pd.DataFrame) -> float:
-    """Mean Δloss of the rows ÷ HEAPr's; missing if there are no rows."""
-    if rows.empty:
+    """Mean Δloss of the rows ÷ HEAPr's; missing without rows or a loss of HEAPr's."""
+    if rows.empty or not rows["paper"].sum():
         return float("nan")
     return float(rows["delta_nll"].sum() / rows["paper"].sum())
 
@@ -208,7 +208,8 @@ def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             ax.plot(100 * own.index, own, **look(name).keywords())
     ax.set_xlabel("atomic experts removed [%]")
     ax.set_ylabel("Δloss ÷ that of HEAPr ↓")
-    ax.set_ylim(0, 1.6)
+    ax.set_xlim(5, 85)
+    ax.set_ylim(0, 1.2)
     return ax
 
 
@@ -220,7 +221,7 @@ def figure_models(data: pd.DataFrame) -> Figure:
     def draw(run: tuple[str, str], ax: Axes) -> None:
         model, corpus = run
         own = data[data["model"].eq(model) & data["test"].eq(corpus)]
-        plot_models(own, ax=ax).set_title(f"{model}, {corpus}")
+        plot_models(own, ax=ax).set_title(f"{model.removesuffix(' model')}, {corpus}")
 
     return figure_of([tuple(run) for run in runs], draw)
 
@@ -321,26 +322,6 @@ def learned_table(measured: pd.DataFrame) -> pd.DataFrame:
         "cpu_seconds": "CPU time [s]",
     }
     return measured[list(named)].rename(columns=named)
-
-
-def solves_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/solves.py` for readers: seconds, and multiples of a pass."""
-    named = {
-        "model": "model",
-        "experts": "experts",
-        "atoms": "atoms each",
-        "d_model": "d_model",
-        "tokens": "tokens",
-        "scores": "scores [s]",
-        "sums": "sums [s]",
-        "elimination": "elimination [s]",
-        "compensation": "compensation [s]",
-        "solves ÷ scores": "solves ÷ scores",
-        "compress": "compress [s]",
-        "compress ÷ scores": "compress ÷ scores",
-    }
-    there = {name: label for name, label in named.items() if name in measured}
-    return measured[list(there)].rename(columns=there)
 
 
 def outliers_table(measured: pd.DataFrame) -> pd.DataFrame:
