@@ -79,6 +79,12 @@ KINDS: Mapping[str, Kind] = {
         layers.layer_ratios_data, layers.plot_layer_ratios, layers.figure_layer_ratios
     ),
     "main": Kind(tables.main_data, tables.plot_main, tables.figure_main),
+    "models": Kind(
+        quality.models_data,
+        quality.plot_models,
+        quality.figure_models,
+        panel=("model", "test"),
+    ),
     "pareto": Kind(
         pareto.pareto_data, pareto.plot_pareto, pareto.figure_pareto, panel=("ratio",)
     ),

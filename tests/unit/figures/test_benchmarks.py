@@ -7,6 +7,7 @@ from figure_rows import (
     lines_of,
     measured_damage,
     measured_front,
+    measured_models,
     measured_quality,
     measured_structures,
 )
@@ -182,27 +183,6 @@ def test_outliers_are_shown_with_who_prunes_them() -> None:
     table = figures.outliers_table(pd.DataFrame([row | counts | {"heapr at 0.2": 0}]))
     assert table["pydocs Δloss [nats per token]"].tolist() == [0.5]
     assert table.filter(like="%").to_numpy().tolist() == [[11, 0, 0]]
-
-
-def measured_models() -> pd.DataFrame:
-    """Two models; on the second HEAPr loses next to nothing at 20 %."""
-    losses = {
-        # model, variant, ratio: Δloss
-        ("a", "heapr", 0.2): 0.02, ("a", "heapr", 0.4): 0.1,
-        ("a", "compress", 0.2): 0.01, ("a", "compress", 0.4): 0.03,
-        ("b", "heapr", 0.2): 0.001, ("b", "heapr", 0.4): 0.3,
-        ("b", "compress", 0.2): 0.004, ("b", "compress", 0.4): 0.15,
-    }  # fmt: skip
-    rows = [
-        {"model": model, "variant": variant, "ratio": ratio, "delta_nll": value}
-        for (model, variant, ratio), value in losses.items()
-    ]
-    own = pd.DataFrame(rows).assign(
-        calibration="pydocs", test="pydocs", seed=0, equal="atoms", stderr=0.01,
-        passes=7.5,
-    )  # fmt: skip
-    other = own.assign(test="wikitext2", delta_nll=1.0)  # not the calibrated corpus
-    return pd.concat([own, other, own.assign(equal="flops", delta_nll=2.0)])
 
 
 def test_models_are_pooled_and_the_worst_is_named() -> None:

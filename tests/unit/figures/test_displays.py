@@ -40,6 +40,7 @@ def display_of(kind: str) -> Display:
         "granularity": (results, savings),
         "layer_ratios": ({0.25: rows.Keep(0.4, 0.1), 0.5: rows.Keep(0.7, 0.3)},),
         "main": (results,),
+        "models": (rows.measured_models(),),
         "pareto": (rows.measured_front(),),
         "quality": (rows.measured_quality(),),
         "scope": (results,),
