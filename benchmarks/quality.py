@@ -9,9 +9,10 @@ on each of two corpora (and, for one seed, on a mixture of both) and tested on b
 Every variant is measured at 20, 40, 60 and 80 % of the atoms, `compress` at 10 %, too;
 at 40 and 60 %, variants that select other atoms than the paper are also measured at as
 many routed FLOPs saved as the paper's mask saves. Costs are passes over the calibration
-set and seconds. With --accuracy, that on the continuation task of the calibrated corpus
-is written to a file of its own (NAME_accuracy). Rows are written one by one, so that a
-stopped run resumes where it was.
+set; seconds are without what an earlier row of the same windows has computed. With
+--accuracy, that on the continuation task of the calibrated corpus is written to a file
+of its own (NAME_accuracy). Rows are written one by one, so that a stopped run resumes
+where it was.
 """
 
 import argparse

@@ -123,8 +123,7 @@ def window_nll(
     def add(batch: torch.Tensor) -> None:
         losses.append(token_nll(model, batch).mean(1, dtype=torch.float64).cpu())
 
-    with torch.no_grad():
-        _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
+    _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
     return torch.cat(losses)
 
 

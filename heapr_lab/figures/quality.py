@@ -54,11 +54,8 @@ def quality_data(measured: pd.DataFrame) -> pd.DataFrame:
         delta_nll_std (standard deviation, missing for one seed), relative_worst (the
         largest quotient of a seed), routed_flops_reduction, passes, seconds.
     """
-    paper = measured[measured["variant"].eq(PAPER) & measured["equal"].eq("atoms")]
-    own = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
-    rows = measured.merge(own, on=_RUN, how="left")
+    rows = _beside_paper(measured)
     keys = ["model", "calibration", "test", "equal", "variant", "ratio"]
-    rows["relative"] = rows["delta_nll"] / rows["paper"]
     grouped = rows.groupby(keys, sort=False)
     return grouped.agg(
         n_seeds=("seed", "nunique"),
@@ -181,12 +178,19 @@ def models_data(measured: pd.DataFrame) -> pd.DataFrame:
     Returns:
         The rows, with the columns `paper`, HEAPr's Δloss, and `relative`.
     """
-    same = measured["calibration"].eq(measured["test"])
-    rows = measured[same & measured["equal"].eq("atoms")]
-    paper = rows[rows["variant"].eq(PAPER)][[*_RUN, "delta_nll"]]
-    rows = rows.merge(paper.rename(columns={"delta_nll": "paper"}), on=_RUN)
-    relative = rows["delta_nll"] / rows["paper"]
-    return rows.assign(relative=relative.where(rows["paper"].ge(_MEASURABLE)))
+    rows = _beside_paper(measured).dropna(subset="paper")
+    same = rows["calibration"].eq(rows["test"])
+    rows = rows[same & rows["equal"].eq("atoms")].reset_index(drop=True)
+    measurable = rows["paper"].ge(_MEASURABLE)
+    return rows.assign(relative=rows["relative"].where(measurable))
+
+
+def _beside_paper(measured: pd.DataFrame) -> pd.DataFrame:
+    """The rows with HEAPr's Δloss in the same run, `paper`, and their `relative`."""
+    paper = measured[measured["variant"].eq(PAPER) & measured["equal"].eq("atoms")]
+    own = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
+    rows = measured.merge(own, on=_RUN, how="left")
+    return rows.assign(relative=rows["delta_nll"] / rows["paper"])
 
 
 @styled

@@ -42,6 +42,8 @@ from heapr_lab.text.calibration import CalibrationSet
 
 COLUMNS = {"fisher": "elimination", "shrunk": "elimination_shrunk"}
 """The column of the table, and the estimator that reads it, by the price."""
+PRICES = {column: price for price, column in COLUMNS.items()}
+"""The price by the column."""
 _SCHEMA = 2
 """Raised whenever the same input would give other numbers."""
 _PRICE = "fisher"

@@ -46,7 +46,7 @@ class LayerSums:
         self._model, self._calibration, self._progress = model, calibration, progress
         self._kept: list[tuple[ExpertsLayer, LayerGrams]] | None = None
         self._solvers: dict[str, list[LayerSolver]] = {}
-        self._fit = fits_in_memory(layers, self.span)
+        self._fits = fits_in_memory(layers, self.span)
 
     def grams(self) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
         """The sums of each layer, in order, for the default span."""
@@ -58,7 +58,7 @@ class LayerSums:
         found = iter_grams(
             self._model, self._calibration, span=self.span, progress=progress
         )
-        if self._fit:
+        if self._fits:
             self._kept = list(found)
             found = iter(self._kept)
         yield from found
@@ -72,8 +72,8 @@ class LayerSums:
         for layer, own in self.grams():
             sums = own if span == self.span else own.within_experts()
             solver = LayerSolver(layer, sums)
-            if self._fit:
+            if self._fits:
                 made.append(solver)
             yield solver
-        if self._fit:
+        if self._fits:
             self._solvers[span] = made

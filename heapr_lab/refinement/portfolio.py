@@ -18,19 +18,18 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.merging import merge_frames
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
-from heapr_lab.progress import Progress, no_report
+from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.refinement.candidates import Candidate
 from heapr_lab.refinement.compensation import Compensation, compensation_of
-from heapr_lab.refinement.elimination import COLUMNS, with_elimination
+from heapr_lab.refinement.elimination import PRICES, with_elimination
 from heapr_lab.refinement.layer_sums import LayerSums
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
-_PRICES = {column: price for price, column in COLUMNS.items()}
 _OF_STATISTICS = 3
 """Forward passes that a forward and a backward pass count as."""
 
@@ -64,9 +63,9 @@ class Count:
             expected: number of windows that will be run.
             progress: called with (windows done, windows in all).
         """
-        self._n_windows, self._expected = n_windows, expected
-        self._report = progress or no_report
-        self._begun = 0
+        self._n_windows = n_windows
+        self._parts = Parts(expected, progress)
+        self._size = 0  # of the current part
         self._cost = 0.0
 
     @property
@@ -76,15 +75,11 @@ class Count:
 
     def part(self, n_windows: int, *, cost: int = 1) -> Progress:
         """The progress of a part of so many windows, each of which costs `cost`."""
-        before = self._begun
-        self._begun += n_windows
+        self._parts.end(self._size)
+        self._size = n_windows
         self._cost += cost * n_windows
-        total = max(self._expected, self._begun)
-
-        def report(done: int, of_part: int) -> None:
-            self._report(before + done * n_windows // max(1, of_part), total)
-
-        return report
+        self._parts.total = max(self._parts.total, self._parts.done + n_windows)
+        return self._parts
 
 
 class Portfolio:
@@ -192,7 +187,7 @@ class Portfolio:
 
     def table(self, estimator: str, *, windows: str) -> ImportanceTable:
         """The statistics on the `windows`, with the scores of `estimator`."""
-        price, key = _PRICES.get(estimator), (estimator, windows)
+        price, key = PRICES.get(estimator), (estimator, windows)
         if price is None:
             return self._tables[windows]
         if key not in self._eliminated:

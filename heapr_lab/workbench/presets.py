@@ -73,15 +73,14 @@ def describe_estimator(estimator: str) -> str:
         >>> describe_estimator("heapr")
         'heapr: the estimator of --method paper'
     """
+    texts = {}
     for name, method in METHODS.items():
         default = ", the command line's default" if name == DEFAULT else ""
         if method.weights == "compress":
-            if estimator == method.of_table:
-                return (
-                    f"{estimator}: a candidate of --method {name}{default}, and its "
-                    "estimator for a table alone"
-                )
-            continue
-        if estimator == method.estimator:
-            return f"{estimator}: the estimator of --method {name}{default}"
-    return f"{estimator}: --estimator {estimator}"
+            texts[method.of_table] = (
+                f"a candidate of --method {name}{default}, and its estimator for a "
+                "table alone"
+            )
+        else:
+            texts[method.estimator] = f"the estimator of --method {name}{default}"
+    return f"{estimator}: {texts.get(estimator, f'--estimator {estimator}')}"

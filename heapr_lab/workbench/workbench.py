@@ -39,7 +39,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.refinement.elimination import COLUMNS, eliminate, elimination_spec
+from heapr_lab.refinement.elimination import PRICES, eliminate, elimination_spec
 from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache
@@ -177,7 +177,7 @@ class Workbench:
         key = digest(self.identity), windows.fingerprint, extra_pass and estimator
         if self._table is None or self._table[0] != key:
             made = self._eliminated(windows, estimator) if extra_pass else None
-            self._table = key, made or self.measure(windows)
+            self._table = key, self.measure(windows) if made is None else made
         return self._table[1]
 
     def table_of(self, setting: Setting) -> ImportanceTable:
@@ -189,7 +189,7 @@ class Workbench:
     def _eliminated(self, windows: CalibrationSet, estimator: str) -> ImportanceTable:
         """The table of `windows` with the scores of `eliminate` for `estimator`."""
         table = self.measure(windows)
-        price = next(name for name, column in COLUMNS.items() if column == estimator)
+        price = PRICES[estimator]
 
         def compute() -> ImportanceTable:
             with progress_bar(f"{estimator} on {windows.label}", "window") as bar:
