@@ -38,6 +38,7 @@ _HOMES = {
     "compress": "refinement.compress",
     "continuation_task": "evaluation.harness",
     "damage_map": "workbench.budgets",
+    "distill_layers": "refinement.layer_distillation",
     "eliminate": "refinement.elimination",
     "evaluate_divergence": "evaluation.perplexity",
     "evaluate_perplexity": "evaluation.perplexity",

@@ -84,7 +84,7 @@ _CANDIDATES = """
 
 Judged by the loss on every fourth window of the calibration text, when fitted to the
 others. The best, and HEAPr as published, were then fitted to all windows, and the
-better of the two is this checkpoint.
+better of the two was chosen.
 
 | candidate | fitted to | Δ loss [nats per token] | against HEAPr | |
 |---|---|---|---|---|

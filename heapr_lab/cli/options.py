@@ -161,6 +161,14 @@ TimeBudget = Annotated[
         min=0, help="Seconds after which --method best tries no further candidate."
     ),
 ]
+Distill = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Steps in which each layer's experts are then trained to return what the "
+        "dense ones return; 100 is a good start. Not with --importance.",
+    ),
+]
 Rounds = Annotated[
     int,
     typer.Option(min=1, help="Rounds, each with new scores; not with --importance."),

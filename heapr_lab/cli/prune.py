@@ -35,6 +35,7 @@ def prune(
     method: options.MethodName = "best",
     quick: options.Quick = False,
     time_budget: options.TimeBudget = None,
+    distill: options.Distill = 0,
     estimator: options.EstimatorOrMethods = None,
     rounds: options.Rounds = 1,
     scope: options.Scope = "global",
@@ -75,6 +76,7 @@ def prune(
     _check_amount(
         ratio, max_rise, max_latency, rounds=rounds, table_alone=importance is not None
     )
+    _check_distill(distill, out, table_alone=importance is not None)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
         ratio or 0.0,
@@ -99,6 +101,7 @@ def prune(
         weights=preset.weights_for(importance, estimator=estimator, rounds=rounds),
         quick=quick,
         time_budget=time_budget,
+        distill=distill,
         default_multiple=unset,
         importance=importance,
         rounds=rounds,
@@ -136,6 +139,25 @@ def _check_amount(
         )
 
 
+def _check_distill(distill: int, out: Path | None, *, table_alone: bool) -> None:
+    """Make sure that there are weights to distil, and text.
+
+    Raises:
+        SpecError: only a table is given, or no checkpoint is written.
+    """
+    if distill and table_alone:
+        raise SpecError("--distill runs the model: leave --importance out")
+    if distill and not _is_folder(out):
+        raise SpecError(
+            "--distill changes weights: give the folder of a checkpoint as --out"
+        )
+
+
+def _is_folder(out: Path | None) -> bool:
+    """Whether `out` is the folder of a checkpoint, and not the file of a mask."""
+    return out is not None and out.suffix != ".parquet"
+
+
 @dataclass(frozen=True)
 class Request:
     """One call of `prune`: its settings, and the steps from a table to files."""
@@ -150,6 +172,8 @@ class Request:
     """A name in `presets.WEIGHTS`."""
     quick: bool
     time_budget: float | None
+    distill: int
+    """Steps of `distill_layers`, where a checkpoint is written."""
     default_multiple: bool
     importance: Path | None
     rounds: int
@@ -161,7 +185,7 @@ class Request:
     @property
     def to_folder(self) -> bool:
         """Whether a checkpoint is written."""
-        return self.out is not None and self.out.suffix != ".parquet"
+        return _is_folder(self.out)
 
     @property
     def made_of(self) -> str:
@@ -199,6 +223,7 @@ class Request:
                 "estimator", self.setting.selection.estimator
             ),
             "compensated": made.compensation is not None,
+            "distillation_steps": self.distill,
             **_tried(made.candidates, in_words=in_words),
             "atoms": made.keep.n_atoms,
             "atoms_kept": made.keep.n_kept,
@@ -309,10 +334,10 @@ class Request:
             candidates=made.candidates,
         )
         with _reported() as report:
-            if made.compensation is not None:
+            if made.compensation is not None or self.distill:
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
-                    corpora=corpora, report=report,
+                    corpora=corpora, distill=self.distill, report=report,
                 )  # fmt: skip
             else:
                 change = {

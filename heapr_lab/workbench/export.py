@@ -30,6 +30,7 @@ from heapr_lab.refinement.compensation import (
 )
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.iterative import prune_in_rounds
+from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
@@ -46,7 +47,7 @@ class Chosen:
     keep: KeepMask
     compensation: Compensation | None = None
     windows: CalibrationSet | None = None
-    """The windows that the compensation was fitted to."""
+    """The windows that weights are fitted to; None where there is only a table."""
     candidates: pd.DataFrame | None = None
     """The report of `compress`, if it chose."""
 
@@ -85,9 +86,9 @@ def choose(
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
         uniform_width(keep, stored_dtype(bench))
-    if rounds == 1 and weights == "unchanged":
-        return Chosen(with_model(keep, table))
     windows = bench.calibration_set(setting.calibration)
+    if rounds == 1 and weights == "unchanged":
+        return Chosen(with_model(keep, table), windows=windows)
     if weights == "compress":
         best = fit_compression(
             bench.model,
@@ -240,6 +241,7 @@ def write_checkpoint(
     facts: dict[str, Any],
     corpora: Sequence[str],
     base: str | None = None,
+    distill: int = 0,
     report: Report,
 ) -> None:
     """Write the pruned model of `bench` to the folder `out`.
@@ -252,6 +254,7 @@ def write_checkpoint(
         corpora: corpora on whose test splits the card's perplexities are measured, with
             the weights that are written.
         base: name of the dense model; by default where it was loaded from.
+        distill: steps of `distill_layers` on the windows of `made`; 0 for none.
         report: called with the progress.
     """
     compensation = made.compensation
@@ -262,6 +265,14 @@ def write_checkpoint(
         pruned.__dict__["heapr_weights"] = describe_weights(compensation, made.windows)
         errors = compensation.report.to_dict("records")
         facts = facts | {"compensation": compensation.settings, "errors": errors}
+    if distill:
+        assert made.windows is not None
+        step = _part(report, f"distillation on {made.windows.label}: step")
+        distill_layers(
+            pruned, bench.model, made.windows, n_steps=distill, progress=step
+        )
+        errors = pruned.heapr_distillation.to_dict("records")
+        facts = facts | {"distillation": errors}
     source, stored = bench.source, stored_dtype(bench)
     _round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, report) for name in corpora}

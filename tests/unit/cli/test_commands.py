@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import TINY, refused, run, text_of
+from commands import TINY, one_line, refused, run, text_of
 from tiny_folder import write_model, write_text
 
 from heapr_lab.errors import CacheError
@@ -167,6 +167,34 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     (change,) = manifest["perplexity"].values()
     found = next(row["value"] for row in rows if row["metric"] == "perplexity")
     assert found == pytest.approx(change[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["best", "paper"])
+def test_prune_and_distil(folder: Path, tmp_path: Path, method: str) -> None:
+    """The experts are trained before they are written; manifest and output say so."""
+    base = ("prune", folder / "moe", "--ratio", 0.6, "--method", method, "--json")
+    facts = json.loads(
+        run(*base, "--distill", 5, "--out", tmp_path / "d", *text_of(folder))
+    )
+    assert facts["distillation_steps"] == 5
+    manifest = json.loads((tmp_path / "d" / "heapr_manifest.json").read_text())
+    assert "distilled from the dense ones in 5 steps" in manifest["weights"]
+    assert len(manifest["distillation"]) == 2
+    assert all(row["after"] <= row["before"] for row in manifest["distillation"])
+    (change,) = manifest["perplexity"].values()
+    evaluated = ("--corpora", folder / "text.txt", *TINY, "--json")
+    rows = json.loads(run("evaluate", tmp_path / "d", *evaluated))["results"]
+    found = next(row["value"] for row in rows if row["metric"] == "perplexity")
+    assert found == pytest.approx(change[1], rel=1e-4)
+
+
+def test_distillation_needs_weights_and_text(folder: Path, tmp_path: Path) -> None:
+    """A table alone, and a mask alone, are refused before anything is loaded."""
+    base = ("prune", folder / "nothing", "--ratio", 0.4, "--distill", 5)
+    assert "--out" in one_line(*base, "--out", tmp_path / "mask.parquet")
+    assert "--out" in one_line(*base)
+    table = ("--importance", folder / "table.parquet", "--out", tmp_path / "x")
+    assert "leave --importance out" in one_line(*base, *table)
 
 
 def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) -> None:
