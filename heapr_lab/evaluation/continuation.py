@@ -35,8 +35,13 @@ def continuation_items(
         seed: draws the passages, the words, and the order of the choices.
 
     Raises:
-        SpecError: `n_items` is below four, or the corpus has fewer passages.
+        SpecError: `n_items` is below four, or the corpus has fewer passages, or
+            conversations.
     """
+    if corpus.chat:
+        raise SpecError(
+            f"corpus {corpus.name!r} has conversations, expected plain text"
+        )
     passages = list(_passages(corpus.texts))
     if n_items < N_CHOICES or n_items > len(passages):
         raise SpecError(

@@ -2,6 +2,7 @@
 
 The paper's calibration (appendix): the texts of a corpus are joined by blank lines,
 tokenised, and cut into consecutive windows, of which n are drawn without replacement.
+Conversations go through the chat template of the tokenizer instead.
 With the same seed the draws are nested: the first 8 of 128 windows are the windows of a
 set of 8.
 """
@@ -22,6 +23,7 @@ from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache, files
 from heapr_lab.storage.hashing import canonical_json
 from heapr_lab.text.calibration_spec import check_seed
+from heapr_lab.text.conversations import rendered
 from heapr_lab.text.corpora import Corpus, load_corpus, source_key
 from heapr_lab.text.tokenization import tokenise
 
@@ -303,11 +305,13 @@ def _windows(corpus: Corpus, tokenizer: Any, seq_len: int) -> torch.Tensor:
 def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:
     """Ids of the joined corpus without special tokens, int32; cached."""
     key = {"corpus": corpus.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    if corpus.chat:
+        key["chat_template"] = repr(getattr(tokenizer, "chat_template", None))
 
     return cache.cached(
         "tokens",
         key,
-        lambda: tokenise(corpus.joined(), tokenizer),
+        lambda: tokenise(rendered(corpus, tokenizer), tokenizer),
         read=lambda path: files.load_state(path)[0]["ids"],
         write=lambda path, ids: files.save_state(path, {"ids": ids}, {}),
         extension="safetensors",

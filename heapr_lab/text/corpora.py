@@ -10,7 +10,8 @@ A corpus is a tuple of texts (documents or lines) of one split. Names:
 `wikitext2:tokenized`  WikiText-2 with `<unk>`
 `ptb`                  Penn Treebank, word level
 `c4`                   English C4
-a path                 a `.txt`, `.jsonl` or `.parquet` file of your own
+a path                 a `.txt`, `.jsonl` or `.parquet` file of your own, of
+                       texts (`text`) or of conversations (`messages`)
 ====================== ====================================================
 
 The named data sets are read from `$HEAPR_DATA_DIR` if it contains their folder, else
@@ -20,9 +21,7 @@ available raises a `CorpusError` that says how to get it.
 
 import functools
 import hashlib
-import json
 import os
-import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +30,9 @@ from heapr_lab import hub
 from heapr_lab.errors import CorpusError
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.pydocs import PYDOCS_PACKAGES, harvested
+from heapr_lab.text.text_files import FILE_TYPES, read_column, read_texts
 
 SPLITS = ("train", "validation", "test")
-_FILE_TYPES = (".txt", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,14 @@ class Corpus:
     """Documents or lines, in the order of the source."""
     source: str = field(repr=False)
     """Where the texts came from: a folder, a hub data set, package versions."""
+    chat: bool = False
+    """Whether each text is a conversation as JSON; `conversations.rendered` makes text
+    of it, with the chat template of a tokenizer."""
 
     def _repr_html_(self) -> str:
         facts = {
             "split": self.split,
-            "texts": f"{len(self.texts):,}",
+            "conversations" if self.chat else "texts": f"{len(self.texts):,}",
             "characters": f"{sum(map(len, self.texts)):,}",
             "source": self.source,
         }
@@ -156,7 +158,7 @@ def load_corpus(name: str, *, split: str = "train") -> Corpus:
     """
     if split not in SPLITS:
         raise CorpusError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
-    if Path(name).suffix in _FILE_TYPES:
+    if Path(name).suffix in FILE_TYPES:
         return _file_corpus(Path(name), split)
     return _named_corpus(name, split, _source_file(name, split))
 
@@ -191,7 +193,7 @@ def source_key(name: str, *, split: str) -> Hashable:
 
 def _source_file(name: str, split: str) -> _File | None:
     """The local file that a corpus is read from, or where `datasets` looks first."""
-    if Path(name).suffix in _FILE_TYPES:
+    if Path(name).suffix in FILE_TYPES:
         return _File.at(Path(name))
     if name not in _DATASETS:
         return None
@@ -234,7 +236,7 @@ def _split_of(text: str) -> str:
 def _dataset_corpus(name: str, split: str, file: _File) -> Corpus:
     dataset = _DATASETS[name]
     if file.path.suffix:
-        texts = _read_parquet_column(file.path, dataset.column)
+        texts = read_column(file.path, dataset.column)
         source = f"{dataset.folder}/{file.path.name}"
     else:
         texts, source = _from_hub(name, dataset.split(split), dataset)
@@ -289,95 +291,8 @@ def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...]
 
 
 def _file_corpus(path: Path, split: str) -> Corpus:
-    if not path.is_file():
-        raise CorpusError(f"corpus file {str(path)!r} does not exist: check the path")
-    if path.suffix == ".txt":
-        texts = tuple(text.strip() for text in re.split(r"\n\s*\n", _read_utf8(path)))
-        texts = tuple(text for text in texts if text)
-    elif path.suffix == ".jsonl":
-        texts = _read_jsonl(path)
-    else:
-        texts = _read_parquet_column(path, None)
-    if not texts:
-        raise CorpusError(f"corpus file {str(path)!r} holds no text")
-    _check_unicode(texts, path)
-    return Corpus(str(path), split, texts, f"file {path.name}, used whole")
-
-
-def _check_unicode(texts: tuple[str, ...], path: Path) -> None:
-    """Check that every text can be encoded as UTF-8.
-
-    Raises:
-        CorpusError: a text has half of a surrogate pair, which JSON allows.
-    """
-    for number, text in enumerate(texts, start=1):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise CorpusError(
-                f"corpus file {str(path)!r}, text {number}: {error.reason} (character "
-                f"{error.start} is half of a surrogate pair); correct the text"
-            ) from error
-
-
-def _read_jsonl(path: Path) -> tuple[str, ...]:
-    texts = []
-    for number, line in enumerate(_read_utf8(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-            if not isinstance(text, str):
-                raise TypeError
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorpusError(
-                f"{path}, line {number}: expected a JSON object with a 'text' field "
-                f"({str(error)[:80] or type(error).__name__})"
-            ) from error
-        texts.append(text)
-    return tuple(texts)
-
-
-def _read_utf8(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise CorpusError(
-            f"corpus file {str(path)!r} is not UTF-8 ({error}): convert it"
-        ) from error
-    except OSError as error:
-        raise CorpusError(
-            f"corpus file {str(path)!r} cannot be read ({error.strerror})"
-        ) from error
-
-
-def _read_parquet_column(path: Path, column: str | None) -> tuple[str, ...]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        names = pq.read_schema(path).names
-        column = column or next((n for n in ("text", "sentence") if n in names), None)
-        if column not in names:
-            raise CorpusError(
-                f"{path} has the columns {names}, expected one called 'text'"
-            )
-        cells = pq.read_table(path, columns=[column])[column]
-    except (OSError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read the corpus file {path}: {error}") from error
-    if cells.null_count or not (
-        pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
-    ):
-        raise CorpusError(
-            f"{path}: column {column!r} has type {cells.type} and lacks "
-            f"{cells.null_count} of {len(cells)} values, expected a text in each row"
-        )
-    try:
-        return tuple(cells.to_pylist())
-    except UnicodeDecodeError as error:
-        raise CorpusError(
-            f"{path}: column {column!r} is not UTF-8 ({error}): convert it"
-        ) from error
+    texts, chat = read_texts(path)
+    return Corpus(str(path), split, texts, f"file {path.name}, used whole", chat)
 
 
 def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -83,7 +83,7 @@ class Workbench:
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
         self._table: tuple[tuple[Any, ...], ImportanceTable] | None = None
         self._portfolio: tuple[tuple[Any, ...], Portfolio] | None = None
-        self._tokenizer: tuple[tuple[Any, int], str] | None = None
+        self._tokenizer: tuple[tuple[Any, int, str], str] | None = None
         self._identity: tuple[str, dict[str, str]] | None = None
 
     def __repr__(self) -> str:
@@ -108,9 +108,10 @@ class Workbench:
         return self._tokenizer[1]
 
     @property
-    def _tokenizer_state(self) -> tuple[Any, int]:
-        """Changes when the tokenizer is replaced, or tokens are added to it."""
-        return self.tokenizer, len(self.tokenizer)
+    def _tokenizer_state(self) -> tuple[Any, int, str]:
+        """Changes with the tokenizer, when tokens are added, and with its template."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        return self.tokenizer, len(self.tokenizer), repr(template)
 
     @property
     def identity(self) -> dict[str, str]:

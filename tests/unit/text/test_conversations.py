@@ -1,0 +1,147 @@
+"""Conversations in files: through the chat template, and refused where they cannot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_folder import write_model
+from transformers import AutoTokenizer
+
+from heapr_lab.errors import CorpusError, SpecError
+from heapr_lab.evaluation.continuation import continuation_items
+from heapr_lab.text.calibration import load_calibration, load_windows
+from heapr_lab.text.corpora import load_corpus
+from heapr_lab.workbench.workbench import open_workbench
+
+CHATS = [
+    [
+        {"role": "user", "content": f"what is the weather in town {number}?"},
+        {"role": "assistant", "content": f"rain, wind, {number} degrees\n\nand fog"},
+    ]
+    for number in range(40)
+]
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+
+
+def by_hand(chats: list[Any]) -> str:
+    """What `TEMPLATE` makes of all conversations, one after the other."""
+    return "".join(
+        f"[{turn['role']}]{turn['content']}\n" for chat in chats for turn in chat
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in the hub's layout."""
+    return write_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture
+def tokenizer(model: Path) -> Any:
+    """Its tokenizer, with a chat template."""
+    found = AutoTokenizer.from_pretrained(model)
+    found.chat_template = TEMPLATE
+    return found
+
+
+def write_jsonl(path: Path, chats: list[Any]) -> str:
+    """A file of conversations, one in each line."""
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    return str(path)
+
+
+def write_parquet(path: Path, chats: list[Any]) -> str:
+    """The same as parquet, where a key of one message is a field of all."""
+    pq.write_table(pa.table({"messages": chats, "source": ["x"] * len(chats)}), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("write", "suffix"), [(write_jsonl, ".jsonl"), (write_parquet, ".parquet")]
+)
+def test_windows_are_those_of_the_rendered_text(
+    tmp_path: Path, tokenizer: Any, write: Any, suffix: str
+) -> None:
+    """Token by token as the template says, for calibration and for tests."""
+    path = write(tmp_path / f"chats{suffix}", CHATS)
+    corpus = load_corpus(path)
+    assert (corpus.chat, len(corpus.texts)) == (True, len(CHATS))
+    ids = tokenizer(by_hand(CHATS), add_special_tokens=False)["input_ids"]
+    windows = load_windows(path, tokenizer, seq_len=16)
+    assert windows.ids.flatten().tolist() == ids[: windows.ids.numel()]
+    drawn = load_calibration(path, tokenizer, n_sequences=3, seq_len=16)
+    assert all(window in windows.ids.tolist() for window in drawn.ids.tolist())
+
+
+def test_keys_without_a_value_are_left_out(tmp_path: Path, tokenizer: Any) -> None:
+    """Parquet fills them in; a template may ask whether a key is there."""
+    chats = [
+        [{"role": "user", "content": "hi"}, {"role": "a", "content": "b", "x": "y"}]
+    ]
+    path = write_parquet(tmp_path / "chats.parquet", chats)
+    assert json.loads(load_corpus(path).texts[0]) == chats[0]
+
+
+def test_another_template_gives_other_windows(tmp_path: Path, model: Path) -> None:
+    """Also in a workbench that has already rendered them."""
+    path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    bench = open_workbench(str(model), profile="small", seq_len=16)
+    found = []
+    for template in (TEMPLATE, TEMPLATE.replace("[", "<")):
+        bench.tokenizer.chat_template = template
+        found.append(bench.test_windows(path).fingerprint)
+    assert found[0] != found[1]
+
+
+def test_a_tokenizer_without_template_is_refused(tmp_path: Path, model: Path) -> None:
+    """Conversations are never read as plain text."""
+    path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    plain = AutoTokenizer.from_pretrained(model)
+    with pytest.raises(CorpusError, match="tokenizer has no chat template"):
+        load_windows(path, plain, seq_len=16)
+
+
+def test_what_the_template_refuses_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    """The number of the conversation, and what the template says."""
+    path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(CorpusError, match=r"conversation 1: .*roles must alternate"):
+        load_windows(path, tokenizer, seq_len=16)
+
+
+@pytest.mark.parametrize(
+    "row", [[], "hi", [1], [{"content": "no role"}], [{"role": 7, "content": "x"}]]
+)
+def test_what_is_no_conversation(tmp_path: Path, row: Any) -> None:
+    """However it is none; the line is named."""
+    path = write_jsonl(tmp_path / "chats.jsonl", [CHATS[0], row])
+    with pytest.raises(CorpusError, match=r"line 2: .*'messages' field.*with a role"):
+        load_corpus(path)
+
+
+def test_rows_of_two_kinds(tmp_path: Path) -> None:
+    """The first row says which kind the file has; a text is read where both are."""
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"messages": [{"role": "u"}]}\n{"text": "plain"}\n')
+    with pytest.raises(CorpusError, match=r"line 2: .*'messages'"):
+        load_corpus(str(path))
+    path.write_text('{"messages": [{"role": "u"}], "text": "plain"}\n')
+    assert load_corpus(str(path)).texts == ("plain",)
+
+
+def test_a_parquet_row_that_is_no_conversation(tmp_path: Path) -> None:
+    """A missing one is named by its row."""
+    path = tmp_path / "chats.parquet"
+    write_parquet(path, [CHATS[0], None])
+    with pytest.raises(CorpusError, match=r"row 2: .*with a role"):
+        load_corpus(str(path))
+
+
+def test_no_continuation_items_of_conversations(tmp_path: Path) -> None:
+    """Their JSON is not text."""
+    corpus = load_corpus(write_jsonl(tmp_path / "chats.jsonl", CHATS))
+    with pytest.raises(SpecError, match="expected plain text"):
+        continuation_items(corpus, n_items=4)
