@@ -40,6 +40,7 @@ _HOMES = {
     "damage_map": "workbench.budgets",
     "distill_layers": "refinement.layer_distillation",
     "eliminate": "refinement.elimination",
+    "evaluate_agreement": "evaluation.agreement",
     "evaluate_divergence": "evaluation.perplexity",
     "evaluate_perplexity": "evaluation.perplexity",
     "explore": "panel.panel",

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from heapr_lab.cli import (
     evaluate,
     exports,
+    generate,
     options,
     panel,
     prune,
@@ -79,6 +80,7 @@ app.command(epilog=options.SCORE_EXAMPLES)(score.score)
 app.command(epilog=options.PRUNE_EXAMPLES)(prune.prune)
 app.command(epilog=options.GGUF_EXAMPLES)(exports.export_gguf)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
+app.command(epilog=options.GENERATE_EXAMPLES)(generate.generate)
 app.command(epilog=options.FIGURES_EXAMPLES)(reproduce.figures)
 app.command(epilog=options.REPRODUCE_EXAMPLES)(reproduce.reproduce)
 app.command(epilog=options.TRAIN_EXAMPLES)(train.train_lab_model)

@@ -26,6 +26,7 @@ Examples:
   heapr-lab prune lab --importance importance.parquet --ratio 0.4 --scope layer
   heapr-lab prune lab --ratio 0.3 --structure aligned --multiple 16 --of model
   heapr-lab prune lab --ratio 0.4 --method paper --out as_published
+  heapr-lab prune lab --ratio 0.4 --distill 100 --out distilled
   heapr-lab prune lab --max-rise 0.02 --out at_most_two_per_cent
   heapr-lab prune lab --max-latency 0.8 --out a_fifth_faster
 """
@@ -40,6 +41,12 @@ Examples:
   heapr-lab evaluate lab --corpora pydocs,ptb
   heapr-lab evaluate lab --mask mask.parquet --kl --tasks continuation
   heapr-lab evaluate ./my_moe --tasks arc_easy,piqa --limit 200 --json
+  heapr-lab evaluate ./pruned --against ./my_moe
+"""
+GENERATE_EXAMPLES = """\b
+Examples:
+  heapr-lab generate ./my_moe --out own.jsonl
+  heapr-lab prune ./my_moe --ratio 0.4 --corpus own.jsonl --out pruned
 """
 TRAIN_EXAMPLES = """\b
 Examples:
