@@ -119,12 +119,17 @@ def attach(model: Any, structure: str) -> None:
     """Make transformers save the ragged experts of `model` in the form it loads."""
     if getattr(model, "hf_quantizer", None) is not None:
         return  # loaded from a checkpoint, and saved like it
-    widths = {
-        name: module.heapr_widths
+    experts = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, RaggedExperts)
     }
-    quantizer = HeaprQuantizer(HeaprConfig(widths, structure=structure))
+    config = HeaprConfig(
+        {name: module.heapr_widths for name, module in experts.items()},
+        output_bias=any(module.has_added_bias for module in experts.values()),
+        structure=structure,
+    )
+    quantizer = HeaprQuantizer(config)
     family = getattr(model, "_weight_conversions", None)
     if family is None:
         family = [

@@ -108,12 +108,29 @@ def _other_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
+def refuse_added_bias(model: nn.Module) -> None:
+    """Check that experts have no output bias that their family does not have.
+
+    Raises:
+        SpecError: they have one.
+    """
+    modules = model.modules()
+    if any(isinstance(m, RaggedExperts) and m.has_added_bias for m in modules):
+        raise SpecError(
+            f"the experts of a stock {type(model).__name__} have no output bias, and "
+            "those of this model do: choose another structure than uniform, or leave "
+            "the biases out"
+        )
+
+
 def stock_model(model: Any, width: int) -> Any:
     """A stock model that shares the weights of the pruned `model`.
 
     Raises:
-        SpecError: the family has no such configuration.
+        SpecError: the family has no such configuration, or its experts have no bias,
+            and those of `model` do.
     """
+    refuse_added_bias(model)
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config

@@ -168,6 +168,14 @@ TimeBudget = Annotated[
         min=0, help="Seconds after which --method best tries no further candidate."
     ),
 ]
+OutputBias = Annotated[
+    bool,
+    typer.Option(
+        "--bias",
+        help="Also give each expert an output bias for the mean of what was removed; "
+        "not for uniform checkpoints, nor with --importance.",
+    ),
+]
 Distill = Annotated[
     int,
     typer.Option(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from heapr_lab.importance.table import ImportanceTable
-    from heapr_lab.workbench.export import Chosen, Report
+    from heapr_lab.workbench.export import Afterwards, Chosen, Report
     from heapr_lab.workbench.presets import Method
     from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
@@ -35,6 +35,7 @@ def prune(
     method: options.MethodName = "best",
     quick: options.Quick = False,
     time_budget: options.TimeBudget = None,
+    bias: options.OutputBias = False,
     distill: options.Distill = 0,
     estimator: options.EstimatorOrMethods = None,
     rounds: options.Rounds = 1,
@@ -68,6 +69,7 @@ def prune(
     """
     from heapr_lab.pruning.options import Selection, parse_layers
     from heapr_lab.text.calibration_spec import Calibration
+    from heapr_lab.workbench.export import Afterwards
     from heapr_lab.workbench.presets import find_method
     from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import open_workbench
@@ -76,7 +78,8 @@ def prune(
     _check_amount(
         ratio, max_rise, max_latency, rounds=rounds, table_alone=importance is not None
     )
-    _check_distill(distill, out, table_alone=importance is not None)
+    after = Afterwards(output_bias=bias, distill=distill)
+    _check_after(after, out, structure, table_alone=importance is not None)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
         ratio or 0.0,
@@ -101,7 +104,7 @@ def prune(
         weights=preset.weights_for(importance, estimator=estimator, rounds=rounds),
         quick=quick,
         time_budget=time_budget,
-        distill=distill,
+        after=after,
         default_multiple=unset,
         importance=importance,
         rounds=rounds,
@@ -139,17 +142,26 @@ def _check_amount(
         )
 
 
-def _check_distill(distill: int, out: Path | None, *, table_alone: bool) -> None:
-    """Make sure that there are weights to distil, and text.
+def _check_after(
+    after: "Afterwards", out: Path | None, structure: str, *, table_alone: bool
+) -> None:
+    """Make sure that there are weights to train, and text.
 
     Raises:
-        SpecError: only a table is given, or no checkpoint is written.
+        SpecError: only a table is given, no checkpoint is written, or one of a stock
+            family, which has no output bias.
     """
-    if distill and table_alone:
-        raise SpecError("--distill runs the model: leave --importance out")
-    if distill and not _is_folder(out):
+    for option, asked in (("--bias", after.output_bias), ("--distill", after.distill)):
+        if asked and table_alone:
+            raise SpecError(f"{option} runs the model: leave --importance out")
+        if asked and not _is_folder(out):
+            raise SpecError(
+                f"{option} changes weights: give the folder of a checkpoint as --out"
+            )
+    if after.output_bias and structure == "uniform":
         raise SpecError(
-            "--distill changes weights: give the folder of a checkpoint as --out"
+            "--bias is not possible in a uniform checkpoint, which is a stock one: "
+            "choose another --structure"
         )
 
 
@@ -172,8 +184,8 @@ class Request:
     """A name in `presets.WEIGHTS`."""
     quick: bool
     time_budget: float | None
-    distill: int
-    """Steps of `distill_layers`, where a checkpoint is written."""
+    after: "Afterwards"
+    """What is done to the weights of a checkpoint before it is written."""
     default_multiple: bool
     importance: Path | None
     rounds: int
@@ -223,7 +235,8 @@ class Request:
                 "estimator", self.setting.selection.estimator
             ),
             "compensated": made.compensation is not None,
-            "distillation_steps": self.distill,
+            "output_bias": self.after.output_bias,
+            "distillation_steps": self.after.distill,
             **_tried(made.candidates, in_words=in_words),
             "atoms": made.keep.n_atoms,
             "atoms_kept": made.keep.n_kept,
@@ -334,10 +347,10 @@ class Request:
             candidates=made.candidates,
         )
         with _reported() as report:
-            if made.compensation is not None or self.distill:
+            if made.compensation is not None or self.after:
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
-                    corpora=corpora, distill=self.distill, report=report,
+                    corpora=corpora, after=self.after, report=report,
                 )  # fmt: skip
             else:
                 change = {

@@ -31,7 +31,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "heapr"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_FIRST_VERSION = 1
+"""Version of checkpoints without output biases that their family does not have."""
 CODE_NAME = "modeling_heapr"
 """Name of the copy of this file in a checkpoint."""
 
@@ -48,8 +50,13 @@ class RaggedExperts(nn.Module):
     family: Any
     """The family's own module without weights: activation, gating and norm."""
 
-    def __init__(self, module: Any, widths: list[int]) -> None:
-        """Allocate `widths` (E,) atoms for the experts in `module`, without values."""
+    def __init__(
+        self, module: Any, widths: list[int], *, output_bias: bool = False
+    ) -> None:
+        """Allocate `widths` (E,) atoms for the experts in `module`, without values.
+
+        Experts have an output bias if those of `module` have, or with `output_bias`.
+        """
         super().__init__()
         weight = module.down_proj
         d_expert = weight.shape[2 if module.is_transposed else 1]
@@ -74,7 +81,13 @@ class RaggedExperts(nn.Module):
         self.down_columns = empty(n_kept, d_expert)
         """Columns of W_down as rows."""
         self.up_bias = empty(factor * n_kept) if module.has_bias else None
-        self.down_bias = empty(len(widths), d_expert) if module.has_bias else None
+        biased = module.has_bias or output_bias
+        self.down_bias = empty(len(widths), d_expert) if biased else None
+
+    @property
+    def has_added_bias(self) -> bool:
+        """Whether there is an output bias that the family does not have."""
+        return self.down_bias is not None and not self.family.has_bias
 
     def forward(
         self,
@@ -257,9 +270,10 @@ def expert_conversions(
         return WeightConverter(sources, f"{here}.{target}", [op])
 
     found = [packed(rows, "up_rows", ROWS), packed(columns, "down_columns", COLUMNS)]
-    if shell.has_bias:
+    if module.up_bias is not None:
         biases = [name.replace(".weight", ".bias") for name in rows]
         found.append(packed(biases, "up_bias", ROWS))
+    if module.down_bias is not None:
         bias = columns[0].replace(".weight", ".bias")
         found.append(packed([bias], "down_bias", BIAS))
     return found
@@ -296,19 +310,26 @@ class HeaprConfig(QuantizationConfigMixin):
     def __init__(
         self,
         widths: dict[str, list[int]] | None = None,
-        format_version: int = FORMAT_VERSION,
+        format_version: int | None = None,
+        output_bias: bool = False,
         **facts: Any,
     ) -> None:
-        """The `widths` of the experts in each experts module, by its path."""
+        """The `widths` of the experts in each experts module, by its path.
+
+        With `output_bias` experts have an output bias that their family does not have.
+        """
         self.quant_method: Any = METHOD
         self.widths = widths or {}
-        self.format_version = format_version
+        self.output_bias = output_bias
+        least = FORMAT_VERSION if output_bias else _FIRST_VERSION
+        self.format_version = format_version or least
         self.facts = facts
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         version = {"quant_method": METHOD, "format_version": self.format_version}
-        return {**version, **self.facts, "widths": self.widths}
+        more = {"output_bias": True} if self.output_bias else {}
+        return {**version, **more, **self.facts, "widths": self.widths}
 
 
 class HeaprQuantizer(HfQuantizer):
@@ -345,7 +366,8 @@ class HeaprQuantizer(HfQuantizer):
         check_widths(every, {n: len(m.down_proj) for n, m in modules.items()}, model)
         for path, widths in every.items():
             parent, _, name = path.rpartition(".")
-            ragged = RaggedExperts(modules[path], widths)
+            biased = self.quantization_config.output_bias
+            ragged = RaggedExperts(modules[path], widths, output_bias=biased)
             setattr(model.get_submodule(parent), name, ragged)
         base: Any = type(model)
         model.__class__ = with_code(base)  # which refuses holes

@@ -24,13 +24,12 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.errors import SpecError
 from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
-from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.refinement.distillation import check_positive
+from heapr_lab.refinement.students import students_of
 from heapr_lab.text.calibration import CalibrationSet
 
 N_STEPS = 100
@@ -92,7 +91,7 @@ def distill_layers(
         n_steps=n_steps, batch_tokens=batch_tokens, learning_rate=learning_rate
     )
     refuse_disturbed(dense, remedy="begin again with the dense model")
-    students = _students(pruned, dense)
+    students = students_of(pruned, dense)
     fit, held_out = calibration.split()
     ids = torch.cat([fit.ids, held_out.ids])
     parts = Parts(n_steps * len(students), progress)
@@ -125,27 +124,6 @@ def distill_layers(
     )
     pruned.__dict__["heapr_distillation"] = pd.DataFrame(rows)
     return pruned
-
-
-def _students(pruned: nn.Module, dense: nn.Module) -> dict[str, RaggedExperts]:
-    """The sliced experts of `pruned` by their names, which are those of `dense`.
-
-    Raises:
-        SpecError: it has none, or was not made from `dense`.
-    """
-    found = {
-        name: module
-        for name, module in pruned.named_modules()
-        if isinstance(module, RaggedExperts)
-    }
-    expected = {layer.name: layer.n_experts for layer in find_experts(dense)}
-    if {name: len(own.heapr_widths) for name, own in found.items()} != expected:
-        raise SpecError(
-            f"this {type(pruned).__name__} has {len(found)} layers of sliced experts, "
-            f"expected those of the dense {type(dense).__name__}, {len(expected)}: "
-            "give a model that heapr_lab.prune, compensate or compress made from it"
-        )
-    return found
 
 
 def _trainable(student: RaggedExperts) -> RaggedExperts:

@@ -14,9 +14,9 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.modes import differentiating
-from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.refinement.distillation import Teacher, check_positive
+from heapr_lab.refinement.students import sliced_experts
 from heapr_lab.text.calibration import CalibrationSet
 
 
@@ -97,8 +97,7 @@ def expert_weights(pruned: nn.Module) -> list[nn.Parameter]:
     """
     found = [
         parameter
-        for module in pruned.modules()
-        if isinstance(module, RaggedExperts)
+        for module in sliced_experts(pruned).values()
         for parameter in module.parameters(recurse=False)
     ]
     if not found:

@@ -31,6 +31,7 @@ from heapr_lab.refinement.compensation import (
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.layer_distillation import distill_layers
+from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
@@ -38,6 +39,23 @@ from heapr_lab.workbench.workbench import Workbench
 
 Report = Callable[[int, int, str], None]
 """Called with (done, total, description); an exception that it raises ends the work."""
+
+
+@dataclass(frozen=True)
+class Afterwards:
+    """What is done to the weights of a pruned model, after they were chosen."""
+
+    output_bias: bool = False
+    """Whether experts are given an output bias, by `add_output_bias`."""
+    distill: int = 0
+    """Steps of `distill_layers`; 0 for none."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return self.output_bias or self.distill > 0
+
+
+NOTHING = Afterwards()
 
 
 @dataclass(frozen=True)
@@ -241,7 +259,7 @@ def write_checkpoint(
     facts: dict[str, Any],
     corpora: Sequence[str],
     base: str | None = None,
-    distill: int = 0,
+    after: Afterwards = NOTHING,
     report: Report,
 ) -> None:
     """Write the pruned model of `bench` to the folder `out`.
@@ -254,7 +272,7 @@ def write_checkpoint(
         corpora: corpora on whose test splits the card's perplexities are measured, with
             the weights that are written.
         base: name of the dense model; by default where it was loaded from.
-        distill: steps of `distill_layers` on the windows of `made`; 0 for none.
+        after: what is done to the weights first, on the windows of `made`.
         report: called with the progress.
     """
     compensation = made.compensation
@@ -265,14 +283,9 @@ def write_checkpoint(
         pruned.__dict__["heapr_weights"] = describe_weights(compensation, made.windows)
         errors = compensation.report.to_dict("records")
         facts = facts | {"compensation": compensation.settings, "errors": errors}
-    if distill:
+    if after:
         assert made.windows is not None
-        step = _part(report, f"distillation on {made.windows.label}: step")
-        distill_layers(
-            pruned, bench.model, made.windows, n_steps=distill, progress=step
-        )
-        errors = pruned.heapr_distillation.to_dict("records")
-        facts = facts | {"distillation": errors}
+        facts = facts | _trained(pruned, bench, made.windows, after, report)
     source, stored = bench.source, stored_dtype(bench)
     _round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, report) for name in corpora}
@@ -287,6 +300,29 @@ def write_checkpoint(
         source=None if source is None else source.folder,
         facts=facts | ({"perplexity": change} if change else {}),
     )
+
+
+def _trained(
+    pruned: Any,
+    bench: Workbench,
+    windows: CalibrationSet,
+    after: Afterwards,
+    report: Report,
+) -> dict[str, Any]:
+    """Change the weights of `pruned` as `after` says; facts for the manifest."""
+    facts = {}
+    if after.output_bias:
+        layer = _part(report, f"output bias on {windows.label}: layer")
+        add_output_bias(pruned, bench.model, windows, progress=layer)
+        found = pruned.heapr_output_bias
+        facts["output_bias"] = found.astype(object).where(found.notna(), None)
+    if after.distill:
+        step = _part(report, f"distillation on {windows.label}: step")
+        distill_layers(
+            pruned, bench.model, windows, n_steps=after.distill, progress=step
+        )
+        facts["distillation"] = pruned.heapr_distillation
+    return {name: frame.to_dict("records") for name, frame in facts.items()}
 
 
 def perplexity_change(

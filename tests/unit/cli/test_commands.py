@@ -174,13 +174,14 @@ def test_prune_and_distil(folder: Path, tmp_path: Path, method: str) -> None:
     """The experts are trained before they are written; manifest and output say so."""
     base = ("prune", folder / "moe", "--ratio", 0.6, "--method", method, "--json")
     facts = json.loads(
-        run(*base, "--distill", 5, "--out", tmp_path / "d", *text_of(folder))
+        run(*base, "--bias", "--distill", 5, "--out", tmp_path / "d", *text_of(folder))
     )
-    assert facts["distillation_steps"] == 5
+    assert (facts["output_bias"], facts["distillation_steps"]) == (True, 5)
     manifest = json.loads((tmp_path / "d" / "heapr_manifest.json").read_text())
     assert "distilled from the dense ones in 5 steps" in manifest["weights"]
     assert len(manifest["distillation"]) == 2
-    assert all(row["after"] <= row["before"] for row in manifest["distillation"])
+    for row in (*manifest["distillation"], *manifest["output_bias"]):
+        assert row["after"] <= row["before"]
     (change,) = manifest["perplexity"].values()
     evaluated = ("--corpora", folder / "text.txt", *TINY, "--json")
     rows = json.loads(run("evaluate", tmp_path / "d", *evaluated))["results"]
@@ -195,6 +196,8 @@ def test_distillation_needs_weights_and_text(folder: Path, tmp_path: Path) -> No
     assert "--out" in one_line(*base)
     table = ("--importance", folder / "table.parquet", "--out", tmp_path / "x")
     assert "leave --importance out" in one_line(*base, *table)
+    stock = ("--bias", "--structure", "uniform", "--out", tmp_path / "x")
+    assert "choose another" in one_line(*base[:-2], *stock)
 
 
 def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) -> None:
