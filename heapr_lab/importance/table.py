@@ -8,6 +8,7 @@ are sums or maxima over tokens, so tables of disjoint samples can be merged.
 import functools
 import itertools
 import json
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -22,6 +23,7 @@ from heapr_lab.importance.columns import (
     KEYS,
     check_spec,
     check_values,
+    of_earlier_schemas,
     sorted_rows,
     typed_rows,
 )
@@ -30,6 +32,8 @@ from heapr_lab.models.architecture import Architecture
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import files
 from heapr_lab.storage.hashing import canonical_json
+
+logger = logging.getLogger(__name__)
 
 _KIND = "ImportanceTable"
 _MEMO_SIZE = 8
@@ -236,6 +240,15 @@ class ImportanceTable:
         wanted = None if columns is None else list(dict.fromkeys([*KEYS, *columns]))
         frame, metadata = files.read_frame(path, wanted)
         del metadata["kind"]
+        outdated = of_earlier_schemas(frame.columns, metadata.get("spec"))
+        if outdated:
+            logger.warning(
+                "%s: left out %s, which an earlier version of heapr_lab computed in "
+                "another way; measure it again with `heapr-lab score --eliminate`",
+                path,
+                ", ".join(outdated),
+            )
+            frame = frame.drop(columns=outdated)
         try:
             _check_metadata(metadata)
             return cls(frame, metadata)

@@ -31,6 +31,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.activation_grams import LayerGrams, default_span, iter_grams
+from heapr_lab.importance.columns import ELIMINATION_SCHEMA
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Progress
@@ -44,8 +45,6 @@ COLUMNS = {"fisher": "elimination", "shrunk": "elimination_shrunk"}
 """The column of the table, and the estimator that reads it, by the price."""
 PRICES = {column: price for price, column in COLUMNS.items()}
 """The price by the column."""
-_SCHEMA = 2
-"""Raised whenever the same input would give other numbers."""
 _PRICE = "fisher"
 _RIDGE = 0.03
 _N_STEPS = 128
@@ -146,7 +145,7 @@ def elimination_spec(
 ) -> dict[str, Any]:
     """The settings that determine the scores: the key of the cache."""
     settings = {"span": span, "ridge": ridge, "n_steps": n_steps}
-    text = {"calibration": calibration.fingerprint, "schema": _SCHEMA}
+    text = {"calibration": calibration.fingerprint, "schema": ELIMINATION_SCHEMA}
     return {**(table.metadata.get("spec") or {}), COLUMNS[price]: settings | text}
 
 

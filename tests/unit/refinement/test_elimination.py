@@ -1,6 +1,7 @@
 """Costs of elimination by hand, and what a table says of how they were found."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement.elimination import (
+    COLUMNS,
     eliminate,
     elimination_spec,
     layer_costs,
     with_elimination,
 )
+from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=4, seq_len=12))
@@ -259,3 +262,29 @@ def test_sums_of_both_parts_count(layer: ExpertsLayer) -> None:
     found = [layer_costs(layer, own, base, n_steps=8) for own in (grams, apart)]
     assert torch.equal(*found)
     assert found[0].any()
+
+
+@pytest.mark.parametrize("price", ["fisher", "shrunk"])
+def test_scores_of_an_earlier_version_are_not_read(
+    model: nn.Module,
+    table: ImportanceTable,
+    price: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The column is left out with a warning, and asking for it says what to do."""
+    column = COLUMNS[price]
+    made = eliminate(model, table, WINDOWS, price=price)
+    made.write(tmp_path / "now.parquet")
+    same = ImportanceTable.read(tmp_path / "now.parquet")
+    assert same.score(column).equals(made.score(column))
+    spec = made.metadata["spec"]
+    spec[column] = {**spec[column], "schema": 1}
+    metadata = {**made.metadata, "spec": spec, "spec_hash": digest(spec)}
+    old = ImportanceTable.from_frame(made.frame, **metadata)
+    old.write(tmp_path / "old.parquet")
+    read = ImportanceTable.read(tmp_path / "old.parquet")
+    assert f"left out {column}" in caplog.text
+    assert read.score("heapr").equals(made.score("heapr"))
+    with pytest.raises(SpecError, match=f"needs column {column}"):
+        read.score(column)
