@@ -249,11 +249,18 @@ class LayerSolver:
     @torch.no_grad()
     def __init__(self, layer: ExpertsLayer, grams: LayerGrams) -> None:
         self.layer, self.grams = layer, grams
-        down = layer.down.detach().to(grams.sums)  # (E, D, I)
+        down = layer.down.detach()  # (E, D, I), in the model's own dtype
         together = grams.span == "layer"
         self.weight = down.movedim(0, 1).flatten(1)[None] if together else down
-        self.metric = self.weight.mT @ self.weight  # (P, F, F)
-        self.output = float((self.metric * grams.sums[HELD_OUT]).sum())
+        self.size = at_once(grams.sums[FIT])
+        self.output = sum(
+            float((W.to(C) @ C * W).sum())
+            for W, C in zip(
+                self.weight.split(self.size),
+                grams.sums[HELD_OUT].split(self.size),
+                strict=True,
+            )
+        )
         scarce = scarcity(grams, layer.d_inter)[:, None].expand(-1, layer.d_inter)
         self.scarce = scarce.reshape(len(self.weight), -1)
 
@@ -268,14 +275,13 @@ class LayerSolver:
         kept = kept.to(self.weight.device)
         tokens = self.grams.tokens.sum(0).to(kept.device)  # (E,)
         enough = tokens >= kept.sum(1)
-        size = at_once(self.grams.sums[FIT])
         masks = [
             m.reshape(len(self.weight), -1) for m in (kept, kept & enough[:, None])
         ]
-        parts = (self.weight, self.metric, *self.grams.sums, *masks, self.scarce)
+        parts = (self.weight, *self.grams.sums, *masks, self.scarce)
         problems = [
             _Problems.of(*some)
-            for some in zip(*(part.split(size) for part in parts), strict=True)
+            for some in zip(*(part.split(self.size) for part in parts), strict=True)
         ]
         chosen, errors = _best_ridge(problems, ridge)
         dropped = sum(float(own.held_out.dropped.sum()) for own in problems)
@@ -284,7 +290,7 @@ class LayerSolver:
         if changed:
             new, singular = _joined(own.solved(chosen, fit_only) for own in problems)
         else:
-            new, singular = self.weight * masks[0][:, None], 0
+            new, singular = self.weight * masks[0][:, None].to(self.weight), 0
         untouched = (~enough).nonzero()[:, 0].tolist()
         self._warn(chosen, bool(dropped) and not changed, singular, untouched)
         output = max(self.output, 1e-300)
@@ -335,7 +341,6 @@ class _Problems:
     def of(
         cls,
         weight: torch.Tensor,
-        metric: torch.Tensor,
         fit: torch.Tensor,
         held_out: torch.Tensor,
         kept: torch.Tensor,
@@ -344,7 +349,9 @@ class _Problems:
     ) -> "_Problems":
         """From weights (P, D, F), products (P, F, F), and masks and ridges (P, F)."""
         columns, gone = Columns.of(free), Columns.of(~kept)
-        lost, of_lost = gone.of_weight(weight), gone.of_products(metric, gone)
+        weight = weight.to(fit)
+        lost = gone.of_weight(weight)
+        of_lost = lost.mT @ lost
         few = gone.index.shape[1] < weight.shape[1]
         parts = []
         for products in (fit, held_out):

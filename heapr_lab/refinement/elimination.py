@@ -19,10 +19,10 @@ Atoms that no token reaches cost nothing, whatever their weights; an expert with
 tokens than atoms has a larger ridge, because its products say little.
 
 Shapes: E n_experts, I d_inter, D d_expert; P problems of F features: one for each
-expert, or one of all experts.
+expert, or one of all experts; Q prices.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,9 +99,9 @@ def eliminate(
         raise SpecError(f"price is {price!r}, expected one of {', '.join(COLUMNS)}")
     check_table(model, layers, table)
     grams = iter_grams(model, calibration, span=chosen, progress=progress)
-    settings: dict[str, Any] = {"price": price, "ridge": ridge, "n_steps": n_steps}
-    spec = elimination_spec(table, calibration, span=span, **settings)
-    return with_elimination(table, grams, spec=spec, **settings)
+    settings: dict[str, Any] = {"ridge": ridge, "n_steps": n_steps}
+    spec = elimination_spec(table, calibration, price=price, span=span, **settings)
+    return with_elimination(table, grams, spec=spec, prices=[price], **settings)
 
 
 def with_elimination(
@@ -109,24 +109,26 @@ def with_elimination(
     grams: Iterable[tuple[ExpertsLayer, LayerGrams]],
     *,
     spec: dict[str, Any] | None = None,
-    price: str = _PRICE,
+    prices: Sequence[str] = tuple(COLUMNS),
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
 ) -> ImportanceTable:
     """`table` with the scores of elimination, from sums that were collected before.
 
-    `spec` describes the result; without it, the table has no specification.
+    `spec` describes the result; without it, the table has no specification. A second
+    price costs less than the first one.
     """
     frame = table.frame
-    base = table.score(price).to_numpy()
-    scores = np.zeros(len(frame))
+    bases = np.stack([table.score(price).to_numpy() for price in prices])
+    scores = np.zeros(bases.shape)
     for layer, own in grams:
         rows = frame["layer"].eq(layer.layer).to_numpy()
         shape = layer.n_experts, layer.d_inter
-        wanted = torch.from_numpy(base[rows]).view(shape)
+        wanted = torch.from_numpy(bases[:, rows]).unflatten(1, shape)
         costs = layer_costs(layer, own, wanted, ridge=ridge, n_steps=n_steps)
-        scores[rows] = costs.flatten().numpy()
-    frame[COLUMNS[price]] = scores
+        scores[:, rows] = costs.flatten(1).numpy()
+    for price, own_scores in zip(prices, scores, strict=True):
+        frame[COLUMNS[price]] = own_scores
     unknown = {"spec", "spec_hash"}
     metadata = {k: v for k, v in table.metadata.items() if k not in unknown}
     if spec is not None:
@@ -153,43 +155,51 @@ def elimination_spec(
 def layer_costs(
     layer: ExpertsLayer,
     grams: LayerGrams,
-    base: torch.Tensor,
+    bases: torch.Tensor,
     *,
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
 ) -> torch.Tensor:
-    """The cost of each atom of one layer when it is removed, (E, I) float64.
+    """The costs of each atom of one layer when it is removed, float64.
 
-    Shapes: base (E, I), scores whose sum over an expert is the cost of its error.
+    Shapes: bases and result (E, I), or (Q, E, I) for Q prices: the scores whose sum
+    over an expert is the cost of its error.
     """
+    shape, bases = bases.shape, bases.reshape(-1, *bases.shape[-2:])
     sums = grams.total
     down = layer.down.detach().to(sums)  # (E, D, I)
     together = grams.span == "layer"
     weights = down.movedim(0, 1).flatten(1)[None] if together else down  # (P, D, F)
     energy = weights.square().sum(1) * sums.diagonal(dim1=-2, dim2=-1)  # (P, F)
-    energy, wide = energy.reshape(base.shape).sum(1), base.to(sums).sum(1)  # (E,)
-    rates = torch.where(energy > 0, wide / energy, 0.0)
+    energy = energy.reshape(bases.shape[1:]).sum(1)  # (E,)
+    rates = torch.where(energy > 0, bases.to(sums).sum(2) / energy, 0.0)  # (Q, E)
     ridges = ridge * scarcity(grams, layer.d_inter)
-    by_feature = [
-        own[:, None].expand_as(base).reshape(len(sums), -1) for own in (rates, ridges)
-    ]
+    rates, ridges = (
+        own[..., None].expand(*own.shape, layer.d_inter).flatten(-2)
+        for own in (rates, ridges)
+    )
+    rates, ridges = (own.unflatten(-1, (len(sums), -1)) for own in (rates, ridges))
     size = at_once(sums)
-    parts = zip(*(own.split(size) for own in (sums, weights, *by_feature)), strict=True)
+    parts = zip(
+        *(own.split(size) for own in (sums, weights, ridges)),
+        rates.split(size, dim=1),
+        strict=True,
+    )
     costs = [_costs(*part, n_steps=n_steps) for part in parts]
-    return torch.cat(costs).reshape(base.shape).cpu()
+    return torch.cat(costs, dim=1).reshape(shape).cpu()
 
 
 def _costs(
     C: torch.Tensor,
     W: torch.Tensor,
-    rate: torch.Tensor,
     ridge: torch.Tensor,
+    rates: torch.Tensor,
     *,
     n_steps: int,
 ) -> torch.Tensor:
-    """Costs (P, F) float64 of P problems.
+    """Costs (Q, P, F) float64 of P problems.
 
-    Shapes: products C (P, F, F), weights W (P, D, F), rates and ridges (P, F).
+    Shapes: products C (P, F, F), weights W (P, D, F), ridges (P, F), rates (Q, P, F).
     """
     size = C.diagonal(dim1=-2, dim2=-1).sqrt()  # (P, F)
     unit = torch.where(size > 0, size, 1.0)
@@ -200,14 +210,27 @@ def _costs(
     W = small_factor(W * size[:, None]) * (size > 0)[:, None]
     # C has ones on its diagonal: no eigenvalue is above F + λ, and none below λ.
     rounding = torch.finfo(torch.float32).eps * C.shape[-1] / float(ridge.min())
-    if rounding > _FLOAT32_ENOUGH:
-        return _eliminated(B, W, rate, n_steps)
-    # Costs of any size must be numbers in float32.
-    largest, dearest = W.square().sum(1).amax(1), rate.amax(1)  # (P,)
-    largest, dearest = (torch.where(x > 0, x, 1.0)[:, None] for x in (largest, dearest))
-    W = (W / largest.sqrt()[:, None]).float()
-    found = _eliminated(B.float(), W, (rate / dearest).float(), n_steps)
-    return found.double() * largest * dearest
+    narrow = rounding <= _FLOAT32_ENOUGH
+    # Squares of any size must be numbers in float32.
+    largest = _or_one(W.square().sum(1).amax(1))[:, None]  # (P, 1)
+    W = W / largest.sqrt()[:, None]
+    if narrow:
+        B, W = B.float(), W.float()
+    first = rates[..., :1]
+    if bool((rates == first).all()):  # one rate for a problem: it changes no order
+        ones = torch.ones_like(rates[0], dtype=B.dtype)
+        return _eliminated(B, W, ones, n_steps).double() * largest * first
+    found = []
+    for rate in rates:
+        dearest = _or_one(rate.amax(1))[:, None]
+        relative = (rate / dearest).to(B.dtype)
+        own = _eliminated(B.clone(), W.clone(), relative, n_steps)
+        found.append(own.double() * largest * dearest)
+    return torch.stack(found)
+
+
+def _or_one(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, x, 1.0)
 
 
 def _eliminated(

@@ -111,7 +111,7 @@ class Portfolio:
         self.fit, self.held_out = calibration.split()
         self._measure = measure
         self._count = self._new_count(0, None)
-        self._eliminated: dict[tuple[str, str], ImportanceTable] = {}
+        self._eliminated: dict[str, ImportanceTable] = {}
         self.sums = LayerSums(
             model,
             find_experts(model),
@@ -187,17 +187,15 @@ class Portfolio:
 
     def table(self, estimator: str, *, windows: str) -> ImportanceTable:
         """The statistics on the `windows`, with the scores of `estimator`."""
-        price, key = PRICES.get(estimator), (estimator, windows)
-        if price is None:
+        if estimator not in PRICES:
             return self._tables[windows]
-        if key not in self._eliminated:
+        if windows not in self._eliminated:
             grams = (
                 (layer, own.of_part(FIT) if windows == "fit" else own)
                 for layer, own in self.sums.grams()
             )
-            table = with_elimination(self._tables[windows], grams, price=price)
-            self._eliminated[key] = table
-        return self._eliminated[key]
+            self._eliminated[windows] = with_elimination(self._tables[windows], grams)
+        return self._eliminated[windows]
 
     @cached_property
     def _tables(self) -> dict[str, ImportanceTable]:

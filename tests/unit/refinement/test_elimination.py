@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from families import tiny_ids, tiny_model
@@ -193,6 +194,21 @@ def test_defaults_are_those_that_the_specification_names(
     base = torch.tensor(table.score("fisher").to_numpy()).view(2, 4, 8)
     costs = [layer_costs(*pair, own) for pair, own in zip(pairs, base, strict=True)]
     assert torch.stack(costs).flatten().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("span", ["expert", "layer"])
+def test_prices_together_are_each_alone(
+    model: nn.Module, table: ImportanceTable, span: str
+) -> None:
+    """They share the inverse, and within an expert the order, too."""
+    sums = collect_grams(model, WINDOWS, span=span)
+    pairs = [(layer, sums[layer.layer]) for layer in find_experts(model)]
+    together = with_elimination(table, pairs).frame
+    for price, column in COLUMNS.items():
+        alone = with_elimination(table, pairs, prices=[price]).frame
+        assert set(COLUMNS.values()) & set(alone) == {column}
+        assert np.allclose(together[column], alone[column], rtol=1e-5, atol=0)
+    assert not np.allclose(*(together[column] for column in COLUMNS.values()))
 
 
 def test_the_number_of_steps_reaches_the_arithmetic(

@@ -126,7 +126,8 @@ def test_float32_is_enough_under_the_default_ridge(
     size = (2 * numbers(3, n_atoms, seed=3)).exp()
     sums = sums * size[:, :, None] * size[:, None]
     weights = numbers(3, 40, n_atoms, seed=4) / size[:, None]
-    rate, ridge = numbers(3, n_atoms, seed=5).exp(), torch.full((3, n_atoms), 0.03)
+    rates = numbers(1, 3, n_atoms, seed=5).exp()
+    ridge = torch.full((3, n_atoms), 0.03).double()
     used = []
     eliminated = elimination._eliminated
 
@@ -135,8 +136,8 @@ def test_float32_is_enough_under_the_default_ridge(
         return eliminated(B, *others)
 
     monkeypatch.setattr(elimination, "_eliminated", spy)
-    narrow = elimination._costs(sums, weights, rate, ridge.double(), n_steps=32)
+    narrow = elimination._costs(sums, weights, ridge, rates, n_steps=32)
     monkeypatch.setattr(elimination, "_FLOAT32_ENOUGH", 0.0)
-    wide = elimination._costs(sums, weights, rate, ridge.double(), n_steps=32)
+    wide = elimination._costs(sums, weights, ridge, rates, n_steps=32)
     assert used == [torch.float32, torch.float64]
     torch.testing.assert_close(narrow, wide, rtol=1e-4, atol=0)
