@@ -1,0 +1,187 @@
+"""What comes after `compress`: biases, distillation, recovery, and text of one's own.
+
+    python benchmarks/beyond.py [--models lab,unbalanced,fine,biased] [--name beyond]
+
+On each model, calibrated on pydocs, at 40 and 60 % of the atoms: Δloss on held-out text
+of pydocs and WikiText-2, and the agreement of greedy continuations of pydocs with the
+dense model's (24 prompts of 128 tokens, 64 new ones). Distillation and recovery see as
+many tokens: 100 steps of 2048. *own text* is calibrated on as many windows that the
+dense model itself wrote, from the first 8 tokens of windows of pydocs. Seconds are CPU
+time, and of each addition alone.
+"""
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import Rows
+from benchmarks.quality import model_folder
+from heapr_lab.evaluation.agreement import evaluate_agreement
+from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.models.generation import sampled
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.refinement.compress import fit_compression
+from heapr_lab.refinement.layer_distillation import distill_layers
+from heapr_lab.refinement.output_bias import add_output_bias
+from heapr_lab.refinement.portfolio import Portfolio
+from heapr_lab.refinement.recovery import recover
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.workbench import Workbench, open_workbench
+
+RATIOS = (0.4, 0.6)
+CORPUS, OTHER = "pydocs", "wikitext2"
+N_TEST, N_PROMPT, N_NEW, N_OPENING = 24, 128, 64, 8
+N_STEPS, STEP_TOKENS = 100, 2048
+RECOVERY_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model at one ratio: what the variants are made of."""
+
+    bench: Workbench
+    portfolio: Portfolio
+    ratio: float
+
+    @property
+    def windows(self) -> CalibrationSet:
+        """The calibration windows."""
+        return self.portfolio.calibration
+
+    def heapr(self) -> Any:
+        """Pruned as published."""
+        table = self.portfolio.table("heapr", windows="all")
+        return prune(self.bench.model, select(table, ratio=self.ratio))
+
+    def compress(self) -> Any:
+        """Pruned by `compress`."""
+        made = fit_compression(
+            self.bench.model,
+            self.windows,
+            Selection(self.ratio),
+            portfolio=self.portfolio,
+        )
+        return prune(self.bench.model, made.keep, downs=made.downs)
+
+
+def biased(model: Any, case: Case) -> Any:
+    """With an output bias for each expert."""
+    return add_output_bias(model, case.bench.model, case.windows)
+
+
+def distilled(model: Any, case: Case) -> Any:
+    """Layer by layer."""
+    return distill_layers(
+        model,
+        case.bench.model,
+        case.windows,
+        n_steps=N_STEPS,
+        batch_tokens=STEP_TOKENS,
+    )
+
+
+def recovered(model: Any, case: Case) -> Any:
+    """From the dense model's predictions, on as many tokens."""
+    return recover(
+        model,
+        case.bench.model,
+        case.windows,
+        n_steps=N_STEPS,
+        batch_size=STEP_TOKENS // case.windows.seq_len,
+        learning_rate=RECOVERY_RATE,
+    )
+
+
+BIAS, DISTILLED, RECOVERED = "+ bias", "+ bias + distillation", "+ bias + recovery"
+BOTH = "+ bias + distillation + recovery"
+
+
+def own_text(bench: Workbench, windows: CalibrationSet) -> CalibrationSet:
+    """As many windows of text that the model continues openings of `windows` with."""
+    n, length = windows.ids.shape
+    openings = bench.calibration_set(Calibration(CORPUS, n_sequences=2 * n))
+    prompts = openings.ids[:, :N_OPENING]
+    found = sampled(bench.model, prompts, n_new=length - N_OPENING, batch_size=64)
+    rows = zip(prompts, found, strict=True)
+    stream = torch.cat([part for row in rows for part in row])
+    ids = stream[: n * length].view(n, length)
+    return CalibrationSet(ids, {"corpus": "own text"})
+
+
+def measured(case: Case, model: Any) -> dict[str, Any]:
+    """Losses on held-out text, and the agreement of what both models write."""
+    bench, row = case.bench, {}
+    for corpus in (CORPUS, OTHER):
+        ids = bench.test_windows(corpus).ids[:N_TEST]
+        losses = window_nll(model, ids) - window_nll(bench.model, ids)
+        row[f"delta_nll {corpus}"] = float(losses.mean())
+        row[f"stderr {corpus}"] = float(losses.std() / len(losses) ** 0.5)
+    prompts = bench.test_windows(CORPUS).ids[:N_TEST, :N_PROMPT]
+    found = evaluate_agreement(
+        bench.model, model, prompts, bench.tokenizer, n_new=N_NEW, batch_size=N_TEST
+    )
+    names = ("teacher_forced", "until_difference", "stderr", "chrf")
+    return row | {f"agreement {name}": getattr(found, name) for name in names}
+
+
+def main() -> None:
+    """Measure all variants on all models, and write each row."""
+    parser = argparse.ArgumentParser(description="Measure what follows compress.")
+    parser.add_argument("--models", default="lab,unbalanced,fine,biased")
+    parser.add_argument("--name", default="beyond", help="of the files written")
+    options = parser.parse_args()
+    details = {"n_test": N_TEST, "n_steps": N_STEPS, "step_tokens": STEP_TOKENS}
+    for name in options.models.split(","):
+        bench = open_workbench(
+            model_folder(name), device="cpu", dtype="float32", profile="lab"
+        )
+        windows = bench.calibration_set(Calibration(CORPUS))
+        texts = {"": windows, ", own text": own_text(bench, windows)}
+        for suffix, text in texts.items():
+            portfolio = Portfolio(bench.model, text, measure=bench.measure)
+            for ratio in RATIOS:
+                _measure(name, Case(bench, portfolio, ratio), suffix, options, details)
+
+
+def _measure(
+    name: str, case: Case, suffix: str, options: Any, details: dict[str, Any]
+) -> None:
+    """The rows of one model, text and ratio, unless they are there."""
+    rows = Rows(options.name)
+    key = {"model": f"{name} model", "ratio": case.ratio}
+    if rows.has({**key, "variant": f"heapr{suffix}"}):
+        return
+    found = []
+
+    def timed(label: str, make: Callable[..., Any], *args: Any) -> Any:
+        began = time.process_time()
+        model = make(*args)
+        row = {**key, "variant": label + suffix}
+        row["cpu_seconds"] = round(time.process_time() - began, 1)
+        found.append(row | measured(case, model))
+        return model
+
+    timed("heapr", case.heapr)
+    model = timed("compress", case.compress)
+    if not suffix:
+        model = timed(BIAS, biased, model, case)
+        timed(RECOVERED, recovered, copy.deepcopy(model), case)
+        model = timed(DISTILLED, distilled, model, case)
+        timed(BOTH, recovered, model, case)
+    rows.add(found, details)
+
+
+if __name__ == "__main__":
+    main()

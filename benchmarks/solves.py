@@ -1,0 +1,163 @@
+"""What the solves of `compress` cost beside the scores.
+
+    python benchmarks/solves.py [--device cuda] [--only DeepSeekMoE-16B]
+
+One layer of random float32 weights at the true widths of the paper's four models. The
+scores are timed on 2048 random tokens and extrapolated to the paper's calibration set
+(128 windows of 2048 tokens), because their time is proportional to tokens. The solves
+do not depend on the number of tokens; they are timed on sums of random products, as
+large as those of that set, and counted as often as `compress` needs them: elimination
+twice, compensation for five candidates and once more for the best one. Besides,
+`compress` as it is, on a whole model of 0.9 billion parameters (8 layers of 64 experts
+of 512 atoms, d_model 1024) and no more than 8 windows of 512 tokens. Seconds of one
+run.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cost import Configuration, build_model, calibration_set
+from benchmarks.machine import machine, write_results
+from heapr_lab.importance.activation_grams import LayerGrams, default_span
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.pruning.selection import select
+from heapr_lab.refinement.compensation import LayerSolver, compensation_of
+from heapr_lab.refinement.compress import fit_compression
+from heapr_lab.refinement.elimination import with_elimination
+
+RATIO = 0.4
+N_TOKENS = 128 * 2048
+"""Tokens of the paper's calibration set."""
+PASSES = 3 + 1 + 0.25 * (6 + 3)
+"""Forward passes of `compress` in experts: scores, sums, and windows that are held out
+for six candidates, two final trials and the dense model."""
+N_ELIMINATIONS, N_COMPENSATIONS = 2, 6
+TIMED = 2048
+LAYERS = {
+    "DeepSeekMoE-16B": Configuration(
+        "qwen3_moe", 2048, 1408, 64, 1, TIMED, TIMED, top_k=6
+    ),
+    "Qwen1.5-MoE-A2.7B": Configuration(
+        "qwen3_moe", 2048, 1408, 60, 1, TIMED, TIMED, top_k=4
+    ),
+    "Qwen3-30B-A3B": Configuration(
+        "qwen3_moe", 2048, 768, 128, 1, TIMED, TIMED, top_k=8
+    ),
+    "Qwen2-57B-A14B": Configuration(
+        "qwen3_moe", 3584, 2560, 64, 1, TIMED, TIMED, top_k=8
+    ),
+}
+"""One layer of each; experts alone matter, and these are alike in all families."""
+WHOLE = Configuration(
+    "qwen3_moe", 1024, 512, 64, 8, 4096, 4096, top_k=8, d_vocab=32000, seq_len=512
+)
+
+
+def timed(work: Callable[[], Any], device: str) -> tuple[Any, float]:
+    """The result of `work`, and its seconds."""
+    began = time.perf_counter()
+    found = work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return found, time.perf_counter() - began
+
+
+def random_sums(layer: ExpertsLayer, n_tokens: int) -> LayerGrams:
+    """Sums of products within each expert, of atoms that share half of their variance.
+
+    Every expert has the same number of tokens.
+    """
+    n_experts, n_atoms = layer.n_experts, layer.d_inter
+    sums = torch.empty(2, n_experts, n_atoms, n_atoms, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for part in sums.flatten(0, 1):
+        own = torch.randn(n_atoms, 2 * n_atoms, generator=generator)
+        common = torch.randn(n_atoms // 4, 2 * n_atoms, generator=generator)
+        mixed = (
+            own
+            + torch.randn(n_atoms, n_atoms // 4, generator=generator)
+            @ common
+            / (n_atoms // 4) ** 0.5
+        )
+        part.copy_(mixed @ mixed.T)
+    tokens = torch.full((2, n_experts), n_tokens // 2)
+    return LayerGrams("expert", sums.to(layer.device), tokens)
+
+
+def one_layer(configuration: Configuration, device: str) -> dict[str, Any]:
+    """Seconds of the scores and of the solves of one layer."""
+    model = build_model(configuration, device)
+    (layer,) = find_experts(model)
+    assert default_span([layer]) == "expert"
+    windows = calibration_set(configuration)
+    table, seconds = timed(lambda: collect_statistics(model, windows), device)
+    scores = seconds * N_TOKENS / configuration.n_tokens
+    routed = N_TOKENS * configuration.top_k // configuration.n_experts
+    pairs = [(layer, random_sums(layer, routed))]
+    table, elimination = timed(lambda: with_elimination(table, pairs), device)
+    keep = select(table, ratio=RATIO, estimator="elimination", scope="layer")
+    solvers = [LayerSolver(*pair) for pair in pairs]
+    _, compensation = timed(lambda: compensation_of(solvers, keep), device)
+    solves = N_ELIMINATIONS * elimination + N_COMPENSATIONS * compensation
+    return {
+        "tokens": N_TOKENS,
+        "scores": scores,
+        "elimination": elimination,
+        "compensation": compensation,
+        "solves ÷ scores": solves / scores,
+        "compress ÷ scores": PASSES / 3 + solves / scores,
+        "passes": PASSES,
+        "extrapolated": True,
+    }
+
+
+def whole_model(configuration: Configuration, device: str) -> dict[str, Any]:
+    """Seconds of the scores and of `compress`, on few tokens."""
+    model = build_model(configuration, device)
+    windows = calibration_set(configuration)
+    _, scores = timed(lambda: collect_statistics(model, windows), device)
+    found, seconds = timed(lambda: fit_compression(model, windows, ratio=RATIO), device)
+    return {
+        "tokens": configuration.n_tokens,
+        "scores": scores,
+        "compress ÷ scores": seconds / scores,
+        "passes": found.passes,
+        "extrapolated": False,
+    }
+
+
+def main() -> None:
+    """Measure all rows, and write them after each."""
+    parser = argparse.ArgumentParser(description="Measure what the solves cost.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", default="", help="rows, separated by commas")
+    options = parser.parse_args()
+    asked = options.only.split(",") if options.only else [*LAYERS, "whole"]
+    rows = []
+    for name, configuration in {**LAYERS, "whole": WHOLE}.items():
+        if name not in asked:
+            continue
+        measure = whole_model if name == "whole" else one_layer
+        label = "0.9B, 8 layers" if name == "whole" else f"{name}, one layer"
+        shape = {
+            "experts": configuration.n_experts,
+            "atoms": configuration.d_inter,
+            "d_model": configuration.d_model,
+        }
+        rows.append({"model": label, **shape, **measure(configuration, options.device)})
+        print(rows[-1], flush=True)  # noqa: T201
+        stem = "solves" if options.device == "cpu" else f"solves_{options.device}"
+        write_results(stem, rows, machine(options.device) | {"ratio": RATIO})
+
+
+if __name__ == "__main__":
+    main()
