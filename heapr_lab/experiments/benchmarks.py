@@ -111,6 +111,18 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 stem="11_models",
             ),
             Benchmark(
+                "beyond",
+                "beyond.py",
+                "After compress: biases, distillation, recovery, and text of one's own",
+                table=figures.beyond_table,
+            ),
+            Benchmark(
+                "solves",
+                "solves.py",
+                "What compress costs at true widths",
+                table=figures.solves_table,
+            ),
+            Benchmark(
                 "quality",
                 "quality.py",
                 "Additions one by one, the lab model (ridges of before 2026-11-22)",

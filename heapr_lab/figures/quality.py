@@ -170,7 +170,8 @@ def _ratio_gained(rows: pd.DataFrame, ratio: float) -> float:
 def models_data(measured: pd.DataFrame) -> pd.DataFrame:
     """Δloss of each variant ÷ HEAPr's on each model and calibrated corpus.
 
-    At equal atoms. Where HEAPr loses less than 0.005 nats there is no quotient.
+    At equal atoms and, where `equal` is "flops", with as many routed FLOPs saved as
+    HEAPr saves. Where HEAPr loses less than 0.005 nats there is no quotient.
 
     Args:
         measured: rows of `benchmarks/quality.py` on several models.
@@ -180,7 +181,7 @@ def models_data(measured: pd.DataFrame) -> pd.DataFrame:
     """
     rows = _beside_paper(measured).dropna(subset="paper")
     same = rows["calibration"].eq(rows["test"])
-    rows = rows[same & rows["equal"].eq("atoms")].reset_index(drop=True)
+    rows = rows[same].reset_index(drop=True)
     measurable = rows["paper"].ge(_MEASURABLE)
     return rows.assign(relative=rows["relative"].where(measurable))
 
@@ -206,6 +207,7 @@ def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """
     ax = own_axes(ax)
     ax.axhline(1.0, **REFERENCE_LINE)
+    data = data[data["equal"].eq("atoms")]
     for name in COMPARED:
         own = data[data["variant"].eq(name)].groupby("ratio")["relative"].mean()
         if own.notna().any():
@@ -237,6 +239,7 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
     quotient of any of them, with its model and corpus.
     """
     rows = []
+    data = data[data["equal"].eq("atoms")]
     for variant, part in data.groupby("variant", sort=False):
         row: dict[str, object] = {
             "variant": variant,
@@ -256,9 +259,9 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
 def gains_table(data: pd.DataFrame, variant: str = "compress") -> pd.DataFrame:
     """Δloss of one variant ÷ HEAPr's: a row for each model, and one for all.
 
-    Pooled over calibrated corpora and seeds (sum ÷ sum) with its standard error over
-    test windows; a dash where HEAPr loses less than 0.005 nats on the mean. The worst
-    is that of any corpus, seed and ratio.
+    Pooled over calibrated corpora and seeds (sum ÷ sum), ± half of its 95 % interval
+    over test windows, which all seeds share; a dash where HEAPr loses less than 0.005
+    nats on the mean. The worst is that of any corpus, seed and ratio at equal atoms.
 
     Args:
         data: from `models_data`.
@@ -269,19 +272,24 @@ def gains_table(data: pd.DataFrame, variant: str = "compress") -> pd.DataFrame:
     rows = []
     for model, part in groups:
         row: dict[str, object] = {"model": model}
-        for ratio, some in part.groupby("ratio"):
+        atoms, flops = (part[part["equal"].eq(what)] for what in ("atoms", "flops"))
+        for ratio, some in atoms.groupby("ratio"):
             row[f"{100 * ratio:g} % ↓"] = _quotient(some)
-        worst = part["relative"].max()
+        worst = atoms["relative"].max()
         row["worst ↓"] = "–" if np.isnan(worst) else f"{worst:.2f}"
+        for ratio, some in flops.groupby("ratio"):
+            row[f"{100 * ratio:g} %, equal FLOPs ↓"] = _quotient(some)
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def _quotient(rows: pd.DataFrame) -> str:
-    """Sum of Δloss ÷ HEAPr's with its standard error, as text."""
+    """Sum of Δloss ÷ HEAPr's, ± half of its 95 % interval, as text."""
     if rows["paper"].mean() < _MEASURABLE:
         return "–"
-    error = np.sqrt(rows["stderr"].pow(2).sum()) / rows["paper"].sum()
+    # All seeds of a model and corpus are tested on the same windows.
+    runs = rows.groupby(["model", "test"])[["stderr", "paper"]].mean()
+    error = 1.96 * np.sqrt(runs["stderr"].pow(2).sum()) / runs["paper"].sum()
     return f"{_pooled(rows):.2f} ± {error:.2f}"
 
 

@@ -188,7 +188,7 @@ def test_outliers_are_shown_with_who_prunes_them() -> None:
 def test_models_are_pooled_and_the_worst_is_named() -> None:
     """(0.03 + 0.15) / (0.1 + 0.3) at 40 %, the worst of which is b's 0.5."""
     data = figures.models_data(measured_models())
-    assert len(data) == 8
+    assert data.groupby("equal").size().to_dict() == {"atoms": 8, "flops": 8}
     table = figures.models_table(data).set_index("variant").loc["compress"]
     assert table["40 % [× HEAPr] ↓"] == pytest.approx(0.18 / 0.4)
     assert table["20 % [× HEAPr] ↓"] == pytest.approx(0.014 / 0.021)
@@ -198,12 +198,13 @@ def test_models_are_pooled_and_the_worst_is_named() -> None:
 def test_where_heapr_loses_nothing_there_is_no_quotient() -> None:
     """Neither in the table by model, nor in the figure; errors are quotients, too."""
     data = figures.models_data(measured_models())
-    assert figures.gains_table(data).to_dict("records") == [
-        {"model": "a", "20 % ↓": "0.50 ± 0.50", "40 % ↓": "0.30 ± 0.10",
+    table = figures.gains_table(data)
+    assert table[["model", "20 % ↓", "40 % ↓", "worst ↓"]].to_dict("records") == [
+        {"model": "a", "20 % ↓": "0.50 ± 0.98", "40 % ↓": "0.30 ± 0.20",
          "worst ↓": "0.50"},
-        {"model": "b", "20 % ↓": "–", "40 % ↓": "0.50 ± 0.03", "worst ↓": "0.50"},
-        # Errors of independent windows add up as squares: 0.01 · √2 / 0.4.
-        {"model": "all", "20 % ↓": "0.67 ± 0.67", "40 % ↓": "0.45 ± 0.04",
+        {"model": "b", "20 % ↓": "–", "40 % ↓": "0.50 ± 0.07", "worst ↓": "0.50"},
+        # Errors of independent windows add up as squares: 1.96 · 0.01 · √2 / 0.4.
+        {"model": "all", "20 % ↓": "0.67 ± 1.32", "40 % ↓": "0.45 ± 0.07",
          "worst ↓": "0.50"},
     ]  # fmt: skip
     figure = figures.figure_models(data)
@@ -213,3 +214,53 @@ def test_where_heapr_loses_nothing_there_is_no_quotient() -> None:
     assert drawn[0].tolist() == pytest.approx(np.array([[20, 0.5], [40, 0.3]]))
     assert np.isnan(drawn[1][0, 1])
     assert drawn[1][1].tolist() == pytest.approx([40, 0.5])
+
+
+def test_seeds_share_their_test_windows() -> None:
+    """A second draw of the calibration windows makes no error smaller."""
+    once = measured_models()
+    twice = pd.concat([once, once.assign(seed=1)])
+    one, two = (
+        figures.gains_table(figures.models_data(rows)).to_dict("records")
+        for rows in (once, twice)
+    )
+    assert one == two
+
+
+def test_equal_flops_are_columns_of_their_own() -> None:
+    """Beside HEAPr's Δloss at the ratio whose FLOPs are saved; the worst is without."""
+    data = figures.models_data(measured_models())  # 2 nats each at equal FLOPs
+    table = figures.gains_table(data).set_index("model")
+    found = table["40 %, equal FLOPs ↓"].str.partition(" ")[0]
+    assert found.to_dict() == {"a": "20.00", "b": "6.67", "all": "10.00"}
+    atoms = figures.gains_table(data[data["equal"].eq("atoms")]).set_index("model")
+    assert table[atoms.columns].equals(atoms)
+
+
+def test_what_follows_compress_by_hand() -> None:
+    """Pooled over models beside HEAPr's sum; the worst model; means of agreements."""
+    rows = []
+    for model, paper, own, share in (("a", 0.1, 0.05, 0.5), ("b", 0.3, 0.06, 0.7)):
+        for variant, loss in (("heapr", paper), ("compress", own)):
+            rows.append(
+                {
+                    "model": model,
+                    "ratio": 0.4,
+                    "variant": variant,
+                    "cpu_seconds": 2.0,
+                    "delta_nll pydocs": loss,
+                    "delta_nll wikitext2": 2 * loss,
+                    "agreement teacher_forced": share,
+                    "agreement until_difference": share / 2,
+                    "agreement chrf": 100 * share,
+                }
+            )
+    table = figures.beyond_table(pd.DataFrame(rows)).set_index("variant")
+    own = table.loc["compress"]
+    assert own["removed"] == "40%"
+    assert own["Δloss pydocs [× HEAPr] ↓"] == pytest.approx(0.11 / 0.4)
+    assert own["Δloss wikitext2 [× HEAPr] ↓"] == pytest.approx(0.11 / 0.4)
+    assert own["worst model [×] ↓"] == pytest.approx(0.5)
+    assert own["until the first other ↑"] == "30.0%"
+    assert own["chrF ↑"] == "60.0"
+    assert table.loc["heapr", "Δloss pydocs [× HEAPr] ↓"] == 1

@@ -1,0 +1,52 @@
+"""Tables of what follows `compress`, and of what its solves cost."""
+
+import pandas as pd
+
+_HEAPR = "heapr"
+_MEASURABLE = 0.005
+"""Nats per token; where HEAPr loses less, a quotient would be one of noise."""
+
+
+def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/beyond.py` for readers: a row for each variant and ratio.
+
+    Δloss ÷ that of HEAPr calibrated on the corpus, pooled over models (sum ÷ sum), and
+    of the worst model where HEAPr loses at least 0.005 nats; means over models of the
+    agreement with the dense model.
+    """
+    base = measured[measured["variant"].eq(_HEAPR)].set_index(["model", "ratio"])
+    rows = []
+    for (variant, ratio), part in measured.groupby(["variant", "ratio"], sort=False):
+        row: dict[str, object] = {"variant": variant, "removed": f"{ratio:.0%}"}
+        own = part.set_index(["model", "ratio"])
+        for corpus in ("pydocs", "wikitext2"):
+            losses, paper = (f[f"delta_nll {corpus}"] for f in (own, base))
+            paper = paper.loc[losses.index]
+            row[f"Δloss {corpus} [× HEAPr] ↓"] = losses.sum() / paper.sum()
+            if corpus == "pydocs":
+                row["worst model [×] ↓"] = (losses / paper)[paper > _MEASURABLE].max()
+        means = own.mean(numeric_only=True)
+        row |= {
+            "same next token ↑": f"{means['agreement teacher_forced']:.1%}",
+            "until the first other ↑": f"{means['agreement until_difference']:.1%}",
+            "chrF ↑": f"{means['agreement chrf']:.1f}",
+            "CPU time [s]": means["cpu_seconds"],
+        }
+        rows.append(row)
+    return pd.DataFrame(rows).sort_values("removed", kind="stable", ignore_index=True)
+
+
+def solves_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/solves.py` for readers."""
+    named = {
+        "model": "model",
+        "experts": "experts",
+        "atoms": "atoms",
+        "d_model": "d_model",
+        "tokens": "tokens",
+        "scores": "scores [s]",
+        "elimination": "elimination [s]",
+        "compensation": "compensation [s]",
+        "compress ÷ scores": "compress ÷ scores ↓",
+    }
+    return measured[list(named)].rename(columns=named)
