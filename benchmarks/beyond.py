@@ -27,7 +27,7 @@ from benchmarks.machine import Rows
 from benchmarks.quality import model_folder
 from heapr_lab.evaluation.agreement import evaluate_agreement
 from heapr_lab.evaluation.perplexity import window_nll
-from heapr_lab.models.generation import sampled
+from heapr_lab.models.generation import continuations
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import prune
@@ -113,7 +113,13 @@ def own_text(bench: Workbench, windows: CalibrationSet) -> CalibrationSet:
     n, length = windows.ids.shape
     openings = bench.calibration_set(Calibration(CORPUS, n_sequences=2 * n))
     prompts = openings.ids[:, :N_OPENING]
-    found = sampled(bench.model, prompts, n_new=length - N_OPENING, batch_size=64)
+    found = continuations(
+        bench.model,
+        prompts,
+        n_new=length - N_OPENING,
+        temperature=1.0,
+        batch_size=64,
+    )
     rows = zip(prompts, found, strict=True)
     stream = torch.cat([part for row in rows for part in row])
     ids = stream[: n * length].view(n, length)

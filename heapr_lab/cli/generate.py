@@ -41,7 +41,7 @@ def generate(
     """
     preflight.check_file(out, suffix=".jsonl")
     preflight.check_corpora([corpus], split="train")
-    from heapr_lab.models.generation import sampled
+    from heapr_lab.models.generation import continuations
     from heapr_lab.progress import progress_bar
     from heapr_lab.storage.files import replacing
     from heapr_lab.text.calibration import load_calibration
@@ -52,7 +52,7 @@ def generate(
         corpus, bench.tokenizer, n_sequences=n_texts, seq_len=prompt_tokens, seed=seed
     )
     with progress_bar(f"text of {bench.name}", "text") as bar:
-        found = sampled(
+        found = continuations(
             bench.model,
             prompts.ids,
             n_new=n_tokens or bench.profile.seq_len,

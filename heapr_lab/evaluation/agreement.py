@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.models.generation import greedy
+from heapr_lab.models.generation import continuations
 from heapr_lab.models.likelihood import final_states, iter_log_probs
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Parts, Progress
@@ -87,9 +87,8 @@ def evaluate_agreement(
     parts = Parts(2 * len(windows), progress)
     texts = []
     for model in (dense, pruned):
-        texts.append(
-            greedy(model, windows, n_new=n_new, batch_size=batch_size, progress=parts)
-        )
+        options: Any = {"n_new": n_new, "batch_size": batch_size, "progress": parts}
+        texts.append(continuations(model, windows, **options))
         parts.end(len(windows))
     wanted, written = texts
     forced = [

@@ -3,11 +3,9 @@
 Shapes: B prompts of L tokens, N new tokens.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from heapr_lab.errors import whole_number
 from heapr_lab.models.likelihood import check_fits, input_device
@@ -16,20 +14,25 @@ from heapr_lab.progress import Progress, no_report
 from heapr_lab.text.calibration import token_windows
 
 
-def greedy(
-    model: nn.Module,
+def continuations(
+    model: Any,
     prompts: torch.Tensor,
     *,
     n_new: int,
+    temperature: float = 0.0,
+    seed: int = 0,
     batch_size: int = 16,
     progress: Progress | None = None,
 ) -> list[torch.Tensor]:
-    """The most probable token after each prompt, and so on.
+    """What the model continues each prompt with.
 
     Args:
         model: a causal language model of transformers.
         prompts: token ids, (B, L).
         n_new: tokens of each continuation, fewer where the model ends its text.
+        temperature: divides the logits of the distribution that tokens are drawn from;
+            with 0 the most probable token is taken.
+        seed: of the draw; the random numbers of the process are left as they are.
         batch_size: prompts at a time.
         progress: called with (prompts done, prompts in all).
 
@@ -40,76 +43,27 @@ def greedy(
         SpecError: the prompts are not windows of the model's tokens, or a number is
             not positive.
     """
-    parts = _continued(
-        model,
-        prompts,
-        n_new=n_new,
-        batch_size=batch_size,
-        progress=progress,
-        do_sample=False,
-    )
-    return [row for part in parts for row in part]
-
-
-def sampled(
-    model: nn.Module,
-    prompts: torch.Tensor,
-    *,
-    n_new: int,
-    temperature: float = 1.0,
-    seed: int = 0,
-    batch_size: int = 16,
-    progress: Progress | None = None,
-) -> list[torch.Tensor]:
-    """Continuations drawn from the model's own distribution.
-
-    Arguments, result and errors are those of `greedy`, besides:
-
-    Args:
-        model: a causal language model of transformers.
-        prompts: token ids, (B, L).
-        n_new: tokens of each continuation.
-        temperature: divides the logits.
-        seed: of the draw; the random numbers of the process are left as they are.
-        batch_size: prompts at a time.
-        progress: called with (prompts done, prompts in all).
-    """
-    device = input_device(model)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        parts = _continued(
-            model,
-            prompts,
-            n_new=n_new,
-            batch_size=batch_size,
-            progress=progress,
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            top_p=1.0,
-        )
-        return [row for part in parts for row in part]
-
-
-def _continued(
-    model: Any,
-    prompts: torch.Tensor,
-    *,
-    n_new: int,
-    batch_size: int,
-    progress: Progress | None,
-    **options: Any,
-) -> Iterator[list[torch.Tensor]]:
-    """The new tokens of each prompt, a batch at a time."""
     whole_number(n_new, name="n_new")
     windows = token_windows(prompts)
     check_fits(model, windows)
-    ends = _ends(model)
+    chosen: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        chosen = {
+            "do_sample": True,
+            "temperature": temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
+    ends, device = _ends(model), input_device(model)
     report = progress or no_report
-    done = 0
-    for batch in windows.split(whole_number(batch_size, name="batch_size")):
-        ids = batch.to(input_device(model))
-        with evaluating(model):
+    rows: list[torch.Tensor] = []
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        evaluating(model),
+    ):
+        torch.manual_seed(seed)
+        for batch in windows.split(whole_number(batch_size, name="batch_size")):
+            ids = batch.to(device)
             found = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -118,11 +72,11 @@ def _continued(
                 pad_token_id=ends[0] if ends else 0,
                 num_beams=1,
                 repetition_penalty=1.0,
-                **options,
+                **chosen,
             )
-        done += len(batch)
-        report(done, len(windows))
-        yield [_until(row[ids.shape[1] :].cpu(), ends) for row in found]
+            rows += [_until(row[ids.shape[1] :].cpu(), ends) for row in found]
+            report(len(rows), len(windows))
+    return rows
 
 
 def _ends(model: Any) -> list[int]:

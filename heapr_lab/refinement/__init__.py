@@ -1,1 +1,1 @@
-"""Beyond one shot: compensation, elimination, rounds, learned masks, recovery."""
+"""Beyond one shot: compensation, elimination, compress, biases, distillation."""

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.agreement import evaluate_agreement
-from heapr_lab.models.generation import greedy, sampled
+from heapr_lab.models.generation import continuations
 from heapr_lab.pruning.surgery import prune
 
 PROMPTS = tiny_ids(n_sequences=5)[:, :6]
@@ -47,8 +47,10 @@ def by_loop(model: nn.Module, prompt: torch.Tensor, end: int | None) -> list[int
 
 
 def written(model: nn.Module) -> list[list[int]]:
-    """What `greedy` continues each prompt with."""
-    return [row.tolist() for row in greedy(model, PROMPTS, n_new=N_NEW, batch_size=2)]
+    """What `continuations` continues each prompt with."""
+    return [
+        row.tolist() for row in continuations(model, PROMPTS, n_new=N_NEW, batch_size=2)
+    ]
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2", "gpt_oss"])
@@ -114,7 +116,10 @@ def test_samples_are_those_of_a_seed() -> None:
     model = model_of()
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
-    draws = [sampled(model, PROMPTS, n_new=9, seed=seed) for seed in (1, 1, 2)]
+    draws = [
+        continuations(model, PROMPTS, n_new=9, temperature=1.0, seed=seed)
+        for seed in (1, 1, 2)
+    ]
     assert torch.equal(torch.random.get_rng_state(), before)
     one, two, other = (torch.stack(rows).tolist() for rows in draws)
     assert one == two != other
@@ -126,7 +131,7 @@ def test_samples_follow_the_models_distribution() -> None:
     prompts = PROMPTS[:1].expand(4000, -1)
     logits = logits_of(model, PROMPTS[:1])[0, -1].double()
     for temperature in (1.0, 0.5):
-        rows = sampled(
+        rows = continuations(
             model, prompts, n_new=1, temperature=temperature, batch_size=4000
         )
         share = torch.bincount(torch.cat(rows), minlength=D_VOCAB) / 4000
@@ -139,8 +144,8 @@ def test_what_cannot_be_continued_is_refused(tokenizer: Any) -> None:
     """No tokens, unknown tokens, and numbers that mean nothing."""
     model = model_of()
     with pytest.raises(SpecError, match="n_new"):
-        greedy(model, PROMPTS, n_new=0)
+        continuations(model, PROMPTS, n_new=0)
     with pytest.raises(SpecError, match="batch_size"):
-        greedy(model, PROMPTS, n_new=1, batch_size=0)
+        continuations(model, PROMPTS, n_new=1, batch_size=0)
     with pytest.raises(SpecError, match="not in the model's vocab"):
-        greedy(model, PROMPTS + D_VOCAB, n_new=1)
+        continuations(model, PROMPTS + D_VOCAB, n_new=1)
