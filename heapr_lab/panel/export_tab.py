@@ -45,6 +45,14 @@ class ExportTab(ipw.VBox):
             description="weights",
             tooltip="how the weights that stay are made",
         )
+        self.bias = ipw.Checkbox(
+            value=False, description="an output bias for each expert (not uniform)",
+            tooltip="for the mean of what was removed: one forward pass", **wide,
+        )  # fmt: skip
+        self.distill = ipw.IntSlider(
+            0, 0, 400, 25, description="distil [steps]", continuous_update=False,
+            tooltip="train each layer's experts to return what the dense ones return",
+        )  # fmt: skip
         self.gguf = ipw.Checkbox(
             value=False, description="also a GGUF file (uniform structure)", **wide
         )
@@ -54,12 +62,20 @@ class ExportTab(ipw.VBox):
         if session.workbench is None:
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
-        row = ipw.HBox(
-            [self.folder, self.weights, self.gguf], layout={"flex_flow": "row wrap"}
-        )
+        controls = [self.folder, self.weights, self.bias, self.distill, self.gguf]
+        row = ipw.HBox(controls, layout={"flex_flow": "row wrap"})
         super().__init__([row, self.note, self.job, self.command])
-        self.weights.observe(self.refresh, names="value")
+        for control in (self.weights, self.bias, self.distill):
+            control.observe(self.refresh, names="value")
         self.refresh()
+
+    @property
+    def options(self) -> str:
+        """What is done to the weights afterwards, as on the command line."""
+        asked = " --bias" if self.bias.value else ""
+        return asked + (
+            f" --distill {self.distill.value}" if self.distill.value else ""
+        )
 
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write, and the method."""
@@ -76,7 +92,7 @@ class ExportTab(ipw.VBox):
             text = text.removeprefix(f"{selection.estimator}, ")
         lines = [
             f"To be written: {text}; weights: {WEIGHTS[chosen]}. {_OTHERS}",
-            describe_method(selection, weights=chosen),
+            describe_method(selection, weights=chosen, options=self.options),
         ]
         self.note.value = "".join(map(status, lines))
 
@@ -86,7 +102,12 @@ class ExportTab(ipw.VBox):
         self.command.value = ""
         selection, weights = self.session.selection, self.weights.value
         folder, keep = Path(self.folder.value), self.session.keep_of(selection)
-        asked = folder, keep.fingerprint, weights
+        asked = folder, keep.fingerprint, weights + self.options
+        if self.bias.value and selection.structure == "uniform":
+            raise SpecError(
+                "a uniform checkpoint is a stock one, which has no place for output "
+                "biases: choose another structure, or leave them out"
+            )
         if self.gguf.value and selection.structure != "uniform":
             raise SpecError(
                 "a GGUF file needs one width for all experts, and the structure is "
@@ -116,9 +137,11 @@ class ExportTab(ipw.VBox):
         facts = export.facts_of(
             table, made.keep, source=bench.source, candidates=made.candidates
         )
+        after = export.Afterwards(self.bias.value, self.distill.value)
         export.write_checkpoint(
-            folder, made, bench, facts=facts, corpora=self._corpora(), report=report
-        )
+            folder, made, bench, facts=facts, corpora=self._corpora(), after=after,
+            report=report,
+        )  # fmt: skip
 
     def _corpora(self) -> list[str]:
         """Corpora of the card: those of the calibration and of evaluations."""
@@ -158,16 +181,16 @@ class ExportTab(ipw.VBox):
         return f"{status(f'{text}. To load it:')}<pre>{html.escape(code)}</pre>"
 
 
-def describe_method(selection: Selection, *, weights: str) -> str:
-    """The method of the command line, or the difference from it."""
+def describe_method(selection: Selection, *, weights: str, options: str = "") -> str:
+    """The method of the command line with `options`, or the difference from it."""
     chosen = selection.estimator
     for name, method in METHODS.items():
         if weights == method.weights and (
             weights == "compress" or chosen == method.estimator
         ):
-            return f"This is --method {name}{_default(name)}."
+            return f"This is --method {name}{_default(name)}{options}."
     name = "paper" if weights == "unchanged" else "best"
-    return f"On the command line this is --method {name} --estimator {chosen}."
+    return f"On the command line this is --method {name} --estimator {chosen}{options}."
 
 
 def _default(name: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.storage.files import read_frame
+from heapr_lab.storage.files import read_frame, read_json
 from heapr_lab.storage.provenance import read_provenance
 
 
@@ -82,3 +82,31 @@ def test_the_model_is_exported(panel: Explorer, tmp_path: Path, weights: str) ->
     tab.job.wait(60)
     assert "choose uniform" in tab.job.error.value
     assert not (tmp_path / "other").exists()
+
+
+def test_what_comes_after_is_written(panel: Explorer, tmp_path: Path) -> None:
+    """Biases and distillation are in the manifest, and in the command that is named."""
+    panel.controls.ratio.value = "0.4"
+    tab = panel.export
+    tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
+    assert "--method paper." in tab.note.value
+    tab.bias.value, tab.distill.value = True, 25
+    assert "--method paper --bias --distill 25." in tab.note.value
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert tab.job.error.value == ""
+    manifest = read_json(tmp_path / "pruned" / "heapr_manifest.json")
+    assert len(manifest["output_bias"]) == len(manifest["distillation"]) == 2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    assert any(name.endswith("down_bias") for name, _ in loaded.named_parameters())
+
+
+def test_a_stock_checkpoint_has_no_biases(panel: Explorer, tmp_path: Path) -> None:
+    """They are refused before anything is run, and nothing is written."""
+    panel.controls.structure.value = "uniform"
+    tab = panel.export
+    tab.folder.value, tab.bias.value = str(tmp_path / "pruned"), True
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert "no place for output biases" in tab.job.error.value
+    assert not (tmp_path / "pruned").exists()
