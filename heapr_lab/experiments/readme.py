@@ -75,6 +75,7 @@ def front_blocks(
         "summary": as_block(_front_summary(summary)),
         "claims": as_block(claims_by_corpus(claims)),
         "better": as_block(better_table(measured)),
+        "commands": as_block(figures.commands_table(measured["beyond"])),
     }
 
 

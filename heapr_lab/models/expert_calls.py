@@ -7,6 +7,7 @@ Shapes: T tokens of all windows, K experts of each, D d_expert.
 """
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,8 +62,10 @@ class _Recorder:
         finally:
             hook.remove()
 
-    def _keep(self, _module: Any, args: Any, options: Any, output: Any) -> None:
-        found = [*args, *options.values(), output]
+    def _keep(self, module: Any, args: Any, options: Any, output: Any) -> None:
+        # Families differ in the names of the arguments, not in their order.
+        given = inspect.signature(type(module).forward).bind(module, *args, **options)
+        _, *found = [*given.arguments.values(), output]
         self._parts.append([x.detach().reshape(-1, x.shape[-1]) for x in found])
 
     def calls(self, n_tokens: int) -> ExpertCalls:

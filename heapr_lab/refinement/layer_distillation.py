@@ -34,6 +34,7 @@ from heapr_lab.text.calibration import CalibrationSet
 
 N_STEPS = 100
 _BATCH_TOKENS = 2048
+_TOKENS_AT_ONCE = 4096
 _LEARNING_RATE = 0.1
 _WARM_UP = 0.1
 _WAYS = (0.25, 0.5, 1.0)
@@ -96,27 +97,16 @@ def distill_layers(
     ids = torch.cat([fit.ids, held_out.ids])
     parts = Parts(n_steps * len(students), progress)
     rows = []
+    n_fit = fit.ids.numel()
     for layer, calls in iter_expert_calls(dense, ids):
-        n_fit = fit.ids.numel()
-        own, rest = calls.of(slice(None, n_fit)), calls.of(slice(n_fit, None))
         student = students[layer.name]
+        own, rest = calls.of(slice(None, n_fit)), calls.of(slice(n_fit, None))
         trained = _trainable(student)
+        error = _error(trained, rest, _TOKENS_AT_ONCE)
         batches = _batches(n_fit, batch_tokens, n_steps, seed)
-        before = _error(trained, rest, batch_tokens)
-        rate = learning_rate * before**0.5
-        _train(trained, own, batches, rate, n_steps, parts)
-        errors = _errors(student, trained, rest, batch_tokens)
-        way = min(errors, key=lambda own: errors[own])
-        _go(student, trained, way)
+        _train(trained, own, batches, learning_rate * error**0.5, n_steps, parts)
         parts.end(n_steps)
-        rows.append(
-            {
-                "layer": layer.layer,
-                "before": errors[0.0],
-                "after": errors[way],
-                "way": way,
-            }
-        )
+        rows.append({"layer": layer.layer, **_taken(student, trained, rest, error)})
     said = getattr(pruned, "heapr_weights", "sliced")
     pruned.__dict__["heapr_weights"] = (
         f"{said}; then each layer's experts distilled from the dense ones in {n_steps} "
@@ -207,16 +197,21 @@ def _error(module: RaggedExperts, calls: ExpertCalls, size: int) -> float:
     return missing / squares
 
 
-def _errors(
-    student: RaggedExperts, trained: RaggedExperts, calls: ExpertCalls, size: int
-) -> dict[float, float]:
-    """The error at each way from the weights of `student` to those of `trained`."""
-    found = {}
-    for way in (0.0, *_WAYS):
+def _taken(
+    student: RaggedExperts, trained: RaggedExperts, calls: ExpertCalls, error: float
+) -> dict[str, float]:
+    """Move `student` as far to `trained` as is best on `calls`; a row of the report.
+
+    `error` is its error without moving.
+    """
+    errors = {0.0: error}
+    for way in _WAYS:
         between = _trainable(student)
         _go(between, trained, way)
-        found[way] = _error(between, calls, size)
-    return found
+        errors[way] = _error(between, calls, _TOKENS_AT_ONCE)
+    best = min(errors, key=lambda way: errors[way])
+    _go(student, trained, best)
+    return {"before": error, "after": errors[best], "way": best}
 
 
 @torch.no_grad()

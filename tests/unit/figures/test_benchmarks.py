@@ -255,7 +255,8 @@ def test_what_follows_compress_by_hand() -> None:
                     "agreement chrf": 100 * share,
                 }
             )
-    table = figures.beyond_table(pd.DataFrame(rows)).set_index("variant")
+    measured = pd.DataFrame(rows)
+    table = figures.beyond_table(measured).set_index("variant")
     own = table.loc["compress"]
     assert own["removed"] == "40%"
     assert own["Δloss pydocs [× HEAPr] ↓"] == pytest.approx(0.11 / 0.4)
@@ -264,3 +265,8 @@ def test_what_follows_compress_by_hand() -> None:
     assert own["until the first other ↑"] == "30.0%"
     assert own["chrF ↑"] == "60.0"
     assert table.loc["heapr", "Δloss pydocs [× HEAPr] ↓"] == 1
+    added = measured[measured["variant"].eq("compress")]
+    more = [added.assign(variant=v) for v in ("+ bias", "+ bias + distillation")]
+    commands = figures.commands_table(pd.concat([measured, *more]))
+    assert commands["Δloss at 40% [× HEAPr] ↓"].tolist() == ["1.00"] + 3 * ["0.27"]
+    assert commands["same text at 40% ↑"].tolist() == 4 * ["30.0%"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import FAMILIES as FAMILIES_OF_ALL
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep
 from torch import nn
@@ -165,24 +166,30 @@ def test_what_cannot_be_distilled_is_refused(dense: nn.Module) -> None:
             distill_layers(pruned, dense, WINDOWS, **{name: 0})
 
 
-def test_calls_are_those_of_a_forward_pass() -> None:
+@pytest.mark.parametrize("family", FAMILIES_OF_ALL)
+def test_calls_are_those_of_a_forward_pass(family: str) -> None:
     """One layer at a time, of several batches, in the order of the tokens."""
-    dense = tiny_model("deepseek_v2")
+    dense = tiny_model(family)
     ids = tiny_ids(n_sequences=5)
-    done: list[tuple[int, int]] = []
-    found = {
-        layer.layer: calls
-        for layer, calls in iter_expert_calls(
-            dense, ids, progress=lambda *d: done.append(d)
-        )
-    }
-    assert sorted(found) == [layer.layer for layer in find_experts(dense)]
-    assert done[-1] == (3, 3)
-    for layer in find_experts(dense):
+    layers = find_experts(dense)
+    found = {layer.layer: calls for layer, calls in iter_expert_calls(dense, ids)}
+    assert sorted(found) == [layer.layer for layer in layers]
+    for layer in layers:
         calls = found[layer.layer]
-        assert len(calls.output) == ids.numel()
+        assert not calls.top_k_index.is_floating_point()
+        assert calls.hidden_states.shape == (ids.numel(), layer.d_expert)
         with torch.no_grad():
             again = layer.module(
                 calls.hidden_states, calls.top_k_index, calls.top_k_weights
             )
         torch.testing.assert_close(again, calls.output)
+
+
+def test_progress_of_calls_counts_decoder_layers() -> None:
+    """Those without experts, too."""
+    done: list[tuple[int, int]] = []
+    ids = tiny_ids(n_sequences=2)
+    dense = tiny_model("deepseek_v2")
+    for _ in iter_expert_calls(dense, ids, progress=lambda *d: done.append(d)):
+        pass
+    assert done == [(1, 3), (2, 3), (3, 3)]
