@@ -46,6 +46,7 @@ Examples:
 GENERATE_EXAMPLES = """\b
 Examples:
   heapr-lab generate ./my_moe --out own.jsonl
+  heapr-lab generate ./my_chat_moe --corpus chats.jsonl --out answers.jsonl
   heapr-lab prune ./my_moe --ratio 0.4 --corpus own.jsonl --out pruned
 """
 TRAIN_EXAMPLES = """\b
