@@ -300,6 +300,7 @@ class Request:
                 rounds=self.rounds,
                 quick=self.quick,
                 time_budget=self.time_budget,
+                after=self.after,
                 report=report,
             )
 
@@ -347,10 +348,10 @@ class Request:
             candidates=made.candidates,
         )
         with _reported() as report:
-            if made.compensation is not None or self.after:
+            if made.compensation is not None or made.after:
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
-                    corpora=corpora, after=self.after, report=report,
+                    corpora=corpora, report=report,
                 )  # fmt: skip
             else:
                 change = {

@@ -133,15 +133,16 @@ class ExportTab(ipw.VBox):
         bench: Any = self.session.workbench
         table = self.session.table
         setting = Setting(selection, self.session.calibration)
-        made = export.choose(bench, table, setting, weights=weights, report=report)
+        after = export.Afterwards(self.bias.value, self.distill.value)
+        made = export.choose(
+            bench, table, setting, weights=weights, after=after, report=report
+        )
         facts = export.facts_of(
             table, made.keep, source=bench.source, candidates=made.candidates
         )
-        after = export.Afterwards(self.bias.value, self.distill.value)
         export.write_checkpoint(
-            folder, made, bench, facts=facts, corpora=self._corpora(), after=after,
-            report=report,
-        )  # fmt: skip
+            folder, made, bench, facts=facts, corpora=self._corpora(), report=report
+        )
 
     def _corpora(self) -> list[str]:
         """Corpora of the card: those of the calibration and of evaluations."""

@@ -55,9 +55,6 @@ class Afterwards:
         return self.output_bias or self.distill > 0
 
 
-NOTHING = Afterwards()
-
-
 @dataclass(frozen=True)
 class Chosen:
     """The kept atoms, and the compensation of the pruned ones, if any."""
@@ -65,9 +62,10 @@ class Chosen:
     keep: KeepMask
     compensation: Compensation | None = None
     windows: CalibrationSet | None = None
-    """The windows that weights are fitted to; None where there is only a table."""
+    """The windows that weights are fitted to, if any are."""
     candidates: pd.DataFrame | None = None
     """The report of `compress`, if it chose."""
+    after: Afterwards = Afterwards()
 
 
 def choose(
@@ -79,6 +77,7 @@ def choose(
     rounds: int = 1,
     quick: bool = False,
     time_budget: float | None = None,
+    after: Afterwards = Afterwards(),
     report: Report,
 ) -> Chosen:
     """The kept atoms of the model of `bench`, and the compensation of the others.
@@ -92,6 +91,7 @@ def choose(
         rounds: as in `prune_in_rounds`; not with `compress`.
         quick: as in `compress`.
         time_budget: as in `compress`.
+        after: what will be done to the weights before they are written.
         report: called with the progress.
 
     Raises:
@@ -104,9 +104,11 @@ def choose(
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
         uniform_width(keep, stored_dtype(bench))
+    if rounds == 1 and weights == "unchanged" and not after:
+        return Chosen(with_model(keep, table))
     windows = bench.calibration_set(setting.calibration)
     if rounds == 1 and weights == "unchanged":
-        return Chosen(with_model(keep, table), windows=windows)
+        return Chosen(with_model(keep, table), windows=windows, after=after)
     if weights == "compress":
         best = fit_compression(
             bench.model,
@@ -118,12 +120,12 @@ def choose(
             progress=_part(report, f"compression on {windows.label}: window"),
         )
         keep = with_model(best.keep, table)
-        return Chosen(keep, best.compensation, windows, best.report)
+        return Chosen(keep, best.compensation, windows, best.report, after)
     step = _part(report, f"compensation on {windows.label}: window")
     if rounds == 1:
         keep = with_model(keep, table)
         fitted = fit_compensation(bench.model, keep, windows, progress=step)
-        return Chosen(keep, fitted, windows)
+        return Chosen(keep, fitted, windows, after=after)
     found = prune_in_rounds(
         bench.model,
         windows,
@@ -133,7 +135,8 @@ def choose(
         table=table,
         progress=step,
     )
-    return Chosen(with_model(found.keep, table), found.compensation, windows)
+    keep = with_model(found.keep, table)
+    return Chosen(keep, found.compensation, windows, after=after)
 
 
 def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
@@ -259,7 +262,6 @@ def write_checkpoint(
     facts: dict[str, Any],
     corpora: Sequence[str],
     base: str | None = None,
-    after: Afterwards = NOTHING,
     report: Report,
 ) -> None:
     """Write the pruned model of `bench` to the folder `out`.
@@ -272,7 +274,6 @@ def write_checkpoint(
         corpora: corpora on whose test splits the card's perplexities are measured, with
             the weights that are written.
         base: name of the dense model; by default where it was loaded from.
-        after: what is done to the weights first, on the windows of `made`.
         report: called with the progress.
     """
     compensation = made.compensation
@@ -283,9 +284,9 @@ def write_checkpoint(
         pruned.__dict__["heapr_weights"] = describe_weights(compensation, made.windows)
         errors = compensation.report.to_dict("records")
         facts = facts | {"compensation": compensation.settings, "errors": errors}
-    if after:
+    if made.after:
         assert made.windows is not None
-        facts = facts | _trained(pruned, bench, made.windows, after, report)
+        facts = facts | _trained(pruned, bench, made.windows, made.after, report)
     source, stored = bench.source, stored_dtype(bench)
     _round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, report) for name in corpora}

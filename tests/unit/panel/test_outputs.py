@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from heapr_lab.errors import CorpusError
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.storage.files import read_frame, read_json
 from heapr_lab.storage.provenance import read_provenance
@@ -110,3 +111,23 @@ def test_a_stock_checkpoint_has_no_biases(panel: Explorer, tmp_path: Path) -> No
     tab.job.wait(60)
     assert "no place for output biases" in tab.job.error.value
     assert not (tmp_path / "pruned").exists()
+
+
+def test_unchanged_weights_need_no_text(
+    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table from elsewhere can be exported where its corpus is not."""
+
+    def missing(*_args: object) -> None:
+        raise CorpusError("the corpus is not here")
+
+    monkeypatch.setattr(panel.session.workbench, "calibration_set", missing)
+    tab = panel.export
+    tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert tab.job.error.value == ""
+    tab.folder.value, tab.distill.value = str(tmp_path / "other"), 25
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert "the corpus is not here" in tab.job.error.value
