@@ -185,6 +185,14 @@ Distill = Annotated[
         "dense ones return; 100 is a good start. Not with --importance.",
     ),
 ]
+DistillSequences = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Windows that --bias and --distill use [default: those of the "
+        "calibration]; four times as many are worth it.",
+    ),
+]
 Rounds = Annotated[
     int,
     typer.Option(min=1, help="Rounds, each with new scores; not with --importance."),

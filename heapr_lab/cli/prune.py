@@ -37,6 +37,7 @@ def prune(
     time_budget: options.TimeBudget = None,
     bias: options.OutputBias = False,
     distill: options.Distill = 0,
+    distill_sequences: options.DistillSequences = None,
     estimator: options.EstimatorOrMethods = None,
     rounds: options.Rounds = 1,
     scope: options.Scope = "global",
@@ -78,7 +79,7 @@ def prune(
     _check_amount(
         ratio, max_rise, max_latency, rounds=rounds, table_alone=importance is not None
     )
-    after = Afterwards(output_bias=bias, distill=distill)
+    after = Afterwards(bias, distill, distill_sequences)
     _check_after(after, out, structure, table_alone=importance is not None)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(

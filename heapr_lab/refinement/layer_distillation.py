@@ -110,7 +110,8 @@ def distill_layers(
     said = getattr(pruned, "heapr_weights", "sliced")
     pruned.__dict__["heapr_weights"] = (
         f"{said}; then each layer's experts distilled from the dense ones in {n_steps} "
-        f"steps of {batch_tokens} tokens of {calibration.label}"
+        f"steps of {batch_tokens} tokens of {calibration.n_sequences} windows of "
+        f"{calibration.label}"
     )
     pruned.__dict__["heapr_distillation"] = pd.DataFrame(rows)
     return pruned

@@ -90,7 +90,7 @@ def add_output_bias(
     said = getattr(pruned, "heapr_weights", "sliced")
     pruned.__dict__["heapr_weights"] = (
         f"{said}; then an output bias for each expert, by least squares on "
-        f"{calibration.label}"
+        f"{calibration.n_sequences} windows of {calibration.label}"
     )
     pruned.__dict__["heapr_output_bias"] = pd.DataFrame(rows)
     return pruned

@@ -49,10 +49,22 @@ class Afterwards:
     """Whether experts are given an output bias, by `add_output_bias`."""
     distill: int = 0
     """Steps of `distill_layers`; 0 for none."""
+    n_sequences: int | None = None
+    """Windows that both are fitted to; None takes those of the calibration."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         return self.output_bias or self.distill > 0
+
+    def windows(self, bench: Workbench, calibration: Calibration) -> CalibrationSet:
+        """The windows that both are fitted to: of `calibration`, but as many as asked.
+
+        Raises:
+            CorpusError: the corpus has fewer windows.
+        """
+        if self.n_sequences is not None:
+            calibration = replace(calibration, n_sequences=self.n_sequences)
+        return bench.calibration_set(calibration)
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,8 @@ class Chosen:
     candidates: pd.DataFrame | None = None
     """The report of `compress`, if it chose."""
     after: Afterwards = Afterwards()
+    trained_on: CalibrationSet | None = None
+    """The windows that `after` needs, if anything is done."""
 
 
 def choose(
@@ -97,18 +111,43 @@ def choose(
     Raises:
         SpecError: the selection is infeasible, or its uniform width is not supported in
             the dtype of the files; raised before anything is run.
+        CorpusError: there is too little text; likewise.
     """
+    trained_on = after.windows(bench, setting.calibration) if after else None
+    found = _chosen(
+        bench,
+        table,
+        setting,
+        weights=weights,
+        rounds=rounds,
+        quick=quick,
+        time_budget=time_budget,
+        report=report,
+    )
+    return replace(found, after=after, trained_on=trained_on)
+
+
+def _chosen(
+    bench: Workbench,
+    table: ImportanceTable,
+    setting: Setting,
+    *,
+    weights: str,
+    rounds: int,
+    quick: bool,
+    time_budget: float | None,
+    report: Report,
+) -> Chosen:
+    """As `choose`, without what is done afterwards."""
     selection = setting.selection
     if weights == "compress":  # which chooses the estimator
         selection = replace(selection, estimator="heapr")
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
         uniform_width(keep, stored_dtype(bench))
-    if rounds == 1 and weights == "unchanged" and not after:
+    if rounds == 1 and weights == "unchanged":
         return Chosen(with_model(keep, table))
     windows = bench.calibration_set(setting.calibration)
-    if rounds == 1 and weights == "unchanged":
-        return Chosen(with_model(keep, table), windows=windows, after=after)
     if weights == "compress":
         best = fit_compression(
             bench.model,
@@ -120,12 +159,12 @@ def choose(
             progress=_part(report, f"compression on {windows.label}: window"),
         )
         keep = with_model(best.keep, table)
-        return Chosen(keep, best.compensation, windows, best.report, after)
+        return Chosen(keep, best.compensation, windows, best.report)
     step = _part(report, f"compensation on {windows.label}: window")
     if rounds == 1:
         keep = with_model(keep, table)
         fitted = fit_compensation(bench.model, keep, windows, progress=step)
-        return Chosen(keep, fitted, windows, after=after)
+        return Chosen(keep, fitted, windows)
     found = prune_in_rounds(
         bench.model,
         windows,
@@ -135,8 +174,7 @@ def choose(
         table=table,
         progress=step,
     )
-    keep = with_model(found.keep, table)
-    return Chosen(keep, found.compensation, windows, after=after)
+    return Chosen(with_model(found.keep, table), found.compensation, windows)
 
 
 def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
@@ -284,9 +322,8 @@ def write_checkpoint(
         pruned.__dict__["heapr_weights"] = describe_weights(compensation, made.windows)
         errors = compensation.report.to_dict("records")
         facts = facts | {"compensation": compensation.settings, "errors": errors}
-    if made.after:
-        assert made.windows is not None
-        facts = facts | _trained(pruned, bench, made.windows, made.after, report)
+    if made.trained_on is not None:
+        facts = facts | _trained(pruned, bench, made.trained_on, made.after, report)
     source, stored = bench.source, stored_dtype(bench)
     _round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, report) for name in corpora}

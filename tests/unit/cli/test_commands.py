@@ -173,12 +173,13 @@ def test_the_method_is_the_best_that_the_inputs_allow(
 def test_prune_and_distil(folder: Path, tmp_path: Path, method: str) -> None:
     """The experts are trained before they are written; manifest and output say so."""
     base = ("prune", folder / "moe", "--ratio", 0.6, "--method", method, "--json")
-    facts = json.loads(
-        run(*base, "--bias", "--distill", 5, "--out", tmp_path / "d", *text_of(folder))
-    )
+    after = ("--bias", "--distill", 5, "--distill-sequences", 10)
+    out = tmp_path / "d"
+    facts = json.loads(run(*base, *after, "--out", out, *text_of(folder)))
     assert (facts["output_bias"], facts["distillation_steps"]) == (True, 5)
     manifest = json.loads((tmp_path / "d" / "heapr_manifest.json").read_text())
     assert "distilled from the dense ones in 5 steps" in manifest["weights"]
+    assert manifest["weights"].count("10 windows of") == 2
     assert len(manifest["distillation"]) == 2
     for row in (*manifest["distillation"], *manifest["output_bias"]):
         assert row["after"] <= row["before"]
@@ -196,6 +197,9 @@ def test_distillation_needs_weights_and_text(folder: Path, tmp_path: Path) -> No
     assert "--out" in one_line(*base)
     table = ("--importance", folder / "table.parquet", "--out", tmp_path / "x")
     assert "leave --importance out" in one_line(*base, *table)
+    more = ("--distill", 5, "--distill-sequences", 999, "--out", tmp_path / "x")
+    message = refused("prune", folder / "moe", "--ratio", 0.4, *more, *text_of(folder))
+    assert "999 were requested" in message
     stock = ("--bias", "--structure", "uniform", "--out", tmp_path / "x")
     assert "choose another" in one_line(*base[:-2], *stock)
 
