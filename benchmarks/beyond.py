@@ -5,10 +5,9 @@
 On each model, calibrated on pydocs, at 40 and 60 % of the atoms: Δloss on held-out text
 of pydocs and WikiText-2, and the agreement of greedy continuations of pydocs with the
 dense model's (24 prompts of 128 tokens, 64 new ones). Distillation and recovery see as
-many tokens: 100 steps of 2048; *4 × text* draws them from 512 windows in place of 128. *own
-text* is calibrated on as many windows that the
-dense model itself wrote, from the first 8 tokens of windows of pydocs. Seconds are CPU
-time, and of each addition alone.
+many tokens: 100 steps of 2048; *4 × text* draws them from 512 windows in place of 128.
+*own text* is calibrated on as many windows that the dense model itself wrote, from the
+first 8 tokens of windows of pydocs. Seconds are CPU time, and of each addition alone.
 """
 
 import argparse

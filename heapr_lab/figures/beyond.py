@@ -42,6 +42,7 @@ _COMMANDS = {
     "compress": "the default: `compress`",
     "+ bias": "`--bias`: and an output bias for each expert",
     "+ bias + distillation": "`--bias --distill 100`: and a little training",
+    "+ bias + distillation, 4 × text": "the same, `--distill-sequences 512`",
 }
 
 

@@ -266,7 +266,8 @@ def test_what_follows_compress_by_hand() -> None:
     assert own["chrF ↑"] == "60.0"
     assert table.loc["heapr", "Δloss pydocs [× HEAPr] ↓"] == 1
     added = measured[measured["variant"].eq("compress")]
-    more = [added.assign(variant=v) for v in ("+ bias", "+ bias + distillation")]
+    after = "+ bias", "+ bias + distillation", "+ bias + distillation, 4 × text"
+    more = [added.assign(variant=v) for v in after]
     commands = figures.commands_table(pd.concat([measured, *more]))
-    assert commands["Δloss at 40% [× HEAPr] ↓"].tolist() == ["1.00"] + 3 * ["0.27"]
-    assert commands["same text at 40% ↑"].tolist() == 4 * ["30.0%"]
+    assert commands["Δloss at 40% [× HEAPr] ↓"].tolist() == ["1.00"] + 4 * ["0.27"]
+    assert commands["same text at 40% ↑"].tolist() == 5 * ["30.0%"]
