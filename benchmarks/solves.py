@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cost import Configuration, build_model, calibration_set
-from benchmarks.machine import machine, write_results
+from benchmarks.machine import Rows
 from heapr_lab.importance.activation_grams import LayerGrams, default_span
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -136,27 +136,25 @@ def whole_model(configuration: Configuration, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all rows, and write them after each."""
+    """Measure the rows that are not there yet, and write them after each."""
     parser = argparse.ArgumentParser(description="Measure what the solves cost.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", help="rows, separated by commas")
     options = parser.parse_args()
     asked = options.only.split(",") if options.only else [*LAYERS, "whole"]
-    rows = []
+    rows = Rows("solves" if options.device == "cpu" else f"solves_{options.device}")
+    details = {"ratio": RATIO, "n_threads": torch.get_num_threads()}
     for name, configuration in {**LAYERS, "whole": WHOLE}.items():
-        if name not in asked:
-            continue
         measure = whole_model if name == "whole" else one_layer
-        label = "0.9B, 8 layers" if name == "whole" else f"{name}, one layer"
+        key = {"model": "0.9B, 8 layers" if name == "whole" else f"{name}, one layer"}
+        if name not in asked or rows.has(key):
+            continue
         shape = {
             "experts": configuration.n_experts,
             "atoms": configuration.d_inter,
             "d_model": configuration.d_model,
         }
-        rows.append({"model": label, **shape, **measure(configuration, options.device)})
-        print(rows[-1], flush=True)  # noqa: T201
-        stem = "solves" if options.device == "cpu" else f"solves_{options.device}"
-        write_results(stem, rows, machine(options.device) | {"ratio": RATIO})
+        rows.add([key | shape | measure(configuration, options.device)], details)
 
 
 if __name__ == "__main__":
