@@ -18,8 +18,9 @@ def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
     base = measured[measured["variant"].eq(_HEAPR)].set_index(["model", "ratio"])
     rows = []
     for (variant, ratio), part in measured.groupby(["variant", "ratio"], sort=False):
-        row: dict[str, object] = {"variant": variant, "removed": f"{ratio:.0%}"}
         own = part.set_index(["model", "ratio"])
+        row: dict[str, object] = {"variant": variant, "removed": f"{ratio:.0%}"}
+        row["models"] = len(own)
         for corpus in ("pydocs", "wikitext2"):
             losses, paper = (f[f"delta_nll {corpus}"] for f in (own, base))
             paper = paper.loc[losses.index]

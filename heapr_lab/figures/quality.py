@@ -168,10 +168,11 @@ def _ratio_gained(rows: pd.DataFrame, ratio: float) -> float:
 
 
 def models_data(measured: pd.DataFrame) -> pd.DataFrame:
-    """Δloss of each variant ÷ HEAPr's on each model and calibrated corpus.
+    """Δloss of each variant ÷ HEAPr's on each model, calibrated and tested corpus.
 
     At equal atoms and, where `equal` is "flops", with as many routed FLOPs saved as
-    HEAPr saves. Where HEAPr loses less than 0.005 nats there is no quotient.
+    HEAPr saves. Where HEAPr loses less than 0.005 nats there is no quotient. Mixtures
+    are left out.
 
     Args:
         measured: rows of `benchmarks/quality.py` on several models.
@@ -180,8 +181,7 @@ def models_data(measured: pd.DataFrame) -> pd.DataFrame:
         The rows, with the columns `paper`, HEAPr's Δloss, and `relative`.
     """
     rows = _beside_paper(measured).dropna(subset="paper")
-    same = rows["calibration"].eq(rows["test"])
-    rows = rows[same].reset_index(drop=True)
+    rows = rows[rows["calibration"].isin(rows["test"])].reset_index(drop=True)
     measurable = rows["paper"].ge(_MEASURABLE)
     return rows.assign(relative=rows["relative"].where(measurable))
 
@@ -192,6 +192,12 @@ def _beside_paper(measured: pd.DataFrame) -> pd.DataFrame:
     own = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
     rows = measured.merge(own, on=_RUN, how="left")
     return rows.assign(relative=rows["delta_nll"] / rows["paper"])
+
+
+def _calibrated(data: pd.DataFrame, *, equal: str = "atoms") -> pd.DataFrame:
+    """Those rows of `models_data` that were tested on the corpus of the calibration."""
+    same = data["calibration"].eq(data["test"])
+    return data[same & data["equal"].eq(equal)]
 
 
 @styled
@@ -207,7 +213,7 @@ def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """
     ax = own_axes(ax)
     ax.axhline(1.0, **REFERENCE_LINE)
-    data = data[data["equal"].eq("atoms")]
+    data = _calibrated(data)
     for name in COMPARED:
         own = data[data["variant"].eq(name)].groupby("ratio")["relative"].mean()
         if own.notna().any():
@@ -222,6 +228,7 @@ def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 @styled
 def figure_models(data: pd.DataFrame) -> Figure:
     """One panel for each model and calibrated corpus."""
+    data = _calibrated(data)
     runs = data[["model", "test"]].drop_duplicates().itertuples(index=False)
 
     def draw(run: tuple[str, str], ax: Axes) -> None:
@@ -239,7 +246,7 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
     quotient of any of them, with its model and corpus.
     """
     rows = []
-    data = data[data["equal"].eq("atoms")]
+    data = _calibrated(data)
     for variant, part in data.groupby("variant", sort=False):
         row: dict[str, object] = {
             "variant": variant,
@@ -262,6 +269,7 @@ def gains_table(data: pd.DataFrame, variant: str = "compress") -> pd.DataFrame:
     Pooled over calibrated corpora and seeds (sum ÷ sum), ± half of its 95 % interval
     over test windows, which all seeds share; a dash where HEAPr loses less than 0.005
     nats on the mean. The worst is that of any corpus, seed and ratio at equal atoms.
+    *Other text* is tested on a corpus that nothing was calibrated on.
 
     Args:
         data: from `models_data`.
@@ -272,23 +280,31 @@ def gains_table(data: pd.DataFrame, variant: str = "compress") -> pd.DataFrame:
     rows = []
     for model, part in groups:
         row: dict[str, object] = {"model": model}
-        atoms, flops = (part[part["equal"].eq(what)] for what in ("atoms", "flops"))
+        atoms, flops = (_calibrated(part, equal=what) for what in ("atoms", "flops"))
         for ratio, some in atoms.groupby("ratio"):
             row[f"{100 * ratio:g} % ↓"] = _quotient(some)
-        worst = atoms["relative"].max()
-        row["worst ↓"] = "–" if np.isnan(worst) else f"{worst:.2f}"
+        row["worst ↓"] = _worst(atoms)
         for ratio, some in flops.groupby("ratio"):
             row[f"{100 * ratio:g} %, equal FLOPs ↓"] = _quotient(some)
+        other = part[part["calibration"].ne(part["test"]) & part["equal"].eq("atoms")]
+        row["40 %, other text ↓"] = _quotient(other[other["ratio"].eq(0.4)])
+        row["worst, other text ↓"] = _worst(other)
         rows.append(row)
     return pd.DataFrame(rows)
 
 
+def _worst(rows: pd.DataFrame) -> str:
+    """The largest quotient, as text."""
+    worst = rows["relative"].max()
+    return "–" if np.isnan(worst) else f"{worst:.2f}"
+
+
 def _quotient(rows: pd.DataFrame) -> str:
     """Sum of Δloss ÷ HEAPr's, ± half of its 95 % interval, as text."""
-    if rows["paper"].mean() < _MEASURABLE:
+    if rows.empty or rows["paper"].mean() < _MEASURABLE:
         return "–"
     # All seeds of a model and corpus are tested on the same windows.
-    runs = rows.groupby(["model", "test"])[["stderr", "paper"]].mean()
+    runs = rows.groupby(["model", "calibration", "test"])[["stderr", "paper"]].mean()
     error = 1.96 * np.sqrt(runs["stderr"].pow(2).sum()) / runs["paper"].sum()
     return f"{_pooled(rows):.2f} ± {error:.2f}"
 

@@ -188,7 +188,11 @@ def test_outliers_are_shown_with_who_prunes_them() -> None:
 def test_models_are_pooled_and_the_worst_is_named() -> None:
     """(0.03 + 0.15) / (0.1 + 0.3) at 40 %, the worst of which is b's 0.5."""
     data = figures.models_data(measured_models())
-    assert data.groupby("equal").size().to_dict() == {"atoms": 8, "flops": 8}
+    assert data.groupby(["equal", "test"]).size().to_dict() == {
+        ("atoms", "pydocs"): 8,
+        ("atoms", "wikitext2"): 8,
+        ("flops", "pydocs"): 8,
+    }
     table = figures.models_table(data).set_index("variant").loc["compress"]
     assert table["40 % [× HEAPr] ↓"] == pytest.approx(0.18 / 0.4)
     assert table["20 % [× HEAPr] ↓"] == pytest.approx(0.014 / 0.021)
@@ -235,6 +239,23 @@ def test_equal_flops_are_columns_of_their_own() -> None:
     assert found.to_dict() == {"a": "20.00", "b": "6.67", "all": "10.00"}
     atoms = figures.gains_table(data[data["equal"].eq("atoms")]).set_index("model")
     assert table[atoms.columns].equals(atoms)
+
+
+def test_other_text_is_a_column_and_mixtures_are_not_there() -> None:
+    """1 nat each on a corpus that was not calibrated on: as HEAPr, on both models."""
+    rows = measured_models()
+    other = rows["test"].eq("wikitext2")
+    worse = other & rows["variant"].eq("compress") & rows["model"].eq("b")
+    rows.loc[worse & rows["ratio"].eq(0.2), "delta_nll"] = 9.0
+    more = [
+        rows[other].assign(calibration=name)
+        for name in ("wikitext2", "0.5*pydocs + 0.5*wikitext2")
+    ]
+    data = figures.models_data(pd.concat([rows, *more]))
+    assert set(data["calibration"]) == {"pydocs", "wikitext2"}
+    table = figures.gains_table(data).set_index("model")
+    assert table["40 %, other text ↓"].str.partition(" ")[0].tolist() == 3 * ["1.00"]
+    assert table["worst, other text ↓"].tolist() == ["1.00", "9.00", "9.00"]
 
 
 def test_what_follows_compress_by_hand() -> None:
