@@ -76,40 +76,33 @@ class Case:
         return prune(self.bench.model, made.keep, downs=made.downs)
 
 
-def biased(model: Any, case: Case) -> Any:
+def biased(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
     """With an output bias for each expert."""
-    return add_output_bias(model, case.bench.model, case.windows)
+    return add_output_bias(model, bench.model, windows)
 
 
-def distilled(model: Any, case: Case) -> Any:
+def distilled(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
     """Layer by layer."""
     return distill_layers(
-        model,
-        case.bench.model,
-        case.windows,
-        n_steps=N_STEPS,
-        batch_tokens=STEP_TOKENS,
+        model, bench.model, windows, n_steps=N_STEPS, batch_tokens=STEP_TOKENS
     )
 
 
-def on_more_text(model: Any, case: Case) -> Any:
+def on_more_text(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
     """Biases and distillation on four times as many windows, in as many steps."""
-    more = Calibration(CORPUS, n_sequences=4 * case.windows.n_sequences)
-    windows = case.bench.calibration_set(more)
-    add_output_bias(model, case.bench.model, windows)
-    return distill_layers(
-        model, case.bench.model, windows, n_steps=N_STEPS, batch_tokens=STEP_TOKENS
-    )
+    count = 4 * windows.n_sequences
+    more = bench.calibration_set(Calibration(CORPUS, n_sequences=count))
+    return distilled(biased(model, bench, more), bench, more)
 
 
-def recovered(model: Any, case: Case) -> Any:
+def recovered(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
     """From the dense model's predictions, on as many tokens."""
     return recover(
         model,
-        case.bench.model,
-        case.windows,
+        bench.model,
+        windows,
         n_steps=N_STEPS,
-        batch_size=STEP_TOKENS // case.windows.seq_len,
+        batch_size=STEP_TOKENS // windows.seq_len,
         learning_rate=RECOVERY_RATE,
     )
 
@@ -137,6 +130,13 @@ def own_text(bench: Workbench, windows: CalibrationSet) -> CalibrationSet:
     return CalibrationSet(ids, {"corpus": "own text"})
 
 
+TEXTS: dict[str, Callable[[Workbench, CalibrationSet], CalibrationSet]] = {
+    "": lambda _bench, windows: windows,
+    ", own text": own_text,
+}
+"""What is calibrated on, by the ending of the variants' names."""
+
+
 def measured(case: Case, model: Any) -> dict[str, Any]:
     """Losses on held-out text, and the agreement of what both models write."""
     bench, row = case.bench, {}
@@ -159,46 +159,52 @@ def main() -> None:
     parser.add_argument("--models", default="lab,unbalanced,fine,biased")
     parser.add_argument("--name", default="beyond", help="of the files written")
     options = parser.parse_args()
+    rows = Rows(options.name)
     details = {"n_test": N_TEST, "n_steps": N_STEPS, "step_tokens": STEP_TOKENS}
     for name in options.models.split(","):
         bench = open_workbench(
             model_folder(name), device="cpu", dtype="float32", profile="lab"
         )
-        windows = bench.calibration_set(Calibration(CORPUS))
-        texts = {"": windows, ", own text": own_text(bench, windows)}
-        for suffix, text in texts.items():
-            portfolio = Portfolio(bench.model, text, measure=bench.measure)
-            for ratio in RATIOS:
-                _measure(name, Case(bench, portfolio, ratio), suffix, options, details)
+        for suffix, text_of in TEXTS.items():
+            missing = [
+                ratio
+                for ratio in RATIOS
+                if not rows.has(_key(name, ratio) | {"variant": f"heapr{suffix}"})
+            ]
+            if missing:
+                text = text_of(bench, bench.calibration_set(Calibration(CORPUS)))
+                portfolio = Portfolio(bench.model, text, measure=bench.measure)
+            for ratio in missing:
+                case = Case(bench, portfolio, ratio)
+                rows.add(_measured_rows(name, case, suffix), details)
 
 
-def _measure(
-    name: str, case: Case, suffix: str, options: Any, details: dict[str, Any]
-) -> None:
-    """The rows of one model, text and ratio, unless they are there."""
-    rows = Rows(options.name)
-    key = {"model": f"{name} model", "ratio": case.ratio}
+def _key(name: str, ratio: float) -> dict[str, Any]:
+    return {"model": f"{name} model", "ratio": ratio}
+
+
+def _measured_rows(name: str, case: Case, suffix: str) -> list[dict[str, Any]]:
+    """The rows of one model, text and ratio."""
     found = []
 
     def timed(label: str, make: Callable[..., Any], *args: Any) -> Any:
         began = time.process_time()
         model = make(*args)
-        row = {**key, "variant": label + suffix}
+        row = {**_key(name, case.ratio), "variant": label + suffix}
         row["cpu_seconds"] = round(time.process_time() - began, 1)
         found.append(row | measured(case, model))
         return model
 
-    if not rows.has({**key, "variant": f"heapr{suffix}"}):
-        timed("heapr", case.heapr)
-        model = timed("compress", case.compress)
-        if not suffix:
-            model = timed(BIAS, biased, model, case)
-            timed(RECOVERED, recovered, copy.deepcopy(model), case)
-            model = timed(DISTILLED, distilled, model, case)
-            timed(BOTH, recovered, model, case)
-    if not suffix and not rows.has({**key, "variant": MORE}):
-        timed(MORE, on_more_text, case.compress(), case)
-    rows.add(found, details)
+    timed("heapr", case.heapr)
+    model = timed("compress", case.compress)
+    if not suffix:
+        text = case.bench, case.windows
+        timed(MORE, on_more_text, copy.deepcopy(model), *text)
+        model = timed(BIAS, biased, model, *text)
+        timed(RECOVERED, recovered, copy.deepcopy(model), *text)
+        model = timed(DISTILLED, distilled, model, *text)
+        timed(BOTH, recovered, model, *text)
+    return found
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cost import Configuration, build_model, calibration_set
-from benchmarks.machine import Rows
+from benchmarks.machine import Rows, machine
 from heapr_lab.importance.activation_grams import LayerGrams, default_span
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -143,7 +143,10 @@ def main() -> None:
     options = parser.parse_args()
     asked = options.only.split(",") if options.only else [*LAYERS, "whole"]
     rows = Rows("solves" if options.device == "cpu" else f"solves_{options.device}")
-    details = {"ratio": RATIO, "n_threads": torch.get_num_threads()}
+    details = machine(options.device) | {
+        "ratio": RATIO,
+        "n_threads": torch.get_num_threads(),
+    }
     for name, configuration in {**LAYERS, "whole": WHOLE}.items():
         measure = whole_model if name == "whole" else one_layer
         key = {"model": "0.9B, 8 layers" if name == "whole" else f"{name}, one layer"}

@@ -17,10 +17,10 @@ from heapr_lab.checkpoints import model_card
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.ragged_experts import (
     HeaprConfig,
     HeaprQuantizer,
-    RaggedExperts,
     finish,
 )
 from heapr_lab.pruning.masks import KeepMask
@@ -119,11 +119,7 @@ def attach(model: Any, structure: str) -> None:
     """Make transformers save the ragged experts of `model` in the form it loads."""
     if getattr(model, "hf_quantizer", None) is not None:
         return  # loaded from a checkpoint, and saved like it
-    experts = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, RaggedExperts)
-    }
+    experts = sliced_experts(model)
     config = HeaprConfig(
         {name: module.heapr_widths for name, module in experts.items()},
         output_bias=any(module.has_added_bias for module in experts.values()),

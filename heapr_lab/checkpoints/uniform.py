@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.folders import build
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
@@ -114,8 +114,7 @@ def refuse_added_bias(model: nn.Module) -> None:
     Raises:
         SpecError: they have one.
     """
-    modules = model.modules()
-    if any(isinstance(m, RaggedExperts) and m.has_added_bias for m in modules):
+    if any(experts.has_added_bias for experts in sliced_experts(model).values()):
         raise SpecError(
             f"the experts of a stock {type(model).__name__} have no output bias, and "
             "those of this model do: choose another structure than uniform, or leave "

@@ -10,6 +10,7 @@ from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts
 
 if TYPE_CHECKING:
+    from heapr_lab.text.corpora import Corpus
     from heapr_lab.workbench.workbench import Workbench
 
 
@@ -58,8 +59,9 @@ def generate(
     }
     with progress_bar(f"text of {bench.name}", "text") as bar:
         drawn["progress"] = bar
-        if load_corpus(corpus).chat:
-            rows, n_new = _answers(bench, corpus, n_texts, drawn)
+        text = load_corpus(corpus)
+        if text.chat:
+            rows, n_new = _answers(bench, text, n_texts, drawn)
         else:
             rows, n_new = _texts(bench, corpus, n_texts, prompt_tokens, drawn)
     with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as file:
@@ -91,7 +93,7 @@ def _texts(
 
 
 def _answers(
-    bench: "Workbench", corpus: str, n_texts: int, drawn: Any
+    bench: "Workbench", corpus: "Corpus", n_texts: int, drawn: Any
 ) -> tuple[list[dict[str, Any]], int]:
     """Conversations with answers of the model, and how many tokens are new."""
     import torch
@@ -99,9 +101,8 @@ def _answers(
     from heapr_lab.models.generation import continuations
     from heapr_lab.progress import Parts
     from heapr_lab.text.conversations import questions
-    from heapr_lab.text.corpora import load_corpus
 
-    asked = questions(load_corpus(corpus), bench.tokenizer)[:n_texts]
+    asked = questions(corpus, bench.tokenizer, limit=n_texts)
     parts, rows, n_new = Parts(len(asked), drawn["progress"]), [], 0
     for number, (messages, ids) in enumerate(asked):
         options = {**drawn, "seed": drawn["seed"] + number, "progress": parts}

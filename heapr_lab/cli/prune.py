@@ -159,11 +159,7 @@ def _check_after(
             raise SpecError(
                 f"{option} changes weights: give the folder of a checkpoint as --out"
             )
-    if after.output_bias and structure == "uniform":
-        raise SpecError(
-            "--bias is not possible in a uniform checkpoint, which is a stock one: "
-            "choose another --structure"
-        )
+    after.refuse(structure)
 
 
 def _is_folder(out: Path | None) -> bool:

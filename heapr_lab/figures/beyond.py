@@ -2,10 +2,9 @@
 
 import pandas as pd
 
-_HEAPR = "heapr"
+from heapr_lab.figures.quality import MEASURABLE, PAPER
+
 _UNTIL = "until the first other ↑"
-_MEASURABLE = 0.005
-"""Nats per token; where HEAPr loses less, a quotient would be one of noise."""
 
 
 def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
@@ -15,7 +14,7 @@ def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
     of the worst model where HEAPr loses at least 0.005 nats; means over models of the
     agreement with the dense model.
     """
-    base = measured[measured["variant"].eq(_HEAPR)].set_index(["model", "ratio"])
+    base = measured[measured["variant"].eq(PAPER)].set_index(["model", "ratio"])
     rows = []
     for (variant, ratio), part in measured.groupby(["variant", "ratio"], sort=False):
         own = part.set_index(["model", "ratio"])
@@ -26,7 +25,7 @@ def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
             paper = paper.loc[losses.index]
             row[f"Δloss {corpus} [× HEAPr] ↓"] = losses.sum() / paper.sum()
             if corpus == "pydocs":
-                row["worst model [×] ↓"] = (losses / paper)[paper > _MEASURABLE].max()
+                row["worst model [×] ↓"] = (losses / paper)[paper > MEASURABLE].max()
         means = own.mean(numeric_only=True)
         row |= {
             "same next token ↑": f"{means['agreement teacher_forced']:.1%}",

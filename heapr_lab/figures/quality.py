@@ -37,7 +37,7 @@ COMPARED = (
 )
 """Variants in the figure of several models."""
 _LINEAR_BELOW = 0.03
-_MEASURABLE = 0.005
+MEASURABLE = 0.005
 """Nats per token; where HEAPr loses less, a quotient would be one of noise."""
 _RUN = ["model", "calibration", "test", "seed", "ratio"]
 
@@ -182,7 +182,7 @@ def models_data(measured: pd.DataFrame) -> pd.DataFrame:
     """
     rows = _beside_paper(measured).dropna(subset="paper")
     rows = rows[rows["calibration"].isin(rows["test"])].reset_index(drop=True)
-    measurable = rows["paper"].ge(_MEASURABLE)
+    measurable = rows["paper"].ge(MEASURABLE)
     return rows.assign(relative=rows["relative"].where(measurable))
 
 
@@ -301,7 +301,7 @@ def _worst(rows: pd.DataFrame) -> str:
 
 def _quotient(rows: pd.DataFrame) -> str:
     """Sum of Δloss ÷ HEAPr's, ± half of its 95 % interval, as text."""
-    if rows.empty or rows["paper"].mean() < _MEASURABLE:
+    if rows.empty or rows["paper"].mean() < MEASURABLE:
         return "–"
     # All seeds of a model and corpus are tested on the same windows.
     runs = rows.groupby(["model", "calibration", "test"])[["stderr", "paper"]].mean()

@@ -46,6 +46,11 @@ class ExpertCalls:
         own = self.hidden_states, self.top_k_index, self.top_k_weights, self.output
         return ExpertCalls(*(part[tokens] for part in own))
 
+    def batches(self) -> "Iterator[ExpertCalls]":
+        """Those of 4096 tokens at a time, in order."""
+        for start in range(0, len(self.output), _TOKENS_AT_ONCE):
+            yield self.of(slice(start, start + _TOKENS_AT_ONCE))
+
 
 class _Recorder:
     """Keeps every call of one layer's experts."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.architecture import Architecture, LayerShape
-from heapr_lab.models.ragged_experts import activate
+from heapr_lab.models.ragged_experts import RaggedExperts, activate
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -156,6 +156,15 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     for layer in layers:
         _refuse_inexact(layer)
     return sorted(layers, key=lambda layer: layer.layer)
+
+
+def sliced_experts(model: nn.Module) -> dict[str, RaggedExperts]:
+    """The experts of a pruned model by the names of their modules, in order."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, RaggedExperts)
+    }
 
 
 def _decorated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

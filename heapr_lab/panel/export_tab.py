@@ -103,11 +103,6 @@ class ExportTab(ipw.VBox):
         selection, weights = self.session.selection, self.weights.value
         folder, keep = Path(self.folder.value), self.session.keep_of(selection)
         asked = folder, keep.fingerprint, weights + self.options
-        if self.bias.value and selection.structure == "uniform":
-            raise SpecError(
-                "a uniform checkpoint is a stock one, which has no place for output "
-                "biases: choose another structure, or leave them out"
-            )
         if self.gguf.value and selection.structure != "uniform":
             raise SpecError(
                 "a GGUF file needs one width for all experts, and the structure is "

@@ -31,7 +31,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.activation_grams import LayerGrams, default_span, iter_grams
-from heapr_lab.importance.columns import ELIMINATION_SCHEMA
+from heapr_lab.importance.columns import ELIMINATION_SCHEMA, ELIMINATIONS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Progress
@@ -41,7 +41,7 @@ from heapr_lab.refinement.normal_equations import at_once, scarcity, small_facto
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
-COLUMNS = {"fisher": "elimination", "shrunk": "elimination_shrunk"}
+COLUMNS = dict(zip(("fisher", "shrunk"), ELIMINATIONS, strict=True))
 """The column of the table, and the estimator that reads it, by the price."""
 PRICES = {column: price for price, column in COLUMNS.items()}
 """The price by the column."""

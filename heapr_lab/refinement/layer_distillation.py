@@ -24,17 +24,16 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
-from heapr_lab.models.identity import refuse_disturbed
+from heapr_lab.models.expert_calls import ExpertCalls
+from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.refinement.distillation import check_positive
-from heapr_lab.refinement.students import students_of
+from heapr_lab.refinement.students import lessons, note_change
 from heapr_lab.text.calibration import CalibrationSet
 
 N_STEPS = 100
 _BATCH_TOKENS = 2048
-_TOKENS_AT_ONCE = 4096
 _LEARNING_RATE = 0.1
 _WARM_UP = 0.1
 _WAYS = (0.25, 0.5, 1.0)
@@ -91,27 +90,22 @@ def distill_layers(
     check_positive(
         n_steps=n_steps, batch_tokens=batch_tokens, learning_rate=learning_rate
     )
-    refuse_disturbed(dense, remedy="begin again with the dense model")
-    students = students_of(pruned, dense)
-    fit, held_out = calibration.split()
-    ids = torch.cat([fit.ids, held_out.ids])
-    parts = Parts(n_steps * len(students), progress)
+    parts = Parts(n_steps * len(sliced_experts(pruned)), progress)
     rows = []
-    n_fit = fit.ids.numel()
-    for layer, calls in iter_expert_calls(dense, ids):
-        student = students[layer.name]
-        own, rest = calls.of(slice(None, n_fit)), calls.of(slice(n_fit, None))
-        trained = _trainable(student)
-        error = _error(trained, rest, _TOKENS_AT_ONCE)
-        batches = _batches(n_fit, batch_tokens, n_steps, seed)
-        _train(trained, own, batches, learning_rate * error**0.5, n_steps, parts)
+    for lesson in lessons(pruned, dense, calibration):
+        trained = _trainable(lesson.student)
+        error = _error(trained, lesson.held_out)
+        batches = _batches(len(lesson.fit.output), batch_tokens, n_steps, seed)
+        rate = learning_rate * error**0.5
+        _train(trained, lesson.fit, batches, rate, n_steps, parts)
         parts.end(n_steps)
-        rows.append({"layer": layer.layer, **_taken(student, trained, rest, error)})
-    said = getattr(pruned, "heapr_weights", "sliced")
-    pruned.__dict__["heapr_weights"] = (
-        f"{said}; then each layer's experts distilled from the dense ones in {n_steps} "
-        f"steps of {batch_tokens} tokens of {calibration.n_sequences} windows of "
-        f"{calibration.label}"
+        row = _taken(lesson.student, trained, lesson.held_out, error)
+        rows.append({"layer": lesson.layer.layer, **row})
+    note_change(
+        pruned,
+        f"each layer's experts distilled from the dense ones in {n_steps} steps of "
+        f"{batch_tokens} tokens of {calibration.n_sequences} windows of "
+        f"{calibration.label}",
     )
     pruned.__dict__["heapr_distillation"] = pd.DataFrame(rows)
     return pruned
@@ -188,12 +182,9 @@ def _squares(
 
 
 @torch.no_grad()
-def _error(module: RaggedExperts, calls: ExpertCalls, size: int) -> float:
+def _error(module: RaggedExperts, calls: ExpertCalls) -> float:
     """Squared error relative to the output."""
-    found = [
-        _squares(module, calls.of(slice(start, start + size)))
-        for start in range(0, len(calls.output), size)
-    ]
+    found = [_squares(module, some) for some in calls.batches()]
     missing, squares = (sum(map(float, own)) for own in zip(*found, strict=True))
     return missing / squares
 
@@ -209,7 +200,7 @@ def _taken(
     for way in _WAYS:
         between = _trainable(student)
         _go(between, trained, way)
-        errors[way] = _error(between, calls, _TOKENS_AT_ONCE)
+        errors[way] = _error(between, calls)
     best = min(errors, key=lambda way: errors[way])
     _go(student, trained, best)
     return {"before": error, "after": errors[best], "way": best}

@@ -25,16 +25,15 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
-from heapr_lab.models.identity import refuse_disturbed
+from heapr_lab.models.expert_calls import ExpertCalls
+from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Progress
-from heapr_lab.refinement.students import students_of
+from heapr_lab.refinement.students import lessons, note_change
 from heapr_lab.text.calibration import CalibrationSet
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 """Ridges relative to the sum of squared routing weights of each expert."""
-_TOKENS_AT_ONCE = 4096
 
 
 @torch.no_grad()
@@ -70,27 +69,20 @@ def add_output_bias(
         >>> smaller = compress(model, calibration, ratio=0.4)  # doctest: +SKIP
         >>> add_output_bias(smaller, model, calibration)  # doctest: +SKIP
     """
-    refuse_disturbed(dense, remedy="begin again with the dense model")
-    students = students_of(pruned, dense)
-    _refuse(pruned, students)
-    fit, held_out = calibration.split()
-    ids = torch.cat([fit.ids, held_out.ids])
+    _refuse(pruned, sliced_experts(pruned))
     rows = []
-    for layer, calls in iter_expert_calls(dense, ids, progress=progress):
-        student = students[layer.name]
-        parts = (
-            calls.of(slice(None, fit.ids.numel())),
-            calls.of(slice(fit.ids.numel(), None)),
-        )
-        row, bias = _solved(student, *(_sums(student, part) for part in parts))
+    for lesson in lessons(pruned, dense, calibration, progress=progress):
+        layer, student = lesson.layer, lesson.student
+        sums = (_sums(student, calls) for calls in (lesson.fit, lesson.held_out))
+        row, bias = _solved(student, *sums)
         if student.down_bias is None:
             student.down_bias = nn.Parameter(torch.zeros_like(bias).to(layer.dtype))
         student.down_bias.add_(bias.to(student.down_bias))
         rows.append({"layer": layer.layer, **row})
-    said = getattr(pruned, "heapr_weights", "sliced")
-    pruned.__dict__["heapr_weights"] = (
-        f"{said}; then an output bias for each expert, by least squares on "
-        f"{calibration.n_sequences} windows of {calibration.label}"
+    note_change(
+        pruned,
+        "an output bias for each expert, by least squares on "
+        f"{calibration.n_sequences} windows of {calibration.label}",
     )
     pruned.__dict__["heapr_output_bias"] = pd.DataFrame(rows)
     return pruned
@@ -132,8 +124,7 @@ def _sums(
     gram = torch.zeros(n_experts, n_experts, **size)
     wanted = torch.zeros(n_experts, student.d_expert, **size)
     missing = total = 0.0
-    for start in range(0, len(calls.output), _TOKENS_AT_ONCE):
-        some = calls.of(slice(start, start + _TOKENS_AT_ONCE))
+    for some in calls.batches():
         x, p = some.hidden_states, some.top_k_weights
         out = student(x, some.top_k_index, p)
         residual = some.output.double() - out.double()

@@ -25,7 +25,7 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.refinement.candidates import Candidate
 from heapr_lab.refinement.compensation import Compensation, compensation_of
-from heapr_lab.refinement.elimination import PRICES, with_elimination
+from heapr_lab.refinement.elimination import COLUMNS, PRICES, with_elimination
 from heapr_lab.refinement.layer_sums import LayerSums
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
@@ -111,7 +111,7 @@ class Portfolio:
         self.fit, self.held_out = calibration.split()
         self._measure = measure
         self._count = self._new_count(0, None)
-        self._eliminated: dict[str, ImportanceTable] = {}
+        self._eliminated: dict[tuple[str, tuple[str, ...]], ImportanceTable] = {}
         self.sums = LayerSums(
             model,
             find_experts(model),
@@ -189,13 +189,17 @@ class Portfolio:
         """The statistics on the `windows`, with the scores of `estimator`."""
         if estimator not in PRICES:
             return self._tables[windows]
-        if windows not in self._eliminated:
+        # Within experts, one elimination serves all prices.
+        prices = [PRICES[estimator]] if self.across else list(COLUMNS)
+        key = windows, tuple(prices)
+        if key not in self._eliminated:
             grams = (
                 (layer, own.of_part(FIT) if windows == "fit" else own)
                 for layer, own in self.sums.grams()
             )
-            self._eliminated[windows] = with_elimination(self._tables[windows], grams)
-        return self._eliminated[windows]
+            table = with_elimination(self._tables[windows], grams, prices=prices)
+            self._eliminated[key] = table
+        return self._eliminated[key]
 
     @cached_property
     def _tables(self) -> dict[str, ImportanceTable]:

@@ -13,10 +13,11 @@ from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.modes import differentiating
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.refinement.distillation import Teacher, check_positive
-from heapr_lab.refinement.students import sliced_experts
+from heapr_lab.refinement.students import note_change
 from heapr_lab.text.calibration import CalibrationSet
 
 
@@ -81,10 +82,10 @@ def recover(
             _Distiller(pruned, arguments, teacher, progress or no_report).train()
         finally:
             config.use_cache = use_cache  # Trainer switches it off
-    before = getattr(pruned, "heapr_weights", "sliced")
-    pruned.__dict__["heapr_weights"] = (
-        f"{before}; then the experts distilled from the dense model in {n_steps} steps "
-        f"of {batch_size} windows"
+    note_change(
+        pruned,
+        f"the experts distilled from the dense model in {n_steps} steps of "
+        f"{batch_size} windows",
     )
     return pruned
 

@@ -35,10 +35,13 @@ def rendered(corpus: Corpus, tokenizer: Any) -> str:
     return "".join(parts)
 
 
-def questions(corpus: Corpus, tokenizer: Any) -> list[tuple[list[Any], list[int]]]:
+def questions(
+    corpus: Corpus, tokenizer: Any, *, limit: int | None = None
+) -> list[tuple[list[Any], list[int]]]:
     """Each conversation up to its last user's turn, and the ids that ask for an answer.
 
-    Conversations without a user's turn are left out.
+    Conversations without a user's turn are left out; with a `limit` only so many of the
+    first ones are rendered.
 
     Raises:
         CorpusError: as `rendered`, or no conversation has a user's turn.
@@ -57,6 +60,8 @@ def questions(corpus: Corpus, tokenizer: Any) -> list[tuple[list[Any], list[int]
             )
         ids = tokenizer(str(prompt), add_special_tokens=False)["input_ids"]
         found.append((messages, list(ids)))
+        if len(found) == limit:
+            break
     if not found:
         raise CorpusError(
             f"no conversation of corpus {corpus.name!r} has a turn of role 'user' to "

@@ -14,9 +14,10 @@ import pandas as pd
 from heapr_lab.checkpoints.save import save_pruned, structure_of
 from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.checkpoints.uniform import uniform_width
+from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.sources import Source, dtype_name, weights_bytes
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
@@ -55,6 +56,18 @@ class Afterwards:
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         return self.output_bias or self.distill > 0
+
+    def refuse(self, structure: str) -> None:
+        """Check that a checkpoint of this structure can have the result.
+
+        Raises:
+            SpecError: it is a stock one, and biases are asked for.
+        """
+        if self.output_bias and structure == "uniform":
+            raise SpecError(
+                "a uniform checkpoint is a stock one, which has no place for output "
+                "biases: choose another structure, or leave them out"
+            )
 
     def windows(self, bench: Workbench, calibration: Calibration) -> CalibrationSet:
         """The windows that both are fitted to: of `calibration`, but as many as asked.
@@ -113,6 +126,7 @@ def choose(
             the dtype of the files; raised before anything is run.
         CorpusError: there is too little text; likewise.
     """
+    after.refuse(setting.selection.structure)
     trained_on = after.windows(bench, setting.calibration) if after else None
     found = _chosen(
         bench,
@@ -395,9 +409,8 @@ def _round_experts(model: Any, dtype: Any) -> None:
 
     All other weights are already those of the files.
     """
-    for module in model.modules():
-        if isinstance(module, RaggedExperts):
-            _cast(module._parameters, dtype, back=True)
+    for experts in sliced_experts(model).values():
+        _cast(experts._parameters, dtype, back=True)
 
 
 def _cast(tensors: Any, dtype: Any, *, back: bool = False) -> None:
