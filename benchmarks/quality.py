@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.storage import paths
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import load_corpus
+from heapr_lab.workbench.presets import METHODS
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8)
@@ -70,6 +72,8 @@ class Variant:
     labels: str = "data"
     every_seed: bool = True
     """Whether it is measured for every seed and model, or on the lab model alone."""
+    own_text: bool = False
+    """Whether the model writes a part of the calibration windows, as by default."""
     accuracy: bool = False
     """Whether accuracy is measured as well as loss."""
 
@@ -77,6 +81,8 @@ class Variant:
 VARIANTS = (
     Variant("heapr", {}, accuracy=True),
     Variant("compress", {}, "compress", accuracy=True),
+    Variant("heapr + own text", {}, own_text=True),
+    Variant("compress + own text", {}, "compress", own_text=True),
     Variant("heapr-L", {"scope": "layer"}),
     Variant("experts", {"granularity": "expert"}),
     Variant("fisher", {"estimator": "fisher"}),
@@ -117,7 +123,7 @@ PASSES = {"statistics": 3, "sampled labels": 1, "sums": 1}
 
 Elimination and compensation use the same sums.
 """
-AT_EVERY_RATIO = ("heapr", "compress")
+AT_EVERY_RATIO = ("heapr", "heapr + own text", "compress", "compress + own text")
 """Variants that are also measured at the lowest ratio."""
 HELD_OUT = 0.25
 """Share of the calibration windows on which `compress` judges a candidate."""
@@ -129,8 +135,18 @@ class Measured:
     def __init__(self, bench: Workbench, calibration: Calibration) -> None:
         self.bench, self.calibration = bench, calibration
         self.windows = bench.calibration_set(calibration)
-        self.portfolio = Portfolio(bench.model, self.windows, measure=bench.measure)
+        self.portfolio = self._portfolio(calibration)
         self.kept: dict[Any, Any] = {}
+
+    def _portfolio(self, calibration: Calibration) -> Portfolio:
+        windows = self.bench.calibration_set(calibration)
+        return Portfolio(self.bench.model, windows, measure=self.bench.measure)
+
+    @cached_property
+    def with_own_text(self) -> Portfolio:
+        """Statistics and sums where the model writes a part of the windows itself."""
+        share = METHODS["best"].own_text
+        return self._portfolio(dataclasses.replace(self.calibration, own_text=share))
 
     def table(self, labels: str = "data") -> Any:
         """The statistics of every atom."""
@@ -168,7 +184,8 @@ class Measured:
         """Mask, weights in place of W_down, and what they cost."""
         began = time.perf_counter()
         selection = Selection(ratio, **(variant.choice | choice))
-        model, portfolio = self.bench.model, self.portfolio
+        model = self.bench.model
+        portfolio = self.with_own_text if variant.own_text else self.portfolio
         cost: dict[str, Any] = {
             "passes": PASSES["statistics"] * variant.rounds
             + PASSES["sampled labels"] * (variant.labels == "model")
@@ -176,7 +193,8 @@ class Measured:
             "chosen": "",
         }
         if variant.weights == "compress":
-            best = fit_compression(model, self.windows, selection, portfolio=portfolio)
+            windows = portfolio.calibration
+            best = fit_compression(model, windows, selection, portfolio=portfolio)
             keep, downs = best.keep, best.downs
             cost["passes"] += HELD_OUT * (len(best.report) + 1)
             cost["chosen"] = best.candidate.name
@@ -221,7 +239,8 @@ def runs(
                     if variant.accuracy:
                         yield corpus, seed, variant, ratio, "accuracy"
     for variant in variants:
-        if variant.every_seed and variant.rounds == 1 and len(corpora) > 1:
+        mixed = variant.every_seed and variant.rounds == 1 and not variant.own_text
+        if mixed and len(corpora) > 1:
             for ratio in AT_EQUAL_FLOPS:
                 yield MIXTURE, seeds[0], variant, ratio, "atoms"
 

@@ -54,6 +54,7 @@ _HOMES = {
     "mask_for_budgets": "pruning.pareto",
     "masking": "pruning.surgery",
     "open_workbench": "workbench.workbench",
+    "own_text": "models.own_text",
     "pareto_front": "pruning.pareto",
     "prune": "pruning.surgery",
     "prune_in_rounds": "refinement.iterative",

@@ -102,11 +102,14 @@ def silent() -> bool:
 
 
 @contextlib.contextmanager
-def progress_bar(label: str, unit: str) -> Iterator[Progress]:
+def progress_bar(
+    label: str, unit: str, *, also: Progress | None = None
+) -> Iterator[Progress]:
     """A bar of rate and time left, called with (done, total), removed at the end.
 
-    It shows nothing if `$HEAPR_LAB_PROGRESS` is 0.
+    It shows nothing if `$HEAPR_LAB_PROGRESS` is 0; `also` is called in any case.
     """
+    more = also or no_report
     with tqdm(
         desc=label, unit=unit, disable=silent(), leave=False, file=sys.stderr
     ) as bar:
@@ -114,5 +117,6 @@ def progress_bar(label: str, unit: str) -> Iterator[Progress]:
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
+            more(done, total)
 
         yield show

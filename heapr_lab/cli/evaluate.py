@@ -149,7 +149,7 @@ def _writing(
 
     windows = bench.test_windows(corpus).ids[:_N_PROMPTS]
     half = max(2, windows.shape[1] // 2)
-    with progress_bar(f"continuations of {corpus}", "prompt") as bar:
+    with progress_bar(f"continuations of {corpus}", "token") as bar:
         found = evaluate_agreement(
             dense,
             pruned,

@@ -57,7 +57,7 @@ def generate(
         "temperature": temperature,
         "seed": seed,
     }
-    with progress_bar(f"text of {bench.name}", "text") as bar:
+    with progress_bar(f"text of {bench.name}", "token") as bar:
         drawn["progress"] = bar
         text = load_corpus(corpus)
         if text.chat:
@@ -103,11 +103,12 @@ def _answers(
     from heapr_lab.text.conversations import questions
 
     asked = questions(corpus, bench.tokenizer, limit=n_texts)
-    parts, rows, n_new = Parts(len(asked), drawn["progress"]), [], 0
+    size = drawn["n_new"]
+    parts, rows, n_new = Parts(len(asked) * size, drawn["progress"]), [], 0
     for number, (messages, ids) in enumerate(asked):
         options = {**drawn, "seed": drawn["seed"] + number, "progress": parts}
         (tokens,) = continuations(bench.model, torch.tensor([ids]), **options)
-        parts.end(1)
+        parts.end(size)
         answer = bench.tokenizer.decode(tokens, skip_special_tokens=True)
         rows.append({"messages": [*messages, {"role": "assistant", "content": answer}]})
         n_new += len(tokens)

@@ -99,6 +99,19 @@ Sequences = Annotated[
     int | None, typer.Option(min=1, help="Number of windows [default: the profile's].")
 ]
 Seed = Annotated[int, typer.Option(help="Seed for drawing the windows.")]
+OwnText = Annotated[
+    float,
+    typer.Option(help="Share of the windows that the model writes itself, in [0, 1)."),
+]
+OwnTextOrMethods = Annotated[
+    float | None,
+    typer.Option(
+        "--own-text",
+        help="Share of the calibration windows that the model writes itself, so that "
+        "what the corpus does not show is not pruned away [default: 0.25 where "
+        "--method best chooses among candidates, else 0].",
+    ),
+]
 Workers = Annotated[
     int | None,
     typer.Option(

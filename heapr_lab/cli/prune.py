@@ -53,6 +53,7 @@ def prune(
     out: options.PrunedOut = None,
     perplexity: options.CardCorpora = None,
     corpus: options.Corpus = "pydocs",
+    own_text: options.OwnTextOrMethods = None,
     n_sequences: options.Sequences = None,
     seq_len: options.SeqLen = None,
     seed: options.Seed = 0,
@@ -96,13 +97,18 @@ def prune(
         protect_outliers=protect_outliers,
         protect_unrouted=protect_unrouted,
     )
+    weights = preset.weights_for(importance, estimator=estimator, rounds=rounds)
+    fitted = weights == "compress" and _is_folder(out)
+    share = _own_text(own_text, importance, default=preset.own_text if fitted else 0.0)
     request = Request(
         model=model,
         method=preset,
         max_rise=max_rise,
         max_latency=max_latency,
-        setting=Setting(selection, Calibration(corpus, n_sequences, seed=seed)),
-        weights=preset.weights_for(importance, estimator=estimator, rounds=rounds),
+        setting=Setting(
+            selection, Calibration(corpus, n_sequences, seed=seed, own_text=share)
+        ),
+        weights=weights,
         quick=quick,
         time_budget=time_budget,
         after=after,
@@ -141,6 +147,17 @@ def _check_amount(
             f"the amount to prune is given {given} times, expected once: give --ratio, "
             "--max-rise or --max-latency"
         )
+
+
+def _own_text(asked: float | None, importance: Path | None, *, default: float) -> float:
+    """The share of windows that the model writes itself.
+
+    Raises:
+        SpecError: it is asked for although there is a table of `importance`.
+    """
+    if asked and importance is not None:
+        raise SpecError("--own-text runs the model: leave --importance out")
+    return default if asked is None else asked
 
 
 def _check_after(

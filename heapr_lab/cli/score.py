@@ -15,6 +15,7 @@ def score(
     n_sequences: options.Sequences = None,
     seq_len: options.SeqLen = None,
     seed: options.Seed = 0,
+    own_text: options.OwnText = 0.0,
     out: Annotated[
         Path | None, typer.Option(help="Also write the table to this parquet file.")
     ] = None,
@@ -40,7 +41,7 @@ def score(
     from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.workbench import open_workbench
 
-    calibration = Calibration(corpus, n_sequences, seed=seed)
+    calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own_text)
     preflight.check_corpora([corpus], split="train")
     bench = open_workbench(
         model, profile=profile, seq_len=seq_len, device=device, dtype=dtype

@@ -70,7 +70,7 @@ def evaluate_agreement(
         tokenizer: decodes the continuations, for chrF.
         n_new: most new tokens of a continuation.
         batch_size: prompts at a time.
-        progress: called with (done, total), twice for each prompt.
+        progress: called with (tokens done, tokens in all), of both models.
 
     Raises:
         SpecError: the prompts are not windows of the models' tokens, or a number is
@@ -84,12 +84,13 @@ def evaluate_agreement(
         ... )  # doctest: +SKIP
     """
     windows = token_windows(prompts)
-    parts = Parts(2 * len(windows), progress)
+    size = len(windows) * n_new
+    parts = Parts(2 * size, progress)
     texts = []
     for model in (dense, pruned):
         options: Any = {"n_new": n_new, "batch_size": batch_size, "progress": parts}
         texts.append(continuations(model, windows, **options))
-        parts.end(len(windows))
+        parts.end(size)
     wanted, written = texts
     forced = [
         _predicted(pruned, prompt, tokens)

@@ -6,12 +6,32 @@ Shapes: B prompts of L tokens, N new tokens.
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from heapr_lab.errors import whole_number
 from heapr_lab.models.likelihood import check_fits, input_device
 from heapr_lab.models.modes import evaluating
-from heapr_lab.progress import Progress, no_report
+from heapr_lab.progress import Parts, Progress
 from heapr_lab.text.calibration import token_windows
+
+
+class _Steps(StoppingCriteria):
+    """Reports each new token, and stops nothing."""
+
+    def __init__(self, report: Progress, n_prompt: int) -> None:
+        """Begin with prompts of `n_prompt` tokens."""
+        self._report, self._n_prompt = report, n_prompt
+
+    def __call__(
+        self,
+        input_ids: Any,
+        scores: Any,  # noqa: ARG002 (the interface of stopping criteria)
+        **_options: Any,
+    ) -> Any:
+        """Report the tokens written so far, of all texts of the batch."""
+        n_texts, n_tokens = input_ids.shape
+        self._report(n_texts * (n_tokens - self._n_prompt), 0)
+        return torch.zeros(n_texts, dtype=torch.bool, device=input_ids.device)
 
 
 def continuations(
@@ -21,6 +41,7 @@ def continuations(
     n_new: int,
     temperature: float = 0.0,
     seed: int = 0,
+    to_the_end: bool = True,
     batch_size: int = 16,
     progress: Progress | None = None,
 ) -> list[torch.Tensor]:
@@ -28,13 +49,15 @@ def continuations(
 
     Args:
         model: a causal language model of transformers.
-        prompts: token ids, (B, L).
+        prompts: token ids, (B, L), of at least one token.
         n_new: tokens of each continuation, fewer where the model ends its text.
         temperature: divides the logits of the distribution that tokens are drawn from;
             with 0 the most probable token is taken.
         seed: of the draw; the random numbers of the process are left as they are.
+        to_the_end: whether a text may end; otherwise the tokens that end it are never
+            taken, and each continuation has `n_new` tokens.
         batch_size: prompts at a time.
-        progress: called with (prompts done, prompts in all).
+        progress: called with (tokens done, B × N) at each step.
 
     Returns:
         The new tokens of each prompt, up to and with the token that ends the text.
@@ -44,7 +67,7 @@ def continuations(
             not positive.
     """
     whole_number(n_new, name="n_new")
-    windows = token_windows(prompts)
+    windows = token_windows(prompts, least=1)
     check_fits(model, windows)
     chosen: dict[str, Any] = {"do_sample": False}
     if temperature:
@@ -55,7 +78,9 @@ def continuations(
             "top_p": 1.0,
         }
     ends, device = _ends(model), input_device(model)
-    report = progress or no_report
+    if ends and not to_the_end:
+        chosen["suppress_tokens"] = ends
+    parts = Parts(len(windows) * n_new, progress)
     rows: list[torch.Tensor] = []
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -72,10 +97,12 @@ def continuations(
                 pad_token_id=ends[0] if ends else 0,
                 num_beams=1,
                 repetition_penalty=1.0,
+                stopping_criteria=StoppingCriteriaList([_Steps(parts, ids.shape[1])]),
                 **chosen,
             )
             rows += [_until(row[ids.shape[1] :].cpu(), ends) for row in found]
-            report(len(rows), len(windows))
+            parts(len(ids) * n_new, 0)
+            parts.end(len(ids) * n_new)
     return rows
 
 

@@ -1,6 +1,7 @@
 """The tab that writes the pruned model, and shows how to load it."""
 
 import html
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ class ExportTab(ipw.VBox):
             description="weights",
             tooltip="how the weights that stay are made",
         )
+        share = session.calibration.own_text or METHODS[DEFAULT].own_text
+        self.own = ipw.IntSlider(
+            round(100 * share), 0, 75, 5, description="own text [%]",
+            continuous_update=False,
+            tooltip="share of the calibration windows that the model writes itself, so "
+            "that what the corpus does not show is not pruned away",
+        )  # fmt: skip
         self.bias = ipw.Checkbox(
             value=False, description="an output bias for each expert (not uniform)",
             tooltip="for the mean of what was removed: one forward pass", **wide,
@@ -62,20 +70,26 @@ class ExportTab(ipw.VBox):
         if session.workbench is None:
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
-        controls = [self.folder, self.weights, self.bias, self.distill, self.gguf]
+        weights = [self.weights, self.own, self.bias, self.distill]
+        controls = [self.folder, *weights, self.gguf]
         row = ipw.HBox(controls, layout={"flex_flow": "row wrap"})
         super().__init__([row, self.note, self.job, self.command])
-        for control in (self.weights, self.bias, self.distill):
+        for control in weights:
             control.observe(self.refresh, names="value")
         self.refresh()
 
     @property
     def options(self) -> str:
-        """What is done to the weights afterwards, as on the command line."""
-        asked = " --bias" if self.bias.value else ""
-        return asked + (
-            f" --distill {self.distill.value}" if self.distill.value else ""
-        )
+        """The options of the command line that differ from its defaults."""
+        asked = ""
+        usual = round(100 * METHODS[DEFAULT].own_text)
+        if self.weights.value == "compress" and self.own.value != usual:
+            asked += f" --own-text {self.own.value / 100:g}"
+        if self.bias.value:
+            asked += " --bias"
+        if self.distill.value:
+            asked += f" --distill {self.distill.value}"
+        return asked
 
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write, and the method."""
@@ -87,6 +101,7 @@ class ExportTab(ipw.VBox):
             )
             return
         chosen = self.weights.value
+        self.own.disabled = chosen != "compress"
         text = selection.text
         if chosen == "compress":
             text = text.removeprefix(f"{selection.estimator}, ")
@@ -126,12 +141,16 @@ class ExportTab(ipw.VBox):
         from heapr_lab.workbench.settings import Setting
 
         bench: Any = self.session.workbench
-        table = self.session.table
-        setting = Setting(selection, self.session.calibration)
+        table, calibration = self.session.table, self.session.calibration
+        if weights == "compress":
+            calibration = replace(calibration, own_text=self.own.value / 100)
+        setting = Setting(selection, calibration)
         after = export.Afterwards(self.bias.value, self.distill.value)
         made = export.choose(
             bench, table, setting, weights=weights, after=after, report=report
         )
+        if weights == "compress":  # which has measured on its own windows
+            table = bench.portfolio(calibration).table("heapr", windows="all")
         facts = export.facts_of(
             table, made.keep, source=bench.source, candidates=made.candidates
         )

@@ -4,10 +4,10 @@ One portfolio serves any number of selections: only masks, solves and losses are
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -94,14 +94,15 @@ class Portfolio:
         model: nn.Module,
         calibration: CalibrationSet,
         *,
-        measure: Callable[[CalibrationSet], ImportanceTable] | None = None,
+        measure: Callable[..., ImportanceTable] | None = None,
     ) -> None:
         """Nothing is run yet.
 
         Args:
             model: the dense model, which is not changed.
             calibration: at least two windows.
-            measure: returns the statistics on some windows, from a cache for example.
+            measure: called with (windows, progress=…), returns the statistics on them,
+                from a cache for example.
 
         Raises:
             SpecError: there is only one window.
@@ -109,7 +110,7 @@ class Portfolio:
         """
         self.model, self.calibration = model, calibration
         self.fit, self.held_out = calibration.split()
-        self._measure = measure
+        self._measure = measure or functools.partial(collect_statistics, model)
         self._count = self._new_count(0, None)
         self._eliminated: dict[tuple[str, tuple[str, ...]], ImportanceTable] = {}
         self.sums = LayerSums(
@@ -171,7 +172,7 @@ class Portfolio:
         solvers = self.sums.solvers(candidate.weights)
         return keep, compensation_of(solvers, keep, fit_only=windows == "fit")
 
-    @cached_property
+    @functools.cached_property
     def dense(self) -> torch.Tensor:
         """The dense model's loss on each held-out window, (n_windows,) float64."""
         return self._losses()
@@ -201,16 +202,14 @@ class Portfolio:
             self._eliminated[key] = table
         return self._eliminated[key]
 
-    @cached_property
+    @functools.cached_property
     def _tables(self) -> dict[str, ImportanceTable]:
         fit, held_out = (self._measured(part) for part in (self.fit, self.held_out))
         return {"fit": fit, "all": _together(fit, held_out, self.calibration)}
 
     def _measured(self, windows: CalibrationSet) -> ImportanceTable:
-        if self._measure is not None:
-            return self._measure(windows)
         progress = self._count.part(windows.n_sequences, cost=_OF_STATISTICS)
-        return collect_statistics(self.model, windows, progress=progress)
+        return self._measure(windows, progress=progress)
 
 
 def _together(

@@ -77,6 +77,24 @@ class CalibrationSet:
         """Tokens that have a loss: all but the first of each window."""
         return self.n_sequences * (self.seq_len - 1)
 
+    def joined(self, other: "CalibrationSet") -> "CalibrationSet":
+        """These windows, then those of `other`, which must be as long.
+
+        Raises:
+            SpecError: they are not.
+        """
+        if other.seq_len != self.seq_len:
+            raise SpecError(
+                f"windows of {self.seq_len} and of {other.seq_len} tokens cannot be in "
+                "one set: draw them with the same seq_len"
+            )
+        before = self.provenance.get("joined", [])
+        added = other.provenance | {"n_sequences": other.n_sequences}
+        return CalibrationSet(
+            torch.cat([self.ids, other.ids]),
+            {**self.provenance, "joined": [*before, added]},
+        )
+
     def split(self) -> "tuple[CalibrationSet, CalibrationSet]":
         """Three of every four windows to fit to, and the second of every four to judge.
 
@@ -97,8 +115,10 @@ class CalibrationSet:
 
     @property
     def label(self) -> str:
-        """Corpus and split, for display."""
-        return f"{self.provenance['corpus']} {self.provenance.get('split', '')}".strip()
+        """Corpora and split, for display."""
+        own = f"{self.provenance['corpus']} {self.provenance.get('split', '')}".strip()
+        added = self.provenance.get("joined", [])
+        return " and ".join([own, *(other["corpus"] for other in added)])
 
     @property
     def fingerprint(self) -> str:
@@ -132,14 +152,15 @@ class CalibrationSet:
         return card_html("Calibration set", facts)
 
 
-def token_windows(ids: Any) -> torch.Tensor:
+def token_windows(ids: Any, *, least: int = 2) -> torch.Tensor:
     """Token ids as a LongTensor (n_windows, seq_len).
 
     Args:
         ids: whole numbers in a tensor, an array or lists.
+        least: number of tokens of a window.
 
     Raises:
-        SpecError: they are not whole numbers in at least one window of at least two
+        SpecError: they are not whole numbers in at least one window of at least so many
             tokens.
     """
     try:
@@ -151,10 +172,10 @@ def token_windows(ids: Any) -> torch.Tensor:
         ) from error
     kind, shape = tensor.dtype, tuple(tensor.shape)
     whole = not (kind == torch.bool or kind.is_floating_point or kind.is_complex)
-    if not whole or len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
+    if not whole or len(shape) != 2 or shape[0] < 1 or shape[1] < least:
         raise SpecError(
             f"ids are {kind} of shape {shape}, expected whole numbers (n_windows, "
-            "seq_len) in at least one window of at least 2 tokens"
+            f"seq_len) in at least one window of at least {least} tokens"
         )
     return tensor.long()
 

@@ -14,6 +14,8 @@ from heapr_lab.repr_html import card_html
 
 DEFAULT_CORPUS = "pydocs"
 """The corpus that is available on every machine."""
+OWN_TEXT = "own text"
+"""The name of text that the model writes itself."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Calibration:
     """Tokens in each window; None takes the profile's number."""
     seed: int = 0
     """Seed of the draw of windows, a whole number from -2⁶³ to 2⁶³ - 1."""
+    own_text: float = 0.0
+    """Share of the windows that the model writes itself, in [0, 1)."""
 
     def __post_init__(self) -> None:
         for name, least in (("n_sequences", 1), ("seq_len", 2)):
@@ -47,6 +51,24 @@ class Calibration:
                     self, name, whole_number(value, name=name, least=least)
                 )
         check_seed(self.seed)
+        own = self.own_text
+        if (
+            not isinstance(own, int | float)
+            or isinstance(own, bool)
+            or not 0 <= own < 1
+        ):
+            raise SpecError(
+                f"own_text is {own!r}, expected a share in [0, 1), such as 0.25"
+            )
+
+    def n_own(self, n_sequences: int) -> int:
+        """How many of so many windows the model writes itself; some are of the corpus.
+
+        Example:
+            >>> Calibration(own_text=0.25).n_own(128)
+            32
+        """
+        return min(round(self.own_text * n_sequences), n_sequences - 1)
 
     def _repr_html_(self) -> str:
         facts = {name.replace("_", " "): str(v) for name, v in self.to_dict().items()}

@@ -34,7 +34,7 @@ from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
@@ -69,7 +69,9 @@ class Afterwards:
                 "biases: choose another structure, or leave them out"
             )
 
-    def windows(self, bench: Workbench, calibration: Calibration) -> CalibrationSet:
+    def windows(
+        self, bench: Workbench, calibration: Calibration, report: Report
+    ) -> CalibrationSet:
         """The windows that both are fitted to: of `calibration`, but as many as asked.
 
         Raises:
@@ -77,7 +79,7 @@ class Afterwards:
         """
         if self.n_sequences is not None:
             calibration = replace(calibration, n_sequences=self.n_sequences)
-        return bench.calibration_set(calibration)
+        return _windows(bench, calibration, report)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def choose(
         CorpusError: there is too little text; likewise.
     """
     after.refuse(setting.selection.structure)
-    trained_on = after.windows(bench, setting.calibration) if after else None
+    trained_on = after.windows(bench, setting.calibration, report) if after else None
     found = _chosen(
         bench,
         table,
@@ -161,7 +163,7 @@ def _chosen(
         uniform_width(keep, stored_dtype(bench))
     if rounds == 1 and weights == "unchanged":
         return Chosen(with_model(keep, table))
-    windows = bench.calibration_set(setting.calibration)
+    windows = _windows(bench, setting.calibration, report)
     if weights == "compress":
         best = fit_compression(
             bench.model,
@@ -189,6 +191,14 @@ def _chosen(
         progress=step,
     )
     return Chosen(with_model(found.keep, table), found.compensation, windows)
+
+
+def _windows(
+    bench: Workbench, calibration: Calibration, report: Report
+) -> CalibrationSet:
+    """The calibration windows, with progress while the model writes some of them."""
+    progress = _part(report, f"own text of {bench.name}: token")
+    return bench.calibration_set(calibration, progress=progress)
 
 
 def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
@@ -264,8 +274,12 @@ def describe_calibration(table: ImportanceTable) -> str:
         return "not recorded"
     recorded = table.metadata["provenance"]["calibration"]
     text = f"{made.n_sequences} windows of {made.seq_len} tokens of {made.corpus}"
-    split = f" ({recorded['split']})" if "split" in recorded else ""
-    return text + split + (f", seed {made.seed}" if "seed" in recorded else "")
+    if "split" in recorded:
+        text += f" ({recorded['split']})"
+    if made.own_text:
+        n_own = made.n_own(recorded["n_sequences"])
+        text += f", {n_own} of them written by the model itself"
+    return text + (f", seed {made.seed}" if "seed" in recorded else "")
 
 
 def calibration_of(table: ImportanceTable) -> Calibration | None:
@@ -274,7 +288,12 @@ def calibration_of(table: ImportanceTable) -> Calibration | None:
     if not {"n_sequences", "seq_len", "corpus"} <= made.keys():
         return None
     names = ("corpus", "n_sequences", "seq_len", "seed")
-    return Calibration.from_dict({k: made[k] for k in names if k in made})
+    fields = {k: made[k] for k in names if k in made}
+    added = {text["corpus"]: text["n_sequences"] for text in made.get("joined", [])}
+    if added.keys() - {OWN_TEXT}:
+        return None  # windows that no corpus and share describe
+    own_text = added.get(OWN_TEXT, 0) / made["n_sequences"]
+    return Calibration.from_dict(fields | {"own_text": own_text})
 
 
 def stored_dtype(bench: Workbench) -> Any:

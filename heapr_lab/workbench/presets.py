@@ -25,6 +25,8 @@ class Method:
     """Estimator where there is only a table, and no text to run the model on."""
     weights: str
     """A name in `WEIGHTS`, where there is text to fit them to."""
+    own_text: float
+    """Share of the calibration windows that the model writes itself, for `compress`."""
 
     def estimator_for(self, importance: object | None, *, rounds: int) -> str:
         """The estimator for `rounds` rounds, with or without a file of `importance`."""
@@ -46,8 +48,16 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     {
         method.name: method
         for method in (
-            Method("best", "elimination", of_table="shrunk", weights="compress"),
-            Method("paper", "heapr", of_table="heapr", weights="unchanged"),
+            Method(
+                "best",
+                "elimination",
+                of_table="shrunk",
+                weights="compress",
+                own_text=0.25,
+            ),
+            Method(
+                "paper", "heapr", of_table="heapr", weights="unchanged", own_text=0.0
+            ),
         )
     }
 )

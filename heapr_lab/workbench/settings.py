@@ -109,6 +109,7 @@ class Setting:
             "calibration": calibration.corpus,
             "n_sequences": calibration.n_sequences,
             "seed": calibration.seed,
+            **({"own_text": calibration.own_text} if calibration.own_text else {}),
             **_others(selection),
         }
 

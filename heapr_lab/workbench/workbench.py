@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 from torch import nn
 
 from heapr_lab.evaluation.harness import continuation_task, items_fingerprint, run_tasks
@@ -33,6 +35,7 @@ from heapr_lab.models.identity import (
     weights_state,
 )
 from heapr_lab.models.loading import LAB, load_model
+from heapr_lab.models.own_text import own_text
 from heapr_lab.models.sources import Source, source_of
 from heapr_lab.progress import Progress, progress_bar
 from heapr_lab.pruning.masks import KeepMask
@@ -42,7 +45,7 @@ from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.elimination import PRICES, eliminate, elimination_spec
 from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.repr_html import card_html
-from heapr_lab.storage import cache
+from heapr_lab.storage import cache, files
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import (
     CalibrationSet,
@@ -51,7 +54,7 @@ from heapr_lab.text.calibration import (
     tokenizer_fingerprint,
     windows_key,
 )
-from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
+from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, OWN_TEXT, Calibration
 from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.settings import DENSE, Profile, Setting, profile_of
 
@@ -60,6 +63,8 @@ CONTINUATION = "continuation"
 _OF_TASKS = ["metric", "value", "stderr", "n"]
 EVALUATION_SCHEMA = 2
 """Increased whenever results change for the same input."""
+OWN_TEXT_SCHEMA = 1
+"""Likewise, of text that the model writes."""
 
 
 class Workbench:
@@ -144,21 +149,59 @@ class Workbench:
 
     # --- importance ---
 
-    def calibration_set(self, calibration: Calibration | None = None) -> CalibrationSet:
-        """The windows of `calibration`; by default of the default corpus."""
+    def calibration_set(
+        self,
+        calibration: Calibration | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> CalibrationSet:
+        """The windows of `calibration`; by default of the default corpus.
+
+        Windows that the model writes itself come after those of the corpus; `progress`
+        is called with (tokens done, tokens in all) while it does, as a bar is.
+        """
         asked = calibration or Calibration()
         n_sequences = self._n_sequences(asked)
+        n_own = asked.n_own(n_sequences)
         seq_len = asked.seq_len or self.profile.seq_len
         key = windows_key(asked.corpus, split="train")
-        return self._remembered(
-            (key, n_sequences, seq_len, asked.seed),
+        windows = self._remembered(
+            (key, n_sequences - n_own, seq_len, asked.seed),
             lambda: load_calibration(
                 asked.corpus,
                 self.tokenizer,
-                n_sequences=n_sequences,
+                n_sequences=n_sequences - n_own,
                 seq_len=seq_len,
                 seed=asked.seed,
             ),
+        )
+        if n_own:
+            shape = {"n_sequences": n_own, "seq_len": seq_len, "seed": asked.seed}
+            windows = windows.joined(self._own_text(shape, progress))
+        return windows
+
+    def _own_text(
+        self, asked: dict[str, int], progress: Progress | None
+    ) -> CalibrationSet:
+        """Windows that the model writes itself, from the cache once it has."""
+        made = {"model": self.identity, "tokenizer": self.tokenizer_id}
+
+        def write() -> np.ndarray:
+            label = f"own text of {self.name}"
+            with progress_bar(label, "token", also=progress) as bar:
+                found = own_text(self.model, self.tokenizer, **asked, progress=bar)
+            return found.ids.numpy()
+
+        ids = cache.cached(
+            OWN_TEXT,
+            {**asked, **made, "schema": OWN_TEXT_SCHEMA},
+            write,
+            read=lambda path: files.load_state(path)[0]["ids"],
+            write=lambda path, ids: files.save_state(path, {"ids": ids}, {}),
+            extension="safetensors",
+        )
+        return CalibrationSet(
+            torch.from_numpy(ids), {"corpus": OWN_TEXT, "seed": asked["seed"]}
         )
 
     def _n_sequences(self, calibration: Calibration | None) -> int:
@@ -199,14 +242,22 @@ class Workbench:
         return _cached_table(elimination_spec(table, windows, price=price), compute)
 
     def measure(
-        self, windows: CalibrationSet, *, batch_size: int | None = None
+        self,
+        windows: CalibrationSet,
+        *,
+        batch_size: int | None = None,
+        progress: Progress | None = None,
     ) -> ImportanceTable:
-        """The statistics of every atom on given windows."""
+        """The statistics of every atom on given windows.
+
+        `progress` is called besides the progress bar if they are computed.
+        """
         spec = statistics_spec(self.identity, windows)
         state = cache.cache_path("importance", spec, extension="state")
 
         def compute() -> ImportanceTable:
-            with progress_bar(f"importance on {windows.label}", "window") as bar:
+            label = f"importance on {windows.label}"
+            with progress_bar(label, "window", also=progress) as bar:
                 return collect_statistics(
                     self.model,
                     windows,

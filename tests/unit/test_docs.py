@@ -84,12 +84,15 @@ def test_the_tutorial_runs(tiny_lab: Path, capsys: pytest.CaptureFixture[str]) -
     named = set(re.findall(r"\*\*(.+?)\*\*", section("Explore")))
     assert {"ratio", "Evaluate", "Pin", "Export"} <= named <= names_of(panel)
     assert "Return the sum of" in capsys.readouterr().out
-    manifests = [
-        json.loads((tiny_lab / name / "heapr_manifest.json").read_text())["weights"]
+    best, paper = (
+        json.loads((tiny_lab / name / "heapr_manifest.json").read_text())
         for name in ("pruned", "as_published")
-    ]
-    assert manifests[0].startswith("W_down compensated")
-    assert manifests[1] == "sliced, otherwise unchanged"
+    )
+    assert len(best["candidates"]) > 10
+    assert best["calibrated_on"]["own_text"] == 0.25
+    assert "candidates" not in paper
+    assert paper["weights"] == "sliced, otherwise unchanged"
+    assert paper["calibrated_on"]["own_text"] == 0.0
     measured = run_tutorial.perplexities(done)
     assert measured["perplexity on pydocs"].nunique() == 3  # dense, best, paper
 

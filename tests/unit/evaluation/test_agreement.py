@@ -100,15 +100,16 @@ def test_a_model_agrees_with_itself(tokenizer: Any) -> None:
     assert "100.00%" in found._repr_html_()
 
 
-def test_progress_counts_prompts_of_both_models(tokenizer: Any) -> None:
-    """Batch by batch, first of the dense model, then of the pruned one."""
+def test_progress_counts_tokens_of_both_models(tokenizer: Any) -> None:
+    """Step by step and batch by batch, of the dense model, then of the pruned one."""
     seen: list[tuple[int, int]] = []
     model = model_of()
     evaluate_agreement(
         model, model, PROMPTS, tokenizer, n_new=2, batch_size=3,
         progress=lambda *done: seen.append(done),
     )  # fmt: skip
-    assert seen == [(3, 10), (5, 10), (8, 10), (10, 10)]
+    steps = [3, 6, 6, 8, 10, 10, 13, 16, 16, 18, 20, 20]
+    assert seen == [(done, 20) for done in steps]
 
 
 def test_samples_are_those_of_a_seed() -> None:

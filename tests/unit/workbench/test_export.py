@@ -273,6 +273,30 @@ def test_the_panels_card_is_full(root: Path, tmp_path: Path) -> None:
     assert "not recorded" not in card.replace("| revision | not recorded |", "")
 
 
+def test_the_panel_writes_own_text_too(root: Path, tmp_path: Path) -> None:
+    """As the command line by default; the card names all windows, and what wrote them.
+
+    Progress is shown while the model writes; the control is for `compress` alone.
+    """
+    panel = panel_of(root, bench_of(root))
+    panel.controls.ratio.value = "0.5"
+    told: list[str] = []
+    panel.export.job.text.observe(lambda change: told.append(change["new"]), "value")
+    assert "--own-text" not in panel.export.note.value
+    panel.export.own.value = 50
+    assert "--own-text 0.5" in panel.export.note.value
+    export(panel, tmp_path / "pruned", weights="compress")
+    manifest = manifest_of(tmp_path / "pruned")
+    assert manifest["calibrated_on"]["own_text"] == 0.5
+    assert "4 of them written by the model itself" in manifest["calibration"]
+    used = bench_of(root).importance(Calibration.from_dict(manifest["calibrated_on"]))
+    assert manifest["importance"] == used.metadata["spec_hash"]
+    assert any("token" in text for text in told), told
+    panel.export.weights.value = "unchanged"
+    assert panel.export.own.disabled
+    assert "--own-text" not in panel.export.note.value
+
+
 def test_export_is_cancelled_while_it_measures(root: Path, tmp_path: Path) -> None:
     """Nothing is left behind, and nothing is said to be written."""
     panel = panel_of(root, bench_of(root))

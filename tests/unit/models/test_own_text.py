@@ -1,0 +1,261 @@
+"""Text that a model writes itself: its shape, its draws, and where it is used."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import one_line, run, text_of
+from families import tiny_model
+from keeps import logits_of
+from tiny_folder import D_VOCAB, write_model, write_text, write_tokenizer
+from transformers import AutoTokenizer
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.own_text import own_text
+from heapr_lab.refinement.portfolio import Portfolio
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.export import calibration_of, describe_calibration
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
+
+HOME = "heapr_lab.workbench.workbench"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One token for each byte, and a special one, 0."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in `moe`, and a text."""
+    folder = tmp_path_factory.mktemp("own")
+    write_model(folder / "moe")
+    write_text(folder / "text.txt")
+    return folder
+
+
+def model_of(*, end: int | None = None) -> Any:
+    """A tiny model whose texts end with token `end`, if any."""
+    model: Any = tiny_model("qwen2_moe", vocab_size=D_VOCAB)
+    model.generation_config.eos_token_id = end
+    return model
+
+
+def bench_of(root: Path) -> Workbench:
+    """The model with windows of 32 tokens."""
+    return open_workbench(str(root / "moe"), profile="small", seq_len=32)
+
+
+# --- what is written -------------------------------------------------------------
+
+
+def test_tokens_are_drawn_from_the_models_distribution(tokenizer: Any) -> None:
+    """Frequencies of the second token, given the first, within five deviations."""
+    model, n = model_of(), 6000
+    found = own_text(model, tokenizer, n_sequences=n, seq_len=2, batch_size=n).ids
+    assert found.shape == (n, 2)
+    assert set(found[:, 0].tolist()) == {*range(1, D_VOCAB)}  # all but the special one
+    expected = torch.zeros(D_VOCAB, dtype=torch.float64)
+    for first in range(1, D_VOCAB):
+        p = logits_of(model, torch.tensor([[first]]))[0, 0].double().softmax(-1)
+        expected += p * int((found[:, 0] == first).sum())
+    seen = torch.bincount(found[:, 1], minlength=D_VOCAB)
+    assert float(((seen - expected).abs() / expected.sqrt()).max()) < 5
+
+
+def test_windows_are_whole_although_texts_end(tokenizer: Any) -> None:
+    """The token that ends a text is never drawn; a draw of it would show."""
+    usual = own_text(model_of(), tokenizer, n_sequences=16, seq_len=40)
+    end = int(usual.ids[0, 5])
+    found = own_text(model_of(end=end), tokenizer, n_sequences=16, seq_len=40)
+    assert found.ids.shape == (16, 40)
+    assert end not in found.ids[:, 1:]
+    assert end in usual.ids[:, 1:]
+
+
+def test_a_seed_is_one_text(tokenizer: Any) -> None:
+    """The same again, others with another seed; the process's numbers stay."""
+    before = torch.random.get_rng_state()
+    first, again, other = (
+        own_text(model_of(), tokenizer, n_sequences=4, seq_len=9, seed=seed).ids
+        for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_progress_counts_every_token_and_can_stop(tokenizer: Any) -> None:
+    """Batch by batch to the end; an exception ends the work."""
+    seen: list[tuple[int, int]] = []
+    own_text(
+        model_of(), tokenizer, n_sequences=3, seq_len=4, batch_size=2,
+        progress=lambda *done: seen.append(done),
+    )  # fmt: skip
+    assert seen == [(n, 9) for n in (2, 4, 6, 6, 7, 8, 9, 9)]
+
+    def stop(done: int, _total: int) -> None:
+        if done > 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        own_text(model_of(), tokenizer, n_sequences=3, seq_len=9, progress=stop)
+
+
+def test_what_cannot_be_written_is_refused(tokenizer: Any) -> None:
+    """Numbers that are not positive, and a vocabulary of special tokens."""
+    for wrong in ({"n_sequences": 0}, {"seq_len": 1}, {"seed": 2**63}):
+        with pytest.raises(SpecError):
+            own_text(model_of(), tokenizer, **wrong)
+
+    class OnlySpecial:
+        all_special_ids = (0, 1)
+
+        def __len__(self) -> int:
+            return 2
+
+    with pytest.raises(SpecError, match="special"):
+        own_text(model_of(), OnlySpecial(), n_sequences=1, seq_len=4)
+
+
+# --- joined with a corpus --------------------------------------------------------
+
+
+def test_joined_windows_keep_their_order_and_origin() -> None:
+    """First one set, then the other; both are named, and held out alike."""
+    a, b = (CalibrationSet.from_ids(torch.full((8, 5), n)) for n in (1, 2))
+    both = a.joined(b)
+    assert both.ids[:, 0].tolist() == [1] * 8 + [2] * 8
+    assert both.provenance["joined"] == [b.provenance | {"n_sequences": 8}]
+    assert both.label == f"{a.label} and {b.provenance['corpus']}"
+    for part, count in zip(both.split(), (6, 2), strict=True):
+        assert part.ids[:, 0].tolist() == [1] * count + [2] * count
+    assert len(both.joined(a).provenance["joined"]) == 2
+    assert "joined" not in a.provenance
+    with pytest.raises(SpecError, match="same seq_len"):
+        a.joined(CalibrationSet.from_ids(torch.ones(2, 6, dtype=torch.long)))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), "half", True, None])
+def test_a_share_is_below_one(share: Any) -> None:
+    """Some windows are of the corpus, which names the calibration."""
+    with pytest.raises(SpecError, match="own_text"):
+        Calibration(own_text=share)
+
+
+def test_the_number_of_own_windows_is_rounded() -> None:
+    """And never all of them."""
+    counted = [Calibration(own_text=share).n_own(4) for share in (0, 0.2, 0.4, 0.99)]
+    assert counted == [0, 1, 2, 3]
+    assert Calibration(own_text=0.9).n_own(1) == 0
+
+
+def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one model, shape and seed; other weights write another text."""
+    text = str(root / "text.txt")
+    asked = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
+    found = bench_of(root).calibration_set(asked)
+    plain = bench_of(root).calibration_set(Calibration(text, 6, 32))
+    assert torch.equal(found.ids[:6], plain.ids)
+
+    def never(*_given: Any, **_named: Any) -> CalibrationSet:
+        raise AssertionError("written again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{HOME}.own_text", never)
+        assert bench_of(root).calibration_set(asked).fingerprint == found.fingerprint
+        changed = bench_of(root)
+        changed.model.lm_head.weight.data.add_(1)
+        with pytest.raises(AssertionError, match="again"):
+            changed.calibration_set(asked)
+    other = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25, seed=1)
+    drawn = bench_of(root).calibration_set(other)
+    assert not torch.equal(drawn.ids[6:], found.ids[6:])
+
+
+def test_a_table_says_what_it_was_measured_on(root: Path) -> None:
+    """Read back it is the calibration; other joined windows are nobody's."""
+    bench, text = bench_of(root), str(root / "text.txt")
+    asked = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
+    table = bench.importance(asked)
+    assert calibration_of(table) == asked
+    told = describe_calibration(table)
+    assert told.startswith("8 windows of 32 tokens of ")
+    assert told.endswith("(train), 2 of them written by the model itself, seed 0")
+    assert Calibration.from_dict(asked.to_dict()) == asked
+    assert Setting(0.1, asked).columns()["own_text"] == 0.25
+    assert "own_text" not in Setting(0.1, text).columns()
+    windows = bench.calibration_set(Calibration(text, 4, 32))
+    mixed = collect_statistics(bench.model, windows.joined(windows))
+    assert calibration_of(mixed) is None
+
+
+def test_a_portfolio_reports_what_it_measures(root: Path) -> None:
+    """The statistics of a workbench count as the portfolio's own."""
+    bench = bench_of(root)
+    asked = Calibration(str(root / "text.txt"), n_sequences=8, own_text=0.5)
+    windows = bench.calibration_set(asked)
+    counts: list[list[tuple[int, int]]] = []
+    measures: list[Callable[..., Any] | None] = [None, bench.measure]
+    for measure in measures:
+        seen: list[tuple[int, int]] = []
+        portfolio = Portfolio(bench.model, windows, measure=measure)
+        with portfolio.counted(1, lambda *done, seen=seen: seen.append(done)):
+            portfolio.table("heapr", windows="all")
+        counts.append(seen)
+    assert counts[0] == counts[1]
+    assert counts[0][-1][0] == 8
+
+
+# --- the command line ------------------------------------------------------------
+
+
+def manifest_of(root: Path, out: Path, *options: object) -> dict[str, Any]:
+    """What `prune` writes beside the weights."""
+    run("prune", root / "moe", "--ratio", 0.4, "--out", out, *text_of(root), *options)
+    return dict(json.loads((out / "heapr_manifest.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ((), 0.25),
+        (("--own-text", 0.5), 0.5),
+        (("--own-text", 0), 0),
+        (("--method", "paper"), 0),
+        (("--method", "paper", "--own-text", 0.5), 0.5),
+        (("--estimator", "fisher"), 0),
+    ],
+)
+def test_the_default_is_that_of_compress(
+    root: Path, tmp_path: Path, options: tuple[object, ...], share: float
+) -> None:
+    """A quarter where candidates are judged; else the corpus alone, as the paper."""
+    manifest = manifest_of(root, tmp_path / "out", *options)
+    assert manifest["calibrated_on"]["own_text"] == share
+    n_own = round(8 * share)
+    told = f"{n_own} of them written by the model itself"
+    assert (told in manifest["calibration"]) == (n_own > 0)
+
+
+def test_a_table_has_its_own_text(root: Path, tmp_path: Path) -> None:
+    """`score` writes it where asked; with its table nothing can be written any more."""
+    table = tmp_path / "table.parquet"
+    run("score", root / "moe", "--own-text", 0.25, "--out", table, *text_of(root))
+    found = calibration_of(ImportanceTable.read(table))
+    assert found is not None
+    assert found.own_text == 0.25
+    base = ("prune", root / "moe", "--ratio", 0.4, "--importance", table)
+    assert "leave --importance out" in one_line(*base, "--own-text", 0.5)
+    facts = json.loads(run(*base, "--json"))
+    assert facts["atoms_kept"] < facts["atoms"]
