@@ -73,7 +73,7 @@ class Variant:
     every_seed: bool = True
     """Whether it is measured for every seed and model, or on the lab model alone."""
     own_text: bool = False
-    """Whether the model writes a part of the calibration windows, as by default."""
+    """Whether the model writes more calibration windows itself, as by default."""
     accuracy: bool = False
     """Whether accuracy is measured as well as loss."""
 
@@ -144,7 +144,7 @@ class Measured:
 
     @cached_property
     def with_own_text(self) -> Portfolio:
-        """Statistics and sums where the model writes a part of the windows itself."""
+        """Statistics and sums where the model writes more windows itself."""
         share = METHODS["best"].own_text
         return self._portfolio(dataclasses.replace(self.calibration, own_text=share))
 
@@ -234,7 +234,8 @@ def runs(
                     if ratio == RATIOS[0] and variant.name not in AT_EVERY_RATIO:
                         continue
                     yield corpus, seed, variant, ratio, "atoms"
-                    if ratio in AT_EQUAL_FLOPS and variant.name.startswith(OTHER_ATOMS):
+                    other = variant.name.startswith(OTHER_ATOMS)
+                    if other and not variant.own_text and ratio in AT_EQUAL_FLOPS:
                         yield corpus, seed, variant, ratio, "flops"
                     if variant.accuracy:
                         yield corpus, seed, variant, ratio, "accuracy"

@@ -101,13 +101,16 @@ Sequences = Annotated[
 Seed = Annotated[int, typer.Option(help="Seed for drawing the windows.")]
 OwnText = Annotated[
     float,
-    typer.Option(help="Share of the windows that the model writes itself, in [0, 1)."),
+    typer.Option(
+        min=0, help="Windows that the model writes itself, for each of the corpus."
+    ),
 ]
 OwnTextOrMethods = Annotated[
     float | None,
     typer.Option(
         "--own-text",
-        help="Share of the calibration windows that the model writes itself, so that "
+        min=0,
+        help="Windows that the model writes itself, for each of the corpus, so that "
         "what the corpus does not show is not pruned away [default: 0.25 where "
         "--method best chooses among candidates, else 0].",
     ),

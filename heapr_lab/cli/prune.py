@@ -99,14 +99,14 @@ def prune(
     )
     weights = preset.weights_for(importance, estimator=estimator, rounds=rounds)
     fitted = weights == "compress" and _is_folder(out)
-    share = _own_text(own_text, importance, default=preset.own_text if fitted else 0.0)
+    own = _own_text(own_text, importance, default=preset.own_text if fitted else 0.0)
     request = Request(
         model=model,
         method=preset,
         max_rise=max_rise,
         max_latency=max_latency,
         setting=Setting(
-            selection, Calibration(corpus, n_sequences, seed=seed, own_text=share)
+            selection, Calibration(corpus, n_sequences, seed=seed, own_text=own)
         ),
         weights=weights,
         quick=quick,
@@ -150,7 +150,7 @@ def _check_amount(
 
 
 def _own_text(asked: float | None, importance: Path | None, *, default: float) -> float:
-    """The share of windows that the model writes itself.
+    """The windows that the model writes itself, for each of the corpus.
 
     Raises:
         SpecError: it is asked for although there is a table of `importance`.

@@ -48,9 +48,9 @@ class ExportTab(ipw.VBox):
         )
         share = session.calibration.own_text or METHODS[DEFAULT].own_text
         self.own = ipw.IntSlider(
-            round(100 * share), 0, 75, 5, description="own text [%]",
+            round(100 * share), 0, 100, 5, description="own text [%]",
             continuous_update=False,
-            tooltip="share of the calibration windows that the model writes itself, so "
+            tooltip="windows that the model writes itself, in addition to the corpus, so "
             "that what the corpus does not show is not pruned away",
         )  # fmt: skip
         self.bias = ipw.Checkbox(

@@ -16,6 +16,7 @@ DEFAULT_CORPUS = "pydocs"
 """The corpus that is available on every machine."""
 OWN_TEXT = "own text"
 """The name of text that the model writes itself."""
+_MOST_OWN_TEXT = 8
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Calibration:
     seed: int = 0
     """Seed of the draw of windows, a whole number from -2⁶³ to 2⁶³ - 1."""
     own_text: float = 0.0
-    """Share of the windows that the model writes itself, in [0, 1)."""
+    """Windows that the model writes itself, in addition, for each of the corpus."""
 
     def __post_init__(self) -> None:
         for name, least in (("n_sequences", 1), ("seq_len", 2)):
@@ -52,23 +53,21 @@ class Calibration:
                 )
         check_seed(self.seed)
         own = self.own_text
-        if (
-            not isinstance(own, int | float)
-            or isinstance(own, bool)
-            or not 0 <= own < 1
-        ):
+        number = isinstance(own, int | float) and not isinstance(own, bool)
+        if not number or not 0 <= own <= _MOST_OWN_TEXT:
             raise SpecError(
-                f"own_text is {own!r}, expected a share in [0, 1), such as 0.25"
+                f"own_text is {own!r}, expected a number from 0 to {_MOST_OWN_TEXT}, "
+                "such as 0.25: windows that the model writes for each of the corpus"
             )
 
     def n_own(self, n_sequences: int) -> int:
-        """How many of so many windows the model writes itself; some are of the corpus.
+        """How many windows the model writes itself, besides so many of the corpus.
 
         Example:
             >>> Calibration(own_text=0.25).n_own(128)
             32
         """
-        return min(round(self.own_text * n_sequences), n_sequences - 1)
+        return round(self.own_text * n_sequences)
 
     def _repr_html_(self) -> str:
         facts = {name.replace("_", " "): str(v) for name, v in self.to_dict().items()}

@@ -276,10 +276,11 @@ def describe_calibration(table: ImportanceTable) -> str:
     text = f"{made.n_sequences} windows of {made.seq_len} tokens of {made.corpus}"
     if "split" in recorded:
         text += f" ({recorded['split']})"
+    text += f", seed {made.seed}" if "seed" in recorded else ""
     if made.own_text:
-        n_own = made.n_own(recorded["n_sequences"])
-        text += f", {n_own} of them written by the model itself"
-    return text + (f", seed {made.seed}" if "seed" in recorded else "")
+        n_own = recorded["n_sequences"] - (made.n_sequences or 0)
+        text += f", and {n_own} that the model wrote itself"
+    return text
 
 
 def calibration_of(table: ImportanceTable) -> Calibration | None:
@@ -292,8 +293,9 @@ def calibration_of(table: ImportanceTable) -> Calibration | None:
     added = {text["corpus"]: text["n_sequences"] for text in made.get("joined", [])}
     if added.keys() - {OWN_TEXT}:
         return None  # windows that no corpus and share describe
-    own_text = added.get(OWN_TEXT, 0) / made["n_sequences"]
-    return Calibration.from_dict(fields | {"own_text": own_text})
+    n_own = added.get(OWN_TEXT, 0)
+    n = fields["n_sequences"] = made["n_sequences"] - n_own
+    return Calibration.from_dict(fields | {"own_text": n_own / n})
 
 
 def stored_dtype(bench: Workbench) -> Any:

@@ -26,7 +26,7 @@ class Method:
     weights: str
     """A name in `WEIGHTS`, where there is text to fit them to."""
     own_text: float
-    """Share of the calibration windows that the model writes itself, for `compress`."""
+    """Windows that the model writes itself for each of the corpus, for `compress`."""
 
     def estimator_for(self, importance: object | None, *, rounds: int) -> str:
         """The estimator for `rounds` rounds, with or without a file of `importance`."""

@@ -166,11 +166,11 @@ class Workbench:
         seq_len = asked.seq_len or self.profile.seq_len
         key = windows_key(asked.corpus, split="train")
         windows = self._remembered(
-            (key, n_sequences - n_own, seq_len, asked.seed),
+            (key, n_sequences, seq_len, asked.seed),
             lambda: load_calibration(
                 asked.corpus,
                 self.tokenizer,
-                n_sequences=n_sequences - n_own,
+                n_sequences=n_sequences,
                 seq_len=seq_len,
                 seed=asked.seed,
             ),

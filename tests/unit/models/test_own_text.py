@@ -146,18 +146,17 @@ def test_joined_windows_keep_their_order_and_origin() -> None:
         a.joined(CalibrationSet.from_ids(torch.ones(2, 6, dtype=torch.long)))
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), "half", True, None])
-def test_a_share_is_below_one(share: Any) -> None:
-    """Some windows are of the corpus, which names the calibration."""
+@pytest.mark.parametrize("share", [-0.1, 8.1, float("nan"), "half", True, None])
+def test_a_share_is_a_number(share: Any) -> None:
+    """And not so large that the corpus would hardly count."""
     with pytest.raises(SpecError, match="own_text"):
         Calibration(own_text=share)
 
 
 def test_the_number_of_own_windows_is_rounded() -> None:
-    """And never all of them."""
-    counted = [Calibration(own_text=share).n_own(4) for share in (0, 0.2, 0.4, 0.99)]
-    assert counted == [0, 1, 2, 3]
-    assert Calibration(own_text=0.9).n_own(1) == 0
+    """They come in addition."""
+    counted = [Calibration(own_text=share).n_own(4) for share in (0, 0.1, 0.2, 0.4, 2)]
+    assert counted == [0, 0, 1, 2, 8]
 
 
 def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +164,9 @@ def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = str(root / "text.txt")
     asked = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
     found = bench_of(root).calibration_set(asked)
-    plain = bench_of(root).calibration_set(Calibration(text, 6, 32))
-    assert torch.equal(found.ids[:6], plain.ids)
+    plain = bench_of(root).calibration_set(Calibration(text, 8, 32))
+    assert found.n_sequences == 10
+    assert torch.equal(found.ids[:8], plain.ids)
 
     def never(*_given: Any, **_named: Any) -> CalibrationSet:
         raise AssertionError("written again")
@@ -180,7 +180,7 @@ def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) ->
             changed.calibration_set(asked)
     other = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25, seed=1)
     drawn = bench_of(root).calibration_set(other)
-    assert not torch.equal(drawn.ids[6:], found.ids[6:])
+    assert not torch.equal(drawn.ids[8:], found.ids[8:])
 
 
 def test_a_table_says_what_it_was_measured_on(root: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_table_says_what_it_was_measured_on(root: Path) -> None:
     assert calibration_of(table) == asked
     told = describe_calibration(table)
     assert told.startswith("8 windows of 32 tokens of ")
-    assert told.endswith("(train), 2 of them written by the model itself, seed 0")
+    assert told.endswith("(train), seed 0, and 2 that the model wrote itself")
     assert Calibration.from_dict(asked.to_dict()) == asked
     assert Setting(0.1, asked).columns()["own_text"] == 0.25
     assert "own_text" not in Setting(0.1, text).columns()
@@ -203,7 +203,7 @@ def test_a_table_says_what_it_was_measured_on(root: Path) -> None:
 def test_a_portfolio_reports_what_it_measures(root: Path) -> None:
     """The statistics of a workbench count as the portfolio's own."""
     bench = bench_of(root)
-    asked = Calibration(str(root / "text.txt"), n_sequences=8, own_text=0.5)
+    asked = Calibration(str(root / "text.txt"), n_sequences=4, own_text=1)
     windows = bench.calibration_set(asked)
     counts: list[list[tuple[int, int]]] = []
     measures: list[Callable[..., Any] | None] = [None, bench.measure]
@@ -244,7 +244,7 @@ def test_the_default_is_that_of_compress(
     manifest = manifest_of(root, tmp_path / "out", *options)
     assert manifest["calibrated_on"]["own_text"] == share
     n_own = round(8 * share)
-    told = f"{n_own} of them written by the model itself"
+    told = f"and {n_own} that the model wrote itself"
     assert (told in manifest["calibration"]) == (n_own > 0)
 
 

@@ -288,7 +288,7 @@ def test_the_panel_writes_own_text_too(root: Path, tmp_path: Path) -> None:
     export(panel, tmp_path / "pruned", weights="compress")
     manifest = manifest_of(tmp_path / "pruned")
     assert manifest["calibrated_on"]["own_text"] == 0.5
-    assert "4 of them written by the model itself" in manifest["calibration"]
+    assert "and 4 that the model wrote itself" in manifest["calibration"]
     used = bench_of(root).importance(Calibration.from_dict(manifest["calibrated_on"]))
     assert manifest["importance"] == used.metadata["spec_hash"]
     assert any("token" in text for text in told), told
