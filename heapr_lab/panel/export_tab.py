@@ -50,8 +50,8 @@ class ExportTab(ipw.VBox):
         self.own = ipw.IntSlider(
             round(100 * share), 0, 100, 5, description="own text [%]",
             continuous_update=False,
-            tooltip="windows that the model writes itself, in addition, so that what the "
-            "corpus does not show is not pruned away",
+            tooltip="windows that the model writes itself, in addition, so that what "
+            "the corpus does not show is not pruned away",
         )  # fmt: skip
         self.bias = ipw.Checkbox(
             value=False, description="an output bias for each expert (not uniform)",
