@@ -3,10 +3,12 @@
 Shapes: B prompts of L tokens, N new tokens.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from heapr_lab.errors import whole_number
 from heapr_lab.models.likelihood import check_fits, input_device
@@ -47,6 +49,9 @@ def continuations(
 ) -> list[torch.Tensor]:
     """What the model continues each prompt with.
 
+    Of the model's `generation_config` only the tokens that end a text count: its
+    penalties, cut-offs and the like would be no property of the weights.
+
     Args:
         model: a causal language model of transformers.
         prompts: token ids, (B, L), of at least one token.
@@ -69,22 +74,22 @@ def continuations(
     whole_number(n_new, name="n_new")
     windows = token_windows(prompts, least=1)
     check_fits(model, windows)
-    chosen: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        chosen = {
-            "do_sample": True,
-            "temperature": temperature,
-            "top_k": 0,
-            "top_p": 1.0,
-        }
     ends, device = _ends(model), input_device(model)
-    if ends and not to_the_end:
-        chosen["suppress_tokens"] = ends
+    settings = GenerationConfig(
+        max_new_tokens=n_new,
+        use_cache=True,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+        suppress_tokens=ends if ends and not to_the_end else None,
+    )
+    if temperature:
+        settings.update(do_sample=True, temperature=temperature, top_k=0, top_p=1.0)
     parts = Parts(len(windows) * n_new, progress)
     rows: list[torch.Tensor] = []
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         evaluating(model),
+        _settings(model, settings),
     ):
         torch.manual_seed(seed)
         for batch in windows.split(whole_number(batch_size, name="batch_size")):
@@ -92,18 +97,23 @@ def continuations(
             found = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=n_new,
-                use_cache=True,
-                pad_token_id=ends[0] if ends else 0,
-                num_beams=1,
-                repetition_penalty=1.0,
                 stopping_criteria=StoppingCriteriaList([_Steps(parts, ids.shape[1])]),
-                **chosen,
             )
             rows += [_until(row[ids.shape[1] :].cpu(), ends) for row in found]
             parts(len(ids) * n_new, 0)
             parts.end(len(ids) * n_new)
     return rows
+
+
+@contextlib.contextmanager
+def _settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """The model with these settings alone; arguments of `generate` only add to its."""
+    before = model.generation_config
+    model.generation_config = settings
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def _ends(model: Any) -> list[int]:

@@ -9,7 +9,7 @@ from keeps import logits_of, random_keep
 from sacrebleu.metrics import CHRF
 from tiny_folder import D_VOCAB, write_tokenizer
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.agreement import evaluate_agreement
@@ -110,6 +110,31 @@ def test_progress_counts_tokens_of_both_models(tokenizer: Any) -> None:
     )  # fmt: skip
     steps = [3, 6, 6, 8, 10, 10, 13, 16, 16, 18, 20, 20]
     assert seen == [(done, 20) for done in steps]
+
+
+def test_settings_of_a_checkpoint_change_nothing() -> None:
+    """Cut-offs, penalties and limits in its `generation_config`, which stays."""
+    model = model_of()
+    model.generation_config = GenerationConfig()
+
+    def drawn() -> list[list[int]]:
+        return [
+            row.tolist()
+            for t in (0.0, 1.0)
+            for row in continuations(model, PROMPTS, n_new=N_NEW, temperature=t)
+        ]
+
+    plain = drawn()
+    for changed in (
+        {"min_p": 0.9}, {"no_repeat_ngram_size": 1}, {"typical_p": 0.1}, {"top_k": 1},
+        {"repetition_penalty": 3.0}, {"num_beams": 3}, {"max_length": 7},
+        {"suppress_tokens": plain[0]}, {"bad_words_ids": [plain[0][:1]]},
+        {"guidance_scale": 2.0}, {"max_time": 1e-9}, {"return_dict_in_generate": True},
+    ):  # fmt: skip
+        settings = GenerationConfig(**changed)
+        model.generation_config = settings
+        assert drawn() == plain, changed
+        assert model.generation_config is settings
 
 
 def test_samples_are_those_of_a_seed() -> None:
