@@ -45,6 +45,7 @@ def evaluate(
     profile: options.Profile = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    stream: options.Stream = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure perplexity and accuracy of the dense model, or of a masked one."""
@@ -64,7 +65,12 @@ def evaluate(
     preflight.check_corpora(names_in(corpora), split="test")
     preflight.check_tasks(names_in(tasks))
     bench = open_workbench(
-        model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
+        model,
+        profile=profile,
+        seq_len=seq_len,
+        device=device,
+        dtype=dtype,
+        stream="auto" if stream is None else stream,
     )
     keep = None if mask is None else own_mask(mask, bench.identity, name=model)
     rows = []

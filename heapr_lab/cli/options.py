@@ -89,6 +89,14 @@ Profile = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")]
+Stream = Annotated[
+    bool | None,
+    typer.Option(
+        "--stream/--no-stream",
+        help="Keep decoder layers on disk and read them one at a time [default: where "
+        "the weights do not fit].",
+    ),
+]
 SeqLen = Annotated[
     int | None, typer.Option(min=2, help="Tokens per window [default: the profile's].")
 ]

@@ -60,6 +60,7 @@ def prune(
     profile: options.Profile = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    stream: options.Stream = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Select the atoms to keep, report the savings, and write the smaller model.
@@ -120,7 +121,12 @@ def prune(
         seq_len=seq_len,
         open_bench=functools.cache(
             lambda: open_workbench(
-                model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
+                model,
+                profile=profile,
+                seq_len=seq_len,
+                device=device,
+                dtype=dtype,
+                stream="auto" if stream is None else stream,
             )
         ),
     )
@@ -224,11 +230,17 @@ class Request:
         """Check, select and write; returns the facts to print."""
         from heapr_lab.models.loading import model_folder
         from heapr_lab.models.sources import read_source
+        from heapr_lab.models.streamed import refuse_streamed
         from heapr_lab.workbench.export import savings
 
         _check_out(self.out, to_folder=self.to_folder)
         source = model_folder(self.model)
         measured = self._check(source)
+        if self.importance is None and (self.made_of != "unchanged" or self.after):
+            refuse_streamed(
+                self.open_bench().model,
+                remedy="give --method paper, which slices its files, or --no-stream",
+            )
         table = self._table(source)
         made = self._choose(table)
         if self.out is not None and not self.to_folder:

@@ -30,6 +30,7 @@ def score(
     profile: options.Profile = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    stream: options.Stream = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure the importance of every atom.
@@ -44,7 +45,12 @@ def score(
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own_text)
     preflight.check_corpora([corpus], split="train")
     bench = open_workbench(
-        model, profile=profile, seq_len=seq_len, device=device, dtype=dtype
+        model,
+        profile=profile,
+        seq_len=seq_len,
+        device=device,
+        dtype=dtype,
+        stream="auto" if stream is None else stream,
     )
     windows = bench.calibration_set(calibration)
     table = bench.measure(windows, batch_size=batch_size)

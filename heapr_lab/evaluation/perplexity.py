@@ -4,8 +4,9 @@ Windows do not overlap; losses are summed over tokens, so that neither the batch
 nor a smaller last batch changes the result.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import whole_number
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.layerwise import swept_states
 from heapr_lab.models.likelihood import (
     check_fits,
     final_states,
@@ -21,6 +24,7 @@ from heapr_lab.models.likelihood import (
 )
 from heapr_lab.models.memory import halving_batches, starting_batch_size
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
@@ -98,9 +102,10 @@ def evaluate_perplexity(
     """
     total = 0.0
 
-    def add(batch: torch.Tensor) -> None:
+    def add(batch: torch.Tensor, states: torch.Tensor) -> None:
         nonlocal total
-        total += token_nll(model, batch).sum(dtype=torch.float64).item()
+        nll = token_nll(model, batch, states=states)
+        total += nll.sum(dtype=torch.float64).item()
 
     n_tokens = _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
     nll = total / n_tokens
@@ -120,8 +125,9 @@ def window_nll(
     """
     losses: list[torch.Tensor] = []
 
-    def add(batch: torch.Tensor) -> None:
-        losses.append(token_nll(model, batch).mean(1, dtype=torch.float64).cpu())
+    def add(batch: torch.Tensor, states: torch.Tensor) -> None:
+        nll = token_nll(model, batch, states=states)
+        losses.append(nll.mean(1, dtype=torch.float64).cpu())
 
     _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
     return torch.cat(losses)
@@ -154,11 +160,9 @@ def evaluate_divergence(
     """
     kl, agreeing = 0.0, 0
 
-    def add(batch: torch.Tensor) -> None:
+    def add(_batch: torch.Tensor, *states: torch.Tensor) -> None:
         nonlocal kl, agreeing
-        dense = final_states(model, batch)[:, :-1]
-        with masking(model, keep):
-            pruned = final_states(model, batch)[:, :-1]
+        dense, pruned = (own[:, :-1] for own in states)
         batch_kl, batch_agreeing = 0.0, 0
         for log_p, log_q in zip(
             iter_log_probs(model, dense), iter_log_probs(model, pruned), strict=True
@@ -168,7 +172,9 @@ def evaluate_divergence(
         # Only at the end, so that a batch that is repeated is not counted twice.
         kl, agreeing = kl + batch_kl, agreeing + batch_agreeing
 
-    n_tokens = _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
+    n_tokens = _for_batches(
+        model, add, ids, masks=(None, keep), batch_size=batch_size, progress=progress
+    )
     return Divergence(kl / n_tokens, agreeing / n_tokens, n_tokens)
 
 
@@ -186,13 +192,17 @@ def kl_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 def _for_batches(
     model: nn.Module,
-    work: Callable[[torch.Tensor], None],
+    work: Callable[..., None],
     ids: Any,
     *,
+    masks: Sequence[KeepMask | None] = (None,),
     batch_size: int | None,
     progress: Progress | None,
 ) -> int:
     """Call `work` on each batch of windows, on smaller ones if memory runs out.
+
+    It is called with the batch, and with its final states (B, L, d_model) under each of
+    the masks. A streamed model reads its layers once for each mask.
 
     Returns the number of predicted tokens: all but the first of each window.
     """
@@ -206,12 +216,25 @@ def _for_batches(
         nonlocal done
         while done < n_windows:
             batch = windows[done : done + size]
-            work(batch)
+            work(batch, *(_states(model, batch, keep) for keep in masks))
             done += len(batch)
             report(done, n_windows)
 
+    def sweep(size: int) -> None:
+        batches = windows.split(size)
+        found = [_swept(model, batches, keep) for keep in masks]
+        for batch, *states in zip(batches, *found, strict=True):
+            work(batch, *states)
+        report(n_windows, n_windows)
+
     with evaluating(model):
-        if batch_size is not None:
+        if stream_of(model) is not None:
+            tokens = _TOKENS_AT_ONCE
+            sweep(
+                batch_size
+                or starting_batch_size(model, n_windows, seq_len, tokens=tokens)
+            )
+        elif batch_size is not None:
             run(whole_number(batch_size, name="batch_size"))
         else:
             size = starting_batch_size(
@@ -219,6 +242,21 @@ def _for_batches(
             )
             halving_batches(run, size, model=model)
     return n_windows * (seq_len - 1)
+
+
+def _states(model: nn.Module, ids: torch.Tensor, keep: KeepMask | None) -> torch.Tensor:
+    if keep is None:
+        return final_states(model, ids)
+    with masking(model, keep):
+        return final_states(model, ids)
+
+
+def _swept(
+    model: nn.Module, batches: Sequence[torch.Tensor], keep: KeepMask | None
+) -> list[torch.Tensor]:
+    masked = contextlib.nullcontext() if keep is None else masking(model, keep)
+    with masked:
+        return swept_states(model, batches, find_experts(model))
 
 
 def exp_nll(nll: float) -> float:

@@ -123,6 +123,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 table=figures.solves_table,
             ),
             Benchmark(
+                "streaming",
+                "streaming.py",
+                "A layer at a time from disk, beside all in memory",
+                table=figures.streaming_table,
+            ),
+            Benchmark(
                 "quality",
                 "quality.py",
                 "Additions one by one, the lab model (ridges of before 2026-11-22)",

@@ -13,7 +13,12 @@ from heapr_lab.figures.atom import (
     figure_atomic_expert,
     plot_atomic_expert,
 )
-from heapr_lab.figures.beyond import beyond_table, commands_table, solves_table
+from heapr_lab.figures.beyond import (
+    beyond_table,
+    commands_table,
+    solves_table,
+    streaming_table,
+)
 from heapr_lab.figures.bins import bins_data, figure_bins, plot_bins
 from heapr_lab.figures.boundary import boundary_data, figure_boundary, plot_boundary
 from heapr_lab.figures.calibration_size import (

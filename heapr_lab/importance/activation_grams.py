@@ -23,6 +23,7 @@ from heapr_lab.models.identity import refuse_autocast
 from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.likelihood import check_fits, final_states
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -258,16 +259,22 @@ def iter_grams(
 
     Arguments and errors are those of `collect_grams`; progress is always reported in
     windows of one pass.
+
+    Raises:
+        LayoutError: the model is streamed, and its layers cannot be run one by one.
     """
     layers = find_experts(model)
     _check(model, calibration, layers)
     groups = _groups(layers, span)
-    if len(groups) > 1:
+    streamed = stream_of(model) is not None
+    if len(groups) > 1 or streamed:
         try:
             with evaluating(model):
                 batches = [ids for _, ids in _batches(calibration)]
                 walk = LayerByLayer(model, batches, layers)
         except LayoutError as error:
+            if streamed:
+                raise
             logger.warning(
                 "%s; so %d forward passes are used instead of one", error, len(groups)
             )

@@ -30,6 +30,7 @@ from heapr_lab.errors import (
     whole_number,
 )
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.importance.two_sweeps import TwoSweeps
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts, refuse_broken
 from heapr_lab.models.hooks import Probe, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
@@ -42,6 +43,7 @@ from heapr_lab.models.likelihood import (
 from heapr_lab.models.memory import halving_batches, starting_batch_size
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import EXPERT_SUMS
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress
 from heapr_lab.storage import files
 from heapr_lab.storage.hashing import digest
@@ -100,7 +102,7 @@ def collect_statistics(
             whenever the device runs out of memory.
         progress: called after each batch with (windows done, total windows).
         state: a file in which an unfinished pass is saved, and from which it resumes;
-            removed at the end.
+            removed at the end. A pass over a streamed model begins again.
 
     Raises:
         SpecError: the labels are unknown, a token is not in the vocabulary, the batch
@@ -118,8 +120,8 @@ def collect_statistics(
     check_fits(model, calibration.ids)
     started = time.perf_counter()
     layers = find_experts(model)
-    for layer in layers:
-        refuse_broken(layer)
+    streamed = stream_of(model) is not None
+    norms = {} if streamed else {k.layer: refuse_broken(k) for k in layers}
     architecture = describe(model).to_dict()
     spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
     windows = calibration.window_fingerprints()
@@ -133,9 +135,10 @@ def collect_statistics(
         state=state,
         key=digest(spec),
         weights=weights_state(model),
+        norms=norms,
     )
     probes = _run_all(run) if batch_size is None else run.run(batch_size)
-    frame = _frame(layers, probes, model)
+    frame = _frame(layers, probes, run.norms, model)
     provenance = _provenance(model, calibration, run, time.perf_counter() - started)
     table = ImportanceTable.from_frame(
         frame,
@@ -186,12 +189,16 @@ class _Pass:
     """Hash of the specification, by which a saved state is recognised."""
     weights: str
     """The model's `weights_state`, which must not change."""
+    norms: dict[int, dict[str, torch.Tensor]]
+    """Squared norms of the weights of each layer's atoms."""
     batch_size: int = 0
     resumed_at: int = 0
 
     def run(self, batch_size: int) -> dict[int, Probe]:
         """Measure all windows not measured before; returns each layer's probe."""
         self.batch_size = batch_size
+        if stream_of(self.model) is not None:
+            return self._streamed()
         total = self.calibration.n_sequences
         with (
             differentiating(self.model),
@@ -216,9 +223,28 @@ class _Pass:
         check_unchanged(self.model, self.weights)
         return probes
 
+    def _streamed(self) -> dict[int, Probe]:
+        """Measure all windows a layer at a time; nothing is saved in between."""
+        total, done, ids = self.calibration.n_sequences, 0, self.calibration.ids
+        with differentiating(self.model), probed(self.layers) as probes:
+
+            def step() -> None:
+                nonlocal done
+                done += 1
+                if self.progress is not None:
+                    self.progress(done * total // sweeps.n_steps, total)
+
+            batches = ids.split(self.batch_size)
+            sweeps = TwoSweeps(self.model, self.layers, batches, step=step)
+            self.norms = sweeps.forward()
+            for number, index in sweeps.backward(probes):
+                first = index * self.batch_size
+                where = f"windows {first} to {first + len(batches[index]) - 1}"
+                self._check(probes[number], number, where)
+        check_unchanged(self.model, self.weights)
+        return probes
+
     def _step(self, ids: torch.Tensor, probes: dict[int, Probe], done: int) -> None:
-        for probe in probes.values():
-            probe.backwards = 0
         # A clone is no inference tensor, even if the ids are one.
         ids = ids.clone().to(input_device(self.model))
         targets = None
@@ -228,17 +254,21 @@ class _Pass:
         token_nll(self.model, ids, targets=targets).sum().backward()
         where = f"windows {done} to {done + len(ids) - 1}"
         for number, probe in probes.items():
-            if probe.backwards != 1:
-                raise CoverageError(
-                    f"layer {number} took part {probe.backwards} times in the pass "
-                    f"over {where}, expected once; this model does not run each "
-                    "experts module once per forward"
-                )
-            if not torch.isfinite(probe.moments.atoms["sum_hg2"]).all():
-                raise HeaprLabError(
-                    f"non-finite gradients in layer {number} on {where}: use bfloat16 "
-                    "or float32 weights, or check these windows"
-                )
+            self._check(probe, number, where)
+
+    def _check(self, probe: Probe, number: int, where: str) -> None:
+        if probe.backwards != 1:
+            raise CoverageError(
+                f"layer {number} took part {probe.backwards} times in the pass "
+                f"over {where}, expected once; this model does not run each "
+                "experts module once per forward"
+            )
+        if not torch.isfinite(probe.moments.atoms["sum_hg2"]).all():
+            raise HeaprLabError(
+                f"non-finite gradients in layer {number} on {where}: use bfloat16 "
+                "or float32 weights, or check these windows"
+            )
+        probe.backwards = 0
 
     def _save(self, probes: dict[int, Probe], done: int) -> None:
         check_unchanged(self.model, self.weights)
@@ -283,7 +313,10 @@ def _gradients_from_embedding_on(model: Any) -> Iterator[None]:
 
 
 def _frame(
-    layers: list[ExpertsLayer], probes: dict[int, Probe], model: nn.Module
+    layers: list[ExpertsLayer],
+    probes: dict[int, Probe],
+    norms: dict[int, dict[str, torch.Tensor]],
+    model: nn.Module,
 ) -> pd.DataFrame:
     """One row per atom, sorted by (layer, expert, atom)."""
     exact = next(model.parameters()).dtype == torch.float64
@@ -300,7 +333,7 @@ def _frame(
         for name in EXPERT_SUMS:
             values = np.repeat(moments.experts[name].cpu().numpy(), d_inter)
             columns[name] = values.astype(np.int64 if name == "tokens" else real)
-        atoms = moments.atoms | layer.squared_norms()
+        atoms = moments.atoms | norms[layer.layer]
         for name, tensor in atoms.items():
             columns[name] = tensor.cpu().numpy().reshape(-1).astype(real)
         parts.append(pd.DataFrame(columns))

@@ -20,6 +20,7 @@ from torch import nn
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.ragged_experts import RaggedExperts, activate
+from heapr_lab.models.streamed import filled, stream_of
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,7 +50,7 @@ class ExpertsLayer:
     @property
     def down(self) -> torch.Tensor:
         """W_down of every expert, (E, D, I), a view."""
-        weight: torch.Tensor = self.module.down_proj
+        weight: torch.Tensor = filled(self.module).down_proj
         return weight.transpose(1, 2) if self.module.is_transposed else weight
 
     @property
@@ -59,19 +60,19 @@ class ExpertsLayer:
         Rows are in the family's own order; `atom_rows` gives those of an atom.
         """
         name = "gate_up_proj" if self.gated else "up_proj"
-        weight: torch.Tensor = getattr(self.module, name)
+        weight: torch.Tensor = getattr(filled(self.module), name)
         return weight.transpose(1, 2) if self.module.is_transposed else weight
 
     @property
     def up_bias(self) -> torch.Tensor | None:
         """The input projection's bias, (E, 2I) or (E, I), in the order of `up_rows`."""
         name = "gate_up_proj_bias" if self.gated else "up_proj_bias"
-        return getattr(self.module, name) if self.biased else None
+        return getattr(filled(self.module), name) if self.biased else None
 
     @property
     def down_bias(self) -> torch.Tensor | None:
         """The output bias of each expert, (E, D)."""
-        return self.module.down_proj_bias if self.biased else None
+        return filled(self.module).down_proj_bias if self.biased else None
 
     @property
     def n_experts(self) -> int:
@@ -90,15 +91,17 @@ class ExpertsLayer:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Device of the weights, once they are in memory."""
+        stream = stream_of(self.module)
         device: torch.device = self.module.down_proj.device
-        return device
+        return device if stream is None else stream.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
+        stream = stream_of(self.module)
         dtype: torch.dtype = self.module.down_proj.dtype
-        return dtype
+        return dtype if stream is None else stream.dtype
 
     def atom_rows(self, atoms: torch.Tensor) -> torch.Tensor:
         """Indices of the rows of `up_rows` that belong to `atoms`, in its order.
@@ -221,10 +224,12 @@ def _refuse_inexact(layer: ExpertsLayer) -> None:
                 "quantised or unknown experts cannot be measured"
             )
     factor = 2 if layer.gated else 1
-    if layer.up_rows.shape[1:] != (factor * layer.d_inter, layer.d_expert):
+    up = getattr(module, "gate_up_proj" if layer.gated else "up_proj")
+    sizes = up.shape[1:] if not module.is_transposed else up.shape[:0:-1]
+    if sizes != (factor * layer.d_inter, layer.d_expert):
         raise LayoutError(
-            f"{layer.name}: input projection {tuple(layer.up_rows.shape)} does not fit "
-            f"W_down {tuple(layer.down.shape)}"
+            f"{layer.name}: input projection {tuple(up.shape)} does not fit W_down "
+            f"{tuple(module.down_proj.shape)}"
         )
     _refuse_mixing(layer)
 
@@ -242,7 +247,8 @@ def _refuse_mixing(layer: ExpertsLayer) -> None:
     rows = torch.rand(1, 2 * layer.d_inter, generator=generator) + 0.5
     moved = rows.clone()
     moved[:, layer.atom_rows(atom)] += 0.25
-    device = layer.device if layer.device.type != "meta" else "cpu"
+    now = layer.module.down_proj.device
+    device = now if now.type != "meta" else "cpu"
     before = activate(layer.module, rows.to(device))
     after = activate(layer.module, moved.to(device))
     changed = (before != after).nonzero()[:, 1].tolist()
@@ -253,15 +259,16 @@ def _refuse_mixing(layer: ExpertsLayer) -> None:
         )
 
 
-def refuse_broken(layer: ExpertsLayer) -> None:
-    """Check that every weight of the layer's experts is finite.
+def refuse_broken(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
+    """Check that every weight of the layer's experts is finite; returns their norms.
 
     A NaN in an expert that no token is routed to would not show in any result.
 
     Raises:
         LayoutError: a weight is not finite (expert and atom are named).
     """
-    for name, norms in layer.squared_norms().items():
+    found = layer.squared_norms()
+    for name, norms in found.items():
         broken = (~torch.isfinite(norms)).nonzero().tolist()
         if broken:
             raise LayoutError(
@@ -269,6 +276,7 @@ def refuse_broken(layer: ExpertsLayer) -> None:
                 f"infinite, first in {name.removesuffix('_sq')} of (expert, atom) "
                 f"{tuple(broken[0])}; load the checkpoint again, or from its source"
             )
+    return found
 
 
 def describe(model: Any) -> Architecture:
@@ -302,7 +310,8 @@ def describe(model: Any) -> Architecture:
 
 
 def _layer_shape(model: Any, layer: ExpertsLayer) -> LayerShape:
-    bias = layer.up_bias
+    name = "gate_up_proj_bias" if layer.gated else "up_proj_bias"
+    bias = getattr(layer.module, name) if layer.biased else None
     return LayerShape(
         n_experts=layer.n_experts,
         d_inter=layer.d_inter,

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from heapr_lab.errors import whole_number
 from heapr_lab.models.likelihood import check_fits, input_device
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.text.calibration import token_windows
 
@@ -68,9 +69,10 @@ def continuations(
         The new tokens of each prompt, up to and with the token that ends the text.
 
     Raises:
-        SpecError: the prompts are not windows of the model's tokens, or a number is
-            not positive.
+        SpecError: the prompts are not windows of the model's tokens, a number is not
+            positive, or the model is streamed.
     """
+    refuse_streamed(model, remedy="text is written from a model in memory alone")
     whole_number(n_new, name="n_new")
     windows = token_windows(prompts, least=1)
     check_fits(model, windows)

@@ -13,7 +13,7 @@ I d_inter, D d_expert.
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -45,6 +45,8 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 _edits: ContextVar[Mapping[int, Edit]] = ContextVar("edits", default=_NONE)
 _observers: ContextVar[Mapping[int, "Observer"]]
 _observers = ContextVar("observers", default=_NONE)
+_Counted = Callable[[torch.Tensor], None]
+_counted: ContextVar[Mapping[int, _Counted]] = ContextVar("counted", default=_NONE)
 _switch_lock = threading.Lock()
 _switched: dict[int, tuple[int, str | None]] = {}
 """By the id of each switched config: modules that need it, previous implementation."""
@@ -218,12 +220,28 @@ def probed(layers: list[ExpertsLayer]) -> Iterator[dict[int, Probe]]:
             layer.module.__dict__.pop("_heapr_probe", None)
 
 
+@contextlib.contextmanager
+def counting(layer: ExpertsLayer, count: _Counted) -> Iterator[None]:
+    """Call `count` with the experts of each token (T, K) in this thread's forwards.
+
+    Only while the layer is switched, as in `probed`.
+    """
+    token = _counted.set({id(layer.module): count})
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
 def _experts_forward(
     module: Any,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
+    count = _counted.get().get(id(module))
+    if count is not None:
+        count(top_k_index)
     edit = _edits.get().get(id(module))
     observer = _observers.get().get(id(module))
     probe = module.__dict__.get("_heapr_probe") if torch.is_grad_enabled() else None

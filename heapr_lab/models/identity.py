@@ -16,6 +16,7 @@ from torch import nn
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.hooks import Edit, edits_of
+from heapr_lab.models.streamed import Stream, stream_of
 from heapr_lab.models.weights_hash import block_sums
 
 _KNOWN = ("accelerate", "heapr_lab", "torch", "transformers")
@@ -74,6 +75,9 @@ def weights_state(model: nn.Module) -> str:
     another process.
     """
     sha = hashlib.sha256(repr(architecture_identity(model)).encode())
+    stream = stream_of(model)
+    if stream is not None:
+        return sha.hexdigest() + stream.files_state
     parts: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in model.state_dict(keep_vars=True).values():
         version = None if tensor.is_inference() else tensor._version
@@ -200,6 +204,9 @@ def architecture_identity(model: Any) -> dict[str, str]:
 
 
 def _weights_fingerprint(model: nn.Module) -> str:
+    stream = stream_of(model)
+    if stream is not None:
+        return _streamed_fingerprint(stream)
     sha = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if tensor.is_meta:
@@ -209,4 +216,18 @@ def _weights_fingerprint(model: nn.Module) -> str:
             )
         sha.update(f"{name}{tuple(tensor.shape)}".encode())
         sha.update(block_sums(tensor))
+    return WEIGHTS_VERSION + sha.hexdigest()
+
+
+@functools.cache
+def _streamed_fingerprint(stream: Stream) -> str:
+    """The same of a streamed model, whose layers are read one at a time."""
+    sums = {
+        f"{name}{tuple(tensor.shape)}".encode(): (name, block_sums(tensor))
+        for name, tensor in stream.tensors()
+    }
+    sha = hashlib.sha256()
+    for head, (_, found) in sorted(sums.items(), key=lambda item: item[1][0]):
+        sha.update(head)
+        sha.update(found)
     return WEIGHTS_VERSION + sha.hexdigest()

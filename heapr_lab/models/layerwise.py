@@ -8,6 +8,7 @@ batches have the same shape.
 Shapes: B windows, L tokens in each; d_model.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,12 +19,30 @@ from torch import nn
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.likelihood import final_states
+from heapr_lab.models.streamed import filled, standing_in, stream_of
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _ReachedFirstLayerError(Exception):
     """Ends a forward as soon as the first layer's input is known."""
+
+
+def swept_states(
+    model: nn.Module, batches: Sequence[torch.Tensor], layers: Sequence[ExpertsLayer]
+) -> list[torch.Tensor]:
+    """The final states of each batch, (B, L, d_model), by one sweep over the layers.
+
+    They are on the CPU. A streamed model reads each layer once.
+    """
+    walk = LayerByLayer(model, batches, layers)
+    for _, run in walk.layers():
+        for _index in run:
+            pass
+    return [
+        walk.finished(ids, states).cpu()
+        for ids, states in zip(batches, walk.states, strict=True)
+    ]
 
 
 class LayerByLayer:
@@ -58,7 +77,8 @@ class LayerByLayer:
         self._blocks = _blocks(model, layers)
         self._shapes = [tuple(ids.shape) for ids in batches]
         self._calls = self._recorded(batches)
-        self._states = [self._first_input(ids) for ids in batches]
+        self.states = [self._first_input(ids) for ids in batches]
+        """The inputs of the next layer."""
 
     @property
     def n_layers(self) -> int:
@@ -75,15 +95,24 @@ class LayerByLayer:
             yield number, self._run(number)
 
     def _run(self, number: int) -> Iterator[int]:
-        for index, shape in enumerate(self._shapes):
-            call = self._calls[shape][number]
-            self._states[index] = self._output(number, call, self._states[index])
+        for index in range(len(self._shapes)):
+            self.states[index] = self.output(number, index, self.states[index])
             yield index
+
+    def output(self, number: int, index: int, states: torch.Tensor) -> torch.Tensor:
+        """What a layer makes of the states of a batch."""
+        return self._output(number, self._calls[self._shapes[index]][number], states)
+
+    def finished(self, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """What the rest of the body makes of the last layer's output."""
+        last = self.n_layers - 1
+        with standing_in(lambda n, own, *_, **__: states if n == last else own):
+            return final_states(self._model, ids)
 
     def _output(self, number: int, call: _Call, states: torch.Tensor) -> torch.Tensor:
         block = self._blocks[number]
         args, options = call
-        device = next(block.parameters()).device
+        device = next(filled(block).parameters()).device
         found = block(states.to(device), *args, **options)
         output: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return output
@@ -100,10 +129,14 @@ class LayerByLayer:
         """
         calls: dict[tuple[int, ...], list[_Call]] = {}
         checked: set[tuple[int, ...]] = set()
+        streamed = stream_of(self._model) is not None
         for ids, shape in zip(batches, self._shapes, strict=True):
             if shape in checked:
                 continue
-            found, states, last = self._record(ids)
+            if streamed:
+                found = self._recorded_alone(ids)
+            else:
+                found, states, last = self._record(ids)
             if shape in calls:
                 checked.add(shape)
             if not _same(calls.setdefault(shape, found), found):
@@ -111,6 +144,8 @@ class LayerByLayer:
                     "the arguments of decoder layers differ between two batches of one "
                     f"shape, {shape}, so layers cannot be run one by one"
                 )
+            if streamed:
+                continue  # layers were not run
             for number, call in enumerate(found):
                 states = self._output(number, call, states)
             if not torch.equal(states, last):
@@ -158,8 +193,47 @@ class LayerByLayer:
             )
         return calls, inputs[0], outputs[0]
 
+    def _recorded_alone(self, ids: torch.Tensor) -> list[_Call]:
+        """Arguments of each layer of a streamed model, none of which is run.
+
+        Raises:
+            LayoutError: layers hand on more than hidden states, or are not called once
+                each, in order.
+        """
+        calls: list[_Call] = []
+
+        def note(number: int, states: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if number != len(calls):
+                raise LayoutError("decoder layers are not run once each, in order")
+            calls.append((args, options))
+            return states
+
+        try:
+            with standing_in(note):
+                final_states(self._model, ids)
+        except (TypeError, ValueError, RuntimeError, LookupError) as error:
+            raise LayoutError(
+                f"decoder layers of {type(self._model).__name__} hand on more than "
+                f"hidden states ({error}), so they cannot be streamed: load the model "
+                "with stream=False"
+            ) from error
+        if len(calls) != len(self._blocks):
+            raise LayoutError(
+                f"{len(calls)} of {len(self._blocks)} decoder layers took part"
+            )
+        return calls
+
     def _first_input(self, ids: torch.Tensor) -> torch.Tensor:
         found: list[torch.Tensor] = []
+
+        def reached(_number: int, states: torch.Tensor, *_: Any, **__: Any) -> Any:
+            found.append(states)
+            raise _ReachedFirstLayerError
+
+        if stream_of(self._model) is not None:
+            with contextlib.suppress(_ReachedFirstLayerError), standing_in(reached):
+                final_states(self._model, ids)
+            return found[0]
 
         def stop(_block: nn.Module, args: Any) -> None:
             found.append(args[0])

@@ -41,6 +41,7 @@ def token_nll(
     ids: torch.Tensor,
     *,
     targets: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     """Negative log-likelihood of each token given those before it, in nats.
@@ -55,13 +56,14 @@ def token_nll(
         model: a causal language model of transformers.
         ids: token ids.
         targets: the next tokens; by default those of `ids`.
+        states: their final states, (B, L, d_model); by default they are computed.
         chunk_tokens: tokens whose logits are in memory together; by default as many as
             fit into 4 MiB on a CPU and 128 MiB on a GPU.
 
     Raises:
         HeaprLabError: the log-likelihood of a token is not finite.
     """
-    states = final_states(model, ids)[:, :-1]
+    states = (final_states(model, ids) if states is None else states)[:, :-1]
     targets = (ids[:, 1:] if targets is None else targets).to(states.device)
     n_tokens = targets.numel()
     chunk = chunk_tokens or _chunk_tokens(model)

@@ -1,9 +1,12 @@
 """Load models and tokenizers from the hub, a folder, or the bundled lab model."""
 
+import logging
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
@@ -11,19 +14,33 @@ from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub
 from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_config, read_tokenizer, read_weights
+from heapr_lab.models.layerwise import LayerByLayer
+from heapr_lab.models.modes import evaluating
+from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
+from heapr_lab.models.streamed import open_streamed
 from heapr_lab.progress import silent
 from heapr_lab.storage import paths
 
+logger = logging.getLogger(__name__)
+
 LAB = "lab"
 """Name of the bundled model."""
+
+_SHARE_OF_MEMORY = 0.8
+"""Of what is free, for weights; activations need some, too."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types in which everything in this package can be computed."""
 
 
 def load_model(
-    name_or_path: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto"
+    name_or_path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    stream: bool | str = "auto",
 ) -> tuple[nn.Module, Any]:
     """A causal language model in eval mode, and its tokenizer.
 
@@ -34,11 +51,17 @@ def load_model(
             (accelerate's device map), or uses the CPU if there is none.
         dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else
             `float32`, `bfloat16`, ... or a torch dtype.
+        stream: whether decoder layers stay on disk and are read one at a time when they
+            run; `auto` does so where the weights are larger than 80 % of the free
+            memory, and logs the numbers.
 
     Raises:
         SpecError: the device or the model is not available, the model's files are
-            damaged, or there is no such dtype.
+            damaged, there is no such dtype, or `stream` is none of these.
+        LayoutError: the model cannot be streamed.
     """
+    if stream not in (True, False, "auto"):
+        raise SpecError(f"stream is {stream!r}, expected True, False or 'auto'")
     check_device(device)
     path = _resolve(name_or_path)
     on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
@@ -46,14 +69,66 @@ def load_model(
     placement = "auto" if device == "auto" and on_gpu else None
     if silent():
         disable_progress_bar()
-    read_config(path)  # first, because it determines the tokenizer's class
+    config = read_config(path)  # first: it determines the tokenizer's class
     tokenizer = read_tokenizer(path)
+    if stream is True or (
+        stream == "auto" and _too_large(path, config, chosen, on_gpu)
+    ):
+        placed = torch.device(
+            device if device != "auto" else "cuda" if on_gpu else "cpu"
+        )
+        return _streamed(path, chosen, placed), tokenizer
     model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
         model.to("cpu" if device == "auto" else device)
     if model.dtype == torch.float64:  # the default, grouped kernels do not support it
         model.set_experts_implementation("eager")
     return model.eval(), tokenizer
+
+
+def _streamed(path: str, dtype: str | torch.dtype, device: torch.device) -> Any:
+    """The model with its layers on disk, which can be run one by one.
+
+    Raises:
+        LayoutError: they cannot.
+    """
+    model = open_streamed(model_folder(path), dtype=dtype, device=device)
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")
+    with evaluating(model):
+        LayerByLayer(model, [torch.zeros(1, 2, dtype=torch.long)], find_experts(model))
+    return model
+
+
+def _too_large(path: str, config: Any, dtype: str | torch.dtype, on_gpu: bool) -> bool:
+    """Whether the weights of a local folder need more memory than there is."""
+    folder = Path(path)
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised or not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return False
+    stored, _ = read_source(folder)
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    assert isinstance(dtype, torch.dtype)
+    tensors = [t for found in stored.values() for t in found.values()]
+    needed = sum(math.prod(t.shape) for t in tensors) * dtype.itemsize
+    free = _free_memory(on_gpu)
+    if needed <= _SHARE_OF_MEMORY * free:
+        return False
+    logger.warning(
+        "the weights need %.1f GB and %.1f GB are free: decoder layers are read from "
+        "disk, one at a time (stream=False loads them all)",
+        needed / 1e9, free / 1e9,
+    )  # fmt: skip
+    return True
+
+
+def _free_memory(on_gpu: bool) -> int:
+    """Bytes of memory for weights, of all GPUs or of the machine."""
+    if not on_gpu:
+        return int(psutil.virtual_memory().available)
+    devices = range(torch.cuda.device_count())
+    return sum(torch.cuda.mem_get_info(number)[0] for number in devices)
 
 
 def check_device(device: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.streamed import refuse_streamed
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,10 @@ def copied(model: nn.Module, memo: dict[int, object]) -> nn.Module:
         memo: the objects already copied, as for `copy.deepcopy`.
 
     Raises:
-        SpecError: this thread is in a pass with gradients on the model.
+        SpecError: this thread is in a pass with gradients on the model, or it is
+            streamed.
     """
+    refuse_streamed(model, remedy="load it with stream=False")
     with _taking_turns(model):
         modes = _own_modes(model)
         twin = copy.deepcopy(model, memo)

@@ -14,8 +14,13 @@ from heapr_lab.models.hooks import masked
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.modes import copied
 from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.pruning.masks import KeepMask
 
+_SLICE = (
+    "write the mask (keep.write) and slice its files with heapr-lab prune "
+    "--importance, or load it with stream=False"
+)
 ReplacedDownProj = Mapping[int, torch.Tensor]
 """By layer, W_down of every expert (E, D, I), in place of the model's own."""
 
@@ -63,9 +68,11 @@ def prune(
     with gradients in another thread is awaited.
 
     Raises:
-        SpecError: `keep` was made for another model, or this thread is in such a pass.
+        SpecError: `keep` was made for another model, this thread is in such a pass, or
+            the model is streamed.
         LayoutError: the model's experts cannot be sliced exactly.
     """
+    refuse_streamed(model, remedy=_SLICE)
     layers = find_experts(model)
     own = downs or {}
     parts = [

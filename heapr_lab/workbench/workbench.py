@@ -500,6 +500,7 @@ def open_workbench(
     seq_len: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    stream: bool | str = "auto",
 ) -> Workbench:
     """Load a model into a `Workbench`.
 
@@ -509,6 +510,7 @@ def open_workbench(
         seq_len: tokens of a window, overriding the profile's.
         device: as `load_model`.
         dtype: as `load_model`.
+        stream: as `load_model`.
 
     Raises:
         SpecError: there is no such profile or model.
@@ -516,6 +518,8 @@ def open_workbench(
     chosen = profile_of(name_or_path, profile)
     if seq_len is not None:
         chosen = replace(chosen, seq_len=seq_len)
-    model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
+    model, tokenizer = load_model(
+        name_or_path, device=device, dtype=dtype, stream=stream
+    )
     name = "lab model" if name_or_path == LAB else str(name_or_path)
     return Workbench(model, tokenizer, name=name, profile=chosen)

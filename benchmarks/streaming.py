@@ -1,0 +1,197 @@
+"""Scores, losses and masks of a checkpoint that is larger than the memory for it.
+
+    python benchmarks/streaming.py [--shapes 0.9B,16B] [--folder DIR]
+
+A random checkpoint of a real shape is written to disk in bfloat16, as the hub has it (a
+tensor for each matrix of an expert, a shard for each layer). Then each way of running
+it, in a process of its own with float32 weights on the CPU, measures the scores, the
+perplexity and the perplexity of a mask: all layers in memory, or one at a time from
+disk. Peak memory is that of the process (`VmHWM`), mapped pages included. The 16B
+shape (DeepSeekMoE-16B's, 33 GB) is measured streamed alone, and on fewer tokens.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import Rows, machine
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.streamed import open_streamed, stream_of
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.text.calibration import CalibrationSet
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Qwen2-MoE, and the tokens it is run on."""
+
+    n_layers: int
+    d_model: int
+    n_experts: int
+    d_inter: int
+    top_k: int
+    d_shared: int
+    d_vocab: int
+    n_windows: int
+    seq_len: int
+    ways: tuple[str, ...] = ("in memory", "streamed")
+
+
+SHAPES = {
+    "0.9B": Shape(8, 1024, 64, 512, 8, 512, 32000, 8, 512),
+    "16B": Shape(28, 2048, 64, 1408, 6, 2816, 102400, 4, 128, ("streamed",)),
+}
+N_HEADS = 16
+
+
+def write_checkpoint(shape: Shape, folder: Path) -> int:
+    """A random checkpoint, a layer at a time; returns its bytes."""
+    head_dim = shape.d_model // N_HEADS
+    config = {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "dtype": "bfloat16",
+        "vocab_size": shape.d_vocab,
+        "hidden_size": shape.d_model,
+        "intermediate_size": shape.d_shared,
+        "moe_intermediate_size": shape.d_inter,
+        "shared_expert_intermediate_size": shape.d_shared,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": N_HEADS,
+        "num_key_value_heads": N_HEADS,
+        "num_experts": shape.n_experts,
+        "num_experts_per_tok": shape.top_k,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "qkv_bias": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weight_map, n_bytes = {}, 0
+    for number, tensors in enumerate(_shards(shape, N_HEADS * head_dim)):
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        n_bytes += sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return n_bytes
+
+
+def _shards(shape: Shape, width: int) -> Iterator[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        own = torch.empty(sizes, dtype=torch.bfloat16)
+        return own.normal_(std=0.02, generator=generator)
+
+    d = shape.d_model
+    yield {
+        "model.embed_tokens.weight": random(shape.d_vocab, d),
+        "model.norm.weight": torch.ones(d, dtype=torch.bfloat16),
+        "lm_head.weight": random(shape.d_vocab, d),
+    }
+    for number in range(shape.n_layers):
+        stem = f"model.layers.{number}"
+        tensors = {
+            f"{stem}.{name}.weight": torch.ones(d, dtype=torch.bfloat16)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
+        for name in ("q_proj", "k_proj", "v_proj"):
+            tensors[f"{stem}.self_attn.{name}.weight"] = random(width, d)
+        tensors[f"{stem}.self_attn.o_proj.weight"] = random(d, width)
+        tensors[f"{stem}.mlp.gate.weight"] = random(shape.n_experts, d)
+        tensors[f"{stem}.mlp.shared_expert_gate.weight"] = random(1, d)
+        experts = {f"experts.{n}": shape.d_inter for n in range(shape.n_experts)}
+        for name, size in {"shared_expert": shape.d_shared, **experts}.items():
+            for part in ("gate_proj", "up_proj"):
+                tensors[f"{stem}.mlp.{name}.{part}.weight"] = random(size, d)
+            tensors[f"{stem}.mlp.{name}.down_proj.weight"] = random(d, size)
+        yield tensors
+
+
+def measure(folder: Path, shape: Shape, way: str) -> dict[str, Any]:
+    """Seconds and bytes of one way of running the checkpoint, in this process."""
+    from heapr_lab.models.folders import read_weights
+
+    began = time.perf_counter()
+    if way == "streamed":
+        model = open_streamed(folder, dtype=torch.float32, device=torch.device("cpu"))
+    else:
+        model = read_weights(str(folder), dtype=torch.float32).eval()
+    row: dict[str, Any] = {"load": time.perf_counter() - began}
+    generator = torch.Generator().manual_seed(1)
+    size = shape.n_windows, shape.seq_len
+    ids = torch.randint(0, shape.d_vocab, size, generator=generator)
+
+    def timed(name: str, work: Any) -> Any:
+        started = time.perf_counter()
+        found = work()
+        row[name] = time.perf_counter() - started
+        return found
+
+    # The identity of the weights, which is part of the key of a table.
+    windows = CalibrationSet.from_ids(ids)
+    table = timed("scores", lambda: collect_statistics(model, windows))
+    row["nll"] = timed("loss", lambda: evaluate_perplexity(model, ids)).nll
+    keep = select(table, ratio=0.4)
+
+    def masked() -> float:
+        with masking(model, keep):
+            return evaluate_perplexity(model, ids).nll
+
+    row["masked nll"] = timed("masked loss", masked)
+    stream = stream_of(model)
+    row["bytes_read"] = None if stream is None else stream.n_bytes_read
+    status = Path("/proc/self/status").read_text()
+    (peak,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    return row | {"peak_bytes": 1024 * int(peak.split()[1])}
+
+
+def main() -> None:
+    """Measure the rows that are not there yet, and write them after each."""
+    parser = argparse.ArgumentParser(description="Measure streamed checkpoints.")
+    parser.add_argument("--shapes", default="0.9B")
+    parser.add_argument("--folder", type=Path, help="for the checkpoints")
+    parser.add_argument("--only", nargs=3, help="FOLDER SHAPE WAY: print one row")
+    options = parser.parse_args()
+    if options.only:
+        folder, name, way = options.only
+        found = measure(Path(folder), SHAPES[name], way)
+        sys.stdout.write(json.dumps(found) + "\n")
+        return
+    rows = Rows("streaming")
+    details = machine("cpu") | {"n_threads": torch.get_num_threads()}
+    for name in options.shapes.split(","):
+        shape = SHAPES[name]
+        keys = [{"model": name, "way": way} for way in shape.ways]
+        missing = [key for key in keys if not rows.has(key)]
+        if not missing:
+            continue
+        with tempfile.TemporaryDirectory(dir=options.folder) as made:
+            n_bytes = write_checkpoint(shape, Path(made))
+            for key in missing:
+                only = ["--only", made, name, key["way"]]
+                command = [sys.executable, __file__, *only]
+                done = subprocess.run(command, check=True, capture_output=True)
+                found = json.loads(done.stdout.splitlines()[-1])
+                tokens = shape.n_windows * shape.seq_len
+                size = {"checkpoint_bytes": n_bytes, "tokens": tokens}
+                rows.add([key | size | found], details)
+
+
+if __name__ == "__main__":
+    main()

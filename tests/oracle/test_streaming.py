@@ -1,0 +1,383 @@
+"""Streamed models against the same checkpoints in memory, in every family."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import TINY, refused, run, text_of
+from families import FAMILIES, tiny_model
+from keeps import random_keep
+from tiny_folder import write_model, write_text, write_tokenizer
+
+from heapr_lab.errors import CoverageError, HeaprLabError, LayoutError, SpecError
+from heapr_lab.evaluation.perplexity import (
+    evaluate_divergence,
+    evaluate_perplexity,
+    window_nll,
+)
+from heapr_lab.importance import two_sweeps
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models import loading
+from heapr_lab.models.identity import model_identity, weights_state
+from heapr_lab.models.loading import load_model
+from heapr_lab.models.streamed import Stream, stream_of
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.refinement.elimination import eliminate
+from heapr_lab.text.calibration import CalibrationSet
+
+REFUSED = {"hy_v4"}
+"""Their decoder layers hand on more than hidden states."""
+ROUNDED = {"nemotron_h"}
+"""Compute in float32 whatever the weights are in."""
+WINDOWS = CalibrationSet.from_ids(
+    torch.randint(0, 48, (7, 16), generator=torch.Generator().manual_seed(0))
+)
+
+
+def written(family: str, folder: Path) -> Path:
+    """A tiny checkpoint in several files."""
+    tiny_model(family).save_pretrained(folder, max_shard_size="5KB")
+    write_tokenizer(folder)
+    return folder
+
+
+def both(folder: Path) -> tuple[Any, Any]:
+    """The checkpoint in memory, and streamed, in float64 on the CPU."""
+    in_memory, streamed = (
+        load_model(folder, device="cpu", dtype="float64", stream=stream)[0]
+        for stream in (False, True)
+    )
+    return in_memory, streamed
+
+
+def stream(model: Any) -> Stream:
+    """What reads the layers of a streamed model."""
+    found = stream_of(model)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A DeepSeek-V3, whose first layer is dense, in memory and streamed."""
+    return both(written("deepseek_v3", tmp_path_factory.mktemp("model")))
+
+
+# --- every family ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - REFUSED))
+def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
+    """Statistics and their key, losses, divergences, sums, solves; all but bit for bit.
+
+    The last batch is smaller than the others.
+    """
+    model, streamed = both(written(family, tmp_path))
+    tolerance = 1e-4 if family in ROUNDED else 1e-9
+    table, again = (
+        collect_statistics(own, WINDOWS, batch_size=2) for own in (model, streamed)
+    )
+    assert again.metadata["spec_hash"] == table.metadata["spec_hash"]
+    assert again.metadata["N"] == table.metadata["N"]
+    assert again.architecture == table.architecture
+    assert list(again.frame) == list(table.frame)
+    for name in table.frame:
+        found, wanted = again.frame[name].to_numpy(), table.frame[name].to_numpy()
+        np.testing.assert_allclose(found, wanted, rtol=tolerance, err_msg=name)
+    ids, keep = WINDOWS.ids, random_keep(model)
+    fitted = [fit_compensation(own, keep, WINDOWS) for own in (model, streamed)]
+    for layer, down in fitted[0].downs.items():
+        assert torch.allclose(fitted[1].downs[layer], down, rtol=tolerance, atol=1e-9)
+    losses = []
+    for own, made in zip((model, streamed), fitted, strict=True):
+        with masking(own, keep, made.downs):
+            losses.append(window_nll(own, ids, batch_size=3))
+    assert torch.allclose(*losses, rtol=1e-9)
+    kl = [evaluate_divergence(own, keep, ids).kl for own in (model, streamed)]
+    assert kl[1] == pytest.approx(kl[0], rel=1e-9)
+    scores = [
+        eliminate(own, table, WINDOWS).frame["elimination"].to_numpy()
+        for own in (model, streamed)
+    ]
+    np.testing.assert_allclose(*scores, rtol=tolerance, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_other_families_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    """When they are loaded, not in the middle of a pass."""
+    folder = written(family, tmp_path)
+    with pytest.raises(LayoutError, match=r"ForCausalLM .* cannot be streamed"):
+        load_model(folder, device="cpu", stream=True)
+
+
+# --- what is in memory, and what is read -----------------------------------------
+
+
+def resident(model: Any) -> set[int]:
+    """The decoder layers that have weights in memory."""
+    return {
+        number
+        for number, block in enumerate(stream(model).blocks)
+        if any(not p.is_meta for p in block.parameters())
+    }
+
+
+def test_one_layer_is_in_memory_at_a_time(pair: tuple[Any, Any]) -> None:
+    """Whatever is run, and whichever weight is asked for."""
+    _, model = pair
+    seen: set[int] = set()
+
+    def look(_block: Any, _args: Any, _output: Any) -> None:
+        now = resident(model)
+        assert len(now) <= 1  # none where something stands in for the layers
+        seen.update(now)
+
+    hooks = [block.register_forward_hook(look) for block in stream(model).blocks]
+    try:
+        evaluate_perplexity(model, WINDOWS.ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert seen == {0, 1, 2}
+    assert len(resident(model)) == 1
+
+
+def bytes_of_layers(model: Any) -> int:
+    """Bytes of the decoder layers in the files."""
+    parts = stream(model)._parts
+    return sum(found.tensor.n_bytes for part in parts for found in part)
+
+
+def test_each_sweep_reads_each_layer_once(pair: tuple[Any, Any]) -> None:
+    """Two for the scores, one for a loss, two for a divergence, whatever the batches.
+
+    The last layer of the first sweep is the first of the second one.
+    """
+    _, model = pair
+    model_identity(model)  # which is another sweep, once
+    layers = bytes_of_layers(model)
+    sizes = [sum(f.tensor.n_bytes for f in part) for part in stream(model)._parts]
+
+    def read(work: Any) -> int:
+        stream(model).fill(1)
+        before = stream(model).n_bytes_read
+        work()
+        return stream(model).n_bytes_read - before
+
+    ids = WINDOWS.ids
+    assert read(lambda: evaluate_perplexity(model, ids, batch_size=1)) == layers
+    keep = random_keep(model)
+    assert read(lambda: evaluate_divergence(model, keep, ids)) == 2 * layers
+    scores = read(lambda: collect_statistics(model, WINDOWS, batch_size=2))
+    assert scores == 2 * layers - sizes[-1]
+
+
+def test_a_batch_is_read_into_memory_only_when_it_runs(pair: tuple[Any, Any]) -> None:
+    """Shapes and sizes are known without any layer."""
+    _, model = pair
+    before = stream(model).n_bytes_read
+    weights_state(model)
+    with masking(model, random_keep(model)):
+        pass
+    assert stream(model).n_bytes_read == before
+
+
+# --- how it could go wrong in silence --------------------------------------------
+
+
+def test_files_that_change_are_refused(tmp_path: Path) -> None:
+    """Layers of two checkpoints are never mixed; the state of the weights shows it."""
+    folder = written("qwen3_moe", tmp_path)
+    _, model = both(folder)
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    bytes_before = file.read_bytes()
+    file.write_bytes(bytes_before)
+    with pytest.raises(HeaprLabError, match=f"{file.name} has changed"):
+        evaluate_perplexity(model, WINDOWS.ids)
+    file.unlink()
+    with pytest.raises(SpecError, match=file.name):
+        load_model(folder, device="cpu", stream=True)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    """Before anything is read."""
+    from safetensors.torch import load_file, save_file
+
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("layers.1.self_attn.q_proj.weight"))
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LayoutError, match=r"layers\.1\.self_attn\.q_proj"):
+        load_model(tmp_path, device="cpu", stream=True)
+
+
+class _Flipped(two_sweeps._Replayed):
+    """Forgets what the first sweep chose: the second best instead of the best."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func not in two_sweeps._TOP_K:
+            return func(*args, **(kwargs or {}))
+        scores = args[0]
+        return func(-scores, *args[1:], **(kwargs or {}))
+
+
+def test_other_routing_in_the_second_sweep_is_an_error(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of each expert are compared."""
+    monkeypatch.setattr(two_sweeps, "_Replayed", _Flipped)
+    with pytest.raises(CoverageError, match="other tokens in the second sweep"):
+        collect_statistics(pair[1], WINDOWS, batch_size=2)
+
+
+def test_routing_is_replayed(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Router weights that change between the sweeps change no expert of a token."""
+    model, streamed = pair
+    real = two_sweeps.TwoSweeps.forward
+
+    def disturbed(self: Any) -> Any:
+        found = real(self)
+        fill = Stream.fill
+
+        def shaken(own: Stream, number: int) -> None:
+            fill(own, number)
+            for name, weight in own.blocks[number].named_parameters():
+                if name.endswith("gate.weight"):
+                    weight.data.copy_(torch.randn(weight.shape).double())
+
+        monkeypatch.setattr(Stream, "fill", shaken)
+        return found
+
+    monkeypatch.setattr(two_sweeps.TwoSweeps, "forward", disturbed)
+    table = collect_statistics(model, WINDOWS, batch_size=2)
+    found = collect_statistics(streamed, WINDOWS, batch_size=2)
+    assert found.frame["tokens"].equals(table.frame["tokens"])
+    assert not np.allclose(found.frame["sum_p"], table.frame["sum_p"])
+    stream(streamed)._empty()
+
+
+def test_threads_take_turns(pair: tuple[Any, Any]) -> None:
+    """Scores in one thread and losses in others: each is what it is alone."""
+    model, streamed = pair
+    wanted = window_nll(model, WINDOWS.ids)
+    found: list[torch.Tensor] = []
+
+    def lose() -> None:
+        found.extend(window_nll(streamed, WINDOWS.ids) for _ in range(3))
+
+    threads = [threading.Thread(target=lose) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    table = collect_statistics(streamed, WINDOWS, batch_size=3)
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    assert all(torch.allclose(own, wanted, rtol=1e-9) for own in found)
+    alone = collect_statistics(model, WINDOWS, batch_size=3)
+    np.testing.assert_allclose(
+        table.frame["sum_hg2"].to_numpy(), alone.frame["sum_hg2"].to_numpy(), rtol=1e-9
+    )
+
+
+def test_an_interrupted_pass_leaves_the_model_usable(pair: tuple[Any, Any]) -> None:
+    """No lock is held, and nothing stands in for its layers."""
+    _, model = pair
+
+    def stop(done: int, _total: int) -> None:
+        if done > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_statistics(model, WINDOWS, batch_size=1, progress=stop)
+    found: list[float] = []
+    other = threading.Thread(
+        target=lambda: found.append(evaluate_perplexity(model, WINDOWS.ids).nll)
+    )
+    other.start()
+    other.join(60)
+    assert found == [evaluate_perplexity(pair[0], WINDOWS.ids).nll]
+
+
+# --- loading ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A checkpoint of a Qwen3-MoE."""
+    return written("qwen3_moe", tmp_path)
+
+
+def test_auto_streams_what_does_not_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the dtype that is asked for, with both numbers in a warning."""
+    n_bytes = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    for dtype, room, streams in (
+        ("float64", 2 * n_bytes, False),
+        ("float64", n_bytes, True),
+        ("float32", n_bytes, False),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(loading, "_free_memory", lambda _gpu, room=room: room)
+        model, _ = load_model(folder, device="cpu", dtype=dtype)
+        assert (stream_of(model) is not None) == streams
+        assert ("GB are free" in caplog.text) == streams
+    assert stream_of(load_model(folder, device="cpu", stream=False)[0]) is None
+
+
+def test_what_cannot_be_done_is_refused(folder: Path) -> None:
+    """Changing weights that are on disk, and streams of any other kind."""
+    model, _ = load_model(folder, device="cpu", stream=True)
+    with pytest.raises(SpecError, match="--importance"):
+        prune(model, random_keep(model))
+    with pytest.raises(SpecError, match="expected True, False or 'auto'"):
+        load_model(folder, stream="yes")
+
+
+# --- the command line --------------------------------------------------------------
+
+
+def test_a_streamed_model_is_scored_pruned_and_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command with --stream says what it says without; weights are the same files.
+
+    What changes weights in memory is refused before anything is measured.
+    """
+    write_model(tmp_path / "moe")
+    write_text(tmp_path / "text.txt")
+    found = {}
+    for way in ("--stream", "--no-stream"):
+        monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / f"cache{way}"))
+        table = tmp_path / f"table{way}.parquet"
+        out, mask = tmp_path / f"pruned{way}", tmp_path / f"mask{way}.parquet"
+        rest = (way, "--json", *text_of(tmp_path))
+        scored = json.loads(
+            run("score", tmp_path / "moe", "--out", table, "--batch-size", 3, *rest)
+        )
+        base = ("prune", tmp_path / "moe", "--ratio", 0.4, "--method", "paper")
+        facts = json.loads(run(*base, "--out", out, *rest))
+        run(*base, "--out", mask, *rest)
+        text = str(tmp_path / "text.txt")
+        losses = json.loads(
+            run("evaluate", tmp_path / "moe", "--mask", mask, "--kl", "--corpora", text,
+                way, "--json", *TINY)
+        )  # fmt: skip
+        weights = (out / "model.safetensors").read_bytes()
+        found[way] = scored["spec_hash"], facts["atoms_kept"], losses, weights
+    assert found["--stream"] == found["--no-stream"]
+    best = ("prune", tmp_path / "moe", "--ratio", 0.4, "--out", tmp_path / "best")
+    assert "--method paper" in refused(*best, "--stream", *text_of(tmp_path))
+    assert not (tmp_path / "best").exists()
