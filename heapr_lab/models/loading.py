@@ -52,8 +52,8 @@ def load_model(
         dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else
             `float32`, `bfloat16`, ... or a torch dtype.
         stream: whether decoder layers stay on disk and are read one at a time when they
-            run; `auto` does so where the weights are larger than 80 % of the free
-            memory, and logs the numbers.
+            run; `auto` does so where the weights in a local folder are larger than 80 %
+            of the free memory, and logs the numbers.
 
     Raises:
         SpecError: the device or the model is not available, the model's files are

@@ -21,6 +21,7 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.folders import build, read_config
@@ -87,20 +88,24 @@ class Stream:
         with self._lock:
             if self._resident == number:
                 return
-            self._empty()
+            if self._resident is not None:
+                self._empty(self._resident)
             block = self.blocks[number]
-            self._read(self._parts[number])
+            try:
+                self._read(self._parts[number])
+            except BaseException:
+                self._empty(number)  # it may have a part of its weights
+                raise
             left = [name for name, p in block.named_parameters() if p.is_meta]
             left += [name for name, b in block.named_buffers() if b.is_meta]
             if left:
                 raise LayoutError(f"layer {number}: {left} were not read")
             self._resident = number
 
-    def _empty(self) -> None:
-        """Drop the decoder layer that is in memory."""
-        if self._resident is None:
-            return
-        for module in self.blocks[self._resident].modules():
+    def _empty(self, number: int) -> None:
+        """Drop the weights of a decoder layer."""
+        self._resident = None
+        for module in self.blocks[number].modules():
             for name, own in module._parameters.items():
                 if own is not None:
                     meta = nn.Parameter(own.detach().to("meta"), requires_grad=False)
@@ -108,7 +113,6 @@ class Stream:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to("meta")
-        self._resident = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every stored tensor of the model by its name, a layer at a time."""
@@ -154,7 +158,8 @@ class Stream:
             dtype=self.dtype,
             device_map={"": self.device},
         )
-        convert_and_load_state_dict_in_model(self._model, slices, settings)
+        with _without_bar():
+            convert_and_load_state_dict_in_model(self._model, slices, settings)
         self._model.requires_grad_(False)
         self.n_bytes_read += sum(found.tensor.n_bytes for found in tensors)
 
@@ -172,6 +177,18 @@ class Stream:
                 made = torch.empty_like(module._buffers[name], device=self.device)
                 module._buffers[name] = made
             model._init_weights(module)
+
+
+@contextlib.contextmanager
+def _without_bar() -> Iterator[None]:
+    """No progress bar of transformers, which would show one for each layer."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:

@@ -22,7 +22,7 @@ from heapr_lab.evaluation.perplexity import (
 )
 from heapr_lab.importance import two_sweeps
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models import loading
+from heapr_lab.models import loading, streamed
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.streamed import Stream, stream_of
@@ -244,7 +244,7 @@ def test_routing_is_replayed(
     pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Router weights that change between the sweeps change no expert of a token."""
-    model, streamed = pair
+    model, on_disk = pair
     real = two_sweeps.TwoSweeps.forward
 
     def disturbed(self: Any) -> Any:
@@ -262,10 +262,10 @@ def test_routing_is_replayed(
 
     monkeypatch.setattr(two_sweeps.TwoSweeps, "forward", disturbed)
     table = collect_statistics(model, WINDOWS, batch_size=2)
-    found = collect_statistics(streamed, WINDOWS, batch_size=2)
+    found = collect_statistics(on_disk, WINDOWS, batch_size=2)
     assert found.frame["tokens"].equals(table.frame["tokens"])
     assert not np.allclose(found.frame["sum_p"], table.frame["sum_p"])
-    stream(streamed)._empty()
+    stream(on_disk)._empty(0)
 
 
 def test_threads_take_turns(pair: tuple[Any, Any]) -> None:
@@ -308,6 +308,29 @@ def test_an_interrupted_pass_leaves_the_model_usable(pair: tuple[Any, Any]) -> N
     other.start()
     other.join(60)
     assert found == [evaluate_perplexity(pair[0], WINDOWS.ids).nll]
+
+
+def test_a_layer_that_was_read_in_part_is_dropped(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And read again when it is asked for."""
+    _, model = pair
+    stream(model).fill(0)
+    real = streamed.convert_and_load_state_dict_in_model
+
+    def stopped(*given: Any) -> None:
+        real(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed, "convert_and_load_state_dict_in_model", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            stream(model).fill(1)
+    assert resident(model) == set()
+    stream(model).fill(2)
+    assert resident(model) == {2}
+    losses = [evaluate_perplexity(own, WINDOWS.ids).nll for own in pair]
+    assert losses[0] == losses[1]
 
 
 # --- loading ----------------------------------------------------------------------
