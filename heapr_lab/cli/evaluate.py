@@ -7,6 +7,7 @@ import typer
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import names_in, print_facts
+from heapr_lab.cli.opening import open_bench
 from heapr_lab.errors import SpecError
 
 _N_PROMPTS = 32
@@ -58,20 +59,12 @@ def evaluate(
     )
     from heapr_lab.checkpoints.same_model import own_mask
     from heapr_lab.pruning.masks import KeepMask
-    from heapr_lab.workbench.workbench import open_workbench
 
     if mask is not None:
         KeepMask.read(mask)  # a damaged file is refused before any text is read
     preflight.check_corpora(names_in(corpora), split="test")
     preflight.check_tasks(names_in(tasks))
-    bench = open_workbench(
-        model,
-        profile=profile,
-        seq_len=seq_len,
-        device=device,
-        dtype=dtype,
-        stream="auto" if stream is None else stream,
-    )
+    bench = open_bench(model, profile, seq_len, device, dtype, stream)
     keep = None if mask is None else own_mask(mask, bench.identity, name=model)
     rows = []
     for corpus in names_in(corpora):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import names_in, print_facts, say
+from heapr_lab.cli.opening import open_bench
 from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
@@ -75,7 +76,6 @@ def prune(
     from heapr_lab.workbench.export import Afterwards
     from heapr_lab.workbench.presets import find_method
     from heapr_lab.workbench.settings import Setting
-    from heapr_lab.workbench.workbench import open_workbench
 
     preset = find_method(method)
     _check_amount(
@@ -120,14 +120,7 @@ def prune(
         corpora=perplexity,
         seq_len=seq_len,
         open_bench=functools.cache(
-            lambda: open_workbench(
-                model,
-                profile=profile,
-                seq_len=seq_len,
-                device=device,
-                dtype=dtype,
-                stream="auto" if stream is None else stream,
-            )
+            lambda: open_bench(model, profile, seq_len, device, dtype, stream)
         ),
     )
     print_facts(request.run(in_words=not as_json), as_json=as_json)

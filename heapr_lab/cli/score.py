@@ -7,6 +7,7 @@ import typer
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts
+from heapr_lab.cli.opening import open_bench
 
 
 def score(
@@ -40,18 +41,10 @@ def score(
     if out is not None:
         preflight.check_file(out, suffix=".parquet")
     from heapr_lab.text.calibration_spec import Calibration
-    from heapr_lab.workbench.workbench import open_workbench
 
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own_text)
     preflight.check_corpora([corpus], split="train")
-    bench = open_workbench(
-        model,
-        profile=profile,
-        seq_len=seq_len,
-        device=device,
-        dtype=dtype,
-        stream="auto" if stream is None else stream,
-    )
+    bench = open_bench(model, profile, seq_len, device, dtype, stream)
     windows = bench.calibration_set(calibration)
     table = bench.measure(windows, batch_size=batch_size)
     if eliminated:  # only elimination is measured, the rest is cached
