@@ -218,6 +218,9 @@ class Measured:
             candidate = Candidate(selection.estimator, weights)
             keep, made = portfolio.made(candidate, selection, windows="all")
             downs = None if made is None else made.downs
+        if variant.own_text:  # more windows, and writing them
+            share = METHODS["best"].own_text
+            cost["passes"] = (1 + share) * cost["passes"] + share
         return keep, downs, cost | {"seconds": time.perf_counter() - began}
 
 

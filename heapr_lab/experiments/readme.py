@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -89,7 +90,7 @@ def _front_summary(summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def better_table(measured: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Δloss of `compress` ÷ HEAPr's at equal atoms, on every model."""
+    """Δloss of the default ÷ HEAPr's at equal atoms, on every model."""
     return figures.gains_table(measured["quality_models"])
 
 
@@ -102,19 +103,28 @@ def _numbers(measured: Mapping[str, pd.DataFrame]) -> str:
     }
     one, two = (f"{t.min():.2f} to {t.max():.2f}" for t in times.values())
     better = better_table(measured)
-    pooled = better.iloc[-1]["40 % ↓"].partition(" ")[0]
-    worst, other = (better.iloc[-1][f"worst{what} ↓"] for what in ("", ", other text"))
+    alone = figures.gains_table(measured["quality_models"], "compress")
+    own, corpus = (_pooled_gains(table.iloc[-1]) for table in (better, alone))
     models = len(better) - 1
     machine = BENCHMARKS["cost"].machine()
     return (
         f"\n* Scoring costs **{one} ×** a forward and backward pass; the paper's "
         f"Algorithm 1 costs {two} × ({len(times['one_pass'])} random models, "
         f"{machine['n_threads']} thread of an {machine['device']}).\n"
-        "* With 40 % of the atomic experts gone and nothing trained, `compress` loses "
-        f"**{pooled} ×** what HEAPr loses on the calibrated corpus, at worst {worst} × "
-        f"(any ratio; {models} lab models, pydocs and WikiText-2). On other text it "
-        f"can lose more: {other} × at worst.\n"
+        "* With 40 % of the atomic experts gone and nothing trained, `heapr-lab prune` "
+        f"loses {own} ({models} lab models, pydocs and WikiText-2; worst: any ratio).\n"
+        f"* Fitted to the corpus alone (`compress`, `--own-text 0`), {corpus}.\n"
     )
+
+
+def _pooled_gains(row: "pd.Series[Any]") -> str:
+    """The row of all models of `gains_table` at 40 %, in words."""
+    parts = []
+    for text, where in (("the calibrated corpus", ""), ("other text", ", other text")):
+        pooled = row[f"40 %{where} ↓"].partition(" ")[0]
+        worst = row[f"worst{where} ↓"]
+        parts.append(f"**{pooled} ×** what HEAPr loses on {text} (worst: {worst} ×)")
+    return " and ".join(parts)
 
 
 # --- figures/README.md ------------------------------------------------------------

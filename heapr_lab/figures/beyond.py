@@ -39,7 +39,7 @@ def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
 
 _COMMANDS = {
     "heapr": "`--method paper`: HEAPr as published",
-    "compress": "the default: `compress`",
+    "compress": "`compress`",
     "+ bias": "`--bias`: and an output bias for each expert",
     "+ bias + distillation": "`--bias --distill 100`: and a little training",
     "+ bias + distillation, 4 × text": "the same, `--distill-sequences 512`",

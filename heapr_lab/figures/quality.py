@@ -27,6 +27,8 @@ DRAWN = (
     "elimination + compensation",
 )
 """Variants in the figure; the table has all."""
+OWN_TEXT = "compress + own text"
+"""The variant that is the default of the command line."""
 COMPARED = (
     "heapr + compensation",
     "fisher + compensation",
@@ -34,9 +36,12 @@ COMPARED = (
     "elimination + compensation",
     "elimination_shrunk + compensation",
     "compress",
+    OWN_TEXT,
 )
 """Variants in the figure of several models."""
 _LINEAR_BELOW = 0.03
+_USUAL = (0.4, 0.6)
+"""Ratios at which most variants are measured."""
 MEASURABLE = 0.005
 """Nats per token; where HEAPr loses less, a quotient would be one of noise."""
 _RUN = ["model", "calibration", "test", "seed", "ratio"]
@@ -200,6 +205,11 @@ def _calibrated(data: pd.DataFrame, *, equal: str = "atoms") -> pd.DataFrame:
     return data[same & data["equal"].eq(equal)]
 
 
+def _on_other_text(data: pd.DataFrame) -> pd.DataFrame:
+    """Those rows of `models_data` that were tested on a corpus not calibrated on."""
+    return data[data["calibration"].ne(data["test"]) & data["equal"].eq("atoms")]
+
+
 @styled
 def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Δloss ÷ HEAPr's against the ratio, means over seeds.
@@ -243,9 +253,11 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
     """`models_data` for readers: a row for each variant.
 
     Δloss ÷ HEAPr's, pooled over models, corpora and seeds (sum ÷ sum), and the largest
-    quotient of any of them, with its model and corpus.
+    quotient of any of them, with its model and corpus; then on text that nothing was
+    calibrated on.
     """
     rows = []
+    other = _on_other_text(data)
     data = _calibrated(data)
     for variant, part in data.groupby("variant", sort=False):
         row: dict[str, object] = {
@@ -254,16 +266,25 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
         }
         for ratio, some in part.groupby("ratio"):
             row[f"{100 * ratio:g} % [× HEAPr] ↓"] = _pooled(some)
-        usual = part[part["ratio"].isin([0.4, 0.6])].dropna(subset="relative")
-        if len(usual):
-            worst = usual.loc[usual["relative"].idxmax()]
-            where = f"{worst['model']}, {worst['test']}, {worst['ratio']:.0%}"
-            row["worst at 40, 60 % [×]"] = f"{worst['relative']:.2f} ({where})"
+        row["worst at 40, 60 % [×]"] = _worst_where(part)
+        elsewhere = other[other["variant"].eq(variant) & other["ratio"].isin(_USUAL)]
+        row["other text, 40, 60 % [× HEAPr] ↓"] = _pooled(elsewhere)
+        row["worst, other text, 40, 60 % [×]"] = _worst_where(elsewhere)
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def gains_table(data: pd.DataFrame, variant: str = "compress") -> pd.DataFrame:
+def _worst_where(rows: pd.DataFrame) -> str | None:
+    """The largest quotient at the usual ratios, with its model, corpus and ratio."""
+    usual = rows[rows["ratio"].isin(_USUAL)].dropna(subset="relative")
+    if usual.empty:
+        return None
+    worst = usual.loc[usual["relative"].idxmax()]
+    where = f"{worst['model']}, {worst['test']}, {worst['ratio']:.0%}"
+    return f"{worst['relative']:.2f} ({where})"
+
+
+def gains_table(data: pd.DataFrame, variant: str = OWN_TEXT) -> pd.DataFrame:
     """Δloss of one variant ÷ HEAPr's: a row for each model, and one for all.
 
     Pooled over calibrated corpora and seeds (sum ÷ sum), ± half of its 95 % interval
@@ -276,7 +297,9 @@ def gains_table(data: pd.DataFrame, variant: str = "compress") -> pd.DataFrame:
         variant: one of its variants.
     """
     own = data[data["variant"].eq(variant)]
-    groups = [*own.groupby("model", sort=False), ("all", own)]
+    parts = {model: own[own["model"].eq(model)] for model in data["model"].unique()}
+    groups = [(model, part) for model, part in parts.items() if len(part)]
+    groups.append(("all", own))
     rows = []
     for model, part in groups:
         row: dict[str, object] = {"model": model}
@@ -286,7 +309,7 @@ def gains_table(data: pd.DataFrame, variant: str = "compress") -> pd.DataFrame:
         row["worst ↓"] = _worst(atoms)
         for ratio, some in flops.groupby("ratio"):
             row[f"{100 * ratio:g} %, equal FLOPs ↓"] = _quotient(some)
-        other = part[part["calibration"].ne(part["test"]) & part["equal"].eq("atoms")]
+        other = _on_other_text(part)
         row["40 %, other text ↓"] = _quotient(other[other["ratio"].eq(0.4)])
         row["worst, other text ↓"] = _worst(other)
         rows.append(row)

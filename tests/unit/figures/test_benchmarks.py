@@ -202,7 +202,7 @@ def test_models_are_pooled_and_the_worst_is_named() -> None:
 def test_where_heapr_loses_nothing_there_is_no_quotient() -> None:
     """Neither in the table by model, nor in the figure; errors are quotients, too."""
     data = figures.models_data(measured_models())
-    table = figures.gains_table(data)
+    table = figures.gains_table(data, "compress")
     assert table[["model", "20 % ↓", "40 % ↓", "worst ↓"]].to_dict("records") == [
         {"model": "a", "20 % ↓": "0.50 ± 0.98", "40 % ↓": "0.30 ± 0.20",
          "worst ↓": "0.50"},
@@ -225,7 +225,7 @@ def test_seeds_share_their_test_windows() -> None:
     once = measured_models()
     twice = pd.concat([once, once.assign(seed=1)])
     one, two = (
-        figures.gains_table(figures.models_data(rows)).to_dict("records")
+        figures.gains_table(figures.models_data(rows), "compress").to_dict("records")
         for rows in (once, twice)
     )
     assert one == two
@@ -234,10 +234,12 @@ def test_seeds_share_their_test_windows() -> None:
 def test_equal_flops_are_columns_of_their_own() -> None:
     """Beside HEAPr's Δloss at the ratio whose FLOPs are saved; the worst is without."""
     data = figures.models_data(measured_models())  # 2 nats each at equal FLOPs
-    table = figures.gains_table(data).set_index("model")
+    table = figures.gains_table(data, "compress").set_index("model")
     found = table["40 %, equal FLOPs ↓"].str.partition(" ")[0]
     assert found.to_dict() == {"a": "20.00", "b": "6.67", "all": "10.00"}
-    atoms = figures.gains_table(data[data["equal"].eq("atoms")]).set_index("model")
+    atoms = figures.gains_table(data[data["equal"].eq("atoms")], "compress").set_index(
+        "model"
+    )
     assert table[atoms.columns].equals(atoms)
 
 
@@ -253,9 +255,12 @@ def test_other_text_is_a_column_and_mixtures_are_not_there() -> None:
     ]
     data = figures.models_data(pd.concat([rows, *more]))
     assert set(data["calibration"]) == {"pydocs", "wikitext2"}
-    table = figures.gains_table(data).set_index("model")
+    table = figures.gains_table(data, "compress").set_index("model")
     assert table["40 %, other text ↓"].str.partition(" ")[0].tolist() == 3 * ["1.00"]
     assert table["worst, other text ↓"].tolist() == ["1.00", "9.00", "9.00"]
+    each = figures.models_table(data).set_index("variant").loc["compress"]
+    assert each["other text, 40, 60 % [× HEAPr] ↓"] == pytest.approx(1)
+    assert each["worst, other text, 40, 60 % [×]"] == "1.00 (a, wikitext2, 40%)"
 
 
 def test_what_follows_compress_by_hand() -> None:
@@ -292,3 +297,18 @@ def test_what_follows_compress_by_hand() -> None:
     commands = figures.commands_table(pd.concat([measured, *more]))
     assert commands["Δloss at 40% [× HEAPr] ↓"].tolist() == ["1.00"] + 4 * ["0.27"]
     assert commands["same text at 40% ↑"].tolist() == 5 * ["30.0%"]
+
+
+def test_streaming_is_in_gigabytes() -> None:
+    """Of memory, of the checkpoint, and of what was read; not in memory: nothing."""
+    row = {"model": "m", "way": "streamed", "tokens": 8, "scores": 2.0, "loss": 1.0,
+           "nll": 3.0, "masked nll": 4.0, "checkpoint_bytes": 3e9}  # fmt: skip
+    rows = [
+        row | {"peak_bytes": 1.5e9, "bytes_read": 6e9},
+        row | {"way": "in memory", "peak_bytes": 9e9, "bytes_read": None},
+    ]
+    table = figures.streaming_table(pd.DataFrame(rows))
+    assert table["peak memory [GB] ↓"].tolist() == [1.5, 9.0]
+    assert table["read [GB]"].isna().tolist() == [False, True]
+    assert table["checkpoint [GB]"].tolist() == [3.0, 3.0]
+    assert table["of a mask"].tolist() == [4.0, 4.0]
