@@ -91,7 +91,7 @@ _LOOKS = {
         "#E69F00", "v", "elimination, shrunk price, compensated"
     ),
     "compress": Look("#D55E00", "o", "compress"),
-    "compress + own text": Look("#000000", "o", "compress, with own text"),
+    "compress + own text": Look("#882255", "P", "compress, with own text"),
     "heapr-L": Look("#E69F00", "v", "HEAPr-L (layer-wise)"),
     "experts": Look("#D55E00", "s", "whole experts"),
     "taylor": Look("#CC79A7", "D", "Taylor"),
