@@ -235,7 +235,10 @@ class _Pass:
                     self.progress(done * total // sweeps.n_steps, total)
 
             batches = ids.split(self.batch_size)
-            sweeps = TwoSweeps(self.model, self.layers, batches, step=step)
+            sampled = self.labels == "model"
+            sweeps = TwoSweeps(
+                self.model, self.layers, batches, sampled=sampled, step=step
+            )
             self.norms = sweeps.forward()
             for number, index in sweeps.backward(probes):
                 first = index * self.batch_size

@@ -24,8 +24,7 @@ from heapr_lab.errors import CoverageError
 from heapr_lab.models.experts import ExpertsLayer, refuse_broken
 from heapr_lab.models.hooks import Probe, counting
 from heapr_lab.models.layerwise import LayerByLayer
-from heapr_lab.models.likelihood import input_device, token_nll
-from heapr_lab.models.streamed import standing_in
+from heapr_lab.models.likelihood import input_device, sampled_targets, token_nll
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _Choices = list[torch.Tensor]
@@ -40,6 +39,7 @@ class TwoSweeps:
         layers: Sequence[ExpertsLayer],
         batches: Sequence[torch.Tensor],
         *,
+        sampled: bool,
         step: Callable[[], None],
     ) -> None:
         """Nothing but the embeddings is run.
@@ -48,12 +48,13 @@ class TwoSweeps:
             model: a streamed model, without gradients of its parameters.
             layers: all of its MoE layers.
             batches: token ids, each (B, L).
+            sampled: whether the next tokens are drawn from the model's predictions.
             step: called after each batch of each layer, in both sweeps.
 
         Raises:
             LayoutError: the layers cannot be run one by one.
         """
-        self._model, self._step = model, step
+        self._model, self._step, self._sampled = model, step, sampled
         self._device = input_device(model)
         # Clones are no inference tensors, even if the ids are.
         self._batches = [ids.clone().to(self._device) for ids in batches]
@@ -99,8 +100,7 @@ class TwoSweeps:
         Raises:
             CoverageError: an expert has not as many tokens as in the first sweep.
         """
-        pairs = zip(self._batches, self._walk.states, strict=True)
-        gradients = [self._of_loss(ids, states) for ids, states in pairs]
+        gradients = self._of_loss()
         for number in reversed(range(self._walk.n_layers)):
             inputs, choices = self._inputs.pop(), self._choices.pop()
             for index, gradient in enumerate(gradients):
@@ -118,14 +118,27 @@ class TwoSweeps:
         found = self._tokens.get(number)
         return contextlib.nullcontext() if found is None else found.counted()
 
-    def _of_loss(self, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The gradient of the loss with respect to the last layer's output."""
-        leaf = states.detach().requires_grad_()
-        last = self._walk.n_layers - 1
-        with standing_in(lambda n, own, *_, **__: leaf if n == last else own):
-            token_nll(self._model, ids).sum().backward()
-        assert leaf.grad is not None
-        return leaf.grad
+    def _of_loss(self) -> list[torch.Tensor]:
+        """The gradient of the loss with respect to each batch's last states."""
+        gradients: list[torch.Tensor] = []
+        done = 0
+        for ids, states in zip(self._batches, self._walk.states, strict=True):
+            targets = self._drawn(ids, states, done) if self._sampled else None
+            leaf = states.detach().requires_grad_()
+            finals = self._walk.finished(ids, leaf)
+            nll = token_nll(self._model, ids, targets=targets, states=finals)
+            gradients += torch.autograd.grad(nll.sum(), leaf)
+            done += len(ids)
+        return gradients
+
+    @torch.no_grad()
+    def _drawn(
+        self, ids: torch.Tensor, states: torch.Tensor, done: int
+    ) -> torch.Tensor:
+        """Next tokens drawn from the predictions, with the seeds of the windows."""
+        finals = self._walk.finished(ids, states)
+        seeds = range(done, done + len(ids))
+        return sampled_targets(self._model, ids, seeds=seeds, states=finals)
 
 
 class _Tokens:

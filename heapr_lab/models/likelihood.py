@@ -189,15 +189,20 @@ def iter_log_probs(
 
 @torch.no_grad()
 def sampled_targets(
-    model: nn.Module, ids: torch.Tensor, *, seeds: Sequence[int]
+    model: nn.Module,
+    ids: torch.Tensor,
+    *,
+    seeds: Sequence[int],
+    states: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Next tokens drawn from what `model` predicts, one for each position.
 
     Each window has its own seed, so that the draw does not depend on the batch.
 
-    Shapes: ids (B, L); seeds (B,); result (B, L - 1).
+    Shapes: ids (B, L); seeds (B,); states, which are computed where they are not given,
+    (B, L, d_model); result (B, L - 1).
     """
-    states = final_states(model, ids)[:, :-1]
+    states = (final_states(model, ids) if states is None else states)[:, :-1]
     size = states.shape[1]
     rows = [  # always in float32, because the numbers depend on the type
         torch.rand(

@@ -212,10 +212,10 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
             f"{folder} has weights in the format {kind!r}, which cannot be streamed: "
             "load it with stream=False"
         )
-    with torch.device("meta"):
-        model = build(config)
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
+    with torch.device("meta"):
+        model = build(config, dtype=dtype)  # tensors are read in the type of its own
     model.eval()
     stream = Stream(model, folder, dtype=dtype, device=device)
     for module in model.modules():

@@ -25,6 +25,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import masked
 from heapr_lab.models.modes import differentiating, evaluating
+from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
@@ -75,12 +76,13 @@ def learn_mask(
         progress: called after each step.
 
     Raises:
-        SpecError: a number is not positive, the ratio removes no atom, the table is of
-            another model, or an active mask, autocast or hook changes what `model`
-            computes.
+        SpecError: the model is streamed, a number is not positive, the ratio removes no
+            atom, the table is of another model, or an active mask, autocast or hook
+            changes what `model` computes.
         LayoutError: the model's experts cannot be masked exactly.
     """
     check_positive(n_steps=n_steps, batch_size=batch_size, learning_rate=learning_rate)
+    refuse_streamed(model, remedy="gates are trained with the whole model in memory")
     layers = find_experts(model)
     check_table(model, layers, table)
     start = select(table, ratio=ratio, estimator=estimator)

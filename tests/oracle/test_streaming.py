@@ -23,12 +23,14 @@ from heapr_lab.evaluation.perplexity import (
 from heapr_lab.importance import two_sweeps
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models import loading, streamed
+from heapr_lab.models.generation import continuations
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.streamed import Stream, stream_of
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
+from heapr_lab.refinement.learned_masks import learn_mask
 from heapr_lab.text.calibration import CalibrationSet
 
 REFUSED = {"hy_v4"}
@@ -106,6 +108,48 @@ def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
         for own in (model, streamed)
     ]
     np.testing.assert_allclose(*scores, rtol=tolerance, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "auto")],
+)
+def test_weights_have_the_type_that_is_asked_for(
+    family: str, stored: str, asked: str, tmp_path: Path
+) -> None:
+    """Every tensor, bit for bit, as in memory; `auto` is float32 on the CPU."""
+    model = tiny_model(family, dtype=getattr(torch, stored))
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    in_memory, on_disk = (
+        load_model(tmp_path, device="cpu", dtype=asked, stream=way)[0]
+        for way in (False, True)
+    )
+    wanted = in_memory.state_dict()
+    found = dict(stream(on_disk).tensors())
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == wanted[name].dtype, name
+        assert torch.equal(tensor, wanted[name]), name
+    assert model_identity(on_disk) == model_identity(in_memory)
+    kind = torch.bfloat16 if asked == "bfloat16" else torch.float32
+    assert on_disk.dtype == stream(on_disk).dtype == kind
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_sampled_labels_are_those_in_memory(family: str, tmp_path: Path) -> None:
+    """Drawn with the seeds of the windows, in batches of any size; not the text's."""
+    model, on_disk = both(written(family, tmp_path))
+    table, text = (
+        collect_statistics(model, WINDOWS, labels=labels, batch_size=3)
+        for labels in ("model", "data")
+    )
+    found = collect_statistics(on_disk, WINDOWS, labels="model", batch_size=2)
+    assert found.metadata["spec_hash"] == table.metadata["spec_hash"]
+    scores = [own.frame["sum_hg2"].to_numpy() for own in (found, table, text)]
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-9)
+    assert not np.allclose(scores[0], scores[2], rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
@@ -365,6 +409,11 @@ def test_what_cannot_be_done_is_refused(folder: Path) -> None:
     model, _ = load_model(folder, device="cpu", stream=True)
     with pytest.raises(SpecError, match="--importance"):
         prune(model, random_keep(model))
+    table = collect_statistics(model, WINDOWS)
+    with pytest.raises(SpecError, match="whole model in memory"):
+        learn_mask(model, table, WINDOWS, ratio=0.4)
+    with pytest.raises(SpecError, match="in memory alone"):
+        continuations(model, WINDOWS.ids, n_new=2)
     with pytest.raises(SpecError, match="expected True, False or 'auto'"):
         load_model(folder, stream="yes")
 
