@@ -118,7 +118,7 @@ def test_unchanged_weights_need_no_text(
 ) -> None:
     """A table from elsewhere can be exported where its corpus is not."""
 
-    def missing(*_args: object) -> None:
+    def missing(*_args: object, **_named: object) -> None:
         raise CorpusError("the corpus is not here")
 
     monkeypatch.setattr(panel.session.workbench, "calibration_set", missing)
