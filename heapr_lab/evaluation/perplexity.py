@@ -245,18 +245,21 @@ def _for_batches(
 
 
 def _states(model: nn.Module, ids: torch.Tensor, keep: KeepMask | None) -> torch.Tensor:
-    if keep is None:
-        return final_states(model, ids)
-    with masking(model, keep):
+    with _masked(model, keep):
         return final_states(model, ids)
 
 
 def _swept(
     model: nn.Module, batches: Sequence[torch.Tensor], keep: KeepMask | None
 ) -> list[torch.Tensor]:
-    masked = contextlib.nullcontext() if keep is None else masking(model, keep)
-    with masked:
+    with _masked(model, keep):
         return swept_states(model, batches, find_experts(model))
+
+
+def _masked(
+    model: nn.Module, keep: KeepMask | None
+) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if keep is None else masking(model, keep)
 
 
 def exp_nll(nll: float) -> float:

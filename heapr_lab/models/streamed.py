@@ -53,7 +53,7 @@ class Stream:
         every = list(find_tensors(model, get_model_conversion_mapping(model), stored))
         check_whole(model, every, sliced=())
         names = {id(module): name for name, module in model.named_modules()}
-        stems = [f"{names[id(block)]}." for block in self.blocks]
+        self._stems = stems = [f"{names[id(block)]}." for block in self.blocks]
         self._parts: list[list[FoundTensor]] = [[] for _ in stems]
         rest: list[FoundTensor] = []
         for found in every:
@@ -63,7 +63,7 @@ class Stream:
         self._lock, self._held = threading.RLock(), 0
         self._read(rest)
         model.tie_weights()
-        self._make_buffers(model)
+        self._make_buffers()
         left = [n for n, p in model.named_parameters() if p.is_meta]
         left = [n for n in left if not n.startswith(tuple(stems))]
         if left:
@@ -116,18 +116,13 @@ class Stream:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every stored tensor of the model by its name, a layer at a time."""
-        inside = {id(m) for block in self.blocks for m in block.modules()}
-        names = dict(self._model.named_modules())
-        state = self._model.state_dict()
-        for name in state:
-            owner, _, _ = name.rpartition(".")
-            if id(names[owner]) not in inside:
-                yield name, state[name]
-        for number, block in enumerate(self.blocks):
+        for name, tensor in self._model.state_dict().items():
+            if not name.startswith(tuple(self._stems)):
+                yield name, tensor
+        for number, stem in enumerate(self._stems):
             self.fill(number)
-            (stem,) = (n for n, m in names.items() if m is block)
-            for name, tensor in block.state_dict().items():
-                yield f"{stem}.{name}", tensor
+            for name, tensor in self.blocks[number].state_dict().items():
+                yield stem + name, tensor
 
     def _before(self, number: int) -> Callable[..., None]:
         def fill(_block: nn.Module, _args: Any) -> None:
@@ -164,19 +159,19 @@ class Stream:
         self.n_bytes_read += sum(found.tensor.n_bytes for found in tensors)
 
     @torch.no_grad()
-    def _make_buffers(self, model: Any) -> None:
+    def _make_buffers(self) -> None:
         """Buffers that no file has, such as frequencies, as transformers makes them."""
-        inside = {id(m) for block in self.blocks for m in block.modules()}
-        for module in model.modules():
+        for stem, module in self._model.named_modules():
+            if f"{stem}.".startswith(tuple(self._stems)):
+                continue
             empty = [
                 n for n, b in module._buffers.items() if b is not None and b.is_meta
             ]
-            if not empty or id(module) in inside:
-                continue
             for name in empty:
                 made = torch.empty_like(module._buffers[name], device=self.device)
                 module._buffers[name] = made
-            model._init_weights(module)
+            if empty:
+                self._model._init_weights(module)
 
 
 @contextlib.contextmanager

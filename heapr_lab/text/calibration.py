@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -329,10 +329,19 @@ def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:
     if corpus.chat:
         key["chat_template"] = repr(getattr(tokenizer, "chat_template", None))
 
+    return cached_ids(
+        "tokens", key, lambda: tokenise(rendered(corpus, tokenizer), tokenizer)
+    )
+
+
+def cached_ids(
+    kind: str, key: Mapping[str, Any], compute: Callable[[], np.ndarray]
+) -> np.ndarray:
+    """The token ids stored for `key`, or `compute()`, stored; as `cache.cached`."""
     return cache.cached(
-        "tokens",
+        kind,
         key,
-        lambda: tokenise(rendered(corpus, tokenizer), tokenizer),
+        compute,
         read=lambda path: files.load_state(path)[0]["ids"],
         write=lambda path, ids: files.save_state(path, {"ids": ids}, {}),
         extension="safetensors",

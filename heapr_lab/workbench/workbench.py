@@ -45,10 +45,11 @@ from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.elimination import PRICES, eliminate, elimination_spec
 from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.repr_html import card_html
-from heapr_lab.storage import cache, files
+from heapr_lab.storage import cache
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import (
     CalibrationSet,
+    cached_ids,
     load_calibration,
     load_windows,
     tokenizer_fingerprint,
@@ -192,14 +193,8 @@ class Workbench:
                 found = own_text(self.model, self.tokenizer, **asked, progress=bar)
             return found.ids.numpy()
 
-        ids = cache.cached(
-            OWN_TEXT,
-            {**asked, **made, "schema": OWN_TEXT_SCHEMA},
-            write,
-            read=lambda path: files.load_state(path)[0]["ids"],
-            write=lambda path, ids: files.save_state(path, {"ids": ids}, {}),
-            extension="safetensors",
-        )
+        key = {**asked, **made, "schema": OWN_TEXT_SCHEMA}
+        ids = cached_ids(OWN_TEXT, key, write)
         return CalibrationSet(
             torch.from_numpy(ids), {"corpus": OWN_TEXT, "seed": asked["seed"]}
         )

@@ -10,7 +10,7 @@ import torch
 from commands import one_line, run, text_of
 from families import tiny_model
 from keeps import logits_of
-from tiny_folder import D_VOCAB, write_model, write_text, write_tokenizer
+from tiny_folder import D_VOCAB, write_tokenizer
 from transformers import AutoTokenizer
 
 from heapr_lab.errors import SpecError
@@ -33,15 +33,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in `moe`, and a text."""
-    folder = tmp_path_factory.mktemp("own")
-    write_model(folder / "moe")
-    write_text(folder / "text.txt")
-    return folder
 
 
 def model_of(*, end: int | None = None) -> Any:
