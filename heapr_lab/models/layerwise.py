@@ -19,7 +19,7 @@ from torch import nn
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.likelihood import final_states
-from heapr_lab.models.streamed import filled, standing_in, stream_of
+from heapr_lab.models.streamed import standing_in, stream_of
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -106,13 +106,18 @@ class LayerByLayer:
     def finished(self, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """What the rest of the body makes of the last layer's output."""
         last = self.n_layers - 1
-        with standing_in(lambda n, own, *_, **__: states if n == last else own):
+
+        def given(number: int, own: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return states if number == last else own
+
+        with standing_in(given, embeds=False):
             return final_states(self._model, ids)
 
     def _output(self, number: int, call: _Call, states: torch.Tensor) -> torch.Tensor:
         block = self._blocks[number]
         args, options = call
-        device = next(filled(block).parameters()).device
+        stream = stream_of(block)
+        device = next(block.parameters()).device if stream is None else stream.device
         found = block(states.to(device), *args, **options)
         output: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return output

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.text.calibration import token_windows
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,9 @@ def _beyond(model: nn.Module, length: int, limit: int) -> None:
 
 def input_device(model: Any) -> torch.device:
     """The device on which `model` expects its ids."""
+    stream = stream_of(model)
+    if stream is not None:
+        return stream.device
     device: torch.device = model.get_input_embeddings().weight.device
     # Weights that accelerate offloads are on the meta device until they are used.
     return torch.device("cpu") if device.type == "meta" else device
@@ -250,8 +254,9 @@ def _check_finite(nll: torch.Tensor) -> None:
 
 
 def _chunk_tokens(model: Any) -> int:
-    weight = model.get_output_embeddings().weight
-    elements = _LOGITS_AT_ONCE.get(weight.device.type, _LOGITS_AT_ONCE["cuda"])
+    weight, stream = model.get_output_embeddings().weight, stream_of(model)
+    device = weight.device if stream is None else stream.device
+    elements = _LOGITS_AT_ONCE.get(device.type, _LOGITS_AT_ONCE["cuda"])
     return int(max(1, elements // weight.shape[0]))
 
 

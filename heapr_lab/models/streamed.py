@@ -1,17 +1,21 @@
-"""Models whose decoder layers stay on disk, and are read one at a time when they run.
+"""Models whose weights stay on disk, and are read one part at a time when they run.
 
-The model is built without weights. Everything but its decoder layers (embeddings, last
-norm, head) is read at once; a decoder layer is read when it is called or asked for, and
-the one before it is dropped. Tensors are read through transformers' own conversions, so
-that a layer has the weights that `from_pretrained` would give it, or none.
+The parts are the embeddings, each decoder layer and the head; what is outside of them
+(the last norm) is small and is read at once. A part is read when it is called or asked
+for, and the one before it is dropped. While it runs, a thread reads the next one's
+bytes, so that the operating system has them in its cache. Tensors are read through
+transformers' own conversions, so that a part has the weights that `from_pretrained`
+would give it, or none.
 """
 
 import contextlib
 import functools
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,53 +29,81 @@ from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.folders import build, read_config
-from heapr_lab.models.safetensors_headers import read_source
+from heapr_lab.models.read_ahead import ReadAhead
+from heapr_lab.models.safetensors_headers import TORCH, read_source
 from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
 
-_STREAM = "heapr_stream"
+_STREAM, _PART = "heapr_stream", "heapr_part"
+_EMBEDDINGS = -1
+"""The number of the part before decoder layer 0."""
 _Instead = Callable[..., torch.Tensor]
-_instead: ContextVar[_Instead | None] = ContextVar("instead", default=None)
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """What stands in for the decoder layers, and whether the embeddings run."""
+
+    layer: _Instead
+    embeds: bool
+
+
+_instead: ContextVar[_Standing | None] = ContextVar("instead", default=None)
+
+
+@dataclass(eq=False)
+class _Part:
+    """Modules whose weights are read and dropped together."""
+
+    modules: list[nn.Module]
+    names: list[str]
+    """Of its tensors in the model's state dict."""
+    tensors: list[FoundTensor] = field(default_factory=list)
+    """Those that files have."""
 
 
 class Stream:
-    """The files of a model, and the one decoder layer of it that is in memory."""
+    """The files of a model, and the one part of it that is in memory."""
 
     def __init__(
         self, model: Any, folder: Path, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Read everything but the decoder layers.
+        """Read what is in no part.
 
         Raises:
             LayoutError: a tensor is missing, or there is no list of decoder layers.
         """
         self.device, self.dtype = device, dtype
         self.blocks = decoder_layers(model)
-        self.n_bytes_read = 0
+        self.embeddings = model.get_input_embeddings()
+        self.n_bytes_read, self.seconds_reading = 0, 0.0
         self._model = model
         stored, _ = read_source(folder)
         self._files = {path: _state(path) for path in stored}
         every = list(find_tensors(model, get_model_conversion_mapping(model), stored))
         check_whole(model, every, sliced=())
-        names = {id(module): name for name, module in model.named_modules()}
-        self._stems = stems = [f"{names[id(block)]}." for block in self.blocks]
-        self._parts: list[list[FoundTensor]] = [[] for _ in stems]
-        rest: list[FoundTensor] = []
+        model.tie_weights()
+        self._parts = _parts(model, self.blocks)
+        owners = {n: part for part in self._parts.values() for n in part.names}
+        rest = [found for found in every if found.parameter not in owners]
         for found in every:
-            owners = [n for n, s in enumerate(stems) if found.parameter.startswith(s)]
-            (self._parts[owners[0]] if owners else rest).append(found)
+            if found.parameter in owners:
+                owners[found.parameter].tensors.append(found)
         self._resident: int | None = None
         self._lock, self._held = threading.RLock(), 0
+        self._ahead = ReadAhead()
         self._read(rest)
         model.tie_weights()
         self._make_buffers()
-        left = [n for n, p in model.named_parameters() if p.is_meta]
-        left = [n for n in left if not n.startswith(tuple(stems))]
+        left = [n for n, p in model.named_parameters() if p.is_meta and n not in owners]
         if left:
             raise LayoutError(f"{folder}: {left[0]} was not read; this is a bug")
-        for number, block in enumerate(self.blocks):
-            block.register_forward_pre_hook(self._before(number))
-            block.register_forward_hook(self._after, always_call=True)
-            block.__dict__["forward"] = functools.partial(_forward, block, number)
+        for number, part in self._parts.items():
+            for module in part.modules:
+                module.register_forward_pre_hook(self._before(number))
+                module.register_forward_hook(self._after, always_call=True)
+                module.__dict__["forward"] = functools.partial(_forward, module, number)
+                for inner in module.modules():
+                    inner.__dict__[_PART] = number
 
     @property
     def files_state(self) -> str:
@@ -79,55 +111,73 @@ class Stream:
         return hashlib.sha256(repr(sorted(self._files.items())).encode()).hexdigest()
 
     def fill(self, number: int) -> None:
-        """Have the weights of one decoder layer in memory, and of no other.
+        """Have the weights of one part in memory, and of no other.
+
+        Args:
+            number: of a decoder layer; the part before the first one has the
+                embeddings, the part after the last one the head.
 
         Raises:
             HeaprLabError: the files changed since the model was opened.
             LayoutError: a weight was not read.
         """
         with self._lock:
-            if self._resident == number:
+            before = self._resident
+            if before == number:
                 return
-            if self._resident is not None:
-                self._empty(self._resident)
-            block = self.blocks[number]
+            if before is not None:
+                self._empty(before)
+            part = self._parts[number]
+            started = time.perf_counter()
             try:
-                self._read(self._parts[number])
+                self._read(part.tensors)
             except BaseException:
                 self._empty(number)  # it may have a part of its weights
                 raise
-            left = [name for name, p in block.named_parameters() if p.is_meta]
-            left += [name for name, b in block.named_buffers() if b.is_meta]
+            self.seconds_reading += time.perf_counter() - started
+            _share(part.modules)
+            left = [n for m in part.modules for n, p in _own(m) if p.is_meta]
             if left:
                 raise LayoutError(f"layer {number}: {left} were not read")
             self._resident = number
+            if before is not None:
+                following = number + (1 if number > before else -1)
+                self._ahead.begin(self._tensors_of(following))
+
+    def _tensors_of(self, number: int) -> list[FoundTensor]:
+        return self._parts[number].tensors if number in self._parts else []
 
     def _empty(self, number: int) -> None:
-        """Drop the weights of a decoder layer."""
+        """Drop the weights of a part."""
         self._resident = None
-        for module in self.blocks[number].modules():
-            for name, own in module._parameters.items():
-                if own is not None:
-                    meta = nn.Parameter(own.detach().to("meta"), requires_grad=False)
-                    module._parameters[name] = meta
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to("meta")
+        for top in self._parts[number].modules:
+            for module in top.modules():
+                for name, own in module._parameters.items():
+                    if own is not None:
+                        meta = nn.Parameter(
+                            own.detach().to("meta"), requires_grad=False
+                        )
+                        module._parameters[name] = meta
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and top in self.blocks:
+                        module._buffers[name] = buffer.to("meta")
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every stored tensor of the model by its name, a layer at a time."""
+        """Every stored tensor of the model by its name, a part at a time."""
+        inside = {name for part in self._parts.values() for name in part.names}
         for name, tensor in self._model.state_dict().items():
-            if not name.startswith(tuple(self._stems)):
+            if name not in inside:
                 yield name, tensor
-        for number, stem in enumerate(self._stems):
+        for number, part in self._parts.items():
             self.fill(number)
-            for name, tensor in self.blocks[number].state_dict().items():
-                yield stem + name, tensor
+            found = self._model.state_dict()
+            for name in part.names:
+                yield name, found[name]
 
     def _before(self, number: int) -> Callable[..., None]:
-        def fill(_block: nn.Module, _args: Any) -> None:
-            if _instead.get() is None:
-                # No other thread takes the weights away while the layer runs.
+        def fill(module: nn.Module, _args: Any) -> None:
+            if _runs(module, self):
+                # No other thread takes the weights away while the part runs.
                 self._lock.acquire()
                 self._held += 1
                 self.fill(number)
@@ -140,12 +190,31 @@ class Stream:
             self._lock.release()
 
     def _read(self, tensors: list[FoundTensor]) -> None:
+        """Read tensors, the largest parameter first, when the others need no memory.
+
+        Raises:
+            HeaprLabError: the files changed.
+        """
         for path in {found.file for found in tensors}:
             if _state(path) != self._files[path]:
                 raise HeaprLabError(
                     f"{path} has changed since the model was opened, so its layers "
                     "would be of two models: load it again"
                 )
+        groups: dict[str, list[FoundTensor]] = {}
+        for found in tensors:
+            groups.setdefault(found.parameter, []).append(found)
+        with _without_bar():
+            for group in sorted(groups.values(), key=_n_bytes, reverse=True):
+                self._read_together(group)
+        self.n_bytes_read += _n_bytes(tensors)
+
+    def _read_together(self, tensors: list[FoundTensor]) -> None:
+        """Read the tensors of one parameter, or of several that are stored together.
+
+        They are converted in the type of the files, and the result is cast at once: a
+        cast of each tensor before that would need as much memory again.
+        """
         handles = {f.file: safe_open(f.file, framework="pt") for f in tensors}
         slices = {f.name: handles[f.file].get_slice(f.name) for f in tensors}
         settings = LoadStateDictConfig(
@@ -153,16 +222,16 @@ class Stream:
             dtype=self.dtype,
             device_map={"": self.device},
         )
-        with _without_bar():
+        with _as_stored(self._model, tensors):
             convert_and_load_state_dict_in_model(self._model, slices, settings)
         self._model.requires_grad_(False)
-        self.n_bytes_read += sum(found.tensor.n_bytes for found in tensors)
 
     @torch.no_grad()
     def _make_buffers(self) -> None:
         """Buffers that no file has, such as frequencies, as transformers makes them."""
-        for stem, module in self._model.named_modules():
-            if f"{stem}.".startswith(tuple(self._stems)):
+        inside = {id(m) for block in self.blocks for m in block.modules()}
+        for module in self._model.modules():
+            if id(module) in inside:
                 continue
             empty = [
                 n for n, b in module._buffers.items() if b is not None and b.is_meta
@@ -172,6 +241,61 @@ class Stream:
                 module._buffers[name] = made
             if empty:
                 self._model._init_weights(module)
+
+
+def _parts(model: Any, blocks: list[nn.Module]) -> dict[int, _Part]:
+    """The parts of a model by number, in the order in which they run."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = ends[1] is not None and ends[0].weight is ends[1].weight
+    modules = [ends] if tied else [[ends[0]], *([] if ends[1] is None else [ends[1:]])]
+    numbers = [_EMBEDDINGS, len(blocks)]
+    groups = {n: list(own) for n, own in zip(numbers, modules, strict=False)}
+    groups |= {n: [block] for n, block in enumerate(blocks)}
+    stems = {id(module): name for name, module in model.named_modules()}
+    return {
+        n: _Part(
+            own, [f"{stems[id(m)]}.{name}" for m in own for name in m.state_dict()]
+        )
+        for n, own in sorted(groups.items())
+    }
+
+
+@contextlib.contextmanager
+def _as_stored(model: nn.Module, tensors: list[FoundTensor]) -> Iterator[None]:
+    """The parameter that `tensors` are joined in has their type here, then its own."""
+    converter, stored = tensors[0].converter, {found.tensor.dtype for found in tensors}
+    if converter is None or len(converter.target_patterns) > 1 or len(stored) > 1:
+        yield
+        return
+    stem, _, leaf = tensors[0].parameter.rpartition(".")
+    parameters = model.get_submodule(stem)._parameters
+    own = parameters.get(leaf)
+    if own is None or stored.isdisjoint(TORCH):
+        yield
+        return
+    like = own.to(TORCH[stored.pop()])
+    parameters[leaf] = nn.Parameter(like, requires_grad=False)
+    yield
+    read = parameters[leaf]
+    assert read is not None
+    parameters[leaf] = nn.Parameter(read.to(own.dtype), requires_grad=False)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _share(modules: list[nn.Module]) -> None:
+    """Give tied modules, of which files have one, the same weight."""
+    if len(modules) > 1:
+        (read,) = [own for own in modules if not own.weight.is_meta]
+        for module in modules:
+            module._parameters["weight"] = read._parameters["weight"]
+
+
+def _n_bytes(tensors: list[FoundTensor]) -> int:
+    return sum(found.tensor.n_bytes for found in tensors)
 
 
 @contextlib.contextmanager
@@ -215,35 +339,53 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
     stream = Stream(model, folder, dtype=dtype, device=device)
     for module in model.modules():
         module.__dict__[_STREAM] = stream
-    for number, block in enumerate(stream.blocks):
-        for module in block.modules():
-            module.__dict__["heapr_block"] = number
     return model
 
 
 @contextlib.contextmanager
-def standing_in(instead: _Instead) -> Iterator[None]:
+def standing_in(layer: _Instead, *, embeds: bool = True) -> Iterator[None]:
     """Decoder layers of streamed models are not run in this context, nor read.
 
     Args:
-        instead: called with a layer's number, its states and its other arguments; gives
+        layer: called with a layer's number, its states and its other arguments; gives
             its output.
+        embeds: whether the embeddings are read and run; else they give zeros.
     """
-    token = _instead.set(instead)
+    token = _instead.set(_Standing(layer, embeds))
     try:
         yield
     finally:
         _instead.reset(token)
 
 
+def _runs(module: nn.Module, stream: Stream) -> bool:
+    """Whether a module of a part is run here, so that its weights are needed."""
+    standing = _instead.get()
+    if standing is None:
+        return True
+    return standing.embeds and module is stream.embeddings
+
+
 def _forward(
-    block: nn.Module, number: int, states: torch.Tensor, *args: Any, **options: Any
+    module: Any, number: int, given: torch.Tensor, *args: Any, **options: Any
 ) -> Any:
-    """The forward of a decoder layer, or what stands in for it."""
-    instead = _instead.get()
-    if instead is None:
-        return type(block).forward(block, states, *args, **options)
-    return instead(number, states, *args, **options)
+    """The forward of a module of a part, or what stands in for it.
+
+    Where layers are not run, nothing depends on the head, so it gives zeros.
+    """
+    stream, standing = stream_of(module), _instead.get()
+    assert stream is not None
+    if standing is None or _runs(module, stream):
+        return type(module).forward(module, given, *args, **options)
+    if module in stream.blocks:
+        return standing.layer(number, given, *args, **options)
+    shape = module.weight.shape  # (d_vocab, d_model) of both
+    sizes = (
+        (*given.shape, shape[1])
+        if module is stream.embeddings
+        else (*given.shape[:-1], shape[0])
+    )
+    return torch.zeros(sizes, dtype=stream.dtype, device=stream.device)
 
 
 def stream_of(module: nn.Module) -> Stream | None:
@@ -272,8 +414,8 @@ def refuse_streamed(model: nn.Module, *, remedy: str) -> None:
 def filled(module: Any) -> Any:
     """`module`, with its weights in memory if it is in a streamed decoder layer."""
     stream = stream_of(module)
-    if stream is not None and "heapr_block" in module.__dict__:
-        stream.fill(module.__dict__["heapr_block"])
+    if stream is not None and _PART in module.__dict__:
+        stream.fill(module.__dict__[_PART])
     return module
 
 

@@ -164,49 +164,55 @@ def test_other_families_are_refused_by_name(family: str, tmp_path: Path) -> None
 
 
 def resident(model: Any) -> set[int]:
-    """The decoder layers that have weights in memory."""
+    """The parts that have weights in memory: embeddings, layers, head."""
     return {
         number
-        for number, block in enumerate(stream(model).blocks)
-        if any(not p.is_meta for p in block.parameters())
+        for number, part in stream(model)._parts.items()
+        if any(not p.is_meta for module in part.modules for p in module.parameters())
     }
 
 
-def test_one_layer_is_in_memory_at_a_time(pair: tuple[Any, Any]) -> None:
-    """Whatever is run, and whichever weight is asked for."""
-    _, model = pair
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_part_is_in_memory_at_a_time(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    """Whatever is run; tied embeddings and head are one part, with the same weights."""
+    model = tiny_model(family, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    in_memory, on_disk = both(tmp_path)
     seen: set[int] = set()
 
-    def look(_block: Any, _args: Any, _output: Any) -> None:
-        now = resident(model)
+    def look(_module: Any, _args: Any, _output: Any) -> None:
+        now = resident(on_disk)
         assert len(now) <= 1  # none where something stands in for the layers
         seen.update(now)
 
-    hooks = [block.register_forward_hook(look) for block in stream(model).blocks]
-    try:
-        evaluate_perplexity(model, WINDOWS.ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert seen == {0, 1, 2}
-    assert len(resident(model)) == 1
+    parts = stream(on_disk)._parts
+    for part in parts.values():
+        for module in part.modules:
+            module.register_forward_hook(look)
+    losses = [evaluate_perplexity(own, WINDOWS.ids).nll for own in (in_memory, on_disk)]
+    assert losses[0] == losses[1]
+    n_layers = in_memory.config.num_hidden_layers
+    assert seen == set(parts) == set(range(-1, n_layers + (not tied)))
+    assert len(resident(on_disk)) == 1
+    assert model_identity(on_disk) == model_identity(in_memory)
 
 
-def bytes_of_layers(model: Any) -> int:
-    """Bytes of the decoder layers in the files."""
-    parts = stream(model)._parts
-    return sum(found.tensor.n_bytes for part in parts for found in part)
+def test_each_sweep_reads_each_part_once(pair: tuple[Any, Any]) -> None:
+    """Layers twice for the scores, once for a loss, twice for a divergence.
 
-
-def test_each_sweep_reads_each_layer_once(pair: tuple[Any, Any]) -> None:
-    """Two for the scores, one for a loss, two for a divergence, whatever the batches.
-
-    The last layer of the first sweep is the first of the second one.
+    The embeddings are read once for each sweep forward, the head once for each loss.
     """
     _, model = pair
     model_identity(model)  # which is another sweep, once
-    layers = bytes_of_layers(model)
-    sizes = [sum(f.tensor.n_bytes for f in part) for part in stream(model)._parts]
+    sizes = {
+        number: sum(found.tensor.n_bytes for found in part.tensors)
+        for number, part in stream(model)._parts.items()
+    }
+    embeddings, *layers, head = (sizes[number] for number in sorted(sizes))
 
     def read(work: Any) -> int:
         stream(model).fill(1)
@@ -215,11 +221,13 @@ def test_each_sweep_reads_each_layer_once(pair: tuple[Any, Any]) -> None:
         return stream(model).n_bytes_read - before
 
     ids = WINDOWS.ids
-    assert read(lambda: evaluate_perplexity(model, ids, batch_size=1)) == layers
+    once = embeddings + sum(layers) + head
+    assert read(lambda: evaluate_perplexity(model, ids, batch_size=1)) == once
     keep = random_keep(model)
-    assert read(lambda: evaluate_divergence(model, keep, ids)) == 2 * layers
+    divergence = 2 * (embeddings + sum(layers)) + head
+    assert read(lambda: evaluate_divergence(model, keep, ids)) == divergence
     scores = read(lambda: collect_statistics(model, WINDOWS, batch_size=2))
-    assert scores == 2 * layers - sizes[-1]
+    assert scores == embeddings + 2 * sum(layers) + head
 
 
 def test_a_batch_is_read_into_memory_only_when_it_runs(pair: tuple[Any, Any]) -> None:
@@ -297,7 +305,8 @@ def test_routing_is_replayed(
 
         def shaken(own: Stream, number: int) -> None:
             fill(own, number)
-            for name, weight in own.blocks[number].named_parameters():
+            names = own.blocks[number].named_parameters() if number in range(3) else []
+            for name, weight in names:
                 if name.endswith("gate.weight"):
                     weight.data.copy_(torch.randn(weight.shape).double())
 
