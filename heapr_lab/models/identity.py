@@ -222,12 +222,9 @@ def _weights_fingerprint(model: nn.Module) -> str:
 @functools.cache
 def _streamed_fingerprint(stream: Stream) -> str:
     """The same of a streamed model, whose layers are read one at a time."""
-    sums = {
-        f"{name}{tuple(tensor.shape)}".encode(): (name, block_sums(tensor))
-        for name, tensor in stream.tensors()
-    }
     sha = hashlib.sha256()
-    for head, (_, found) in sorted(sums.items(), key=lambda item: item[1][0]):
-        sha.update(head)
+    sums = stream.each(lambda tensor: (tuple(tensor.shape), block_sums(tensor)))
+    for name, (shape, found) in sorted(sums):
+        sha.update(f"{name}{shape}".encode())
         sha.update(found)
     return WEIGHTS_VERSION + sha.hexdigest()

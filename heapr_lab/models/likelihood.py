@@ -36,6 +36,9 @@ _LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 On a CPU larger ones leave the caches, and the system hands out zeroed pages for each.
 """
 
+_TOKENS_AT_LEAST = 128
+"""Tokens of a chunk of any size, because each chunk reads the whole head."""
+
 
 def token_nll(
     model: nn.Module,
@@ -59,7 +62,7 @@ def token_nll(
         targets: the next tokens; by default those of `ids`.
         states: their final states, (B, L, d_model); by default they are computed.
         chunk_tokens: tokens whose logits are in memory together; by default as many as
-            fit into 4 MiB on a CPU and 128 MiB on a GPU.
+            fit into 4 MiB on a CPU and 128 MiB on a GPU, and at least 128.
 
     Raises:
         HeaprLabError: the log-likelihood of a token is not finite.
@@ -257,7 +260,7 @@ def _chunk_tokens(model: Any) -> int:
     weight, stream = model.get_output_embeddings().weight, stream_of(model)
     device = weight.device if stream is None else stream.device
     elements = _LOGITS_AT_ONCE.get(device.type, _LOGITS_AT_ONCE["cuda"])
-    return int(max(1, elements // weight.shape[0]))
+    return int(max(_TOKENS_AT_LEAST, elements // weight.shape[0]))
 
 
 # --- the body and the head of a model ---------------------------------------------

@@ -158,7 +158,8 @@ def _taking_turns(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _requiring(model: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    # Of a streamed model none does: its weights would stay in memory with the list.
+    required = [own for own in model.parameters() if own.requires_grad]
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -167,8 +168,9 @@ def _requiring(model: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[No
     finally:
         for parameter in trained:
             parameter.grad = None
-        for parameter, required in flags:
-            parameter.requires_grad_(required)
+            parameter.requires_grad_(False)
+        for parameter in required:
+            parameter.requires_grad_(True)
 
 
 def _refuse_inference_tensors(model: nn.Module) -> None:

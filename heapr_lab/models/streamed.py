@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -37,6 +37,7 @@ _STREAM, _PART = "heapr_stream", "heapr_part"
 _EMBEDDINGS = -1
 """The number of the part before decoder layer 0."""
 _Instead = Callable[..., torch.Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -162,17 +163,20 @@ class Stream:
                     if buffer is not None and top in self.blocks:
                         module._buffers[name] = buffer.to("meta")
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every stored tensor of the model by its name, a part at a time."""
+    def each(self, measure: Callable[[torch.Tensor], T]) -> Iterator[tuple[str, T]]:
+        """Every stored tensor's name and what `measure` makes of it, a part at a time.
+
+        A result that is the tensor itself, or a view of it, keeps it in memory.
+        """
         inside = {name for part in self._parts.values() for name in part.names}
         for name, tensor in self._model.state_dict().items():
             if name not in inside:
-                yield name, tensor
+                yield name, measure(tensor)
         for number, part in self._parts.items():
-            self.fill(number)
-            found = self._model.state_dict()
             for name in part.names:
-                yield name, found[name]
+                self.fill(number)
+                stem, _, leaf = name.rpartition(".")
+                yield name, measure(getattr(self._model.get_submodule(stem), leaf))
 
     def _before(self, number: int) -> Callable[..., None]:
         def fill(module: nn.Module, _args: Any) -> None:
