@@ -11,10 +11,9 @@ from heapr_lab.checkpoints.folder import new_folder, save_tokenizer
 from heapr_lab.checkpoints.save import describe, structure_of
 from heapr_lab.checkpoints.slice_files import begun, slice_files, stamps_of
 from heapr_lab.checkpoints.uniform import skeleton_of, stock_config, uniform_width
-from heapr_lab.models import ragged_experts
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import has_tokenizer, read_config, read_tokenizer
-from heapr_lab.models.ragged_experts import HeaprConfig
+from heapr_lab.models.ragged_experts import HeaprConfig, carry_code
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
@@ -71,9 +70,7 @@ def prune_folder(
             files.write_json(partial / _PLAN_NAME, plan)
         if not uniform:
             _name_widths(changed, skeleton, keep)
-            shutil.copyfile(
-                ragged_experts.__file__, partial / f"{ragged_experts.CODE_NAME}.py"
-            )
+            carry_code(partial, changed, type(skeleton).__name__)
         changed.save_pretrained(partial)
         generation = source / "generation_config.json"
         if generation.is_file():
@@ -101,7 +98,5 @@ def _name_widths(config: Any, skeleton: nn.Module, keep: KeepMask) -> None:
         layer.name: keep.by_layer(layer.layer).sum(1).tolist()
         for layer in find_experts(skeleton)
     }
-    code = f"{ragged_experts.CODE_NAME}.{type(skeleton).__name__}"
-    config.auto_map = {"AutoModelForCausalLM": code}
     config.architectures = [type(skeleton).__name__]
     config.quantization_config = HeaprConfig(widths, structure=structure_of(keep))

@@ -510,7 +510,7 @@ def _of_own_layers(model: Any, names: Collection[str]) -> list[str]:
 
 
 class CarriesCode:
-    """Saves a copy of this file with the model, for use without heapr_lab.
+    """Saves a copy of this file with a model of transformers.
 
     Loading it raises an error if any weight is missing.
     """
@@ -540,13 +540,22 @@ class CarriesCode:
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """As transformers', with the code."""
         config: Any = self.config  # type: ignore[attr-defined]
-        code = f"{CODE_NAME}.{type(self).__name__}"
-        config.auto_map = {"AutoModelForCausalLM": code}
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        target = Path(save_directory) / f"{CODE_NAME}.py"
-        if target.resolve() != Path(__file__).resolve():
-            shutil.copyfile(__file__, target)
+        carry_code(Path(save_directory), config, type(self).__name__)
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+
+
+def carry_code(folder: Path, config: Any, name: str) -> None:
+    """Copy this file to `folder` and name it in `config`, for use without heapr_lab.
+
+    Not if the model class `name` is not of transformers: nothing could load it there.
+    """
+    if not hasattr(transformers, name):
+        return
+    config.auto_map = {"AutoModelForCausalLM": f"{CODE_NAME}.{name}"}
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{CODE_NAME}.py"
+    if target.resolve() != Path(__file__).resolve():
+        shutil.copyfile(__file__, target)
 
 
 @functools.cache
