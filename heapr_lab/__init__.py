@@ -71,15 +71,23 @@ _HOMES = {
 __all__ = sorted(_HOMES)  # noqa: PLE0605 (a computed list of names)
 
 
-_REGISTRY = "transformers.quantizers.auto"
+_REGISTRIES = {
+    "transformers.models.auto.configuration_auto": "models.deepseek_config",
+    "transformers.quantizers.auto": "models.ragged_experts",
+}
+"""Modules of transformers, and what registers something with each."""
 
 
 class _Registration(importlib.abc.MetaPathFinder):
-    """Registers the checkpoint format as soon as transformers' registry is imported.
+    """Registers what is ours as soon as a registry of transformers is imported.
 
     After `import heapr_lab`, before or after transformers, `from_pretrained` loads
-    pruned checkpoints, although heapr_lab does not import torch by itself.
+    pruned checkpoints and DeepSeekMoE, although heapr_lab does not import torch by
+    itself.
     """
+
+    def __init__(self, registry: str) -> None:
+        self._registry = registry
 
     def find_spec(
         self,
@@ -87,8 +95,8 @@ class _Registration(importlib.abc.MetaPathFinder):
         path: Any,  # noqa: ARG002 (the interface of finders)
         target: Any = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
-        """The registry's own spec, with a loader that registers the format as well."""
-        if fullname != _REGISTRY:
+        """The registry's own spec, with a loader that also registers."""
+        if fullname != self._registry:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -98,16 +106,17 @@ class _Registration(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: Any) -> None:
             execute(module)
-            importlib.import_module(f"{__name__}.models.ragged_experts")
+            importlib.import_module(f"{__name__}.{_REGISTRIES[fullname]}")
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
-if _REGISTRY in sys.modules:
-    importlib.import_module(f"{__name__}.models.ragged_experts")
-else:
-    sys.meta_path.insert(0, _Registration())
+for _registry, _ours in _REGISTRIES.items():
+    if _registry in sys.modules:
+        importlib.import_module(f"{__name__}.{_ours}")
+    else:
+        sys.meta_path.insert(0, _Registration(_registry))
 
 
 def load_ipython_extension(ipython: Any) -> None:

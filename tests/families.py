@@ -1,10 +1,12 @@
-"""Tiny random models of every MoE family, from transformers' own config classes."""
+"""Tiny random models of every MoE family, from its own config class."""
 
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+
+import heapr_lab  # noqa: F401 (transformers knows deepseek after it)
 
 D_VOCAB = 48
 _ROUTED = {
@@ -67,6 +69,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "mixtral": {},
     "olmoe": {},
+    "deepseek": {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+    },
     "deepseek_v2": _LATENT_ATTENTION | {"topk_method": "greedy"},
     "deepseek_v3": _LATENT_ATTENTION,
     "glm4_moe": _GROUPED,

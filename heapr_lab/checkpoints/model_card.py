@@ -37,12 +37,21 @@ loads in transformers and in every engine that supports the architecture.
 model = AutoModelForCausalLM.from_pretrained(folder)
 ```"""
 
-_RAGGED = """Experts have different widths, which `config.json` lists. With heapr_lab:
+_WITH_HEAPR_LAB = """With heapr_lab:
 
 ```python
 import heapr_lab
 model = AutoModelForCausalLM.from_pretrained(folder)
-```
+```"""
+
+_OWN_STOCK = f"""It is an ordinary checkpoint of its architecture, with narrower
+experts, for every engine that supports the architecture. transformers has no class for
+it.
+{_WITH_HEAPR_LAB}"""
+
+_WIDTHS = "Experts have different widths, which `config.json` lists."
+
+_RAGGED = f"""{_WIDTHS} {_WITH_HEAPR_LAB}
 
 Without it, transformers can run the one module that is needed, which is in the folder:
 
@@ -50,13 +59,25 @@ Without it, transformers can run the one module that is needed, which is in the 
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 ```"""
 
+_OWN_RAGGED = f"""{_WIDTHS} transformers has no class for the architecture.
+{_WITH_HEAPR_LAB}"""
 
-def card(manifest: Mapping[str, Any], *, source: Path) -> str:
+_USE = {
+    (True, True): _STOCK,
+    (True, False): _OWN_STOCK,
+    (False, True): _RAGGED,
+    (False, False): _OWN_RAGGED,
+}
+"""By whether the structure is uniform, and whether transformers has the class."""
+
+
+def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> str:
     """The card as Markdown, with the hub's front matter.
 
     Args:
         manifest: the manifest of the checkpoint.
         source: folder of the dense model, whose licence is copied.
+        native: whether transformers has a class for the architecture.
     """
     name = manifest["base_model"] or "a model without a name"
     stock = manifest["structure"] == "uniform"
@@ -75,7 +96,7 @@ def card(manifest: Mapping[str, Any], *, source: Path) -> str:
         atoms=manifest["atoms"],
         rows="\n".join(f"| {key} | {value} |" for key, value in _rows(manifest)),
         candidates=_candidates(manifest.get("candidates", [])),
-        use=_STOCK if stock else _RAGGED,
+        use=_USE[stock, native],
     )
 
 

@@ -175,5 +175,6 @@ def describe(
         "sha256": dict(checksums),
     }
     files.write_json(folder / MANIFEST_FILE, manifest)
-    card = model_card.card(manifest, source=source or Path(base))
+    native = type(config).__module__.startswith("transformers.")
+    card = model_card.card(manifest, source=source or Path(base), native=native)
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,398 @@
+"""DeepSeekMoE against its slow twin, and in the files of the hub's layout."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import TINY, run
+from families import tiny_ids, tiny_model
+from keeps import random_keep
+from oracles import deepseek as twin
+from safetensors.torch import load_file, save_file
+from tiny_folder import write_text, write_tokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
+
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.deepseek import DeepseekForCausalLM
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.loading import load_model
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.oracle
+
+PUBLISHED = Path(__file__).parents[1] / "data/paper_models/DeepSeekMoE-16B-Base"
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+"""Instead of the published ones; there are two shared experts and a dense layer."""
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+raise RuntimeError("the code of the checkpoint runs")
+"""
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the published tensors."""
+    D, W = config["hidden_size"], config["moe_intermediate_size"]
+    head = D // config["num_attention_heads"]
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], D),
+        "model.norm.weight": (D,),
+        "lm_head.weight": (config["vocab_size"], D),
+    }
+    for number in range(config["num_hidden_layers"]):
+        stem = f"model.layers.{number}."
+        kv = head * config["num_key_value_heads"]
+        for name, rows in {"q": D, "k": kv, "v": kv, "o": D}.items():
+            found[f"{stem}self_attn.{name}_proj.weight"] = (rows, D)
+        found[f"{stem}input_layernorm.weight"] = (D,)
+        found[f"{stem}post_attention_layernorm.weight"] = (D,)
+        mlps = {"mlp.": config["intermediate_size"]}
+        if number >= config["first_k_dense_replace"]:
+            found[f"{stem}mlp.gate.weight"] = (config["n_routed_experts"], D)
+            mlps = {
+                f"mlp.experts.{e}.": W for e in range(config["n_routed_experts"])
+            } | {"mlp.shared_experts.": W * config["n_shared_experts"]}
+        for name, width in mlps.items():
+            for part in ("gate", "up"):
+                found[f"{stem}{name}{part}_proj.weight"] = (width, D)
+            found[f"{stem}{name}down_proj.weight"] = (D, width)
+    return found
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as the published one is: two files in bfloat16, and its own code."""
+    folder = tmp_path_factory.mktemp("hub") / "deepseek-moe"
+    folder.mkdir()
+    config = json.loads((PUBLISHED / "config.json").read_text()) | SIZES
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("configuration_deepseek.py", "modeling_deepseek.py"):
+        (folder / name).write_text(CODE)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: (
+            torch.randn(shape, generator=generator) * 0.3 + float("norm" in name)
+        ).bfloat16()
+        for name, shape in shapes(config).items()
+    }
+    names = sorted(tensors)
+    halves = [names[: len(names) // 2], names[len(names) // 2 :]]
+    files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for file, own in zip(files, halves, strict=True):
+        save_file({n: tensors[n] for n in own}, folder / file, {"format": "pt"})
+    index = {n: f for f, own in zip(files, halves, strict=True) for n in own}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    write_tokenizer(folder)
+    return folder
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits without a cache."""
+    found: torch.Tensor = model(ids, use_cache=False).logits
+    return found
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the files of a folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: t for file in files for name, t in load_file(file).items()}
+
+
+# --- the model --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        {"n_shared_experts": None, "first_k_dense_replace": 0},
+        {"moe_layer_freq": 2, "num_hidden_layers": 4, "num_key_value_heads": 1},
+        {"num_experts_per_tok": 4, "rope_theta": 50.0},
+    ],
+)
+def test_logits_are_those_of_the_twin(changes: dict[str, Any], tmp_path: Path) -> None:
+    """In float64 to 1e-12, from the tensors that are saved."""
+    model: Any = tiny_model("deepseek", **changes)
+    assert isinstance(model, DeepseekForCausalLM)
+    model.save_pretrained(tmp_path)
+    config = model.config.to_dict()
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    ids, tensors = tiny_ids(n_sequences=2), stored(tmp_path)
+    for window, found in zip(ids, logits_of(model, ids), strict=True):
+        expected = twin.logits(tensors, config, window.tolist())
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_hidden_states_are_those_of_every_layer() -> None:
+    """As the models of transformers give them: the embeddings and each layer's."""
+    model: Any = tiny_model("deepseek")
+    found = model(tiny_ids(), output_hidden_states=True).hidden_states
+    assert len(found) == model.config.num_hidden_layers + 1
+    assert torch.equal(found[0], model.model.embed_tokens(tiny_ids()))
+
+
+def test_layers_with_experts_are_those_of_the_configuration() -> None:
+    """The first are dense, then every second one has experts."""
+    changes = {"first_k_dense_replace": 2, "moe_layer_freq": 2, "num_hidden_layers": 7}
+    layers = find_experts(tiny_model("deepseek", **changes))
+    assert [layer.layer for layer in layers] == [2, 4, 6]
+
+
+def test_routing_in_bfloat16_is_in_float32() -> None:
+    """Weights of a token add up more exactly than bfloat16 can."""
+    model: Any = tiny_model("deepseek", dtype=torch.bfloat16, norm_topk_prob=True)
+    rows = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        _, weights, _ = model.model.layers[1].mlp.gate(rows)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.sum(1), torch.ones(50), rtol=0, atol=1e-6)
+
+
+def test_text_with_a_cache_is_text_without() -> None:
+    """Eight tokens, greedily."""
+    model: Any = tiny_model("deepseek", dtype=torch.float32)
+    asked = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    ids = tiny_ids(n_sequences=1)
+    texts = [model.generate(ids, use_cache=cache, **asked) for cache in (True, False)]
+    assert texts[0].shape == (1, ids.shape[1] + 8)
+    assert torch.equal(*texts)
+
+
+def test_another_routing_is_refused(hub: Path, tmp_path: Path) -> None:
+    """A sigmoid would be another model."""
+    folder = Path(shutil.copytree(hub, tmp_path / "moe"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"scoring_func": "sigmoid"})
+    )
+    with pytest.raises(SpecError, match="scoring_func is 'sigmoid'"):
+        load_model(folder, device="cpu")
+
+
+# --- the hub's layout -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_published_layout_is_read(hub: Path, *, stream: bool) -> None:
+    """Without its code, and equal to the twin to 1e-12."""
+    model, _ = load_model(hub, device="cpu", dtype="float64", stream=stream)
+    assert isinstance(model, DeepseekForCausalLM)
+    assert not (hub / "ran").exists()
+    assert not any("modeling_deepseek" in name for name in sys.modules)
+    config = json.loads((hub / "config.json").read_text())
+    ids = torch.arange(40, 52)[None]
+    tensors = {name: tensor.double() for name, tensor in stored(hub).items()}
+    expected = twin.logits(tensors, config | {"routed_scaling_factor": 1}, ids[0])
+    torch.testing.assert_close(
+        logits_of(model, ids)[0], expected, rtol=1e-12, atol=1e-12
+    )
+
+
+def test_what_is_read_is_written_again(hub: Path, tmp_path: Path) -> None:
+    """Tensors by the published names, to the bit, and no code is named."""
+    model, _ = load_model(hub, device="cpu", dtype="bfloat16", stream=False)
+    model.save_pretrained(tmp_path)
+    once, again = stored(hub), stored(tmp_path)
+    assert once.keys() == again.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in once.items())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "auto_map" not in config
+    assert config["model_type"] == "deepseek"
+
+
+def test_its_tokenizer_reads_bytes(hub: Path, tmp_path: Path) -> None:
+    """Published as a Llama tokenizer, which it is not: it splits, then reads bytes."""
+    folder = Path(shutil.copytree(hub, tmp_path / "moe"))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({byte: n for n, byte in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("[\r\n]"), "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizerFast", "legacy": True})
+    )
+    _, tokenizer = load_model(folder, device="cpu")
+    text = "a b\n12 é"
+    found = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert found == backend.encode(text).ids
+    assert len(found) == len(text.encode())
+
+
+# --- pruned -----------------------------------------------------------------------
+
+
+def masks(model: Any) -> dict[str, KeepMask]:
+    """One of each kind of checkpoint: packed by widths, and stock."""
+    windows = CalibrationSet.from_ids(torch.randint(300, (4, 16)))
+    table = collect_statistics(model, windows)
+    return {
+        "ragged": random_keep(model),
+        "uniform": select(table, ratio=0.5, structure="uniform", multiple=8),
+    }
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+@pytest.mark.parametrize("from_files", [False, True])
+def test_pruned_and_reloaded(
+    hub: Path, tmp_path: Path, structure: str, *, from_files: bool
+) -> None:
+    """Logits of the masked model; needs heapr_lab, as config.json and card say."""
+    model, tokenizer = load_model(hub, device="cpu", dtype="float32", stream=False)
+    keep, ids = masks(model)[structure], torch.arange(40, 60)[None]
+    with masking(model, keep):
+        expected = logits_of(model, ids)
+    out = tmp_path / "out"
+    if from_files:
+        prune_folder(hub, keep, out)
+    else:
+        save_pruned(prune(model, keep), out, tokenizer=tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
+    torch.testing.assert_close(logits_of(loaded, ids), expected, rtol=0, atol=1e-5)
+    names = stored(out).keys()
+    assert names == stored(hub).keys()
+    config = json.loads((out / "config.json").read_text())
+    assert "auto_map" not in config
+    assert not list(out.glob("*.py"))
+    if structure == "uniform":
+        assert config["moe_intermediate_size"] == 8
+        assert config["n_shared_experts"] == 4
+    card = (out / "README.md").read_text()
+    assert "transformers has no class for" in card
+    assert "import heapr_lab" in card
+    assert "trust_remote_code" not in card
+
+
+def test_a_missing_tensor_is_named(hub: Path, tmp_path: Path) -> None:
+    """It is not initialised at random."""
+    folder = Path(shutil.copytree(hub, tmp_path / "moe"))
+    file = sorted(folder.glob("*.safetensors"))[1]
+    tensors = load_file(file)
+    name = "model.layers.2.mlp.shared_experts.up_proj.weight"
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    del table["weight_map"][name]
+    index.write_text(json.dumps(table))
+    with pytest.raises(SpecError, match=r"lacks 1 .*2.mlp.shared_experts.up_proj"):
+        load_model(folder, device="cpu", stream=False)
+
+
+@pytest.mark.parametrize("way", ["--stream", "--no-stream"])
+def test_on_the_command_line(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Scored, pruned, and evaluated, in memory and streamed."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    text = write_text(tmp_path / "text.txt")
+    little = (
+        "--corpus",
+        text,
+        "--profile",
+        "small",
+        "--seq-len",
+        32,
+        "--n-sequences",
+        4,
+    )
+    table, out = tmp_path / "table.parquet", tmp_path / "out"
+    run("score", hub, *little, way, "--out", table)
+    run(
+        "prune", hub, *little, way, "--method", "paper", "--importance", table,
+        "--ratio", 0.25, "--out", out,
+    )  # fmt: skip
+    keep, ids = KeepMask.read(out / "heapr_keep.parquet"), torch.arange(40, 60)[None]
+    assert keep.n_kept == keep.n_atoms * 3 // 4
+    model, loaded = (load_model(f, device="cpu", stream=False)[0] for f in (hub, out))
+    with masking(model, keep):
+        expected = logits_of(model, ids)
+    torch.testing.assert_close(logits_of(loaded, ids), expected, rtol=0, atol=1e-5)
+    evaluated = run(
+        "evaluate",
+        hub,
+        "--mask",
+        out / "heapr_keep.parquet",
+        "--corpora",
+        text,
+        *TINY,
+        way,
+    )
+    assert "perplexity" in evaluated
+
+
+# --- registration -----------------------------------------------------------------
+
+LOADED = """
+model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=False)
+assert type(model).__module__ == "heapr_lab.models.deepseek", type(model)
+"""
+ORDERS = {
+    "heapr_lab first": """
+import heapr_lab
+from transformers import AutoConfig
+assert AutoConfig.for_model("deepseek").model_type == "deepseek"
+from transformers import AutoModelForCausalLM
+"""
+    + LOADED,
+    "transformers first": """
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+import heapr_lab
+"""
+    + LOADED,
+    "transformers has its own": """
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+class Theirs(LlamaConfig):
+    model_type = "deepseek"
+AutoConfig.register("deepseek", Theirs)
+import heapr_lab.models.deepseek
+assert type(AutoConfig.for_model("deepseek")) is Theirs
+assert heapr_lab.models.deepseek.DeepseekConfig not in (
+    AutoModelForCausalLM._model_mapping
+)
+""",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_importing_heapr_lab_is_enough(hub: Path, order: str) -> None:
+    """In either order; and what transformers has is left alone."""
+    code = ORDERS[order].format(folder=str(hub))
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
