@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from heapr_lab.models.paper_models import hub_id
+
 EXAMPLES = """\b
 Examples:
   heapr-lab score lab
@@ -79,9 +81,11 @@ Examples:
   heapr-lab app importance.parquet --port 8866 --no-browser
 """
 
-_NAME_HELP = "A hub id, a local folder, or `lab`."
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=_NAME_HELP)]
-ModelOption = Annotated[str, typer.Option("--model", help=_NAME_HELP)]
+_NAME_HELP = "A hub id or a model of the paper, a local folder, or `lab`."
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help=_NAME_HELP, callback=hub_id)
+]
+ModelOption = Annotated[str, typer.Option("--model", help=_NAME_HELP, callback=hub_id)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Profile = Annotated[
     str | None,

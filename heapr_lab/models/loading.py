@@ -18,6 +18,7 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_config, read_tokenizer, read_weights
 from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
 from heapr_lab.models.streamed import open_streamed
 from heapr_lab.progress import silent
@@ -45,8 +46,8 @@ def load_model(
     """A causal language model in eval mode, and its tokenizer.
 
     Args:
-        name_or_path: a hub id, a local folder in the hub's layout, or `lab`. Remote
-            code is never run.
+        name_or_path: a hub id, a local folder in the hub's layout, `lab`, or a name in
+            `heapr_lab.models.paper_models`. Remote code is never run.
         device: `cpu`, `cuda`, `cuda:1`, ...; `auto` spreads the model over all GPUs
             (accelerate's device map), or uses the CPU if there is none.
         dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else
@@ -171,7 +172,7 @@ def model_folder(name_or_path: str | Path) -> Path:
         return path
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
     try:
-        return Path(snapshot_download(str(name_or_path), allow_patterns=patterns))
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise SpecError(
             f"cannot get the files of the model {str(name_or_path)!r}: {error}\n"
@@ -183,7 +184,7 @@ def _resolve(name_or_path: str | Path) -> str:
     if str(name_or_path) != LAB:
         if not Path(name_or_path).is_dir():
             hub.answers()  # if it does not, only local files are used
-        return str(name_or_path)
+        return hub_id(str(name_or_path))
     folder = paths.lab_model_dir()
     if not (folder / "config.json").is_file():
         raise SpecError(

@@ -36,6 +36,7 @@ from heapr_lab.models.identity import (
 )
 from heapr_lab.models.loading import LAB, load_model
 from heapr_lab.models.own_text import own_text
+from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.sources import Source, source_of
 from heapr_lab.progress import Progress, progress_bar
 from heapr_lab.pruning.masks import KeepMask
@@ -516,5 +517,5 @@ def open_workbench(
     model, tokenizer = load_model(
         name_or_path, device=device, dtype=dtype, stream=stream
     )
-    name = "lab model" if name_or_path == LAB else str(name_or_path)
+    name = "lab model" if name_or_path == LAB else hub_id(str(name_or_path))
     return Workbench(model, tokenizer, name=name, profile=chosen)

@@ -1,0 +1,88 @@
+"""The four models of the paper: their names, and the sizes in their configurations."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import one_line
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models import loading
+from heapr_lab.models.experts import describe
+from heapr_lab.models.folders import build, read_config
+from heapr_lab.models.loading import load_model, model_folder
+from heapr_lab.models.paper_models import PAPER_MODELS, hub_id
+
+CONFIGS = Path(__file__).parents[2] / "data" / "paper_models"
+"""The published config.json of each model."""
+
+PARAMETERS = {
+    "DeepSeekMoE-16B-Base": 16_375_728_128,
+    "Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen2-57B-A14B": 57_408_658_944,
+}
+"""The published 16.4, 14.3, 30.5 and 57.4 billion."""
+
+LAYERS = {
+    "DeepSeekMoE-16B-Base": (range(1, 28), 64, 1408, 2048, 6),
+    "Qwen1.5-MoE-A2.7B-Chat": (range(24), 60, 1408, 2048, 4),
+    "Qwen3-30B-A3B": (range(48), 128, 768, 2048, 8),
+    "Qwen2-57B-A14B": (range(28), 64, 2560, 3584, 8),
+}
+"""Layers with experts; experts, atoms of each, their width, and experts of a token."""
+
+
+def test_each_has_a_configuration_here() -> None:
+    """And no others do."""
+    assert {path.name for path in CONFIGS.iterdir()} == PAPER_MODELS.keys()
+
+
+@pytest.mark.parametrize("name", PAPER_MODELS)
+def test_sizes_are_the_published_ones(name: str) -> None:
+    """Counted on a model without weights, which transformers builds by itself."""
+    config = read_config(CONFIGS / name)
+    with torch.device("meta"):
+        model = build(config, dtype=config.dtype)
+    found = describe(model)
+    assert found.n_parameters == PARAMETERS[name]
+    assert found.bytes_per_parameter == 2
+    numbers, *shape = LAYERS[name]
+    assert list(found.layers) == list(numbers)
+    for layer in found.layers.values():
+        assert [layer.n_experts, layer.d_inter, layer.d_expert, layer.top_k] == shape
+
+
+@pytest.mark.parametrize("name", PAPER_MODELS)
+def test_names_are_hub_ids(name: str) -> None:
+    """In any case; hub ids and other names stay as they are."""
+    for given in (name, name.lower(), name.upper(), PAPER_MODELS[name]):
+        assert hub_id(given) == PAPER_MODELS[name]
+    assert hub_id(name + "-other") == name + "-other"
+
+
+def test_a_folder_of_that_name_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on this machine comes before the hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen3-30B-A3B").mkdir()
+    assert hub_id("Qwen3-30B-A3B") == "Qwen3-30B-A3B"
+
+
+def test_every_entrance_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of the hub is the hub id."""
+    asked: list[str] = []
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        raise OSError("the hub cannot be reached")
+
+    monkeypatch.setattr(loading, "snapshot_download", download)
+    with pytest.raises(SpecError, match="cannot get the files"):
+        model_folder("qwen3-30b-a3b")
+    assert asked == ["Qwen/Qwen3-30B-A3B"]
+    with pytest.raises(SpecError, match=r"'deepseek-ai/deepseek-moe-16b-base'"):
+        load_model("DeepSeekMoE-16B-Base")
+    assert "'Qwen/Qwen2-57B-A14B'" in one_line("score", "qwen2-57b-a14b")
