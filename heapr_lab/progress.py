@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -14,6 +15,12 @@ Progress = Callable[[int, int], None]
 
 def no_report(_done: int, _total: int) -> None:
     """A `Progress` that does nothing."""
+
+
+def noted(progress: Progress, text: str) -> None:
+    """Say beside a bar what the work is at; other kinds of progress do not show it."""
+    if isinstance(progress, _Bar):
+        progress.note(text)
 
 
 class Parts:
@@ -109,14 +116,22 @@ def progress_bar(
 
     It shows nothing if `$HEAPR_LAB_PROGRESS` is 0; `also` is called in any case.
     """
-    more = also or no_report
     with tqdm(
         desc=label, unit=unit, disable=silent(), leave=False, file=sys.stderr
     ) as bar:
+        yield _Bar(bar, also or no_report)
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-            more(done, total)
 
-        yield show
+class _Bar:
+    """A bar of tqdm as a `Progress`."""
+
+    def __init__(self, bar: Any, also: Progress) -> None:
+        self._bar, self._also = bar, also
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+        self._also(done, total)
+
+    def note(self, text: str) -> None:
+        self._bar.set_postfix_str(text, refresh=False)

@@ -47,6 +47,7 @@ def evaluate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     stream: options.Stream = None,
+    host_memory: options.HostMemory = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure perplexity and accuracy of the dense model, or of a masked one."""
@@ -64,7 +65,7 @@ def evaluate(
         KeepMask.read(mask)  # a damaged file is refused before any text is read
     preflight.check_corpora(names_in(corpora), split="test")
     preflight.check_tasks(names_in(tasks))
-    bench = open_bench(model, profile, seq_len, device, dtype, stream)
+    bench = open_bench(model, profile, seq_len, device, dtype, stream, host_memory)
     keep = None if mask is None else own_mask(mask, bench.identity, name=model)
     rows = []
     for corpus in names_in(corpora):

@@ -13,6 +13,7 @@ def open_bench(
     device: str,
     dtype: str,
     stream: bool | None,
+    host_memory: str | None,
 ) -> "Workbench":
     """The workbench that the options of these names ask for."""
     from heapr_lab.workbench.workbench import open_workbench
@@ -24,4 +25,5 @@ def open_bench(
         device=device,
         dtype=dtype,
         stream="auto" if stream is None else stream,
+        host_memory=host_memory,
     )

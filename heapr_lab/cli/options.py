@@ -101,6 +101,15 @@ Stream = Annotated[
         "the weights do not fit].",
     ),
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        help="Of a streamed model: memory for the states of its layers, such as 16GB; "
+        "others go to files in the cache [default: half of what is free].",
+    ),
+]
 SeqLen = Annotated[
     int | None, typer.Option(min=2, help="Tokens per window [default: the profile's].")
 ]

@@ -62,6 +62,7 @@ def prune(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     stream: options.Stream = None,
+    host_memory: options.HostMemory = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Select the atoms to keep, report the savings, and write the smaller model.
@@ -120,7 +121,9 @@ def prune(
         corpora=perplexity,
         seq_len=seq_len,
         open_bench=functools.cache(
-            lambda: open_bench(model, profile, seq_len, device, dtype, stream)
+            lambda: open_bench(
+                model, profile, seq_len, device, dtype, stream, host_memory
+            )
         ),
     )
     print_facts(request.run(in_words=not as_json), as_json=as_json)

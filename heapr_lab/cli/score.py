@@ -32,6 +32,7 @@ def score(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     stream: options.Stream = None,
+    host_memory: options.HostMemory = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure the importance of every atom.
@@ -44,7 +45,7 @@ def score(
 
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own_text)
     preflight.check_corpora([corpus], split="train")
-    bench = open_bench(model, profile, seq_len, device, dtype, stream)
+    bench = open_bench(model, profile, seq_len, device, dtype, stream, host_memory)
     windows = bench.calibration_set(calibration)
     table = bench.measure(windows, batch_size=batch_size)
     if eliminated:  # only elimination is measured, the rest is cached

@@ -29,8 +29,8 @@ from heapr_lab.errors import (
     SpecError,
     whole_number,
 )
+from heapr_lab.importance.streamed_pass import StreamedPass
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.importance.two_sweeps import TwoSweeps
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts, refuse_broken
 from heapr_lab.models.hooks import Probe, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
@@ -102,7 +102,8 @@ def collect_statistics(
             whenever the device runs out of memory.
         progress: called after each batch with (windows done, total windows).
         state: a file in which an unfinished pass is saved, and from which it resumes;
-            removed at the end. A pass over a streamed model begins again.
+            removed at the end. A pass over a streamed model has a folder beside it
+            (`.sweeps`), and resumes at the layer that it had reached.
 
     Raises:
         SpecError: the labels are unknown, a token is not in the vocabulary, the batch
@@ -224,26 +225,24 @@ class _Pass:
         return probes
 
     def _streamed(self) -> dict[int, Probe]:
-        """Measure all windows a layer at a time; nothing is saved in between."""
-        total, done, ids = self.calibration.n_sequences, 0, self.calibration.ids
+        """Measure all windows a layer at a time."""
         with differentiating(self.model), probed(self.layers) as probes:
-
-            def step() -> None:
-                nonlocal done
-                done += 1
-                if self.progress is not None:
-                    self.progress(done * total // sweeps.n_steps, total)
-
-            batches = ids.split(self.batch_size)
-            sampled = self.labels == "model"
-            sweeps = TwoSweeps(
-                self.model, self.layers, batches, sampled=sampled, step=step
+            sweeps = StreamedPass(
+                model=self.model,
+                layers=self.layers,
+                ids=self.calibration.ids,
+                batch_size=self.batch_size,
+                sampled=self.labels == "model",
+                state=None if self.state is None else self.state.with_suffix(".sweeps"),
+                key=self.key,
+                progress=self.progress,
             )
-            self.norms = sweeps.forward()
-            for number, index in sweeps.backward(probes):
-                first = index * self.batch_size
-                where = f"windows {first} to {first + len(batches[index]) - 1}"
+
+            def check(number: int, windows: slice) -> None:
+                where = f"windows {windows.start} to {windows.stop - 1}"
                 self._check(probes[number], number, where)
+
+            self.norms = sweeps.run(probes, check)
         check_unchanged(self.model, self.weights)
         return probes
 

@@ -5,6 +5,9 @@ the gradient of the last states. Back, each layer runs again on its inputs, with
 gradients, and hands the gradient of its input to the layer before it: two forward
 passes and one backward pass, with one layer in memory, whose weights are read twice.
 
+What is kept in between (the output of every layer, the indices of its top-k, then the
+gradient and the moments) goes to a store, with which another process can go on.
+
 Scores that are computed again may differ in the last bit, and then a top-k sends a
 token to another expert. So the second sweep takes the indices that the first one chose,
 and the tokens of each expert are compared.
@@ -13,6 +16,7 @@ Shapes: B windows, L tokens in each; E n_experts, I d_inter.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from heapr_lab.errors import CoverageError
+from heapr_lab.importance.sweep_store import SweepStore
 from heapr_lab.models.experts import ExpertsLayer, refuse_broken
 from heapr_lab.models.hooks import Probe, counting
 from heapr_lab.models.layerwise import LayerByLayer
@@ -28,6 +33,7 @@ from heapr_lab.models.likelihood import input_device, sampled_targets, token_nll
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _Choices = list[torch.Tensor]
+_TOKENS, _STATES, _CHOICE = "tokens", "states", "choice."
 
 
 class TwoSweeps:
@@ -38,9 +44,10 @@ class TwoSweeps:
         model: nn.Module,
         layers: Sequence[ExpertsLayer],
         batches: Sequence[torch.Tensor],
+        store: SweepStore,
         *,
-        sampled: bool,
-        step: Callable[[], None],
+        seeds: Sequence[int] | None,
+        step: Callable[[int, int], None],
     ) -> None:
         """Nothing but the embeddings is run.
 
@@ -48,27 +55,23 @@ class TwoSweeps:
             model: a streamed model, without gradients of its parameters.
             layers: all of its MoE layers.
             batches: token ids, each (B, L).
-            sampled: whether the next tokens are drawn from the model's predictions.
-            step: called after each batch of each layer, in both sweeps.
+            store: of this pass over these batches, which may be finished in part.
+            seeds: one for each window if the next tokens are drawn from the model's
+                predictions.
+            step: called with the sweep, 1 or 2, and the layer after each batch.
 
         Raises:
             LayoutError: the layers cannot be run one by one.
         """
-        self._model, self._step, self._sampled = model, step, sampled
+        self._model, self._store, self._step = model, store, step
+        self._seeds = None if seeds is None else iter(seeds)
         self._device = input_device(model)
         # Clones are no inference tensors, even if the ids are.
         self._batches = [ids.clone().to(self._device) for ids in batches]
         self._layers = {layer.layer: layer for layer in layers}
         with torch.no_grad():
             self._walk = LayerByLayer(model, self._batches, layers)
-        self._inputs: list[list[torch.Tensor]] = []
-        self._choices: list[list[_Choices]] = []
         self._tokens = {layer.layer: _Tokens(layer) for layer in layers}
-
-    @property
-    def n_steps(self) -> int:
-        """How often `step` is called."""
-        return 2 * self._walk.n_layers * len(self._batches)
 
     @torch.no_grad()
     def forward(self) -> dict[int, dict[str, torch.Tensor]]:
@@ -77,20 +80,36 @@ class TwoSweeps:
         Raises:
             LayoutError: a weight is not finite.
         """
-        norms = {}
-        for number in range(self._walk.n_layers):
-            if number in self._layers:
-                norms[number] = refuse_broken(self._layers[number])
-            # The states of a batch are replaced, not overwritten.
-            self._inputs.append([states.cpu() for states in self._walk.states])
-            self._choices.append([])
-            for index, states in enumerate(self._walk.states):
-                choices: _Choices = []
-                with _Noted(choices), self._counted(number):
-                    self._walk.states[index] = self._walk.output(number, index, states)
-                self._choices[-1].append(choices)
-                self._step()
-        return norms
+        for index, states in enumerate(self._walk.states):
+            self._store.put(f"out-first-{index}", {_STATES: states})
+        self._walk.states = []
+        return {n: self._run(n) for n in range(self._walk.n_layers)}
+
+    def _run(self, number: int) -> dict[str, torch.Tensor]:
+        """Run a layer, unless it was; returns its norms."""
+        name = f"layer-{number}"
+        if name in self._store:
+            for _ in self._batches:
+                self._step(1, number)
+        else:
+            layer = self._layers.get(number)
+            norms = {} if layer is None else refuse_broken(layer)
+            for index in range(len(self._batches)):
+                self._run_batch(number, index)
+                self._step(1, number)
+            tokens = {} if layer is None else {_TOKENS: self._tokens[number].seen}
+            self._store.put(name, norms | tokens)
+        found = dict(self._store.get(name))
+        if number in self._layers:
+            self._tokens[number].seen = found.pop(_TOKENS)
+        return found
+
+    def _run_batch(self, number: int, index: int) -> None:
+        choices: _Choices = []
+        with _Noted(choices), self._counted(number):
+            out = self._walk.output(number, index, self._input(number, index))
+        noted = {f"{_CHOICE}{n:03d}": own for n, own in enumerate(choices)}
+        self._store.put(_out(number, index), {_STATES: out} | noted)
 
     def backward(self, probes: dict[int, Probe]) -> Iterator[tuple[int, int]]:
         """Go back through every layer.
@@ -100,45 +119,83 @@ class TwoSweeps:
         Raises:
             CoverageError: an expert has not as many tokens as in the first sweep.
         """
-        gradients = self._of_loss()
-        for number in reversed(range(self._walk.n_layers)):
-            inputs, choices = self._inputs.pop(), self._choices.pop()
-            for index, gradient in enumerate(gradients):
-                states = inputs[index].to(self._device).requires_grad_()
-                with _Replayed(choices[index]):
-                    found = self._walk.output(number, index, states)
-                (gradients[index],) = torch.autograd.grad(found, states, gradient)
-                self._step()
-                if number in self._layers:
-                    yield number, index
-            if number in self._layers:
-                self._tokens[number].check(probes[number])
+        last = self._walk.n_layers - 1
+        if f"back-{last}" not in self._store:
+            self._of_loss()
+        for number in range(last, -1, -1):
+            if f"back-{number}" in self._store:
+                self._recall(number, probes)
+            else:
+                yield from self._back(number, probes)
+
+    def _recall(self, number: int, probes: dict[int, Probe]) -> None:
+        """What an earlier process measured in a layer."""
+        if number in probes:
+            moments = self._store.get(f"back-{number}")
+            probes[number].moments.load_state(dict(moments))
+        for _ in self._batches:
+            self._step(2, number)
+
+    def _back(self, number: int, probes: dict[int, Probe]) -> Iterator[tuple[int, int]]:
+        """Go back through one layer, and keep what was measured."""
+        probe, counted = probes.get(number), self._tokens.get(number)
+        if probe is not None and counted is not None:
+            counted.begin(probe)
+        for index in range(len(self._batches)):
+            self._back_batch(number, index)
+            self._step(2, number)
+            if probe is not None:
+                yield number, index
+        if probe is not None and counted is not None:
+            counted.check(probe)
+        state = {} if probe is None else probe.moments.state()
+        self._store.put(f"back-{number}", state)
+        self._store.drop(f"grad-{number + 1}-")  # after what makes it needless
+        self._store.drop(f"out-{number}-")
+
+    def _back_batch(self, number: int, index: int) -> None:
+        kept = self._store.get(_out(number, index))
+        choices = [kept[name] for name in sorted(kept) if name.startswith(_CHOICE)]
+        states = self._input(number, index).to(self._device).requires_grad_()
+        with _Replayed(choices):
+            found = self._walk.output(number, index, states)
+        gradient = self._store.get(f"grad-{number + 1}-{index}")[_STATES]
+        (own,) = torch.autograd.grad(found, states, gradient.to(found.device))
+        self._store.put(f"grad-{number}-{index}", {_STATES: own})
+
+    def _input(self, number: int, index: int) -> torch.Tensor:
+        """The states with which a batch comes to a layer."""
+        name = _out(number - 1, index) if number else f"out-first-{index}"
+        return self._store.get(name)[_STATES]
 
     def _counted(self, number: int) -> contextlib.AbstractContextManager[None]:
         found = self._tokens.get(number)
         return contextlib.nullcontext() if found is None else found.counted()
 
-    def _of_loss(self) -> list[torch.Tensor]:
-        """The gradient of the loss with respect to each batch's last states."""
-        gradients: list[torch.Tensor] = []
-        done = 0
-        for ids, states in zip(self._batches, self._walk.states, strict=True):
-            targets = self._drawn(ids, states, done) if self._sampled else None
+    def _of_loss(self) -> None:
+        """Keep the gradient of the loss with respect to each batch's last states."""
+        last = self._walk.n_layers
+        for index, ids in enumerate(self._batches):
+            states = self._input(last, index).to(self._device)
+            targets = self._drawn(ids, states)
             leaf = states.detach().requires_grad_()
             finals = self._walk.finished(ids, leaf)
             nll = token_nll(self._model, ids, targets=targets, states=finals)
-            gradients += torch.autograd.grad(nll.sum(), leaf)
-            done += len(ids)
-        return gradients
+            (own,) = torch.autograd.grad(nll.sum(), leaf)
+            self._store.put(f"grad-{last}-{index}", {_STATES: own})
 
     @torch.no_grad()
-    def _drawn(
-        self, ids: torch.Tensor, states: torch.Tensor, done: int
-    ) -> torch.Tensor:
-        """Next tokens drawn from the predictions, with the seeds of the windows."""
+    def _drawn(self, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor | None:
+        """Next tokens drawn from the predictions, if they are not the text's."""
+        if self._seeds is None:
+            return None
         finals = self._walk.finished(ids, states)
-        seeds = range(done, done + len(ids))
+        seeds = list(itertools.islice(self._seeds, len(ids)))
         return sampled_targets(self._model, ids, seeds=seeds, states=finals)
+
+
+def _out(number: int, index: int) -> str:
+    return f"out-{number}-{index}"
 
 
 class _Tokens:
@@ -146,7 +203,9 @@ class _Tokens:
 
     def __init__(self, layer: ExpertsLayer) -> None:
         self._layer = layer
-        self._seen = torch.zeros(layer.n_experts, dtype=torch.long)
+        self.seen = torch.zeros(layer.n_experts, dtype=torch.long)
+        """In the first sweep."""
+        self._before = self.seen
 
     def counted(self) -> contextlib.AbstractContextManager[None]:
         """Count what is routed inside."""
@@ -154,16 +213,20 @@ class _Tokens:
 
     def _count(self, top_k_index: torch.Tensor) -> None:
         chosen = top_k_index.flatten().cpu()
-        self._seen += torch.bincount(chosen, minlength=self._layer.n_experts)
+        self.seen += torch.bincount(chosen, minlength=self._layer.n_experts)
+
+    def begin(self, probe: Probe) -> None:
+        """Begin the second sweep."""
+        self._before = probe.moments.experts["tokens"].long().cpu()
 
     def check(self, probe: Probe) -> None:
-        """Check that the probe of the layer has seen as many.
+        """Check that the probe of the layer has seen as many since `begin`.
 
         Raises:
             CoverageError: it has not.
         """
-        again = probe.moments.experts["tokens"].long().cpu()
-        if not torch.equal(self._seen, again):
+        again = probe.moments.experts["tokens"].long().cpu() - self._before
+        if not torch.equal(self.seen, again):
             raise CoverageError(
                 f"{self._layer.name} routed other tokens in the second sweep than in "
                 "the first one, so its gradients would be of another function; load "

@@ -25,6 +25,9 @@ from heapr_lab.models.streamed import filled, stream_of
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+NORMS = ("w_down_sq", "w_up_sq", "w_gate_sq")
+"""The columns of `ExpertsLayer.squared_norms`, in order."""
+
 
 @dataclass(frozen=True, eq=False)
 class ExpertsLayer:

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate.utils.modeling import convert_file_size_to_int
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
@@ -20,7 +21,7 @@ from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
-from heapr_lab.models.streamed import open_streamed
+from heapr_lab.models.streamed import open_streamed, stream_of
 from heapr_lab.progress import silent
 from heapr_lab.storage import paths
 
@@ -42,6 +43,7 @@ def load_model(
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
     stream: bool | str = "auto",
+    host_memory: int | str | None = None,
 ) -> tuple[nn.Module, Any]:
     """A causal language model in eval mode, and its tokenizer.
 
@@ -55,15 +57,19 @@ def load_model(
         stream: whether decoder layers stay on disk and are read one at a time when they
             run; `auto` does so where the weights in a local folder are larger than 80 %
             of the free memory, and logs the numbers.
+        host_memory: of a streamed model, for the states of its layers, in bytes or as
+            "16GB"; those beyond it go to files in the cache's folder. By default half
+            of what is free.
 
     Raises:
         SpecError: the device or the model is not available, the model's files are
-            damaged, there is no such dtype, or `stream` is none of these.
+            damaged, there is no such dtype or size, or `stream` is none of these.
         LayoutError: the model cannot be streamed.
     """
     if stream not in (True, False, "auto"):
         raise SpecError(f"stream is {stream!r}, expected True, False or 'auto'")
     check_device(device)
+    budget = n_bytes(host_memory)
     path = _resolve(name_or_path)
     on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     chosen = _dtype(dtype, on_gpu=on_gpu)
@@ -78,7 +84,7 @@ def load_model(
         placed = torch.device(
             device if device != "auto" else "cuda" if on_gpu else "cpu"
         )
-        return _streamed(path, chosen, placed), tokenizer
+        return _streamed(path, chosen, placed, budget), tokenizer
     model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
         model.to("cpu" if device == "auto" else device)
@@ -87,13 +93,35 @@ def load_model(
     return model.eval(), tokenizer
 
 
-def _streamed(path: str, dtype: str | torch.dtype, device: torch.device) -> Any:
+def n_bytes(size: int | str | None) -> int | None:
+    """A size in bytes, given as a number or as "16GB" or "16GiB"; None stays None.
+
+    Raises:
+        SpecError: it is no size.
+    """
+    if size is None:
+        return None
+    try:
+        found = convert_file_size_to_int(size)
+    except ValueError:
+        found = -1
+    if found < 0:
+        raise SpecError(f"{size!r} is no size: expected a number of bytes, or '16GB'")
+    return int(found)
+
+
+def _streamed(
+    path: str, dtype: str | torch.dtype, device: torch.device, budget: int | None
+) -> Any:
     """The model with its layers on disk, which can be run one by one.
 
     Raises:
         LayoutError: they cannot.
     """
     model = open_streamed(model_folder(path), dtype=dtype, device=device)
+    stream = stream_of(model)
+    assert stream is not None
+    stream.host_memory = budget
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")
     with evaluating(model):

@@ -77,6 +77,8 @@ class Stream:
         self.blocks = decoder_layers(model)
         self.embeddings = model.get_input_embeddings()
         self.n_bytes_read, self.seconds_reading = 0, 0.0
+        self.host_memory: int | None = None
+        """Bytes of layers' states that are in memory; a share of what is free."""
         self._model = model
         stored, _ = read_source(folder)
         self._files = {path: _state(path) for path in stored}

@@ -143,7 +143,7 @@ def read_frame(
     """
     path = Path(path)
     with (
-        _readable(path),
+        readable(path),
         pq.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file,
     ):
         schema = file.schema_arrow
@@ -183,13 +183,19 @@ def read_metadata(path: Path | str) -> dict[str, Any]:
         CacheError: as `read_frame`.
     """
     path = Path(path)
-    with _readable(path):
+    with readable(path):
         found = pq.read_schema(path, memory_map=True).metadata or {}
     return _metadata(found.get(_KEY.encode()), path)
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Errors of reading `path` here become one that names it.
+
+    Raises:
+        CacheError: it is truncated, damaged or of another kind.
+        FileNotFoundError: there is no such file.
+    """
     try:
         yield
     except (FileNotFoundError, CacheError):
@@ -253,7 +259,7 @@ def read_json(path: Path | str) -> Any:
         CacheError: the file is truncated or is not JSON.
     """
     path = Path(path)
-    with _readable(path):
+    with readable(path):
         text = path.read_text(encoding="utf-8")
     try:
         return json.loads(text)
@@ -283,7 +289,7 @@ def load_state(path: Path | str) -> tuple[dict[str, np.ndarray], dict[str, Any]]
         CacheError: the file is truncated, or was not written by `save_state`.
     """
     path = Path(path)
-    with _readable(path), safe_open(path, framework="numpy") as file:
+    with readable(path), safe_open(path, framework="numpy") as file:
         meta = _metadata((file.metadata() or {}).get(_KEY), path)
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return arrays, meta

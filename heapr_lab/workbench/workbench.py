@@ -497,6 +497,7 @@ def open_workbench(
     device: str = "auto",
     dtype: str = "auto",
     stream: bool | str = "auto",
+    host_memory: int | str | None = None,
 ) -> Workbench:
     """Load a model into a `Workbench`.
 
@@ -507,6 +508,7 @@ def open_workbench(
         device: as `load_model`.
         dtype: as `load_model`.
         stream: as `load_model`.
+        host_memory: as `load_model`.
 
     Raises:
         SpecError: there is no such profile or model.
@@ -515,7 +517,11 @@ def open_workbench(
     if seq_len is not None:
         chosen = replace(chosen, seq_len=seq_len)
     model, tokenizer = load_model(
-        name_or_path, device=device, dtype=dtype, stream=stream
+        name_or_path,
+        device=device,
+        dtype=dtype,
+        stream=stream,
+        host_memory=host_memory,
     )
     name = "lab model" if name_or_path == LAB else hub_id(str(name_or_path))
     return Workbench(model, tokenizer, name=name, profile=chosen)

@@ -1,0 +1,161 @@
+"""What two sweeps keep: in memory up to a budget, in files beyond it.
+
+Groups of tensors have names, such as the states that a batch leaves a layer with. In a
+durable store every group is a file as well, so that another process finds what an
+earlier one finished. A file is written under a temporary name and renamed.
+"""
+
+import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from heapr_lab.errors import CacheError, HeaprLabError
+from heapr_lab.storage import files
+from heapr_lab.storage.paths import cache_dir
+
+logger = logging.getLogger(__name__)
+
+_KEY = "key.json"
+
+Group = dict[str, torch.Tensor]
+
+
+class SweepStore:
+    """Groups of tensors on the CPU, by name.
+
+    Attributes:
+        n_bytes_written: to files so far.
+    """
+
+    def __init__(self, folder: Path, *, budget: int, durable: bool) -> None:
+        """Nothing is written yet.
+
+        Args:
+            folder: for files; it exists.
+            budget: bytes of groups that are in memory; others are read when they are
+                asked for.
+            durable: whether groups in memory are written to files as well.
+        """
+        self.folder, self.n_bytes_written = folder, 0
+        self._section = ""
+        self._room, self._durable = budget, durable
+        self._memory: dict[str, Group] = {}
+
+    def begin(self, section: str) -> None:
+        """From here on, names are those in a section."""
+        self._section = section
+
+    def __contains__(self, name: str) -> bool:
+        path = self._path(name)
+        return path.stem in self._memory or path.exists()
+
+    def put(self, name: str, group: Group) -> None:
+        """Keep a group.
+
+        Raises:
+            HeaprLabError: it cannot be written.
+        """
+        own = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
+        size = sum(tensor.nbytes for tensor in own.values())
+        fits = size <= self._room
+        if fits:
+            self._room -= size
+            self._memory[self._path(name).stem] = own
+        if self._durable or not fits:
+            self._write(name, own)
+            self.n_bytes_written += size
+
+    def get(self, name: str) -> Group:
+        """A group that was kept.
+
+        Raises:
+            CacheError: its file is missing or damaged.
+        """
+        path = self._path(name)
+        found = self._memory.get(path.stem)
+        return self._read(path) if found is None else found
+
+    def drop(self, prefix: str) -> None:
+        """Forget every group whose name begins with `prefix`."""
+        start = self._path(prefix).stem
+        for name in [name for name in self._memory if name.startswith(start)]:
+            self._room += sum(t.nbytes for t in self._memory.pop(name).values())
+        for path in self.folder.glob(f"{start}*.safetensors"):
+            path.unlink()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{self._section}-{name}.safetensors"
+
+    def _write(self, name: str, group: dict[str, torch.Tensor]) -> None:
+        try:
+            with files.replacing(self._path(name)) as temporary:
+                save_file(group, temporary)
+        except OSError as error:
+            raise HeaprLabError(
+                f"{self.folder} cannot take {name} ({error.strerror}): free space "
+                "there, or set $HEAPR_CACHE_DIR to a larger disk, and run again; what "
+                "is finished is kept"
+            ) from error
+
+    def _read(self, path: Path) -> Group:
+        if not path.exists():
+            raise CacheError(f"{path} is missing: delete {self.folder}, and run again")
+        with files.readable(path), safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+@contextlib.contextmanager
+def opened(
+    state: Path | None, key: Mapping[str, Any], *, budget: int
+) -> Iterator[SweepStore]:
+    """A store; with `state`, one that continues what an interrupted pass had kept.
+
+    Args:
+        state: a folder, which stays if the block raises and is removed otherwise;
+            without it files are temporary.
+        key: plain data: `pass` has to be that of the earlier pass; if anything else
+            differs, the pass begins again.
+        budget: as of `SweepStore`.
+
+    Raises:
+        CacheError: the folder belongs to another pass.
+    """
+    if state is None:
+        parent = cache_dir() / "sweeps"
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent) as made:
+            yield SweepStore(Path(made), budget=budget, durable=False)
+        return
+    _claim(state, key)
+    yield SweepStore(state, budget=budget, durable=True)
+    shutil.rmtree(state)
+
+
+def _claim(folder: Path, key: Mapping[str, Any]) -> None:
+    """Make `folder` the store of `key`, empty unless it was before.
+
+    Raises:
+        CacheError: it belongs to another pass.
+    """
+    found = files.read_json(folder / _KEY) if (folder / _KEY).exists() else None
+    if found is not None and found.get("pass") != key["pass"]:
+        raise CacheError(
+            f"{folder} is the state of another pass (another model or calibration "
+            "set); delete it, or give another file"
+        )
+    if found != dict(key):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        files.write_json(folder / _KEY, dict(key))
+        return
+    for partial in folder.glob(".partial-*"):
+        partial.unlink()
+    logger.info("resumed %s", folder)

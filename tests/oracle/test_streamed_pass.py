@@ -1,0 +1,310 @@
+"""A streamed pass in little memory, on little disk, and after it was killed."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_model
+from tiny_folder import write_tokenizer
+
+from heapr_lab.errors import CacheError, HeaprLabError, SpecError
+from heapr_lab.importance import streamed_pass, sweep_store
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.streamed_pass import fitting_windows
+from heapr_lab.importance.sweep_store import SweepStore
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.loading import load_model
+from heapr_lab.models.streamed import Stream, stream_of
+from heapr_lab.text.calibration import CalibrationSet
+
+WINDOWS = CalibrationSet.from_ids(
+    torch.randint(0, 48, (7, 16), generator=torch.Generator().manual_seed(0))
+)
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3, whose first layer is dense."""
+    made = tmp_path_factory.mktemp("model")
+    tiny_model("deepseek_v3").save_pretrained(made, max_shard_size="5KB")
+    write_tokenizer(made)
+    return made
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    """The streamed model."""
+    return load_model(folder, device="cpu", dtype="float64", stream=True, **options)[0]
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    """The streamed model."""
+    return opened(folder)
+
+
+@pytest.fixture
+def table(folder: Path) -> ImportanceTable:
+    """That of the model in memory."""
+    model, _ = load_model(folder, device="cpu", dtype="float64", stream=False)
+    return collect_statistics(model, WINDOWS, batch_size=2)
+
+
+def assert_same(found: ImportanceTable, wanted: ImportanceTable) -> None:
+    """Every column to 1e-9."""
+    for name in wanted.frame:
+        np.testing.assert_allclose(
+            found.frame[name], wanted.frame[name], rtol=1e-9, err_msg=name
+        )
+
+
+# --- memory -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_memory", [0, 5000, "1GB"])
+def test_states_beyond_the_budget_are_in_files(
+    host_memory: int | str, folder: Path, table: ImportanceTable,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The same table, and nothing is left behind."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
+    stores: list[SweepStore] = []
+    put = SweepStore.put
+
+    def noted(store: SweepStore, name: str, group: Any) -> None:
+        put(store, name, group)
+        stores.append(store)
+        in_memory = sum(
+            t.nbytes for own in store._memory.values() for t in own.values()
+        )
+        assert in_memory <= (5000 if host_memory == 5000 else 1e9 * bool(host_memory))
+
+    monkeypatch.setattr(SweepStore, "put", noted)
+    model = opened(folder, host_memory=host_memory)
+    assert_same(collect_statistics(model, WINDOWS, batch_size=2), table)
+    (store,) = set(stores)
+    assert (store.n_bytes_written > 0) == (host_memory != "1GB")
+    assert not list((tmp_path / "sweeps").iterdir())
+
+
+@pytest.mark.parametrize("wrong", ["24 bananas", "", -1])
+def test_no_size(wrong: Any, folder: Path) -> None:
+    """An example of one is given."""
+    with pytest.raises(SpecError, match="16GB"):
+        opened(folder, host_memory=wrong)
+
+
+@pytest.mark.parametrize("labels", ["data", "model"])
+def test_windows_go_in_parts_where_the_disk_is_small(
+    labels: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of two, four and seven windows give the same table, with either labels."""
+    model = opened(folder, host_memory=0)
+    whole = collect_statistics(model, WINDOWS, batch_size=2, labels=labels)
+    n_bytes = 16 * 16 * 8 * (3 + 4)  # tokens, d_model, float64, layers and the others
+    reads = []
+    for fit in (2, 5, 100):
+        free = Usage(0, 0, int(fit * n_bytes / 0.9) + 2)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: free)
+        stream = stream_of(model)
+        assert stream is not None
+        before = stream.n_bytes_read
+        found = collect_statistics(model, WINDOWS, batch_size=2, labels=labels)
+        reads.append(stream.n_bytes_read - before)
+        assert_same(found, whole)
+    assert reads[0] > reads[1] > reads[2]
+
+
+def test_how_many_windows_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole batches if one fits, memory and disk together; none is an error."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1000))
+
+    def fit(n_bytes: int, budget: int = 0) -> int:
+        return fitting_windows(
+            10, n_bytes=n_bytes, batch_size=4, budget=budget, folder=tmp_path
+        )
+
+    assert [fit(90), fit(91), fit(112), fit(113), fit(300)] == [10, 8, 8, 4, 3]
+    assert fit(300, budget=300) == 4
+    assert fit(900) == 1
+    with pytest.raises(SpecError, match=r"need 0\.0 GB.*host_memory"):
+        fit(901)
+
+
+def test_a_full_disk_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what was finished before is used by the next call."""
+    model, state = opened(folder), tmp_path / "pass.state"
+    save = sweep_store.save_file
+
+    def full(group: Any, path: Path) -> None:
+        if "out-2-0" in path.name:
+            raise OSError(28, "No space left on device")
+        save(group, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_store, "save_file", full)
+        with pytest.raises(HeaprLabError, match=r"No space left.*HEAPR_CACHE_DIR"):
+            collect_statistics(model, WINDOWS, batch_size=2, state=state)
+    stream = stream_of(model)
+    assert stream is not None
+    filled: list[int] = []
+    fill = Stream.fill
+    monkeypatch.setattr(
+        Stream, "fill", lambda own, number: (filled.append(number), fill(own, number))
+    )
+    collect_statistics(model, WINDOWS, batch_size=2, state=state)
+    first = [number for number in filled if number >= 0]
+    assert first[0] == 2  # layers 0 and 1 are not run again in the first sweep
+    assert not list(tmp_path.iterdir())
+
+
+# --- after an interruption ----------------------------------------------------------
+
+RUN = """
+import sys, torch
+from pathlib import Path
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance import streamed_pass
+from heapr_lab.models.loading import load_model
+from heapr_lab.text.calibration import CalibrationSet
+
+folder, state, out, at_once = sys.argv[1:]
+if int(at_once):
+    streamed_pass.fitting_windows = lambda *_, **__: int(at_once)
+ids = torch.randint(0, 48, (7, 16), generator=torch.Generator().manual_seed(0))
+model, _ = load_model(folder, device="cpu", dtype="float64", stream=True)
+
+def progress(done, total):
+    print(done, flush=True)
+
+table = collect_statistics(
+    model, CalibrationSet.from_ids(ids), batch_size=2, state=Path(state),
+    progress=progress,
+)
+table.write(out)
+"""
+
+
+def started(folder: Path, state: Path, out: Path, at_once: int) -> Any:
+    """A pass in a process of its own, which prints a line after each step."""
+    command = [sys.executable, "-c", RUN, str(folder), str(state), str(out)]
+    return subprocess.Popen(
+        [*command, str(at_once)], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("at_once", [0, 2])
+def test_a_killed_pass_resumes_to_the_same_bits(
+    at_once: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at random moments, each time further on, and then left alone."""
+    out, state = tmp_path / "table.parquet", tmp_path / "pass.state"
+    if at_once:
+        monkeypatch.setattr(streamed_pass, "fitting_windows", lambda *_, **__: at_once)
+    model = opened(folder)
+    whole = collect_statistics(model, WINDOWS, batch_size=2)
+    chosen = random.Random(at_once)
+    for n_lines in (4, 14):
+        process = started(folder, state, out, at_once)
+        for _ in range(n_lines):
+            process.stdout.readline()
+        time.sleep(chosen.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    assert not out.exists()
+    assert (tmp_path / "pass.sweeps").is_dir()
+    process = started(folder, state, out, at_once)
+    process.communicate()
+    assert process.returncode == 0
+    found = ImportanceTable.read(out)
+    assert found.metadata["spec_hash"] == whole.metadata["spec_hash"]
+    assert found.frame.equals(whole.frame)
+    assert not (tmp_path / "pass.sweeps").exists()
+
+
+def interrupted(model: Any, state: Path, at: int, **options: Any) -> None:
+    """A pass that ends after so many steps."""
+    n_calls = 0
+
+    def stop(_done: int, _total: int) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_statistics(model, WINDOWS, state=state, progress=stop, **options)
+
+
+def test_every_step_can_be_the_last(model: Any, tmp_path: Path) -> None:
+    """Three layers, four batches, two sweeps."""
+    whole = collect_statistics(model, WINDOWS, batch_size=2)
+    for at in range(1, 25):
+        state = tmp_path / f"{at}.state"
+        interrupted(model, state, at, batch_size=2)
+        found = collect_statistics(model, WINDOWS, batch_size=2, state=state)
+        assert found.frame.equals(whole.frame), at
+
+
+def test_the_state_of_another_pass_is_refused(model: Any, tmp_path: Path) -> None:
+    """Other labels are another pass; another batch size begins again."""
+    state = tmp_path / "pass.state"
+    interrupted(model, state, 20, batch_size=2)
+    with pytest.raises(CacheError, match="another pass"):
+        collect_statistics(model, WINDOWS, batch_size=2, state=state, labels="model")
+    found = collect_statistics(model, WINDOWS, batch_size=3, state=state)
+    whole = collect_statistics(model, WINDOWS, batch_size=3)
+    assert found.frame.equals(whole.frame)
+
+
+def test_a_damaged_state_is_named(model: Any, tmp_path: Path) -> None:
+    """The file, and what to do."""
+    state = tmp_path / "pass.state"
+    interrupted(model, state, 6, batch_size=2)
+    path = tmp_path / "pass.sweeps" / "from-0-out-0-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(CacheError, match=path.name):
+        collect_statistics(model, WINDOWS, batch_size=2, state=state)
+
+
+def test_a_checkpoint_that_changed_is_another_pass(
+    folder: Path, tmp_path: Path
+) -> None:
+    """What was measured on the old weights is not continued."""
+    copy, state = tmp_path / "copy", tmp_path / "pass.state"
+    shutil.copytree(folder, copy)
+    interrupted(opened(copy), state, 20, batch_size=2)
+    tiny_model("deepseek_v3", seed=1).save_pretrained(copy, max_shard_size="5KB")
+    with pytest.raises(CacheError, match="another pass"):
+        collect_statistics(opened(copy), WINDOWS, batch_size=2, state=state)
+
+
+def test_progress_names_sweep_and_layer(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was read, beside a bar that only goes up."""
+    said: list[str] = []
+    monkeypatch.setattr(streamed_pass, "noted", lambda _, text: said.append(text))
+    done: list[tuple[int, int]] = []
+    collect_statistics(
+        model, WINDOWS, batch_size=2, progress=lambda *at: done.append(at)
+    )
+    assert said[0].startswith("sweep 1 of 2, layer 1 of 3, 0.0 GB read")
+    assert said[-1].startswith("sweep 2 of 2, layer 1 of 3")
+    assert len(said) == 24
+    assert done == sorted(done)
+    assert done[-1] == (7, 7)
