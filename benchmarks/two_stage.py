@@ -23,7 +23,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab.models.experts import ExpertsLayer, activate, find_experts
-from heapr_lab.models.grouped_linear import routed_linear
+from heapr_lab.models.grouped_linear import routed_linear, rows_of_experts
 from heapr_lab.models.likelihood import final_states, token_nll
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -185,16 +185,16 @@ def _experts_forward(
     layer = ExpertsLayer(-1, "", module)
     n_slots = top_k_index.shape[-1]
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (n,)
-    tokens = torch.bincount(experts, minlength=layer.n_experts).tolist()
+    tokens = rows_of_experts(experts, layer.n_experts)
     x = hidden_states[order // n_slots]  # (n, D)
     h = activate(
         module, routed_linear(x, layer.up_rows, layer.up_bias, experts, tokens)
     )
     if not torch.is_grad_enabled():
-        covariances.add_activations(h, tokens)
+        covariances.add_activations(h, tokens.tolist())
     out = routed_linear(h, layer.down, layer.down_bias, experts, tokens)  # (n, D)
     if torch.is_grad_enabled():
-        out = _Covariance.apply(out, covariances, tokens)
+        out = _Covariance.apply(out, covariances, tokens.tolist())
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
     weighted = out * top_k_weights.reshape(-1, 1)[order]

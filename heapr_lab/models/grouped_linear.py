@@ -13,23 +13,34 @@ def accumulating_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def rows_of_experts(experts: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """Number of rows of each expert, (E,); unlike `bincount`, without a host's wait.
+
+    Shapes: experts (n,) in ascending order.
+    """
+    numbers = torch.arange(n_experts, device=experts.device)
+    ends = torch.searchsorted(experts, numbers, right=True)
+    return torch.diff(ends, prepend=ends.new_zeros(1))
+
+
 def routed_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     experts: torch.Tensor,
-    tokens: list[int],
+    tokens: torch.Tensor,
 ) -> torch.Tensor:
     """The product of each row and its expert's matrix.
 
-    Shapes: x (n, in); weight (E, out, in); bias (E, out); experts (n,); out (n, out).
+    Shapes: x (n, in); weight (E, out, in); bias (E, out); experts (n,); tokens (E,),
+    those of `rows_of_experts`; out (n, out).
     """
     x = x.to(weight.dtype)  # under autocast they may differ
     if x.is_cuda and x.dtype != torch.float64:
-        ends = torch.tensor(tokens, device=x.device).cumsum(0).to(torch.int32)
+        ends = tokens.cumsum(0).to(torch.int32)
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     else:
-        out = _RoutedLinear.apply(x, weight, tokens)
+        out = _RoutedLinear.apply(x, weight, tokens.tolist())
     return out if bias is None else out + bias[experts]
 
 

@@ -24,7 +24,11 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.models.grouped_linear import accumulating_dtype, routed_linear
+from heapr_lab.models.grouped_linear import (
+    accumulating_dtype,
+    routed_linear,
+    rows_of_experts,
+)
 from heapr_lab.models.moments import LayerMoments
 from heapr_lab.models.ragged_experts import activate
 
@@ -280,14 +284,14 @@ def _routed_forward(
     layer = ExpertsLayer(-1, "", module)
     n_slots = top_k_index.shape[-1]
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (n,)
-    tokens = torch.bincount(experts, minlength=layer.n_experts).tolist()
+    tokens = rows_of_experts(experts, layer.n_experts)
     x = hidden_states[order // n_slots]  # (n, D)
     p = top_k_weights.reshape(-1)[order]  # (n,)
 
     rows = routed_linear(x, layer.up_rows, layer.up_bias, experts, tokens)
     h = activate(module, rows)  # (n, I)
     if observer is not None:
-        observer.observe(h, p=p, rows=order // n_slots, tokens=tokens)
+        observer.observe(h, p=p, rows=order // n_slots, tokens=tokens.tolist())
     down = layer.down if edit is None or edit.down is None else edit.down
     if edit is not None:
         h = h * edit.keep[experts]

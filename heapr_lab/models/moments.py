@@ -5,6 +5,9 @@ expert, n in all. Letters: h atom activation, g = dl/dh its gradient (nats per u
 h), p routing weight, T_i tokens routed to expert i.
 """
 
+import functools
+from collections.abc import Iterator
+
 import torch
 
 SUMS = ("sum_h2", "sum_g2", "sum_hg", "sum_hg2", "sum_abs_h", "sum_ph2")
@@ -13,25 +16,32 @@ MAXIMA = ("max_abs_h", "max_abs_ph")
 """Atom columns whose maximum is kept."""
 EXPERT_SUMS = ("tokens", "sum_p", "sum_p_out")
 """Expert columns that are summed."""
+_PIECE = 256
+"""Most rows that are reduced one after the other on a GPU."""
+
+_Reduced = tuple[torch.Tensor, torch.Tensor]
+"""Sums (6, E, I) and maxima (2, E, I), in the order of `SUMS` and `MAXIMA`."""
 
 
 class LayerMoments:
     """Running sums of one MoE layer.
 
     Products are in float32 or wider and are summed within a batch in that precision
-    (pairwise); sums across batches are in float64 if the device supports it.
+    (pairwise, or in pieces of 256 rows); sums across batches are in float64 if the
+    device supports it.
     """
 
     def __init__(self, n_experts: int, d_inter: int, device: torch.device) -> None:
         wide = torch.float32 if device.type == "mps" else torch.float64
-        self.atoms = {
-            name: torch.zeros(n_experts, d_inter, dtype=wide, device=device)
-            for name in SUMS + MAXIMA
-        }
-        self.experts = {
-            name: torch.zeros(n_experts, dtype=wide, device=device)
-            for name in EXPERT_SUMS
-        }
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=wide, device=device)
+
+        self._sums = zeros(len(SUMS), n_experts, d_inter)
+        self._maxima = zeros(len(MAXIMA), n_experts, d_inter)
+        self.atoms = dict(zip(SUMS, self._sums, strict=True))
+        self.atoms |= dict(zip(MAXIMA, self._maxima, strict=True))
+        self.experts = {name: zeros(n_experts) for name in EXPERT_SUMS}
 
     def add(
         self,
@@ -40,36 +50,22 @@ class LayerMoments:
         *,
         p: torch.Tensor,
         out_norm: torch.Tensor,
-        tokens: list[int],
+        tokens: torch.Tensor,
     ) -> None:
-        """Add one batch.
+        """Add one batch; on a GPU the host does not wait for it.
 
         Shapes: h, g (n, I); p, out_norm (n,), where out_norm is the Euclidean norm of
         an expert's output before its routing weight; tokens: rows of each expert, (E,).
         """
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-        batch = {
-            name: torch.zeros_like(total, dtype=wide)
-            for name, total in self.atoms.items()
-        }
-        start = 0
-        for expert, count in enumerate(tokens):
-            if count:
-                rows = slice(start, start + count)
-                out = {name: values[expert] for name, values in batch.items()}
-                _measure(h[rows].to(wide), g[rows].to(wide), p[rows].to(wide), out)
-                start += count
-        for name in SUMS:
-            self.atoms[name] += batch[name]
-        for name in MAXIMA:
-            total = self.atoms[name]
-            torch.maximum(total, batch[name].to(total.dtype), out=total)
         p = p.to(wide)
-        p_out = p * out_norm.to(wide)
-        counts = torch.tensor(tokens, device=p.device)
-        self.experts["tokens"] += counts
-        self.experts["sum_p"] += torch.stack([x.sum() for x in p.split(tokens)])
-        self.experts["sum_p_out"] += torch.stack([x.sum() for x in p_out.split(tokens)])
+        reduce, total = (at_once, _totals) if h.is_cuda else (one_by_one, _totals_cpu)
+        sums, maxima = reduce(h, g, p, tokens)
+        self._sums += sums
+        torch.maximum(self._maxima, maxima.to(self._maxima.dtype), out=self._maxima)
+        self.experts["tokens"] += tokens
+        self.experts["sum_p"] += total(p, tokens)
+        self.experts["sum_p_out"] += total(p * out_norm.to(wide), tokens)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every running sum by name, on the CPU, as `load_state` reads it."""
@@ -79,6 +75,34 @@ class LayerMoments:
         """Replace the sums by those of an earlier `state`."""
         for name, total in (self.atoms | self.experts).items():
             total.copy_(state[name])
+
+
+# --- on a CPU: the rows of one expert stay in the processor's cache -----------------
+
+
+def one_by_one(
+    h: torch.Tensor, g: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor
+) -> _Reduced:
+    """The sums and maxima over each expert's rows, one expert after the other.
+
+    Shapes: h, g (n, I); p (n,) in the type of the results; tokens (E,).
+    """
+    shape = len(tokens), h.shape[1]
+    sums, maxima = (p.new_zeros(len(names), *shape) for names in (SUMS, MAXIMA))
+    start = 0
+    for expert, count in enumerate(tokens.tolist()):
+        if count:
+            rows = slice(start, start + count)
+            own = [*sums[:, expert], *maxima[:, expert]]
+            out = dict(zip(SUMS + MAXIMA, own, strict=True))
+            _measure(h[rows].to(p.dtype), g[rows].to(p.dtype), p[rows], out)
+            start += count
+    return sums, maxima
+
+
+def _totals_cpu(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The sum over each expert's rows of x (n,), (E,)."""
+    return torch.stack([own.sum() for own in x.split(tokens.tolist())])
 
 
 def _measure(
@@ -102,3 +126,76 @@ def _measure(
     torch.sum(x, 0, out=out["sum_abs_h"])
     torch.amax(x, 0, out=out["max_abs_h"])
     torch.amax(x.mul_(p.abs()[:, None]), 0, out=out["max_abs_ph"])
+
+
+# --- on a GPU: as many kernels for one expert as for a thousand ---------------------
+
+
+def at_once(
+    h: torch.Tensor, g: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor
+) -> _Reduced:
+    """The sums and maxima over each expert's rows, all experts together.
+
+    Shapes: h, g (n, I); p (n,) in the type of the results; tokens (E,).
+    """
+    h, g, p = h.to(p.dtype), g.to(p.dtype), p[:, None]
+    pieces, experts = _pieces(tokens, len(h))
+
+    def reduced(values: Iterator[torch.Tensor], how: str) -> torch.Tensor:
+        # `map` keeps no product while the next one is made.
+        parts = map(functools.partial(_segments, how=how, offsets=pieces), values)
+        return _segments(torch.stack([*parts], 1), how, experts).transpose(0, 1)
+
+    return reduced(_summed(h, g, p), "sum"), reduced(_largest(h, p), "max")
+
+
+def _summed(
+    h: torch.Tensor, g: torch.Tensor, p: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """What `SUMS` are the sums of, each (n, I), one after the other."""
+    yield h * h
+    yield g * g
+    yield h * g
+    yield (h * g).square_()
+    yield h.abs()
+    yield (h * p).square_()
+
+
+def _largest(h: torch.Tensor, p: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What `MAXIMA` are the maxima of."""
+    yield h.abs()
+    yield (h * p).abs_()
+
+
+def _totals(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The sum over each expert's rows of x (n,), (E,)."""
+    return _segments(x, "sum", _with_zero(tokens.cumsum(0)))
+
+
+def _pieces(tokens: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut n rows where an expert ends, and after every 256 rows.
+
+    So experts with many rows take no longer than others, and float32 sums have few
+    terms. The number of pieces depends on n and E alone, not on the routing; some are
+    empty.
+
+    Returns:
+        The first row of each piece and n; the first piece of each expert and their
+        number.
+    """
+    ends = tokens.cumsum(0)
+    cuts = torch.arange(0, n, _PIECE, device=tokens.device)
+    cuts, _ = torch.cat([cuts, ends]).sort()
+    return cuts, _with_zero(torch.searchsorted(cuts, ends))
+
+
+def _with_zero(ends: torch.Tensor) -> torch.Tensor:
+    return torch.cat([ends.new_zeros(1), ends])
+
+
+def _segments(x: torch.Tensor, how: str, offsets: torch.Tensor) -> torch.Tensor:
+    """The sum or the maximum, at least 0, over the rows of each segment.
+
+    Shapes: x (n, ...); offsets (S + 1,); result (S, ...).
+    """
+    return torch.segment_reduce(x, how, offsets=offsets, unsafe=True, initial=0)
