@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from heapr_lab.models.experts import ExpertsLayer, activate, find_experts
+from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import routed_linear, rows_of_experts
 from heapr_lab.models.likelihood import final_states, token_nll
+from heapr_lab.models.ragged_experts import activate, normalises
 from heapr_lab.text.calibration import CalibrationSet
 
 IMPLEMENTATION = "two_stage"
@@ -195,7 +196,7 @@ def _experts_forward(
     out = routed_linear(h, layer.down, layer.down_bias, experts, tokens)  # (n, D)
     if torch.is_grad_enabled():
         out = _Covariance.apply(out, covariances, tokens.tolist())
-    if module.has_post_expert_norm:
+    if normalises(module):
         out = module.post_expert_norm(out)
     weighted = out * top_k_weights.reshape(-1, 1)[order]
     unsorted = torch.empty_like(weighted).index_copy(0, order, weighted)

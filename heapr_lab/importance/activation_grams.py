@@ -23,6 +23,7 @@ from heapr_lab.models.identity import refuse_autocast
 from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.likelihood import check_fits, final_states
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress
 from heapr_lab.text.calibration import CalibrationSet
@@ -167,7 +168,7 @@ def default_span(layers: Sequence[ExpertsLayer]) -> str:
     each other linearly.
     """
     largest = max(layer.n_experts * layer.d_inter for layer in layers)
-    normed = any(layer.module.has_post_expert_norm for layer in layers)
+    normed = any(normalises(layer.module) for layer in layers)
     return "layer" if largest <= _LARGEST_LAYER and not normed else "expert"
 
 

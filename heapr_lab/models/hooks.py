@@ -30,7 +30,7 @@ from heapr_lab.models.grouped_linear import (
     rows_of_experts,
 )
 from heapr_lab.models.moments import LayerMoments
-from heapr_lab.models.ragged_experts import activate
+from heapr_lab.models.ragged_experts import activate, normalises
 
 IMPLEMENTATION = "heapr_lab"
 
@@ -301,7 +301,7 @@ def _routed_forward(
     out = routed_linear(h, down, layer.down_bias, experts, tokens)  # (n, D)
     if probe is not None:
         call["out_norm"] = out.detach().norm(dim=-1, dtype=accumulating_dtype(out))
-    if module.has_post_expert_norm:
+    if normalises(module):
         out = module.post_expert_norm(out)
     weighted = out * p[:, None]
     unsorted = torch.empty_like(weighted).index_copy(0, order, weighted)

@@ -121,7 +121,7 @@ class RaggedExperts(nn.Module):
         out = h @ self.down_columns[atoms]
         if self.down_bias is not None:
             out = out + self.down_bias[expert]
-        if self.family.has_post_expert_norm:
+        if normalises(self.family):
             out = self.family.post_expert_norm(out)
         return out
 
@@ -134,6 +134,14 @@ def activate(module: Any, rows: torch.Tensor) -> torch.Tensor:
     h: torch.Tensor
     h = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     return h
+
+
+def normalises(module: Any) -> bool:
+    """Whether an expert's output is normalised before its routing weight.
+
+    Versions of transformers that know no such family do not say so.
+    """
+    return getattr(module, "has_post_expert_norm", False)
 
 
 def _without_weights(module: nn.Module) -> Any:

@@ -39,6 +39,7 @@ from heapr_lab.importance.activation_grams import (
     iter_grams,
 )
 from heapr_lab.models.experts import ExpertsLayer, find_experts, refuse_broken
+from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of, prune
@@ -192,7 +193,7 @@ def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
                 "whole model onto one device"
             )
         refuse_broken(layer)
-        if span == "layer" and layer.module.has_post_expert_norm:
+        if span == "layer" and normalises(layer.module):
             raise SpecError(
                 f"{layer.name} normalises each expert's output, so experts cannot "
                 "compensate each other: give span='expert'"

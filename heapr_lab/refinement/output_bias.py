@@ -27,7 +27,7 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import sliced_experts
-from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.models.ragged_experts import RaggedExperts, normalises
 from heapr_lab.progress import Progress
 from heapr_lab.refinement.students import lessons, note_change
 from heapr_lab.text.calibration import CalibrationSet
@@ -94,7 +94,7 @@ def _refuse(pruned: Any, students: dict[str, RaggedExperts]) -> None:
     Raises:
         SpecError: they cannot.
     """
-    normed = [n for n, own in students.items() if own.family.has_post_expert_norm]
+    normed = [n for n, own in students.items() if normalises(own.family)]
     if normed:
         raise SpecError(
             f"{normed[0]} normalises each expert's output, so a bias is not fitted by "
