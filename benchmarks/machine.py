@@ -32,10 +32,10 @@ class Rows:
         rows: those measured so far, in this run or an earlier one.
     """
 
-    def __init__(self, name: str) -> None:
-        """Read NAME.csv, if there is one."""
-        self.name = name
-        path = RESULTS / f"{name}.csv"
+    def __init__(self, name: str, out: Path = RESULTS) -> None:
+        """Read NAME.csv in the folder `out`, if there is one."""
+        self.name, self.out = name, out
+        path = out / f"{name}.csv"
         self.rows = pd.read_csv(path).to_dict("records") if path.exists() else []
 
     def has(self, key: dict[str, Any]) -> bool:
@@ -45,7 +45,7 @@ class Rows:
     def add(self, rows: Iterable[dict[str, Any]], details: dict[str, Any]) -> None:
         """Add rows and write the files."""
         self.rows += rows
-        write_results(self.name, self.rows, machine() | details)
+        write_results(self.name, self.rows, machine() | details, self.out)
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:

@@ -298,7 +298,9 @@ def measure(
                 "predicted_speedup": round(promised, 3),
                 "share_of_predicted": round(speedup / promised, 3),
                 "parameter_bytes": storage_bytes(method.model),
-                "predicted_bytes": shape.size_bytes(keep),
+                "predicted_bytes": round(
+                    shape.parameters(keep) * shape.bytes_per_parameter
+                ),
                 "fastest_tokens_per_second": round(mode.n_tokens / min(own), 2),
             }
         )
