@@ -232,11 +232,15 @@ def in_memory(run: Run, name: str) -> Iterator[Row]:
     for method, call in methods.items():
         row = _timed(run, call, resident=_bytes(model))
         floor = row.get("seconds") if method == "plain" else floor
-        yield (
-            {"case": method, "flops": flops, "batch": sizes[-1] if sizes else None}
-            | _depths(run, name, depth, row)
-            | {"times_plain": floor and row.get("seconds", np.nan) / floor}
-        )
+        seconds = row.get("seconds", np.nan)
+        batch = sizes[-1] if method.startswith("scores") else sizes[0]
+        yield {
+            "case": method,
+            "batch": batch,
+            **_depths(run, name, depth, row),
+            "flops_per_second": flops / seconds,
+            "times_plain": floor and seconds / floor,
+        }
 
 
 def streamed(run: Run, name: str) -> Iterator[Row]:

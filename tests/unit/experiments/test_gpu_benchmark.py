@@ -58,7 +58,7 @@ def test_cost_of_every_method() -> None:
     """Seconds, memory and operations; the first layer's MLP has no experts."""
     rows = rows_of("memory:DeepSeekMoE-16B").set_index("case")
     assert {"scores", "plain", "scores, batch 1", "two_stage"} <= set(rows.index)
-    assert (rows[["seconds", "peak_bytes", "flops"]] > 0).all(axis=None)
+    assert (rows[["seconds", "peak_bytes", "flops_per_second"]] > 0).all(axis=None)
     assert rows["times_plain"]["plain"] == 1
     assert math.isnan(rows["times_plain"]["scores"])  # plain comes after it
     assert rows["n_layers"]["plain"] == 2
