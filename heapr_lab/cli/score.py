@@ -37,17 +37,27 @@ def score(
 ) -> None:
     """Measure the importance of every atom.
 
-    The table is kept in the cache, where the other commands find it.
+    The table is kept in the cache, where the other commands find it. Under torchrun,
+    each process measures a part of the windows.
     """
     if out is not None:
         preflight.check_file(out, suffix=".parquet")
+    from heapr_lab.importance.distributed import joined
     from heapr_lab.text.calibration_spec import Calibration
 
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own_text)
-    preflight.check_corpora([corpus], split="train")
-    bench = open_bench(model, profile, seq_len, device, dtype, stream, host_memory)
-    windows = bench.calibration_set(calibration)
-    table = bench.measure(windows, batch_size=batch_size)
+    with joined() as ranks:
+        preflight.check_corpora([corpus], split="train")
+        own = device if ranks is None else ranks.device(device)
+        bench = open_bench(model, profile, seq_len, own, dtype, stream, host_memory)
+        windows = bench.calibration_set(calibration)
+        if ranks is None:
+            table = bench.measure(windows, batch_size=batch_size)
+        else:
+            found = bench.measure_on(ranks, windows, batch_size=batch_size)
+            if found is None:  # rank 0 does the rest
+                return
+            table = found
     if eliminated:  # only elimination is measured, the rest is cached
         table = bench.importance(calibration, estimator="elimination")
     if out is not None:

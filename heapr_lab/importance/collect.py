@@ -29,6 +29,7 @@ from heapr_lab.errors import (
     SpecError,
     whole_number,
 )
+from heapr_lab.importance.distributed import Ranks
 from heapr_lab.importance.streamed_pass import StreamedPass
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts, refuse_broken
@@ -84,6 +85,7 @@ def collect_statistics(
     batch_size: int | None = None,
     progress: Progress | None = None,
     state: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> ImportanceTable:
     """Measure every atomic expert of `model` on `calibration`.
 
@@ -104,6 +106,8 @@ def collect_statistics(
         state: a file in which an unfinished pass is saved, and from which it resumes;
             removed at the end. A pass over a streamed model has a folder beside it
             (`.sweeps`), and resumes at the layer that it had reached.
+        ranks: the processes that measure the windows together, all of which call this
+            and get the same table; progress and state are those of each one's part.
 
     Raises:
         SpecError: the labels are unknown, a token is not in the vocabulary, the batch
@@ -111,7 +115,7 @@ def collect_statistics(
         LayoutError: an experts layer cannot be measured exactly (it is named).
         CoverageError: a layer did not take part in a pass.
         HeaprLabError: a gradient is not finite (layer and batch are named), or the
-            weights changed during the pass.
+            weights changed during the pass, or another rank failed.
         CacheError: `state` belongs to another pass, or is damaged.
     """
     if labels not in LABELS:
@@ -127,9 +131,15 @@ def collect_statistics(
     spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
     windows = calibration.window_fingerprints()
     _warn_of_repeats(windows)
+    share = range(calibration.n_sequences)
+    if ranks is not None:
+        ranks.check_same(digest(spec))
+        share = ranks.share(calibration.n_sequences)
+        state = None if state is None else ranks.own_state(state)
     run = _Pass(
         model=model,
-        calibration=calibration,
+        ids=calibration.ids[share.start : share.stop],
+        first=share.start,
         layers=layers,
         labels=labels,
         progress=progress,
@@ -139,6 +149,8 @@ def collect_statistics(
         norms=norms,
     )
     probes = _run_all(run) if batch_size is None else run.run(batch_size)
+    if ranks is not None:
+        ranks.combine([probe.moments for probe in probes.values()])
     frame = _frame(layers, probes, run.norms, model)
     provenance = _provenance(model, calibration, run, time.perf_counter() - started)
     table = ImportanceTable.from_frame(
@@ -167,21 +179,19 @@ def _warn_of_repeats(windows: list[str]) -> None:
 
 def _run_all(run: "_Pass") -> dict[int, Probe]:
     """The probes of a pass with batches as large as memory allows."""
-    size = starting_batch_size(
-        run.model,
-        run.calibration.n_sequences,
-        run.calibration.seq_len,
-        tokens=_TOKENS_PER_BATCH,
-    )
+    size = starting_batch_size(run.model, *run.ids.shape, tokens=_TOKENS_PER_BATCH)
     return halving_batches(run.run, size, model=run.model)
 
 
 @dataclass(kw_only=True, eq=False)
 class _Pass:
-    """One pass over the calibration windows, which can be interrupted and resumed."""
+    """One pass over calibration windows, which can be interrupted and resumed."""
 
     model: Any
-    calibration: CalibrationSet
+    ids: torch.Tensor
+    """The windows (B, L), of which there may be none."""
+    first: int
+    """Number of the first of them among those of all ranks."""
     layers: list[ExpertsLayer]
     labels: str
     progress: Progress | None
@@ -200,7 +210,7 @@ class _Pass:
         self.batch_size = batch_size
         if stream_of(self.model) is not None:
             return self._streamed()
-        total = self.calibration.n_sequences
+        total = len(self.ids)
         with (
             differentiating(self.model),
             _gradients_from_embedding_on(self.model),
@@ -209,7 +219,7 @@ class _Pass:
             done = self.resumed_at = self._resume(probes)
             saved_at, save_cost = time.perf_counter(), 0.0
             while done < total:
-                batch = self.calibration.ids[done : done + batch_size]
+                batch = self.ids[done : done + batch_size]
                 self._step(batch, probes, done)
                 done += len(batch)
                 if self.progress is not None:
@@ -227,10 +237,14 @@ class _Pass:
     def _streamed(self) -> dict[int, Probe]:
         """Measure all windows a layer at a time."""
         with differentiating(self.model), probed(self.layers) as probes:
+            if not len(self.ids):
+                self.norms = {k.layer: refuse_broken(k) for k in self.layers}
+                return probes
             sweeps = StreamedPass(
                 model=self.model,
                 layers=self.layers,
-                ids=self.calibration.ids,
+                ids=self.ids,
+                first=self.first,
                 batch_size=self.batch_size,
                 sampled=self.labels == "model",
                 state=None if self.state is None else self.state.with_suffix(".sweeps"),
@@ -239,7 +253,7 @@ class _Pass:
             )
 
             def check(number: int, windows: slice) -> None:
-                where = f"windows {windows.start} to {windows.stop - 1}"
+                where = self._named(windows.start, windows.stop - windows.start)
                 self._check(probes[number], number, where)
 
             self.norms = sweeps.run(probes, check)
@@ -251,12 +265,17 @@ class _Pass:
         ids = ids.clone().to(input_device(self.model))
         targets = None
         if self.labels == "model":
-            numbers = range(done, done + len(ids))
+            start = self.first + done
+            numbers = range(start, start + len(ids))
             targets = sampled_targets(self.model, ids, seeds=numbers)
         token_nll(self.model, ids, targets=targets).sum().backward()
-        where = f"windows {done} to {done + len(ids) - 1}"
         for number, probe in probes.items():
-            self._check(probe, number, where)
+            self._check(probe, number, self._named(done, len(ids)))
+
+    def _named(self, done: int, n: int) -> str:
+        """The `n` windows after the first `done`, as text."""
+        start = self.first + done
+        return f"windows {start} to {start + n - 1}"
 
     def _check(self, probe: Probe, number: int, where: str) -> None:
         if probe.backwards != 1:

@@ -37,6 +37,8 @@ class StreamedPass:
     layers: Sequence[ExpertsLayer]
     ids: torch.Tensor
     """Of all windows, (B, L)."""
+    first: int
+    """Number of the first window, by which next tokens are drawn."""
     batch_size: int
     sampled: bool
     """Whether the next tokens are drawn from the model's predictions."""
@@ -82,13 +84,13 @@ class StreamedPass:
         probes: dict[int, Probe],
         check: Callable[[int, slice], None],
     ) -> Norms:
-        ids = self.ids[first : first + size]
+        ids, start = self.ids[first : first + size], self.first + first
         sweeps = TwoSweeps(
             self.model,
             self.layers,
             ids.split(self.batch_size),
             store,
-            seeds=range(first, first + len(ids)) if self.sampled else None,
+            seeds=range(start, start + len(ids)) if self.sampled else None,
             step=self._steps(first, size),
         )
         norms = sweeps.forward()

@@ -79,11 +79,10 @@ def load_model(
     config = read_config(path)  # first: it determines the tokenizer's class
     tokenizer = read_tokenizer(path)
     if stream is True or (
-        stream == "auto" and _too_large(path, config, chosen, on_gpu)
+        stream == "auto" and _too_large(path, config, chosen, device)
     ):
-        placed = torch.device(
-            device if device != "auto" else "cuda" if on_gpu else "cpu"
-        )
+        default = "cuda" if on_gpu else "cpu"
+        placed = torch.device(default if device == "auto" else device)
         return _streamed(path, chosen, placed, budget), tokenizer
     model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
@@ -129,7 +128,7 @@ def _streamed(
     return model
 
 
-def _too_large(path: str, config: Any, dtype: str | torch.dtype, on_gpu: bool) -> bool:
+def _too_large(path: str, config: Any, dtype: str | torch.dtype, device: str) -> bool:
     """Whether the weights of a local folder need more memory than there is."""
     folder = Path(path)
     quantised = getattr(config, "quantization_config", None) is not None
@@ -141,7 +140,7 @@ def _too_large(path: str, config: Any, dtype: str | torch.dtype, on_gpu: bool) -
     assert isinstance(dtype, torch.dtype)
     tensors = [t for found in stored.values() for t in found.values()]
     needed = sum(math.prod(t.shape) for t in tensors) * dtype.itemsize
-    free = _free_memory(on_gpu)
+    free = _free_memory(device)
     if needed <= _SHARE_OF_MEMORY * free:
         return False
     logger.warning(
@@ -152,12 +151,14 @@ def _too_large(path: str, config: Any, dtype: str | torch.dtype, on_gpu: bool) -
     return True
 
 
-def _free_memory(on_gpu: bool) -> int:
-    """Bytes of memory for weights, of all GPUs or of the machine."""
-    if not on_gpu:
+def _free_memory(device: str) -> int:
+    """Free bytes of a GPU, of all GPUs (`auto`), or of the machine."""
+    gpus: list[Any] = [device] if device.startswith("cuda") else []
+    if device == "auto" and torch.cuda.is_available():
+        gpus = [*range(torch.cuda.device_count())]
+    if not gpus:
         return int(psutil.virtual_memory().available)
-    devices = range(torch.cuda.device_count())
-    return sum(torch.cuda.mem_get_info(number)[0] for number in devices)
+    return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
 
 
 def check_device(device: str) -> None:

@@ -26,6 +26,7 @@ from heapr_lab.evaluation.perplexity import (
     exp_nll,
 )
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
+from heapr_lab.importance.distributed import Ranks
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.identity import (
@@ -249,20 +250,47 @@ class Workbench:
         `progress` is called besides the progress bar if they are computed.
         """
         spec = statistics_spec(self.identity, windows)
-        state = cache.cache_path("importance", spec, extension="state")
+        return _cached_table(
+            spec,
+            lambda: self._collected(
+                windows, spec, batch_size=batch_size, progress=progress
+            ),
+        )
 
-        def compute() -> ImportanceTable:
-            label = f"importance on {windows.label}"
-            with progress_bar(label, "window", also=progress) as bar:
-                return collect_statistics(
-                    self.model,
-                    windows,
-                    batch_size=batch_size,
-                    progress=bar,
-                    state=state,
-                )
+    def measure_on(
+        self, ranks: Ranks, windows: CalibrationSet, *, batch_size: int | None = None
+    ) -> ImportanceTable | None:
+        """As `measure`, by all `ranks` together, each of which has to call this.
 
-        return _cached_table(spec, compute)
+        Only rank 0 reads and writes the cache, and gets the table; others get None.
+        """
+        spec = statistics_spec(self.identity, windows)
+        return ranks.stored(
+            lambda compute: _cached_table(spec, compute),
+            lambda: self._collected(windows, spec, batch_size=batch_size, ranks=ranks),
+        )
+
+    def _collected(
+        self,
+        windows: CalibrationSet,
+        spec: dict[str, Any],
+        *,
+        batch_size: int | None,
+        progress: Progress | None = None,
+        ranks: Ranks | None = None,
+    ) -> ImportanceTable:
+        """The statistics on `windows`, computed, or resumed from a saved state."""
+        with progress_bar(
+            f"importance on {windows.label}", "window", also=progress
+        ) as bar:
+            return collect_statistics(
+                self.model,
+                windows,
+                batch_size=batch_size,
+                progress=bar,
+                state=cache.cache_path("importance", spec, extension="state"),
+                ranks=ranks,
+            )
 
     def portfolio(self, calibration: Calibration | None = None) -> Portfolio:
         """The statistics and sums of which `compress` makes its candidates.
