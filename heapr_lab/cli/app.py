@@ -16,6 +16,7 @@ from heapr_lab.cli import (
     evaluate,
     exports,
     generate,
+    grid,
     options,
     panel,
     prune,
@@ -81,6 +82,7 @@ app.command(epilog=options.PRUNE_EXAMPLES)(prune.prune)
 app.command(epilog=options.GGUF_EXAMPLES)(exports.export_gguf)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
 app.command(epilog=options.GENERATE_EXAMPLES)(generate.generate)
+app.command(epilog=options.GRID_EXAMPLES)(grid.grid)
 app.command(epilog=options.FIGURES_EXAMPLES)(reproduce.figures)
 app.command(epilog=options.REPRODUCE_EXAMPLES)(reproduce.reproduce)
 app.command(epilog=options.TRAIN_EXAMPLES)(train.train_lab_model)

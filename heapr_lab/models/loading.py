@@ -189,6 +189,15 @@ def _devices_here() -> str:
     return ", ".join(["auto", "cpu", *gpus])
 
 
+def check_model(name_or_path: str | Path) -> None:
+    """Check that a model has a configuration, without its weights.
+
+    Raises:
+        SpecError: there is no such model, or its configuration is damaged.
+    """
+    read_config(_resolve(name_or_path))
+
+
 def model_folder(name_or_path: str | Path) -> Path:
     """The local folder of a model's files, which are downloaded first for a hub id.
 

@@ -1,6 +1,5 @@
 """Ranks: processes that measure disjoint windows and have one table."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import CONTEXT
 from tiny_folder import D_VOCAB, write_model, write_text
 
 from heapr_lab.errors import HeaprLabError, SpecError
@@ -19,11 +19,10 @@ from heapr_lab.importance.distributed import Ranks, joined
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.loading import load_model
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench import workbench
 from heapr_lab.workbench.workbench import open_workbench
 
 CASES = [(stream, labels) for stream in (False, True) for labels in ("data", "model")]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["heapr_lab.workbench.workbench"])
 _SECONDS = 100
 
 
@@ -61,7 +60,8 @@ def write_tables(ranks: Ranks, folder: Path) -> None:
 
 
 def cache_table(ranks: Ranks, folder: Path) -> None:
-    """Measure twice through the cache, and write down what this rank computed."""
+    """Measure twice through the cache."""
+    os.environ["HEAPR_CACHE_DIR"] = str(folder / "cache")
     bench = open_workbench(str(folder / "moe"), profile="small")
     calibration = bench.test_windows(str(folder / "text.txt"))
     found = [bench.measure_on(ranks, calibration) for _ in range(2)]
@@ -124,7 +124,7 @@ def run_ranks(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [
-        _CONTEXT.Process(target=_be_rank, args=(work, folder, rank, size, port))
+        CONTEXT.Process(target=_be_rank, args=(work, folder, rank, size, port))
         for rank in range(size)
     ]
     for process in processes:
@@ -180,17 +180,20 @@ def test_every_rank_has_the_table_of_one_process(
                 )
 
 
-def test_only_rank_0_uses_the_cache(folder: Path, session_cache: Path) -> None:
+def test_only_rank_0_uses_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second time, nobody computes; the key is that of one process."""
     assert run_ranks(cache_table, folder, 2) == [0, 0]
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder / "cache"))
     bench = open_workbench(str(folder / "moe"), profile="small")
     calibration = bench.test_windows(str(folder / "text.txt"))
-    files = sorted(path.name for path in (session_cache / "importance").iterdir())
-    made = (session_cache / "importance").stat().st_mtime_ns
-    bench.measure(calibration)
-    assert (session_cache / "importance").stat().st_mtime_ns == made
-    assert len([name for name in files if name.endswith(".parquet")]) == 1
-    assert not [name for name in files if name.endswith(".state")]
+    (path,) = (folder / "cache" / "importance").glob("*.parquet")
+    made = path.stat().st_mtime_ns
+    monkeypatch.setattr(workbench, "collect_statistics", lambda *_given: 1 / 0)
+    assert bench.measure(calibration).metadata["N"] == calibration.n_predicted
+    assert path.stat().st_mtime_ns == made
+    assert not list(path.parent.glob("*.state"))
 
 
 # --- failures -------------------------------------------------------------------------
