@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 STATISTICS_SCHEMA = 1
 """Increased whenever the same input would give other numbers."""
-_TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
+TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
+"""Of the first batch, by type of device."""
 _SAVE_SECONDS = 60.0
 _SAVE_SHARE = 0.02
 
@@ -179,7 +180,7 @@ def _warn_of_repeats(windows: list[str]) -> None:
 
 def _run_all(run: "_Pass") -> dict[int, Probe]:
     """The probes of a pass with batches as large as memory allows."""
-    size = starting_batch_size(run.model, *run.ids.shape, tokens=_TOKENS_PER_BATCH)
+    size = starting_batch_size(run.model, *run.ids.shape, tokens=TOKENS_PER_BATCH)
     return halving_batches(run.run, size, model=run.model)
 
 
