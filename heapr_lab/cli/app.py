@@ -19,6 +19,7 @@ from heapr_lab.cli import (
     grid,
     options,
     panel,
+    plan,
     prune,
     reproduce,
     score,
@@ -77,6 +78,7 @@ def _common(
     pass
 
 
+app.command(epilog=options.PLAN_EXAMPLES)(plan.plan)
 app.command(epilog=options.SCORE_EXAMPLES)(score.score)
 app.command(epilog=options.PRUNE_EXAMPLES)(prune.prune)
 app.command(epilog=options.GGUF_EXAMPLES)(exports.export_gguf)

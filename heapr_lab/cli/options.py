@@ -15,6 +15,12 @@ Examples:
   heapr-lab evaluate lab --mask mask.parquet --corpora pydocs,ptb --kl
   heapr-lab reproduce
 """
+PLAN_EXAMPLES = """\b
+Examples:
+  heapr-lab plan lab
+  heapr-lab plan Qwen/Qwen3-30B-A3B --device h100 --host-memory 64GB
+  heapr-lab plan ./config.json --device-memory 24GB --host-memory 64GB --json
+"""
 SCORE_EXAMPLES = """\b
 Examples:
   heapr-lab score lab --out importance.parquet

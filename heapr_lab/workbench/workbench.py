@@ -7,6 +7,7 @@ once and read from the cache afterwards, by any process.
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -59,7 +60,10 @@ from heapr_lab.text.calibration import (
 )
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, OWN_TEXT, Calibration
 from heapr_lab.text.corpora import load_corpus
+from heapr_lab.workbench.plan import plan_if_long
 from heapr_lab.workbench.settings import DENSE, Profile, Setting, profile_of
+
+logger = logging.getLogger(__name__)
 
 CONTINUATION = "continuation"
 """The name of the task that is made of any corpus."""
@@ -280,6 +284,7 @@ class Workbench:
         ranks: Ranks | None = None,
     ) -> ImportanceTable:
         """The statistics on `windows`, computed, or resumed from a saved state."""
+        self._announce(windows)
         with progress_bar(
             f"importance on {windows.label}", "window", also=progress
         ) as bar:
@@ -291,6 +296,13 @@ class Workbench:
                 state=cache.cache_path("importance", spec, extension="state"),
                 ranks=ranks,
             )
+
+    def _announce(self, windows: CalibrationSet) -> None:
+        """Log what the scores need, if they take more than ten minutes."""
+        n_sequences, seq_len = windows.n_sequences, windows.seq_len
+        found = plan_if_long(self.model, n_sequences=n_sequences, seq_len=seq_len)
+        if found is not None:
+            logger.warning("this takes long\n%s", "\n".join(found.brief()))
 
     def portfolio(self, calibration: Calibration | None = None) -> Portfolio:
         """The statistics and sums of which `compress` makes its candidates.

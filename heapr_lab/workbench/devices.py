@@ -1,0 +1,155 @@
+"""How fast devices compute and read: stated by their makers, or measured here."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from heapr_lab.errors import SpecError
+
+THIS = "this"
+"""Name of the present machine, which is measured."""
+
+_REACHED = 0.4
+"""Share of a stated peak that is assumed to be reached; an assumption."""
+_DISK = 3e9
+"""Bytes per second that an NVMe drive is assumed to give with stated devices."""
+_ROWS, _INNER, _OUTER = 512, 1024, 1024
+_COPY_BYTES, _FILE_BYTES = 2**28, 2**28
+_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the time of a run depends on."""
+
+    name: str
+    kind: str
+    """cpu or cuda."""
+    memory: float
+    """Bytes."""
+    flops: float
+    """Operations per second in products of matrices, as far as they are reached."""
+    fresh: float
+    """Bytes per second written to new tensors by operations on each element."""
+    disk: float
+    """Bytes per second read from files."""
+    source: str
+
+
+def _stated(name: str, memory: float, tera: float, bandwidth: float, by: str) -> Device:
+    source = f"stated by {by}, {_REACHED:.0%} of its peak assumed, not measured"
+    # An element that is written is read twice before.
+    return Device(
+        name, "cuda", memory, _REACHED * tera * 1e12, bandwidth / 3, _DISK, source
+    )
+
+
+_DEVICES = {
+    device.name: device
+    for device in (
+        _stated("rtx4090", 24e9, 165.2, 1.008e12, "NVIDIA, Ada architecture (2022)"),
+        _stated("l40s", 48e9, 362, 0.864e12, "NVIDIA, L40S data sheet (2023)"),
+        _stated("a100-40", 40e9, 312, 1.555e12, "NVIDIA, A100 data sheet (2021)"),
+        _stated("a100", 80e9, 312, 2.039e12, "NVIDIA, A100 data sheet (2021)"),
+        _stated("h100", 80e9, 989.4, 3.35e12, "NVIDIA, H100 data sheet (2022)"),
+        _stated("h200", 141e9, 989.4, 4.8e12, "NVIDIA, H200 data sheet (2023)"),
+    )
+}
+"""GPUs with their dense bfloat16 peaks, by name."""
+
+
+def find_device(name: str, dtype: torch.dtype | None = None) -> Device:
+    """The device of that name; `this` is measured, in about two seconds.
+
+    Args:
+        name: `this`, or one in the table.
+        dtype: in which `this` is measured; by default float32 on a CPU, else bfloat16.
+
+    Raises:
+        SpecError: there is no such device.
+    """
+    if name == THIS:
+        return measured(torch.device(kind_of(THIS)), dtype)
+    if name not in _DEVICES:
+        raise SpecError(
+            f"device is {name!r}, expected {THIS} (measured) or one of "
+            f"{', '.join(_DEVICES)}"
+        )
+    return _DEVICES[name]
+
+
+def kind_of(name: str) -> str:
+    """`cpu` or `cuda`, without a measurement.
+
+    Raises:
+        SpecError: there is no such device.
+    """
+    if name == THIS:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return find_device(name).kind
+
+
+def measured(on: torch.device, dtype: torch.dtype | None = None) -> Device:
+    """A device of the present machine, in `dtype`."""
+    dtype = dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
+    if on.type == "cuda":
+        memory, name = torch.cuda.mem_get_info(on)[0], torch.cuda.get_device_name(on)
+    else:
+        memory, name = psutil.virtual_memory().available, "this processor"
+    return Device(
+        name=name,
+        kind=on.type,
+        memory=float(memory),
+        flops=_product_flops(on, dtype),
+        fresh=_fresh_bytes(on),
+        disk=_disk_bytes(),
+        source=f"measured in {str(dtype).removeprefix('torch.')}",
+    )
+
+
+def _product_flops(on: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second in products like those of an expert, there and back."""
+    scale = 1 if on.type == "cpu" else 8
+    x = torch.randn(scale * _ROWS, scale * _INNER, dtype=dtype, device=on)
+    w = torch.randn(scale * _OUTER, scale * _INNER, dtype=dtype, device=on)
+    seconds = _fastest(lambda: (x @ w.T) @ w, on)
+    return 4 * scale**3 * _ROWS * _INNER * _OUTER / seconds
+
+
+def _fresh_bytes(on: torch.device) -> float:
+    """Bytes per second of products of elements, written to new memory."""
+    x = torch.ones(_COPY_BYTES // 4, device=on)
+    return _COPY_BYTES / _fastest(lambda: x * x, on)
+
+
+def _disk_bytes() -> float:
+    """Bytes per second read from a new file, which the system is told to forget."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "read"
+        path.write_bytes(os.urandom(2**20) * (_FILE_BYTES // 2**20))
+        with path.open("rb", buffering=0) as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            started = time.perf_counter()
+            while file.read(2**24):
+                pass
+            return _FILE_BYTES / (time.perf_counter() - started)
+
+
+def _fastest(work: Callable[[], object], on: torch.device) -> float:
+    """Seconds of the fastest of the calls that half a second has room for."""
+    ends, times = time.perf_counter() + _SECONDS, list[float]()
+    while not times or time.perf_counter() < ends:
+        started = time.perf_counter()
+        work()
+        if on.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times)
