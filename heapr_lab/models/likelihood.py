@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _POSITIONS = re.compile(r"pos|wpe")
 """Part of the name of an embedding of learned positions."""
 
-_LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
+LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 """Elements of a chunk of logits: 4 and 128 MiB in float32.
 
 On a CPU larger ones leave the caches, and the system hands out zeroed pages for each.
@@ -259,7 +259,7 @@ def _check_finite(nll: torch.Tensor) -> None:
 def _chunk_tokens(model: Any) -> int:
     weight, stream = model.get_output_embeddings().weight, stream_of(model)
     device = weight.device if stream is None else stream.device
-    elements = _LOGITS_AT_ONCE.get(device.type, _LOGITS_AT_ONCE["cuda"])
+    elements = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cuda"])
     return int(max(_TOKENS_AT_LEAST, elements // weight.shape[0]))
 
 

@@ -116,7 +116,7 @@ def test_the_loss_has_the_gradient_of_plain_autograd(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks of 3 of 16 tokens, with respect to a weight below the head."""
-    monkeypatch.setitem(likelihood._LOGITS_AT_ONCE, "cpu", 3 * D_VOCAB)
+    monkeypatch.setitem(likelihood.LOGITS_AT_ONCE, "cpu", 3 * D_VOCAB)
     keep, weight = random_keep(model), model.model.norm.weight
     teacher = Teacher(model, WINDOWS.ids, batch_size=4)
     (got,) = torch.autograd.grad(3 * masked_kl(model, keep, teacher), weight)

@@ -215,7 +215,7 @@ def test_scores_cost_two_forward_passes_and_a_head(
     """
     model = tiny_model("qwen2_moe", dtype=torch.float32)
     model.set_attn_implementation("eager")
-    monkeypatch.setitem(likelihood._LOGITS_AT_ONCE, "cpu", 4 * 48)  # of four tokens
+    monkeypatch.setitem(likelihood.LOGITS_AT_ONCE, "cpu", 4 * 48)  # of four tokens
     sizes, work = sizes_of(model), Work(2, 8, 16, 4, "cpu")
     ids = torch.randint(0, 16, (2, 8), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter:
