@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import whole_number
-from heapr_lab.models.experts import find_experts
 from heapr_lab.models.layerwise import swept_states
 from heapr_lab.models.likelihood import (
     check_fits,
@@ -253,7 +252,7 @@ def _swept(
     model: nn.Module, batches: Sequence[torch.Tensor], keep: KeepMask | None
 ) -> list[torch.Tensor]:
     with _masked(model, keep):
-        return swept_states(model, batches, find_experts(model))
+        return swept_states(model, batches)
 
 
 def _masked(

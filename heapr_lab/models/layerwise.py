@@ -29,13 +29,13 @@ class _ReachedFirstLayerError(Exception):
 
 
 def swept_states(
-    model: nn.Module, batches: Sequence[torch.Tensor], layers: Sequence[ExpertsLayer]
+    model: nn.Module, batches: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The final states of each batch, (B, L, d_model), by one sweep over the layers.
 
-    They are on the CPU. A streamed model reads each layer once.
+    They are on the CPU. The model is streamed, and reads each layer once.
     """
-    walk = LayerByLayer(model, batches, layers)
+    walk = LayerByLayer(model, batches)
     for _, run in walk.layers():
         for _index in run:
             pass
@@ -60,21 +60,23 @@ class LayerByLayer:
         self,
         model: nn.Module,
         batches: Sequence[torch.Tensor],
-        layers: Sequence[ExpertsLayer],
+        layers: Sequence[ExpertsLayer] = (),
     ) -> None:
         """Run the batches up to the first layer, in eval mode without gradients.
 
         Args:
             model: a causal language model of transformers.
             batches: token ids, each (B, L).
-            layers: its MoE layers, by which its decoder layers are found.
+            layers: its MoE layers, by which its decoder layers are found if it is not
+                streamed.
 
         Raises:
             LayoutError: the model does not pass hidden states directly from one decoder
                 layer to the next.
         """
         self._model = model
-        self._blocks = _blocks(model, layers)
+        stream = stream_of(model)
+        self._blocks = _blocks(model, layers) if stream is None else stream.blocks
         self._shapes = [tuple(ids.shape) for ids in batches]
         self._calls = self._recorded(batches)
         self.states = [self._first_input(ids) for ids in batches]

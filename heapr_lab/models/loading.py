@@ -15,7 +15,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub
 from heapr_lab.errors import SpecError
-from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_config, read_tokenizer, read_weights
 from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.modes import evaluating
@@ -124,7 +123,7 @@ def _streamed(
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")
     with evaluating(model):
-        LayerByLayer(model, [torch.zeros(1, 2, dtype=torch.long)], find_experts(model))
+        LayerByLayer(model, [torch.zeros(1, 2, dtype=torch.long)])
     return model
 
 

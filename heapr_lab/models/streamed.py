@@ -23,12 +23,16 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import (
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+)
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.folders import build, read_config
+from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
 from heapr_lab.models.read_ahead import ReadAhead
 from heapr_lab.models.safetensors_headers import TORCH, read_source
 from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
@@ -66,9 +70,22 @@ class Stream:
     """The files of a model, and the one part of it that is in memory."""
 
     def __init__(
-        self, model: Any, folder: Path, *, dtype: torch.dtype, device: torch.device
+        self,
+        model: Any,
+        folder: Path,
+        conversions: list[Any],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Read what is in no part.
+
+        Args:
+            model: without weights.
+            folder: with the files.
+            conversions: of transformers, from their tensors to those of the model.
+            dtype: of the weights in memory.
+            device: of the weights in memory.
 
         Raises:
             LayoutError: a tensor is missing, or there is no list of decoder layers.
@@ -80,9 +97,10 @@ class Stream:
         self.host_memory: int | None = None
         """Bytes of layers' states that are in memory; a share of what is free."""
         self._model = model
+        self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         stored, _ = read_source(folder)
         self._files = {path: _state(path) for path in stored}
-        every = list(find_tensors(model, get_model_conversion_mapping(model), stored))
+        every = list(find_tensors(model, conversions, stored))
         check_whole(model, every, sliced=())
         model.tie_weights()
         self._parts = _parts(model, self.blocks)
@@ -223,8 +241,9 @@ class Stream:
         """
         handles = {f.file: safe_open(f.file, framework="pt") for f in tensors}
         slices = {f.name: handles[f.file].get_slice(f.name) for f in tensors}
+        converters = {id(f.converter): f.converter for f in tensors if f.converter}
         settings = LoadStateDictConfig(
-            weight_mapping=list[Any](get_model_conversion_mapping(self._model)),
+            weight_mapping=[*self._renamings, *converters.values()],
             dtype=self.dtype,
             device_map={"": self.device},
         )
@@ -330,22 +349,44 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
         LayoutError: a tensor is missing, or there is no list of decoder layers.
     """
     config = read_config(folder)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        kind = dict(quantised).get("quant_method", "unknown")
-        raise SpecError(
-            f"{folder} has weights in the format {kind!r}, which cannot be streamed: "
-            "load it with stream=False"
-        )
+    quantizer = _quantizer(config, folder)
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
     with torch.device("meta"):
         model = build(config, dtype=dtype)  # tensors are read in the type of its own
+        if quantizer is not None:
+            quantizer.preprocess_model(model)
     model.eval()
-    stream = Stream(model, folder, dtype=dtype, device=device)
+    conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    stream = Stream(model, folder, conversions, dtype=dtype, device=device)
+    if quantizer is not None:
+        quantizer.postprocess_model(model)
     for module in model.modules():
         module.__dict__[_STREAM] = stream
     return model
+
+
+def _quantizer(config: Any, folder: Path) -> HeaprQuantizer | None:
+    """What makes a model for pruned weights, if they are.
+
+    Raises:
+        SpecError: they are quantised, or of a later version.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    kind = dict(found).get("quant_method", "unknown")
+    if kind != METHOD:
+        raise SpecError(
+            f"{folder} has weights in the format {kind!r}, which cannot be streamed: "
+            "load it with stream=False"
+        )
+    quantizer = HeaprQuantizer(HeaprConfig.from_dict(found))
+    try:
+        quantizer.validate_environment()
+    except ValueError as error:
+        raise SpecError(f"{folder}: {error}") from error
+    return quantizer
 
 
 @contextlib.contextmanager

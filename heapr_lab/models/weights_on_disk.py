@@ -83,6 +83,7 @@ def check_whole(
     keys = SimpleNamespace(
         missing_keys={n for n in known if n not in there and n not in sliced},
         unexpected_keys=parts.keys() - known.keys(),
+        mismatched_keys=set(),
     )
     skeleton._adjust_missing_and_unexpected_keys(keys)
     try:

@@ -14,6 +14,7 @@ from families import FAMILIES, tiny_model
 from keeps import random_keep
 from tiny_folder import write_model, write_text, write_tokenizer
 
+from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.errors import CoverageError, HeaprLabError, LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import (
     evaluate_divergence,
@@ -27,6 +28,8 @@ from heapr_lab.models.generation import continuations
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.streamed import Stream, stream_of
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
@@ -462,3 +465,23 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
     best = ("prune", tmp_path / "moe", "--ratio", 0.4, "--out", tmp_path / "best")
     assert "--method paper" in refused(*best, "--stream", *text_of(tmp_path))
     assert not (tmp_path / "best").exists()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek", "nemotron_h"])
+@pytest.mark.parametrize("structure", ["ragged", "per_layer", "uniform"])
+def test_a_pruned_checkpoint_is_streamed(
+    family: str, structure: str, tmp_path: Path
+) -> None:
+    """Sliced by files and evaluated a layer at a time: the loss of the masked model."""
+    model, on_disk = both(written(family, tmp_path / "dense"))
+    table = collect_statistics(on_disk, WINDOWS)
+    selection = Selection(ratio=0.5, structure=structure)
+    keep = select(table, selection)
+    pruned = prune_folder(tmp_path / "dense", keep, tmp_path / "pruned")
+    with masking(model, keep):
+        masked = window_nll(model, WINDOWS.ids)
+    for stream_it in (False, True):
+        again, _ = load_model(pruned, device="cpu", dtype="float64", stream=stream_it)
+        found = window_nll(again, WINDOWS.ids)
+        assert torch.allclose(found, masked, rtol=1e-4 if family in ROUNDED else 1e-9)
+    assert len(resident(again)) == 1
