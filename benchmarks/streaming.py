@@ -1,16 +1,19 @@
-"""Scores, losses and masks of a checkpoint that is larger than the memory for it.
+"""A checkpoint larger than the memory for it is scored, pruned and evaluated.
 
     python benchmarks/streaming.py [--shapes 0.9B,16B] [--folder DIR]
 
 A random checkpoint of a real shape is written to disk in bfloat16, as the hub has it (a
 tensor for each matrix of an expert, a shard for each layer). Then each way of running
 it, in a process of its own with float32 weights on the CPU, measures the scores, the
-perplexity and the perplexity of a mask: all layers in memory, or one at a time from
-disk. Peak memory is that of the process (`VmHWM`), mapped pages included. The 16B
-shape (DeepSeekMoE-16B's, 33 GB) is measured streamed alone, and on fewer tokens.
+perplexity and that of a mask, slices the checkpoint's files and loads the result, whose
+perplexity has to be the mask's: all layers in memory, or one part at a time from disk.
+Peak memory is that of the process (`VmHWM`), mapped pages included; states between the
+sweeps may take 200 MB of it. The 16B shape (DeepSeekMoE-16B's, 33 GB) is measured
+streamed alone, and on fewer tokens.
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -27,9 +30,14 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows, machine
+from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.streamed import open_streamed, stream_of
+from heapr_lab.models.file_reader import open_streamed
+from heapr_lab.models.folders import read_weights
+from heapr_lab.models.identity import model_identity
+from heapr_lab.models.streamed import stream_of
+from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.text.calibration import CalibrationSet
@@ -56,6 +64,7 @@ SHAPES = {
     "16B": Shape(28, 2048, 64, 1408, 6, 2816, 102400, 4, 128, ("streamed",)),
 }
 N_HEADS = 16
+HOST_MEMORY = 200_000_000
 
 
 def write_checkpoint(shape: Shape, folder: Path) -> int:
@@ -123,42 +132,63 @@ def _shards(shape: Shape, width: int) -> Iterator[dict[str, torch.Tensor]]:
         yield tensors
 
 
+def opened(folder: Path, way: str) -> Any:
+    """The model in a folder, in float32."""
+    if way == "in memory":
+        return read_weights(str(folder), dtype=torch.float32).eval()
+    model = open_streamed(folder, dtype=torch.float32, device=torch.device("cpu"))
+    stream = stream_of(model)
+    assert stream is not None
+    stream.host_memory = HOST_MEMORY
+    return model
+
+
 def measure(folder: Path, shape: Shape, way: str) -> dict[str, Any]:
     """Seconds and bytes of one way of running the checkpoint, in this process."""
-    from heapr_lab.models.folders import read_weights
-
-    began = time.perf_counter()
-    if way == "streamed":
-        model = open_streamed(folder, dtype=torch.float32, device=torch.device("cpu"))
-    else:
-        model = read_weights(str(folder), dtype=torch.float32).eval()
-    row: dict[str, Any] = {"load": time.perf_counter() - began}
+    row: dict[str, Any] = {}
     generator = torch.Generator().manual_seed(1)
     size = shape.n_windows, shape.seq_len
     ids = torch.randint(0, shape.d_vocab, size, generator=generator)
-
-    def timed(name: str, work: Any) -> Any:
-        started = time.perf_counter()
-        found = work()
-        row[name] = time.perf_counter() - started
-        return found
-
-    # The identity of the weights, which is part of the key of a table.
-    windows = CalibrationSet.from_ids(ids)
-    table = timed("scores", lambda: collect_statistics(model, windows))
-    row["nll"] = timed("loss", lambda: evaluate_perplexity(model, ids)).nll
-    keep = select(table, ratio=0.4)
-
-    def masked() -> float:
-        with masking(model, keep):
-            return evaluate_perplexity(model, ids).nll
-
-    row["masked nll"] = timed("masked loss", masked)
-    stream = stream_of(model)
-    row["bytes_read"] = None if stream is None else stream.n_bytes_read
+    keep = _dense(folder, ids, way, row)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        small = Path(made) / "pruned"
+        with _timed(row, "pruning"):
+            prune_folder(folder, keep, small)
+        files = small.glob("*.safetensors")
+        row["pruned_bytes"] = sum(file.stat().st_size for file in files)
+        model = opened(small, way)
+        with _timed(row, "pruned loss"):
+            row["pruned nll"] = evaluate_perplexity(model, ids).nll
     status = Path("/proc/self/status").read_text()
     (peak,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
     return row | {"peak_bytes": 1024 * int(peak.split()[1])}
+
+
+def _dense(folder: Path, ids: torch.Tensor, way: str, row: dict[str, Any]) -> KeepMask:
+    """Measure what needs the whole model; returns the mask of 40 % of the atoms."""
+    with _timed(row, "load"):
+        model = opened(folder, way)
+    with _timed(row, "identity"):  # the hash of the weights in a table's key
+        model_identity(model)
+    stream = stream_of(model)
+    with _timed(row, "scores"):
+        begun = stream.seconds_reading if stream is not None else 0.0
+        table = collect_statistics(model, CalibrationSet.from_ids(ids))
+        row["reading"] = stream.seconds_reading - begun if stream is not None else None
+    with _timed(row, "loss"):
+        row["nll"] = evaluate_perplexity(model, ids).nll
+    keep = select(table, ratio=0.4)
+    with _timed(row, "masked loss"), masking(model, keep):
+        row["masked nll"] = evaluate_perplexity(model, ids).nll
+    row["bytes_read"] = None if stream is None else stream.n_bytes_read
+    return keep
+
+
+@contextlib.contextmanager
+def _timed(row: dict[str, Any], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    row[name] = time.perf_counter() - started
 
 
 def main() -> None:
@@ -182,9 +212,11 @@ def main() -> None:
         if not missing:
             continue
         with tempfile.TemporaryDirectory(dir=options.folder) as made:
-            n_bytes = write_checkpoint(shape, Path(made))
+            folder = Path(made) / "dense"
+            folder.mkdir()
+            n_bytes = write_checkpoint(shape, folder)
             for key in missing:
-                only = ["--only", made, name, key["way"]]
+                only = ["--only", str(folder), name, key["way"]]
                 command = [sys.executable, __file__, *only]
                 done = subprocess.run(command, check=True, capture_output=True)
                 found = json.loads(done.stdout.splitlines()[-1])

@@ -23,8 +23,8 @@ from heapr_lab.progress import Progress, noted
 _SHARE_OF_FREE = 0.5
 """Of the free memory, for states, if no budget is given."""
 _SHARE_OF_DISK = 0.9
-_GROUPS = 4
-"""States that are kept besides the outputs of the layers: inputs, gradients of two."""
+EXTRA_STATES = 3
+"""Kept besides the outputs of all layers: the first inputs, and two gradients."""
 
 Norms = dict[int, dict[str, torch.Tensor]]
 
@@ -159,7 +159,7 @@ class StreamedPass:
     @property
     def _bytes_of_window(self) -> int:
         config = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
-        n_groups = len(self._stream.blocks) + _GROUPS
+        n_groups = len(self._stream.blocks) + EXTRA_STATES
         itemsize = self._stream.dtype.itemsize
         return int(self.ids.shape[1] * config.hidden_size * itemsize * n_groups)
 

@@ -77,7 +77,7 @@ def weights_state(model: nn.Module) -> str:
     sha = hashlib.sha256(repr(architecture_identity(model)).encode())
     stream = stream_of(model)
     if stream is not None:
-        return sha.hexdigest() + stream.files_state
+        return sha.hexdigest() + stream.reader.state
     parts: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in model.state_dict(keep_vars=True).values():
         version = None if tensor.is_inference() else tensor._version

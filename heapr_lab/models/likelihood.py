@@ -36,7 +36,7 @@ LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 On a CPU larger ones leave the caches, and the system hands out zeroed pages for each.
 """
 
-_TOKENS_AT_LEAST = 128
+TOKENS_AT_LEAST = 128
 """Tokens of a chunk of any size, because each chunk reads the whole head."""
 
 
@@ -260,7 +260,7 @@ def _chunk_tokens(model: Any) -> int:
     weight, stream = model.get_output_embeddings().weight, stream_of(model)
     device = weight.device if stream is None else stream.device
     elements = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cuda"])
-    return int(max(_TOKENS_AT_LEAST, elements // weight.shape[0]))
+    return int(max(TOKENS_AT_LEAST, elements // weight.shape[0]))
 
 
 # --- the body and the head of a model ---------------------------------------------

@@ -15,12 +15,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub
 from heapr_lab.errors import SpecError
+from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import read_config, read_tokenizer, read_weights
 from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
-from heapr_lab.models.streamed import open_streamed, stream_of
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import silent
 from heapr_lab.storage import paths
 

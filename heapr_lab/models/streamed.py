@@ -10,32 +10,17 @@ would give it, or none.
 
 import contextlib
 import functools
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-)
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging
 
-from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
-from heapr_lab.models.folders import build, read_config
-from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
-from heapr_lab.models.read_ahead import ReadAhead
-from heapr_lab.models.safetensors_headers import TORCH, read_source
-from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
+from heapr_lab.errors import LayoutError, SpecError
 
 _STREAM, _PART = "heapr_stream", "heapr_part"
 _EMBEDDINGS = -1
@@ -62,62 +47,65 @@ class _Part:
     modules: list[nn.Module]
     names: list[str]
     """Of its tensors in the model's state dict."""
-    tensors: list[FoundTensor] = field(default_factory=list)
-    """Those that files have."""
+
+
+class Reader(Protocol):
+    """Where the weights of a streamed model come from."""
+
+    n_bytes_read: int
+    """From files, so far."""
+
+    @property
+    def state(self) -> str:
+        """A digest that changes with the weights."""
+
+    def read_all_but(self, names: Collection[str]) -> None:
+        """Give the model its tensors of other names."""
+
+    def read(self, number: int, names: Collection[str]) -> None:
+        """Give the model its tensors of these names, which are those of one part."""
+
+    def prepare(self, names: Collection[str]) -> None:
+        """Know that these are read next, most likely."""
 
 
 class Stream:
-    """The files of a model, and the one part of it that is in memory."""
+    """The parts of a model, of which one is in memory."""
 
     def __init__(
-        self,
-        model: Any,
-        folder: Path,
-        conversions: list[Any],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, model: Any, reader: Reader, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Read what is in no part.
+        """Read what is in no part, and have each part read when it runs.
 
         Args:
-            model: without weights.
-            folder: with the files.
-            conversions: of transformers, from their tensors to those of the model.
+            model: without weights; it is streamed from here on.
+            reader: of its weights.
             dtype: of the weights in memory.
             device: of the weights in memory.
 
         Raises:
             LayoutError: a tensor is missing, or there is no list of decoder layers.
         """
-        self.device, self.dtype = device, dtype
+        self.reader, self.device, self.dtype = reader, device, dtype
         self.blocks = decoder_layers(model)
         self.embeddings = model.get_input_embeddings()
-        self.n_bytes_read, self.seconds_reading = 0, 0.0
+        self.seconds_reading = 0.0
         self.host_memory: int | None = None
         """Bytes of layers' states that are in memory; a share of what is free."""
         self._model = model
-        self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-        stored, _ = read_source(folder)
-        self._files = {path: _state(path) for path in stored}
-        every = list(find_tensors(model, conversions, stored))
-        check_whole(model, every, sliced=())
         model.tie_weights()
         self._parts = _parts(model, self.blocks)
-        owners = {n: part for part in self._parts.values() for n in part.names}
-        rest = [found for found in every if found.parameter not in owners]
-        for found in every:
-            if found.parameter in owners:
-                owners[found.parameter].tensors.append(found)
+        inside = {name for part in self._parts.values() for name in part.names}
         self._resident: int | None = None
         self._lock, self._held = threading.RLock(), 0
-        self._ahead = ReadAhead()
-        self._read(rest)
+        reader.read_all_but(inside)
         model.tie_weights()
         self._make_buffers()
-        left = [n for n, p in model.named_parameters() if p.is_meta and n not in owners]
+        left = [n for n, p in model.named_parameters() if p.is_meta and n not in inside]
         if left:
-            raise LayoutError(f"{folder}: {left[0]} was not read; this is a bug")
+            raise LayoutError(f"{left[0]} was not read; this is a bug")
+        for module in model.modules():
+            module.__dict__[_STREAM] = self
         for number, part in self._parts.items():
             for module in part.modules:
                 module.register_forward_pre_hook(self._before(number))
@@ -127,9 +115,9 @@ class Stream:
                     inner.__dict__[_PART] = number
 
     @property
-    def files_state(self) -> str:
-        """A digest of the sizes and times of the files."""
-        return hashlib.sha256(repr(sorted(self._files.items())).encode()).hexdigest()
+    def n_bytes_read(self) -> int:
+        """From files, so far."""
+        return self.reader.n_bytes_read
 
     def fill(self, number: int) -> None:
         """Have the weights of one part in memory, and of no other.
@@ -147,11 +135,11 @@ class Stream:
             if before == number:
                 return
             if before is not None:
-                self._empty(before)
+                self.drop()
             part = self._parts[number]
             started = time.perf_counter()
             try:
-                self._read(part.tensors)
+                self.reader.read(number, part.names)
             except BaseException:
                 self._empty(number)  # it may have a part of its weights
                 raise
@@ -162,11 +150,13 @@ class Stream:
                 raise LayoutError(f"layer {number}: {left} were not read")
             self._resident = number
             if before is not None:
-                following = number + (1 if number > before else -1)
-                self._ahead.begin(self._tensors_of(following))
+                following = self._parts.get(number + (1 if number > before else -1))
+                self.reader.prepare([] if following is None else following.names)
 
-    def _tensors_of(self, number: int) -> list[FoundTensor]:
-        return self._parts[number].tensors if number in self._parts else []
+    def drop(self) -> None:
+        """Have the weights of no part in memory."""
+        if self._resident is not None:
+            self._empty(self._resident)
 
     def _empty(self, number: int) -> None:
         """Drop the weights of a part."""
@@ -213,44 +203,6 @@ class Stream:
             self._held -= 1
             self._lock.release()
 
-    def _read(self, tensors: list[FoundTensor]) -> None:
-        """Read tensors, the largest parameter first, when the others need no memory.
-
-        Raises:
-            HeaprLabError: the files changed.
-        """
-        for path in {found.file for found in tensors}:
-            if _state(path) != self._files[path]:
-                raise HeaprLabError(
-                    f"{path} has changed since the model was opened, so its layers "
-                    "would be of two models: load it again"
-                )
-        groups: dict[str, list[FoundTensor]] = {}
-        for found in tensors:
-            groups.setdefault(found.parameter, []).append(found)
-        with _without_bar():
-            for group in sorted(groups.values(), key=_n_bytes, reverse=True):
-                self._read_together(group)
-        self.n_bytes_read += _n_bytes(tensors)
-
-    def _read_together(self, tensors: list[FoundTensor]) -> None:
-        """Read the tensors of one parameter, or of several that are stored together.
-
-        They are converted in the type of the files, and the result is cast at once: a
-        cast of each tensor before that would need as much memory again.
-        """
-        handles = {f.file: safe_open(f.file, framework="pt") for f in tensors}
-        slices = {f.name: handles[f.file].get_slice(f.name) for f in tensors}
-        converters = {id(f.converter): f.converter for f in tensors if f.converter}
-        settings = LoadStateDictConfig(
-            weight_mapping=[*self._renamings, *converters.values()],
-            dtype=self.dtype,
-            device_map={"": self.device},
-        )
-        with _as_stored(self._model, tensors):
-            convert_and_load_state_dict_in_model(self._model, slices, settings)
-        self._model.requires_grad_(False)
-
     @torch.no_grad()
     def _make_buffers(self) -> None:
         """Buffers that no file has, such as frequencies, as transformers makes them."""
@@ -285,27 +237,6 @@ def _parts(model: Any, blocks: list[nn.Module]) -> dict[int, _Part]:
     }
 
 
-@contextlib.contextmanager
-def _as_stored(model: nn.Module, tensors: list[FoundTensor]) -> Iterator[None]:
-    """The parameter that `tensors` are joined in has their type here, then its own."""
-    converter, stored = tensors[0].converter, {found.tensor.dtype for found in tensors}
-    if converter is None or len(converter.target_patterns) > 1 or len(stored) > 1:
-        yield
-        return
-    stem, _, leaf = tensors[0].parameter.rpartition(".")
-    parameters = model.get_submodule(stem)._parameters
-    own = parameters.get(leaf)
-    if own is None or stored.isdisjoint(TORCH):
-        yield
-        return
-    like = own.to(TORCH[stored.pop()])
-    parameters[leaf] = nn.Parameter(like, requires_grad=False)
-    yield
-    read = parameters[leaf]
-    assert read is not None
-    parameters[leaf] = nn.Parameter(read.to(own.dtype), requires_grad=False)
-
-
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
@@ -314,79 +245,9 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _share(modules: list[nn.Module]) -> None:
     """Give tied modules, of which files have one, the same weight."""
     if len(modules) > 1:
-        (read,) = [own for own in modules if not own.weight.is_meta]
+        read = next(own for own in modules if not own.weight.is_meta)
         for module in modules:
             module._parameters["weight"] = read._parameters["weight"]
-
-
-def _n_bytes(tensors: list[FoundTensor]) -> int:
-    return sum(found.tensor.n_bytes for found in tensors)
-
-
-@contextlib.contextmanager
-def _without_bar() -> Iterator[None]:
-    """No progress bar of transformers, which would show one for each layer."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
-    """The model in `folder`, whose decoder layers are read when they run.
-
-    Args:
-        folder: with safetensors files.
-        dtype: of the weights in memory; `auto` is the checkpoint's own.
-        device: of the weights in memory.
-
-    Raises:
-        SpecError: the configuration or a file is damaged, or the weights are quantised
-            or pruned.
-        LayoutError: a tensor is missing, or there is no list of decoder layers.
-    """
-    config = read_config(folder)
-    quantizer = _quantizer(config, folder)
-    if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
-    with torch.device("meta"):
-        model = build(config, dtype=dtype)  # tensors are read in the type of its own
-        if quantizer is not None:
-            quantizer.preprocess_model(model)
-    model.eval()
-    conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    stream = Stream(model, folder, conversions, dtype=dtype, device=device)
-    if quantizer is not None:
-        quantizer.postprocess_model(model)
-    for module in model.modules():
-        module.__dict__[_STREAM] = stream
-    return model
-
-
-def _quantizer(config: Any, folder: Path) -> HeaprQuantizer | None:
-    """What makes a model for pruned weights, if they are.
-
-    Raises:
-        SpecError: they are quantised, or of a later version.
-    """
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    kind = dict(found).get("quant_method", "unknown")
-    if kind != METHOD:
-        raise SpecError(
-            f"{folder} has weights in the format {kind!r}, which cannot be streamed: "
-            "load it with stream=False"
-        )
-    quantizer = HeaprQuantizer(HeaprConfig.from_dict(found))
-    try:
-        quantizer.validate_environment()
-    except ValueError as error:
-        raise SpecError(f"{folder}: {error}") from error
-    return quantizer
 
 
 @contextlib.contextmanager
@@ -484,8 +345,3 @@ def decoder_layers(model: Any) -> list[nn.Module]:
             "layers, so it cannot be streamed"
         )
     return list(lists[0])
-
-
-def _state(path: Path) -> tuple[int, int]:
-    now = path.stat()
-    return now.st_size, now.st_mtime_ns

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from heapr_lab.importance.streamed_pass import EXTRA_STATES
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.moments import MAXIMA, SUMS
@@ -29,8 +30,8 @@ _ALLOCATOR = {"cpu": 1.3, "cuda": 1.1}
 The C library keeps freed blocks below 32 MB: 1.24 to 1.36 were measured. That of CUDA
 is an assumption.
 """
-_LAYERS_HELD = 2
-"""The one that runs and, until it is freed, the one before."""
+_READING = 0.3
+"""Of a layer, what reading it takes for a moment: measured with bfloat16 files."""
 _SUM_BYTES, _INDEX_BYTES, _STATE_BYTES = 8, 4, 4
 
 
@@ -126,24 +127,20 @@ def device_parts(sizes: Sizes, work: Work, engine: str) -> Mapping[str, float]:
     streamed = engine == STREAMED
     parts = {
         "process": _PROCESS[work.kind],
-        "embeddings, head": sizes.rest * work.itemsize,
-        "layers": layer_bytes(sizes, work, streamed=streamed),
+        "weights": weight_bytes(sizes, work, streamed=streamed),
         "activations": activation_bytes(sizes, work, streamed=streamed),
         "sums": sums_bytes(sizes),
-        "states, gradients": states_bytes(sizes, work) if streamed else 0.0,
     }
     taken = sum(parts.values()) - parts["process"]
     return parts | {"allocator": (_ALLOCATOR[work.kind] - 1) * taken}
 
 
-def layer_bytes(sizes: Sizes, work: Work, *, streamed: bool) -> float:
-    """Weights of the decoder layers that are in memory together."""
-    held = _LAYERS_HELD * max(sizes.layers)
-    return (
-        min(held, sum(sizes.layers)) * work.itemsize
-        if streamed
-        else (sum(sizes.layers) * work.itemsize)
-    )
+def weight_bytes(sizes: Sizes, work: Work, *, streamed: bool) -> float:
+    """Weights that are in memory together: all, or those of the largest part."""
+    ends = max(sizes.head_weights, sizes.rest - sizes.head_weights)
+    part = max(*sizes.layers, ends)
+    n_weights = part if streamed else sum(sizes.layers) + sizes.rest
+    return n_weights * work.itemsize
 
 
 def activation_bytes(sizes: Sizes, work: Work, *, streamed: bool) -> float:
@@ -152,7 +149,10 @@ def activation_bytes(sizes: Sizes, work: Work, *, streamed: bool) -> float:
     residual = 2 * sizes.architecture.d_model * max(work.itemsize, _STATE_BYTES)
     kept = [sizes.kept(number) * work.itemsize + residual for number in numbers]
     passing = max(sizes.passing(number) for number in numbers) * work.itemsize
-    return work.batch_tokens * ((max(kept) if streamed else sum(kept)) + passing)
+    if not streamed:
+        return work.batch_tokens * (sum(kept) + passing)
+    reading = _READING * max(sizes.layers) * work.itemsize  # before the layer runs
+    return max(work.batch_tokens * (max(kept) + passing), reading)
 
 
 def sums_bytes(sizes: Sizes) -> float:
@@ -160,14 +160,11 @@ def sums_bytes(sizes: Sizes) -> float:
     return float(sizes.n_atoms * len(SUMS + MAXIMA) * _SUM_BYTES)
 
 
-def states_bytes(sizes: Sizes, work: Work) -> float:
-    """Of a streamed pass: the last states of all batches, and their gradients."""
-    return 2.0 * work.n_tokens * sizes.architecture.d_model * work.itemsize
-
-
 def host_bytes(sizes: Sizes, work: Work) -> float:
-    """Of a streamed pass: the inputs of every layer, and the experts of every token."""
-    inputs = len(sizes.layers) * sizes.architecture.d_model * work.itemsize
+    """Of a streamed pass: the states between layers, and the experts of every token."""
+    inputs = (
+        (len(sizes.layers) + EXTRA_STATES) * sizes.architecture.d_model * work.itemsize
+    )
     shapes = sizes.architecture.layers.values()
     choices = sum(shape.top_k for shape in shapes) * _INDEX_BYTES
     return float(work.n_tokens * (inputs + choices))

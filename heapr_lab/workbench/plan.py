@@ -21,7 +21,11 @@ from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.importance.collect import TOKENS_PER_BATCH
 from heapr_lab.models.folders import read_config
-from heapr_lab.models.likelihood import LOGITS_AT_ONCE, input_device
+from heapr_lab.models.likelihood import (
+    LOGITS_AT_ONCE,
+    TOKENS_AT_LEAST,
+    input_device,
+)
 from heapr_lab.models.loading import LAB, check_dtype
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.repr_html import card_html
@@ -382,7 +386,7 @@ def _read_bytes(
         return {"scores": round(whole), "perplexity": 0}
     layers = stored * sum(sizes.layers)
     scores = whole + (_READS - 1) * layers + 2 * on_disk
-    return {"scores": round(scores), "perplexity": round(layers)}
+    return {"scores": round(scores), "perplexity": round(whole)}
 
 
 def _written_bytes(sizes: Sizes, work: Work, engine: str) -> dict[str, float]:
@@ -404,7 +408,7 @@ def _written_bytes(sizes: Sizes, work: Work, engine: str) -> dict[str, float]:
 def _head_reads(sizes: Sizes, work: Work) -> float:
     """Bytes of the head that are read while the logits of all tokens are computed."""
     d_vocab = sizes.head_weights / sizes.architecture.d_model
-    chunk = max(1, LOGITS_AT_ONCE[work.kind] // d_vocab)
+    chunk = max(TOKENS_AT_LEAST, LOGITS_AT_ONCE[work.kind] // d_vocab)
     return work.n_tokens / chunk * sizes.head_weights * work.itemsize
 
 

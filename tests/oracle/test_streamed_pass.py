@@ -111,7 +111,7 @@ def test_windows_go_in_parts_where_the_disk_is_small(
     """Parts of two, four and seven windows give the same table, with either labels."""
     model = opened(folder, host_memory=0)
     whole = collect_statistics(model, WINDOWS, batch_size=2, labels=labels)
-    n_bytes = 16 * 16 * 8 * (3 + 4)  # tokens, d_model, float64, layers and the others
+    n_bytes = 16 * 16 * 8 * (3 + 3)  # tokens, d_model, float64, layers and the others
     reads = []
     for fit in (2, 5, 100):
         free = Usage(0, 0, int(fit * n_bytes / 0.9) + 2)

@@ -23,7 +23,7 @@ from heapr_lab.evaluation.perplexity import (
 )
 from heapr_lab.importance import two_sweeps
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models import loading, streamed
+from heapr_lab.models import file_reader, loading
 from heapr_lab.models.generation import continuations
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
@@ -211,8 +211,9 @@ def test_each_sweep_reads_each_part_once(pair: tuple[Any, Any]) -> None:
     """
     _, model = pair
     model_identity(model)  # which is another sweep, once
+    reader: Any = stream(model).reader
     sizes = {
-        number: sum(found.tensor.n_bytes for found in part.tensors)
+        number: sum(f.tensor.n_bytes for f in reader.tensors_of(part.names))
         for number, part in stream(model)._parts.items()
     }
     embeddings, *layers, head = (sizes[number] for number in sorted(sizes))
@@ -372,14 +373,14 @@ def test_a_layer_that_was_read_in_part_is_dropped(
     """And read again when it is asked for."""
     _, model = pair
     stream(model).fill(0)
-    real = streamed.convert_and_load_state_dict_in_model
+    real = file_reader.convert_and_load_state_dict_in_model
 
     def stopped(*given: Any) -> None:
         real(*given)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(streamed, "convert_and_load_state_dict_in_model", stopped)
+        patch.setattr(file_reader, "convert_and_load_state_dict_in_model", stopped)
         with pytest.raises(KeyboardInterrupt):
             stream(model).fill(1)
     assert resident(model) == set()

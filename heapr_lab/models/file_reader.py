@@ -1,0 +1,226 @@
+"""Weights of streamed models from the files of a checkpoint.
+
+Tensors are read through transformers' own conversions, so that a part has the weights
+that `from_pretrained` would give it, or none.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.models.folders import build, read_config
+from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
+from heapr_lab.models.read_ahead import ReadAhead
+from heapr_lab.models.safetensors_headers import TORCH, read_source
+from heapr_lab.models.streamed import Stream
+from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
+
+
+def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
+    """The model in `folder`, whose decoder layers are read when they run.
+
+    Args:
+        folder: with safetensors files.
+        dtype: of the weights in memory; `auto` is the checkpoint's own.
+        device: of the weights in memory.
+
+    Raises:
+        SpecError: the configuration or a file is damaged, or the weights are quantised
+            or pruned.
+        LayoutError: a tensor is missing, or there is no list of decoder layers.
+    """
+    config = read_config(folder)
+    quantizer = _quantizer(config, folder)
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    with torch.device("meta"):
+        model = build(config, dtype=dtype)  # tensors are read in the type of its own
+        if quantizer is not None:
+            quantizer.preprocess_model(model)
+    model.eval()
+    conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    reader = FileReader(model, folder, conversions, dtype=dtype, device=device)
+    Stream(model, reader, dtype=dtype, device=device)
+    if quantizer is not None:
+        quantizer.postprocess_model(model)
+    return model
+
+
+def _quantizer(config: Any, folder: Path) -> HeaprQuantizer | None:
+    """What makes a model for pruned weights, if they are.
+
+    Raises:
+        SpecError: they are quantised, or of a later version.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    kind = dict(found).get("quant_method", "unknown")
+    if kind != METHOD:
+        raise SpecError(
+            f"{folder} has weights in the format {kind!r}, which cannot be streamed: "
+            "load it with stream=False"
+        )
+    quantizer = HeaprQuantizer(HeaprConfig.from_dict(found))
+    try:
+        quantizer.validate_environment()
+    except ValueError as error:
+        raise SpecError(f"{folder}: {error}") from error
+    return quantizer
+
+
+class FileReader:
+    """Reads the tensors of a model from the files of a checkpoint."""
+
+    def __init__(
+        self,
+        model: Any,
+        folder: Path,
+        conversions: list[Any],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Read the headers of the files.
+
+        Args:
+            model: without weights.
+            folder: with the files.
+            conversions: of transformers, from their tensors to those of the model.
+            dtype: of the weights in memory.
+            device: of the weights in memory.
+
+        Raises:
+            LayoutError: a tensor is missing.
+        """
+        self.n_bytes_read = 0
+        self._model, self._dtype, self._device = model, dtype, device
+        self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        stored, _ = read_source(folder)
+        self._files = {path: _state(path) for path in stored}
+        self._tensors = list(find_tensors(model, conversions, stored))
+        check_whole(model, self._tensors, sliced=())
+        self._ahead = ReadAhead()
+
+    @property
+    def state(self) -> str:
+        """A digest of the sizes and times of the files."""
+        return hashlib.sha256(repr(sorted(self._files.items())).encode()).hexdigest()
+
+    def tensors_of(self, names: Collection[str]) -> list[FoundTensor]:
+        """What files have of the parameters and buffers of these names."""
+        return [found for found in self._tensors if found.parameter in names]
+
+    def read_all_but(self, names: Collection[str]) -> None:
+        """Read what is not in `names`.
+
+        Raises:
+            HeaprLabError: the files changed.
+        """
+        self._read([found for found in self._tensors if found.parameter not in names])
+
+    def read(self, _number: int, names: Collection[str]) -> None:
+        """Read the parameters and buffers of these names.
+
+        Raises:
+            HeaprLabError: the files changed.
+        """
+        self._read(self.tensors_of(names))
+
+    def prepare(self, names: Collection[str]) -> None:
+        """Have the system read them ahead."""
+        self._ahead.begin(self.tensors_of(names))
+
+    def _read(self, tensors: list[FoundTensor]) -> None:
+        """Read tensors, the largest parameter first, when the others need no memory.
+
+        Raises:
+            HeaprLabError: the files changed.
+        """
+        for path in {found.file for found in tensors}:
+            if _state(path) != self._files[path]:
+                raise HeaprLabError(
+                    f"{path} has changed since the model was opened, so its layers "
+                    "would be of two models: load it again"
+                )
+        groups: dict[str, list[FoundTensor]] = {}
+        for found in tensors:
+            groups.setdefault(found.parameter, []).append(found)
+        with _without_bar():
+            for group in sorted(groups.values(), key=_n_bytes, reverse=True):
+                self._read_together(group)
+        self.n_bytes_read += _n_bytes(tensors)
+
+    def _read_together(self, tensors: list[FoundTensor]) -> None:
+        """Read the tensors of one parameter, or of several that are stored together.
+
+        They are converted in the type of the files, and the result is cast at once: a
+        cast of each tensor before that would need as much memory again.
+        """
+        handles = {f.file: safe_open(f.file, framework="pt") for f in tensors}
+        slices = {f.name: handles[f.file].get_slice(f.name) for f in tensors}
+        converters = {id(f.converter): f.converter for f in tensors if f.converter}
+        settings = LoadStateDictConfig(
+            weight_mapping=[*self._renamings, *converters.values()],
+            dtype=self._dtype,
+            device_map={"": self._device},
+        )
+        with _as_stored(self._model, tensors):
+            convert_and_load_state_dict_in_model(self._model, slices, settings)
+        self._model.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _as_stored(model: nn.Module, tensors: list[FoundTensor]) -> Iterator[None]:
+    """The parameter that `tensors` are joined in has their type here, then its own."""
+    converter, stored = tensors[0].converter, {found.tensor.dtype for found in tensors}
+    if converter is None or len(converter.target_patterns) > 1 or len(stored) > 1:
+        yield
+        return
+    stem, _, leaf = tensors[0].parameter.rpartition(".")
+    parameters = model.get_submodule(stem)._parameters
+    own = parameters.get(leaf)
+    if own is None or stored.isdisjoint(TORCH):
+        yield
+        return
+    like = own.to(TORCH[stored.pop()])
+    parameters[leaf] = nn.Parameter(like, requires_grad=False)
+    yield
+    read = parameters[leaf]
+    assert read is not None
+    parameters[leaf] = nn.Parameter(read.to(own.dtype), requires_grad=False)
+
+
+def _n_bytes(tensors: Iterable[FoundTensor]) -> int:
+    return sum(found.tensor.n_bytes for found in tensors)
+
+
+@contextlib.contextmanager
+def _without_bar() -> Iterator[None]:
+    """No progress bar of transformers, which would show one for each layer."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _state(path: Path) -> tuple[int, int]:
+    now = path.stat()
+    return now.st_size, now.st_mtime_ns
