@@ -15,6 +15,7 @@ from transformers.core_model_loading import PrefixChange
 
 from heapr_lab.checkpoints import model_card
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
+from heapr_lab.checkpoints.shards import save_streamed
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import sliced_experts
@@ -23,6 +24,7 @@ from heapr_lab.models.ragged_experts import (
     HeaprQuantizer,
     finish,
 )
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.storage import files
@@ -57,7 +59,8 @@ def save_pruned(
         facts: plain data for manifest and card: `calibration`, `perplexity`
             ({corpus: (before, after)}), `savings` (as `savings_of`), `weights` (how
             they were changed besides slicing; by default as `compensate` recorded).
-        max_shard_size: largest size of a safetensors file.
+        max_shard_size: largest size of a safetensors file; a streamed model has a file
+            for each layer.
 
     Returns:
         `folder`.
@@ -77,7 +80,10 @@ def save_pruned(
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     with new_folder(Path(folder)) as partial:
         written = checkpoint_of(model, keep)
-        written.save_pretrained(partial, max_shard_size=max_shard_size)
+        if stream_of(written) is None:
+            written.save_pretrained(partial, max_shard_size=max_shard_size)
+        else:
+            save_streamed(written, partial)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
         describe(
             partial,

@@ -4,6 +4,7 @@ Shapes: E n_experts, D d_expert, w the width of all experts.
 """
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.folders import build
 from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.sliced_stream import stream_slices
 
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 """Names of the width of an expert in configurations, the more specific first."""
@@ -134,6 +137,8 @@ def stock_model(model: Any, width: int) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     new: Any = skeleton_of(stock_config(config, width))
+    if stream_of(model) is not None:
+        return _streamed(new, model)
     state = model.state_dict()
     for layer in find_experts(new):
         ragged = model.get_submodule(layer.name)
@@ -148,6 +153,15 @@ def stock_model(model: Any, width: int) -> Any:
     if getattr(model, "_weight_conversions", None):
         new._weight_conversions = model._weight_conversions
     return new
+
+
+def _streamed(new: Any, model: Any) -> Any:
+    """`new`, which reads what the streamed model `model` slices."""
+    experts = {}
+    for layer in find_experts(new):
+        ragged = model.get_submodule(layer.name)
+        experts[layer.layer] = layer.name, functools.partial(_fused, layer, ragged)
+    return stream_slices(new, model, experts)
 
 
 @torch.no_grad()

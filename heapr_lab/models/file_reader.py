@@ -107,7 +107,7 @@ class FileReader:
         Raises:
             LayoutError: a tensor is missing.
         """
-        self.n_bytes_read = 0
+        self._n_bytes_read = 0
         self._model, self._dtype, self._device = model, dtype, device
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         stored, _ = read_source(folder)
@@ -115,6 +115,11 @@ class FileReader:
         self._tensors = list(find_tensors(model, conversions, stored))
         check_whole(model, self._tensors, sliced=())
         self._ahead = ReadAhead()
+
+    @property
+    def n_bytes_read(self) -> int:
+        """So far."""
+        return self._n_bytes_read
 
     @property
     def state(self) -> str:
@@ -163,7 +168,7 @@ class FileReader:
         with _without_bar():
             for group in sorted(groups.values(), key=_n_bytes, reverse=True):
                 self._read_together(group)
-        self.n_bytes_read += _n_bytes(tensors)
+        self._n_bytes_read += _n_bytes(tensors)
 
     def _read_together(self, tensors: list[FoundTensor]) -> None:
         """Read the tensors of one parameter, or of several that are stored together.

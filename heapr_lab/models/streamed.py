@@ -52,8 +52,9 @@ class _Part:
 class Reader(Protocol):
     """Where the weights of a streamed model come from."""
 
-    n_bytes_read: int
-    """From files, so far."""
+    @property
+    def n_bytes_read(self) -> int:
+        """From files, so far."""
 
     @property
     def state(self) -> str:
@@ -114,6 +115,10 @@ class Stream:
                 for inner in module.modules():
                     inner.__dict__[_PART] = number
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Stream":
+        """Itself: copies of a module without its weights are of the same stream."""
+        return self
+
     @property
     def n_bytes_read(self) -> int:
         """From files, so far."""
@@ -152,6 +157,10 @@ class Stream:
             if before is not None:
                 following = self._parts.get(number + (1 if number > before else -1))
                 self.reader.prepare([] if following is None else following.names)
+
+    def part_names(self) -> dict[int, list[str]]:
+        """The names of the tensors in each part."""
+        return {number: part.names for number, part in self._parts.items()}
 
     def drop(self) -> None:
         """Have the weights of no part in memory."""

@@ -1,6 +1,8 @@
 """Masking atoms within a context, and slicing them out permanently."""
 
 import contextlib
+import copy
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,17 +12,15 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.folders import build
 from heapr_lab.models.hooks import masked
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.modes import copied
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.models.streamed import refuse_streamed
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.sliced_stream import stream_slices
 
-_SLICE = (
-    "write the mask (keep.write) and slice its files with heapr-lab prune "
-    "--importance, or load it with stream=False"
-)
 ReplacedDownProj = Mapping[int, torch.Tensor]
 """By layer, W_down of every expert (E, D, I), in place of the model's own."""
 
@@ -65,20 +65,21 @@ def prune(
 
     It has the logits of `masking(model, keep, downs)`. Unless `inplace`, the expert
     weights are copied once, in their sliced size, and `model` is not changed; a pass
-    with gradients in another thread is awaited.
+    with gradients in another thread is awaited. Of a streamed model a streamed one is
+    made, which slices each layer when it is read, and `inplace` has no effect.
 
     Raises:
-        SpecError: `keep` was made for another model, this thread is in such a pass, or
-            the model is streamed.
+        SpecError: `keep` was made for another model, or this thread is in such a pass.
         LayoutError: the model's experts cannot be sliced exactly.
     """
-    refuse_streamed(model, remedy=_SLICE)
     layers = find_experts(model)
     own = downs or {}
     parts = [
         (layer, kept, own.get(layer.layer))
         for layer, kept in zip(layers, keeps_of(layers, keep), strict=True)
     ]
+    if stream_of(model) is not None:
+        return _marked(_streamed(model, parts), keep, changed=downs is not None)
     if inplace:
         for layer, kept, down in parts:
             _replace(model, layer.name, sliced(layer, kept, down))
@@ -91,6 +92,32 @@ def prune(
     for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
         pruned.__dict__.pop(name, None)
     return _marked(pruned, keep, changed=downs is not None)
+
+
+def _streamed(
+    dense: Any, parts: list[tuple[ExpertsLayer, torch.Tensor, torch.Tensor | None]]
+) -> Any:
+    """The streamed model of the sliced layers of the streamed model `dense`."""
+    config = copy.deepcopy(dense.config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # weights are dequantised when they are read
+    with torch.device("meta"):
+        pruned = build(config, dtype=dense.dtype)
+        for layer, kept, _ in parts:
+            stock = pruned.get_submodule(layer.name)
+            ragged = RaggedExperts(stock, kept.sum(1).tolist())
+            _replace(pruned, layer.name, ragged)
+    experts = {
+        layer.layer: (layer.name, functools.partial(_tensors, layer, kept, down))
+        for layer, kept, down in parts
+    }
+    return stream_slices(pruned, dense, experts)
+
+
+def _tensors(
+    layer: ExpertsLayer, keep: torch.Tensor, down: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    return dict(sliced(layer, keep, down).named_parameters(recurse=False))
 
 
 def _marked(model: nn.Module, keep: KeepMask, *, changed: bool) -> nn.Module:

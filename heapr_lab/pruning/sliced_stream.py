@@ -1,0 +1,97 @@
+"""Pruned models whose weights are sliced from a streamed model when they are read."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.models.streamed import Stream, stream_of
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class SlicedReader:
+    """Gives a model the weights of a streamed one, but for its experts'."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dense: nn.Module,
+        experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            model: without weights.
+            dense: a streamed model with modules of the same names.
+            experts: by layer, the name of the module of its experts, and what makes
+                its tensors from those of `dense` while these are in memory.
+        """
+        self._model, self._dense, self._experts = model, dense, experts
+
+    @property
+    def _source(self) -> Stream:
+        found = stream_of(self._dense)
+        assert found is not None
+        return found
+
+    @property
+    def n_bytes_read(self) -> int:
+        """Those of the dense model."""
+        return self._source.n_bytes_read
+
+    @property
+    def state(self) -> str:
+        """That of the dense model; what is sliced from it is fixed."""
+        return self._source.reader.state
+
+    def read_all_but(self, names: Collection[str]) -> None:
+        """Give the model its tensors of other names."""
+        for name, tensor in self._dense.state_dict().items():
+            if name not in names and not tensor.is_meta:
+                _give(self._model, name, tensor)
+
+    def read(self, number: int, names: Collection[str]) -> None:
+        """Give the model the tensors of a part, and drop those of the dense model."""
+        self._source.fill(number)
+        own = dict(self._dense.state_dict())
+        if number in self._experts:
+            stem, made = self._experts[number]
+            own |= {f"{stem}.{name}": tensor for name, tensor in made().items()}
+        for name in names:
+            _give(self._model, name, own[name])
+        self._source.drop()
+
+    def prepare(self, names: Collection[str]) -> None:
+        """The dense model reads its next part ahead by itself."""
+
+
+def stream_slices(
+    model: Any,
+    dense: Any,
+    experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
+) -> Any:
+    """Have a model without weights read those of the streamed model `dense`, sliced.
+
+    Arguments are those of `SlicedReader`; returns `model`.
+    """
+    source = stream_of(dense)
+    assert source is not None
+    model.eval()
+    if hasattr(dense, "generation_config"):
+        model.generation_config = dense.generation_config
+    reader = SlicedReader(model, dense, experts)
+    stream = Stream(model, reader, dtype=source.dtype, device=source.device)
+    stream.host_memory = source.host_memory
+    return model
+
+
+def _give(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    stem, _, leaf = name.rpartition(".")
+    module = model.get_submodule(stem)
+    if leaf in module._parameters:
+        tensor = nn.Parameter(tensor.detach(), requires_grad=False)
+        module._parameters[leaf] = tensor
+    else:
+        module._buffers[leaf] = tensor

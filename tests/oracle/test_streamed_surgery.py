@@ -1,0 +1,142 @@
+"""Pruning and saving streamed models, against the same of models in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, tiny_model
+from keeps import random_keep
+from safetensors import safe_open
+from tiny_folder import write_tokenizer
+
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.identity import model_identity
+from heapr_lab.models.loading import load_model
+from heapr_lab.models.streamed import stream_of
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.text.calibration import CalibrationSet
+
+REFUSED = {"hy_v4"}
+ROUNDED = {"nemotron_h"}
+WINDOWS = CalibrationSet.from_ids(
+    torch.randint(0, 48, (5, 16), generator=torch.Generator().manual_seed(0))
+)
+
+
+def both(family: str, folder: Path) -> list[Any]:
+    """A tiny checkpoint in memory, and streamed, in float64."""
+    tiny_model(family).save_pretrained(folder, max_shard_size="5KB")
+    write_tokenizer(folder)
+    return [
+        load_model(folder, device="cpu", dtype="float64", stream=way)[0]
+        for way in (False, True)
+    ]
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in a folder's files."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                assert name not in found
+                found[name] = file.get_tensor(name)
+    return found
+
+
+def assert_saved_alike(models: list[Any], tmp_path: Path, family: str) -> Path:
+    """Both have files with the same tensors, to the bit, and load."""
+    folders = [
+        save_pruned(own, tmp_path / f"pruned-{number}")
+        for number, own in enumerate(models)
+    ]
+    wanted, found = (stored(folder) for folder in folders)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    first, second = (
+        {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
+        for folder in folders
+    )
+    assert second - first <= {"model.safetensors.index.json"}
+    assert first <= second
+    again, _ = load_model(folders[1], device="cpu", dtype="float64", stream=False)
+    tolerance = 1e-4 if family in ROUNDED else 1e-9
+    losses = [window_nll(own, WINDOWS.ids) for own in (models[0], models[1], again)]
+    assert torch.allclose(losses[1], losses[0], rtol=tolerance)
+    assert torch.allclose(losses[2], losses[0], rtol=tolerance)
+    return folders[1]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - REFUSED))
+def test_a_streamed_model_is_pruned_and_saved(family: str, tmp_path: Path) -> None:
+    """The same files as of the model in memory, which load without heapr's help."""
+    models = both(family, tmp_path / "dense")
+    keep = random_keep(models[0])
+    pruned = [prune(own, keep) for own in models]
+    folder = assert_saved_alike(pruned, tmp_path, family)
+    with masking(models[1], keep):
+        masked = window_nll(models[1], WINDOWS.ids)
+    streamed, _ = load_model(folder, device="cpu", dtype="float64", stream=True)
+    tolerance = 1e-4 if family in ROUNDED else 1e-9
+    assert torch.allclose(window_nll(streamed, WINDOWS.ids), masked, rtol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_compensated_weights_are_saved(family: str, tmp_path: Path) -> None:
+    """W_down of compensation replaces the file's."""
+    models = both(family, tmp_path / "dense")
+    keep = random_keep(models[0])
+    downs = fit_compensation(models[0], keep, WINDOWS).downs
+    pruned = [prune(own, keep, downs=downs) for own in models]
+    assert_saved_alike(pruned, tmp_path, family)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek"])
+@pytest.mark.parametrize("structure", ["per_layer", "uniform"])
+def test_structures(family: str, structure: str, tmp_path: Path) -> None:
+    """A uniform one becomes a stock checkpoint."""
+    models = both(family, tmp_path / "dense")
+    table = collect_statistics(models[0], WINDOWS)
+    keep = select(table, ratio=0.5, structure=structure)
+    assert_saved_alike([prune(own, keep) for own in models], tmp_path, family)
+
+
+def test_one_part_is_in_memory(tmp_path: Path) -> None:
+    """Of the pruned model and of the dense one that it is sliced from."""
+    _, dense = both("qwen2_moe", tmp_path / "dense")
+    pruned = prune(dense, random_keep(dense))
+    seen = []
+
+    def look(*_: Any) -> None:
+        held = [
+            block
+            for own in (pruned, dense)
+            for block in stream_of(own).blocks  # type: ignore[union-attr]
+            if any(not p.is_meta for p in block.parameters())
+        ]
+        seen.append(len(held))
+
+    for block in stream_of(pruned).blocks:  # type: ignore[union-attr]
+        block.register_forward_hook(look)
+    window_nll(pruned, WINDOWS.ids)
+    assert set(seen) <= {0, 1}
+    assert 1 in seen
+
+
+def test_the_dense_model_stays_what_it_was(tmp_path: Path) -> None:
+    """Its weights, its configuration and its loss."""
+    in_memory, dense = both("gpt_oss", tmp_path / "dense")
+    before = model_identity(in_memory)
+    pruned = prune(dense, random_keep(dense), inplace=True)
+    window_nll(pruned, WINDOWS.ids)
+    assert model_identity(dense) == before
+    assert torch.equal(
+        window_nll(dense, WINDOWS.ids), window_nll(in_memory, WINDOWS.ids)
+    )
+    assert stream_of(pruned).n_bytes_read > 0  # type: ignore[union-attr]
