@@ -77,6 +77,12 @@ def save_pruned(
     keep = _mask_of(model)
     base = base or model.config._name_or_path
     changed = getattr(model, "heapr_weights", None)
+    stream = stream_of(model)
+    if stream is not None and stream.dequantised_from is not None:
+        changed = (
+            f"{changed or 'sliced, otherwise unchanged'}, dequantised from "
+            f"{stream.dequantised_from} to bfloat16"
+        )
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     with new_folder(Path(folder)) as partial:
         written = checkpoint_of(model, keep)

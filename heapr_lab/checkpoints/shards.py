@@ -18,6 +18,7 @@ def save_streamed(model: Any, folder: Path) -> None:
     """Write what `model.save_pretrained(folder)` writes, holding one part in memory.
 
     A shard has the tensors of one part, with the names that the family's files have.
+    They are in the stream's `stored` type, which is bfloat16 if weights were quantised.
 
     Args:
         model: a streamed model.
@@ -25,6 +26,7 @@ def save_streamed(model: Any, folder: Path) -> None:
     """
     stream = stream_of(model)
     assert stream is not None
+    dtype = model.config.dtype = stream.stored
     if getattr(model.config, "quantization_config", None) is not None:
         carry_code(folder, model.config, type(model).__name__)
     model.config.architectures = [type(model).__name__]
@@ -37,7 +39,7 @@ def save_streamed(model: Any, folder: Path) -> None:
     for number, tensors in enumerate(_parts(model, stream)):
         file = SINGLE.replace(".", f"-{number + 1:05d}-of-{len(names):05d}.", 1)
         stored = revert_weight_conversion(model, tensors)
-        whole = {name: tensor.contiguous() for name, tensor in stored.items()}
+        whole = {name: own.to(dtype).contiguous() for name, own in stored.items()}
         save_file(whole, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(whole, file)
         n_bytes += sum(tensor.nbytes for tensor in whole.values())

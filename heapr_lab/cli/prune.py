@@ -1,6 +1,7 @@
 """`heapr-lab prune`: select atoms, report the savings, write the smaller model."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -115,6 +116,7 @@ def prune(
         time_budget=time_budget,
         after=after,
         default_multiple=unset,
+        default_own_text=own_text is None,
         importance=importance,
         rounds=rounds,
         out=out,
@@ -203,6 +205,7 @@ class Request:
     after: "Afterwards"
     """What is done to the weights of a checkpoint before it is written."""
     default_multiple: bool
+    default_own_text: bool
     importance: Path | None
     rounds: int
     out: Path | None
@@ -222,6 +225,20 @@ class Request:
         wanted = self.to_folder or self.rounds > 1
         return self.weights if wanted else "unchanged"
 
+    def _is_streamed(self) -> bool:
+        """Whether the model is, where it would write text of its own."""
+        from heapr_lab.models.streamed import stream_of
+
+        if not self.setting.calibration.own_text:
+            return False
+        return stream_of(self.open_bench().model) is not None
+
+    def _without_own_text(self) -> "Request":
+        say("a streamed model writes no text of its own: fitted to the corpus alone")
+        plain = dataclasses.replace(self.setting.calibration, own_text=0.0)
+        setting = dataclasses.replace(self.setting, calibration=plain)
+        return dataclasses.replace(self, setting=setting, default_own_text=False)
+
     def run(self, *, in_words: bool) -> dict[str, Any]:
         """Check, select and write; returns the facts to print."""
         from heapr_lab.models.loading import model_folder
@@ -232,10 +249,12 @@ class Request:
         _check_out(self.out, to_folder=self.to_folder)
         source = model_folder(self.model)
         measured = self._check(source)
-        if self.importance is None and (self.made_of != "unchanged" or self.after):
+        if self.default_own_text and self._is_streamed():
+            return self._without_own_text().run(in_words=in_words)
+        if self.importance is None and self.after:
             refuse_streamed(
                 self.open_bench().model,
-                remedy="give --method paper, which slices its files, or --no-stream",
+                remedy="leave --bias and --distill out, or give --no-stream",
             )
         table = self._table(source)
         made = self._choose(table)

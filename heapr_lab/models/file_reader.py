@@ -19,15 +19,19 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
 )
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.folders import build, read_config
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
 from heapr_lab.models.read_ahead import ReadAhead
 from heapr_lab.models.safetensors_headers import TORCH, read_source
 from heapr_lab.models.streamed import Stream
 from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
+
+DEQUANTISED = ("fp8", "mxfp4")
+"""Formats of quantised weights that are dequantised when they are read."""
 
 
 def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
@@ -40,7 +44,7 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
 
     Raises:
         SpecError: the configuration or a file is damaged, or the weights are quantised
-            or pruned.
+            in a format that is not dequantised.
         LayoutError: a tensor is missing, or there is no list of decoder layers.
     """
     config = read_config(folder)
@@ -50,37 +54,76 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
     with torch.device("meta"):
         model = build(config, dtype=dtype)  # tensors are read in the type of its own
         if quantizer is not None:
-            quantizer.preprocess_model(model)
+            quantizer.preprocess_model(model, dtype=dtype)
     model.eval()
     conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    reader = FileReader(model, folder, conversions, dtype=dtype, device=device)
-    Stream(model, reader, dtype=dtype, device=device)
+    reader = FileReader(
+        model,
+        folder,
+        conversions,
+        quantizer=None if isinstance(quantizer, HeaprQuantizer) else quantizer,
+        dtype=dtype,
+        device=device,
+    )
+    stream = Stream(model, reader, dtype=dtype, device=device)
+    if reader.dequantises:
+        method = quantizer.quantization_config.quant_method
+        stream.dequantised_from = str(getattr(method, "value", method))
+        stream.stored = torch.bfloat16
     if quantizer is not None:
         quantizer.postprocess_model(model)
     return model
 
 
-def _quantizer(config: Any, folder: Path) -> HeaprQuantizer | None:
-    """What makes a model for pruned weights, if they are.
+def _quantizer(config: Any, folder: Path) -> Any:
+    """What makes a model for weights that are pruned or quantised, if they are.
 
     Raises:
-        SpecError: they are quantised, or of a later version.
+        SpecError: they are in another format, or of a later version.
     """
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
-    kind = dict(found).get("quant_method", "unknown")
-    if kind != METHOD:
+    settings = dict(found if isinstance(found, dict) else found.to_dict())
+    kind = settings.get("quant_method", "unknown")
+    if kind == METHOD:
+        quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
+    elif kind in DEQUANTISED:
+        settings |= {"dequantize": True}
+        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    else:
         raise SpecError(
-            f"{folder} has weights in the format {kind!r}, which cannot be streamed: "
-            "load it with stream=False"
+            f"{folder} has weights in the format {kind!r}, expected none, "
+            f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised"
         )
-    quantizer = HeaprQuantizer(HeaprConfig.from_dict(found))
     try:
         quantizer.validate_environment()
     except ValueError as error:
         raise SpecError(f"{folder}: {error}") from error
     return quantizer
+
+
+def _check_scales(every: list[FoundTensor]) -> None:
+    """Check that every tensor in 8 or 4 bits has its scales.
+
+    Raises:
+        LayoutError: one has none, and would be read as if they were 1.
+    """
+    names = {found.name for found in every}
+    for found in every:
+        scales = _scales_of(found)
+        if scales and names.isdisjoint(scales):
+            raise LayoutError(f"{found} has no {scales[0]}: download the files again")
+
+
+def _scales_of(found: FoundTensor) -> list[str]:
+    """Names of its scales if a tensor is in 8 or 4 bits; files have one of them."""
+    stem, _, leaf = found.name.rpartition(".")
+    if leaf.endswith("_blocks"):
+        return [f"{found.name.removesuffix('_blocks')}_scales"]
+    if leaf == "weight" and found.tensor.dtype.startswith("F8_E"):
+        return [f"{found.name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"]
+    return []
 
 
 class FileReader:
@@ -92,6 +135,7 @@ class FileReader:
         folder: Path,
         conversions: list[Any],
         *,
+        quantizer: Any,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -101,6 +145,7 @@ class FileReader:
             model: without weights.
             folder: with the files.
             conversions: of transformers, from their tensors to those of the model.
+            quantizer: of transformers, which dequantises them, if any does.
             dtype: of the weights in memory.
             device: of the weights in memory.
 
@@ -114,7 +159,14 @@ class FileReader:
         self._files = {path: _state(path) for path in stored}
         self._tensors = list(find_tensors(model, conversions, stored))
         check_whole(model, self._tensors, sliced=())
+        _check_scales(self._tensors)
+        self._quantizer = quantizer
         self._ahead = ReadAhead()
+
+    @property
+    def dequantises(self) -> bool:
+        """Whether the files' tensors are quantised."""
+        return self._quantizer is not None
 
     @property
     def n_bytes_read(self) -> int:
@@ -183,6 +235,7 @@ class FileReader:
             weight_mapping=[*self._renamings, *converters.values()],
             dtype=self._dtype,
             device_map={"": self._device},
+            hf_quantizer=self._quantizer,
         )
         with _as_stored(self._model, tensors):
             convert_and_load_state_dict_in_model(self._model, slices, settings)

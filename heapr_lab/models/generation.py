@@ -72,7 +72,8 @@ def continuations(
         SpecError: the prompts are not windows of the model's tokens, a number is not
             positive, or the model is streamed.
     """
-    refuse_streamed(model, remedy="text is written from a model in memory alone")
+    remedy = "text is written from a model in memory alone (own_text=0 needs none)"
+    refuse_streamed(model, remedy=remedy)
     whole_number(n_new, name="n_new")
     windows = token_windows(prompts, least=1)
     check_fits(model, windows)

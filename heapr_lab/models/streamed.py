@@ -9,7 +9,9 @@ would give it, or none.
 """
 
 import contextlib
+import ctypes
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -93,6 +95,10 @@ class Stream:
         self.seconds_reading = 0.0
         self.host_memory: int | None = None
         """Bytes of layers' states that are in memory; a share of what is free."""
+        self.dequantised_from: str | None = None
+        """The format of the weights in files, if they are quantised."""
+        self.stored = dtype
+        """Type in which a checkpoint of this model is written."""
         self._model = model
         model.tie_weights()
         self._parts = _parts(model, self.blocks)
@@ -166,6 +172,7 @@ class Stream:
         """Have the weights of no part in memory."""
         if self._resident is not None:
             self._empty(self._resident)
+            _return_freed()
 
     def _empty(self, number: int) -> None:
         """Drop the weights of a part."""
@@ -244,6 +251,15 @@ def _parts(model: Any, blocks: list[nn.Module]) -> dict[int, _Part]:
         )
         for n, own in sorted(groups.items())
     }
+
+
+def _return_freed() -> None:
+    """Give freed memory back to the system; glibc keeps it in its heaps otherwise."""
+    trim = (
+        getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    )
+    if trim is not None:
+        trim(0)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,5 +1,6 @@
 """The parameter that each tensor in a checkpoint's files becomes when it is loaded."""
 
+import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,7 @@ def check_whole(
     there = {
         found.parameter
         for found in others
-        if found.converter is None
-        or len(parts[found.parameter]) == len(found.converter.source_patterns)
+        if found.converter is None or _needed(found.converter) <= parts[found.parameter]
     }
     for pair in skeleton.all_tied_weights_keys.items():
         if there & set(pair):
@@ -95,6 +95,16 @@ def check_whole(
         )
     except ValueError as error:
         raise LayoutError(f"{every[0].file.parent}: {error}") from error
+
+
+_COMPANIONS = re.compile(r"(_scale_inv|activation_scale|_scales)\$?$")
+"""Ends of the patterns of what comes with quantised weights, and only with them."""
+
+
+def _needed(converter: Any) -> set[int]:
+    """The parts without which a parameter is not whole."""
+    patterns = enumerate(converter.source_patterns)
+    return {number for number, name in patterns if not _COMPANIONS.search(name)}
 
 
 def _differs(found: FoundTensor, known: dict[str, torch.Tensor]) -> bool:

@@ -37,6 +37,12 @@ class SlicedReader:
         return found
 
     @property
+    def _stored(self) -> torch.dtype:
+        stream = stream_of(self._model)
+        assert stream is not None
+        return stream.stored
+
+    @property
     def n_bytes_read(self) -> int:
         """Those of the dense model."""
         return self._source.n_bytes_read
@@ -58,7 +64,11 @@ class SlicedReader:
         own = dict(self._dense.state_dict())
         if number in self._experts:
             stem, made = self._experts[number]
-            own |= {f"{stem}.{name}": tensor for name, tensor in made().items()}
+            stored = self._stored  # changed weights are rounded as they are written
+            own |= {
+                f"{stem}.{name}": tensor.to(stored).to(tensor.dtype)
+                for name, tensor in made().items()
+            }
         for name in names:
             _give(self._model, name, own[name])
         self._source.drop()
@@ -84,6 +94,7 @@ def stream_slices(
     reader = SlicedReader(model, dense, experts)
     stream = Stream(model, reader, dtype=source.dtype, device=source.device)
     stream.host_memory = source.host_memory
+    stream.dequantised_from, stream.stored = source.dequantised_from, source.stored
     return model
 
 

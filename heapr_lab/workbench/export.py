@@ -19,6 +19,7 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.sources import Source, dtype_name, weights_bytes
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
@@ -360,9 +361,13 @@ def write_checkpoint(
     if made.trained_on is not None:
         facts = facts | _trained(pruned, bench, made.trained_on, made.after, report)
     source, stored = bench.source, stored_dtype(bench)
-    _round_experts(pruned, stored)
+    stream = stream_of(pruned)
+    if stream is not None:
+        stream.stored = stored
+    else:
+        _round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, report) for name in corpora}
-    if stored != pruned.dtype:
+    if stream is None and stored != pruned.dtype:
         _cast_for_files(pruned, stored)
     report(1, 1, f"writing {out} in {dtype_name(stored)}")
     save_pruned(

@@ -12,6 +12,7 @@ import torch
 from commands import TINY, refused, run, text_of
 from families import FAMILIES, tiny_model
 from keeps import random_keep
+from safetensors.torch import load_file
 from tiny_folder import write_model, write_text, write_tokenizer
 
 from heapr_lab.checkpoints.slice_folder import prune_folder
@@ -30,7 +31,7 @@ from heapr_lab.models.loading import load_model
 from heapr_lab.models.streamed import Stream, stream_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.refinement.learned_masks import learn_mask
@@ -418,10 +419,8 @@ def test_auto_streams_what_does_not_fit(
 
 
 def test_what_cannot_be_done_is_refused(folder: Path) -> None:
-    """Changing weights that are on disk, and streams of any other kind."""
+    """Training weights that are on disk, writing text, and streams of another kind."""
     model, _ = load_model(folder, device="cpu", stream=True)
-    with pytest.raises(SpecError, match="--importance"):
-        prune(model, random_keep(model))
     table = collect_statistics(model, WINDOWS)
     with pytest.raises(SpecError, match="whole model in memory"):
         learn_mask(model, table, WINDOWS, ratio=0.4)
@@ -439,7 +438,7 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
 ) -> None:
     """Each command with --stream says what it says without; weights are the same files.
 
-    What changes weights in memory is refused before anything is measured.
+    What trains weights in memory is refused before anything is measured.
     """
     write_model(tmp_path / "moe")
     write_text(tmp_path / "text.txt")
@@ -464,8 +463,38 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
         found[way] = scored["spec_hash"], facts["atoms_kept"], losses, weights
     assert found["--stream"] == found["--no-stream"]
     best = ("prune", tmp_path / "moe", "--ratio", 0.4, "--out", tmp_path / "best")
-    assert "--method paper" in refused(*best, "--stream", *text_of(tmp_path))
+    said = refused(*best, "--bias", "--stream", *text_of(tmp_path))
+    assert "--no-stream" in said
     assert not (tmp_path / "best").exists()
+
+
+def test_compress_writes_the_same_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of prune: its candidates, and its compensated weights, to rounding.
+
+    A streamed model writes no text of its own, which is said where it was not asked
+    not to.
+    """
+    write_model(tmp_path / "moe")
+    write_text(tmp_path / "text.txt")
+    folders, tried = [], []
+    for way in ("--stream", "--no-stream"):
+        monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / f"cache{way}"))
+        out = tmp_path / f"pruned{way}"
+        own = [] if way == "--stream" else ["--own-text", 0]
+        facts = json.loads(
+            run("prune", tmp_path / "moe", "--ratio", 0.4, "--out", out, way, *own,
+                "--json", *text_of(tmp_path))
+        )  # fmt: skip
+        folders.append(out)
+        tried.append(facts["candidates"])
+    names = [[candidate["candidate"] for candidate in own] for own in tried]
+    assert names[0] == names[1]
+    found, wanted = (load_file(out / "model.safetensors") for out in folders)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-3, atol=1e-5), name
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek", "nemotron_h"])

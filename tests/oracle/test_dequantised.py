@@ -1,0 +1,156 @@
+"""Quantised checkpoints, streamed and dequantised, against what transformers loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from safetensors.torch import load_file, save_file
+from tiny_folder import write_tokenizer
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.loading import load_model
+from heapr_lab.models.streamed import stream_of
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.text.calibration import CalibrationSet
+
+WINDOWS = CalibrationSet.from_ids(
+    torch.randint(0, 48, (5, 16), generator=torch.Generator().manual_seed(0))
+)
+KINDS = {
+    "fp8": ("qwen3_moe", FineGrainedFP8Config(dequantize=True)),
+    "fp8 of deepseek": ("deepseek_v3", FineGrainedFP8Config(dequantize=True)),
+    "mxfp4": ("gpt_oss", Mxfp4Config(dequantize=True)),
+}
+
+
+def in_fp8(folder: Path) -> None:
+    """Rewrite the matrices of every layer in blocks of 4 x 4, each with its scale."""
+    path = folder / "model.safetensors"
+    tensors, found = load_file(path), {}
+    for name, own in tensors.items():
+        quantised = own.dim() == 2 and "_proj" in name and "layers" in name
+        if not quantised:
+            found[name] = own
+            continue
+        blocks = own.float().unflatten(0, (-1, 4)).unflatten(2, (-1, 4))
+        scale = blocks.abs().amax((1, 3)) / 448
+        small = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+        found[name] = small.to(torch.float8_e4m3fn)
+        found[f"{name}_scale_inv"] = scale
+    save_file(found, path, metadata={"format": "pt"})
+    configure(
+        folder,
+        quant_method="fp8",
+        weight_block_size=[4, 4],
+        activation_scheme="dynamic",
+    )
+
+
+def in_mxfp4(folder: Path) -> None:
+    """Replace the matrices of all experts by random blocks of 32 and exponents."""
+    path = folder / "model.safetensors"
+    tensors, generator = load_file(path), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj")]:
+        n_experts, inner, out = tensors.pop(name).shape
+        size = n_experts, out, inner // 32
+        blocks = torch.randint(0, 256, (*size, 16), generator=generator)
+        exponents = torch.randint(120, 126, size, generator=generator)
+        tensors[f"{name}_blocks"] = blocks.to(torch.uint8)
+        tensors[f"{name}_scales"] = exponents.to(torch.uint8)
+    save_file(tensors, path, metadata={"format": "pt"})
+    configure(folder, quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+
+
+def configure(folder: Path, **settings: Any) -> None:
+    """Say in config.json how the weights are quantised."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+@pytest.fixture(params=sorted(KINDS))
+def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
+    """A checkpoint, and transformers' setting to dequantise it."""
+    family, setting = KINDS[request.param]
+    wide = {"hidden_size": 32, "intermediate_size": 64} if family == "gpt_oss" else {}
+    model = tiny_model(family, dtype=torch.bfloat16, **wide)
+    model.save_pretrained(tmp_path / "dense")
+    write_tokenizer(tmp_path / "dense")
+    (in_mxfp4 if family == "gpt_oss" else in_fp8)(tmp_path / "dense")
+    return tmp_path / "dense", setting
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_weights_are_those_of_transformers(
+    quantised: tuple[Path, Any], dtype: str
+) -> None:
+    """Bit for bit, in the type that is asked for."""
+    folder, setting = quantised
+    kind = getattr(torch, dtype)
+    whole = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=kind, quantization_config=setting
+    )
+    model, _ = load_model(folder, device="cpu", dtype=dtype, stream=True)
+    stream = stream_of(model)
+    assert stream is not None
+    found, wanted = dict(stream.each(torch.clone)), whole.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == kind, name
+        assert torch.equal(found[name], tensor.to(kind)), name
+
+
+def test_it_is_scored_pruned_and_saved(
+    quantised: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """In bfloat16, without the quantisation, which card and manifest name."""
+    model, _ = load_model(quantised[0], device="cpu", dtype="float32", stream=True)
+    keep = select(collect_statistics(model, WINDOWS), ratio=0.5)
+    with masking(model, keep):
+        masked = window_nll(model, WINDOWS.ids)
+    folder = save_pruned(prune(model, keep), tmp_path / "pruned")
+    again, _ = load_model(folder, device="cpu", dtype="float32", stream=False)
+    assert torch.allclose(window_nll(again, WINDOWS.ids), masked, rtol=0.02)
+    tensors = [
+        tensor
+        for path in folder.glob("*.safetensors")
+        for tensor in load_file(path).values()
+    ]
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "heapr"
+    assert config["dtype"] == "bfloat16"
+    manifest = json.loads((folder / "heapr_manifest.json").read_text())
+    method = json.loads((quantised[0] / "config.json").read_text())
+    kind = method["quantization_config"]["quant_method"]
+    assert f"dequantised from {kind}" in manifest["weights"]
+    assert f"dequantised from {kind}" in (folder / "README.md").read_text()
+
+
+def test_missing_scales_are_an_error(quantised: tuple[Path, Any]) -> None:
+    """Weights would be read as if all scales were 1."""
+    path = quantised[0] / "model.safetensors"
+    tensors = load_file(path)
+    lost = next(name for name in tensors if "_scale" in name)
+    del tensors[lost]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(LayoutError, match=lost):
+        load_model(quantised[0], device="cpu", stream=True)
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq", "bitsandbytes"])
+def test_other_formats_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """With what to do."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    configure(tmp_path, quant_method=kind, bits=4)
+    with pytest.raises(SpecError, match=rf"{kind}.*not quantised"):
+        load_model(tmp_path, device="cpu", stream=True)
