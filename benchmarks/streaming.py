@@ -14,6 +14,7 @@ streamed alone, and on fewer tokens.
 
 import argparse
 import contextlib
+import gc
 import json
 import subprocess
 import sys
@@ -150,6 +151,7 @@ def measure(folder: Path, shape: Shape, way: str) -> dict[str, Any]:
     size = shape.n_windows, shape.seq_len
     ids = torch.randint(0, shape.d_vocab, size, generator=generator)
     keep = _dense(folder, ids, way, row)
+    gc.collect()  # a streamed model and its hooks refer to each other
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
         small = Path(made) / "pruned"
         with _timed(row, "pruning"):
