@@ -15,7 +15,8 @@ from heapr_lab.workbench.plan import Plan, duration, gigabytes, plan
 
 PAGE = Path(__file__).with_name("plan.md")
 SHAPES = (
-    "Qwen1.5-MoE-A2.7B",
+    "DeepSeekMoE-16B-Base",
+    "Qwen1.5-MoE-A2.7B-Chat",
     "Qwen3-30B-A3B",
     "Qwen2-57B-A14B",
     "DeepSeek-V3",
@@ -32,7 +33,7 @@ _BLOCK = re.compile(r"<!-- plans -->\n.*?<!-- end -->", re.DOTALL)
 
 def planned(shape: str) -> Plan:
     """The plan of one of the shapes."""
-    config = paths.project_dir() / "tests" / "data" / "shapes" / f"{shape}.json"
+    config = paths.project_dir() / "tests" / "data" / "shapes" / shape
     return plan(config, device=DEVICE, host_memory=HOST_MEMORY)
 
 

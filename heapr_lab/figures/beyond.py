@@ -77,11 +77,14 @@ def streaming_table(measured: pd.DataFrame) -> pd.DataFrame:
         "peak_bytes": "peak memory [GB] ↓",
         "bytes_read": "read [GB]",
         "scores": "scores [s] ↓",
+        "waits": "of it reading",
         "loss": "loss [s] ↓",
         "nll": "loss [nats per token]",
         "masked nll": "of a mask",
+        "pruned nll": "of the pruned files",
     }
     shown = measured.assign(**{name: measured[name] / 1e9 for name in gigabytes})
+    shown["waits"] = shown["reading"] / shown["scores"]
     return shown[list(named)].rename(columns=named)
 
 

@@ -217,7 +217,8 @@ def _refuse_inexact(layer: ExpertsLayer) -> None:
         if parameter.dtype not in _MEASURABLE:
             raise LayoutError(
                 f"{layer.name}.{name} is quantised ({parameter.dtype}); expected "
-                "float16, bfloat16, float32 or float64: load the model dequantised"
+                "float16, bfloat16, float32 or float64: load it with stream=True, "
+                "which dequantises FP8 and MXFP4"
             )
     for name in ("down_proj", "gate_up_proj" if layer.gated else "up_proj"):
         weight = getattr(module, name, None)

@@ -98,7 +98,7 @@ class Plan:
     host_bytes: int
     """What a streamed pass keeps in host memory."""
     file_bytes: int
-    """What it keeps in a memory-mapped file, because the host has no room."""
+    """What it keeps in files, because the host has no room."""
     device_memory: int
     host_memory: int
     flops: Mapping[str, float]
@@ -148,10 +148,13 @@ class Plan:
                 f"{gigabytes(sum(parts.values()))} ({', '.join(named)}) with batches "
                 f"of {self.batch_tokens[engine]:,} tokens"
             )
-        facts["host, streamed"] = f"{gigabytes(self.host_bytes)} of layer inputs" + (
-            f", and a memory-mapped file of {gigabytes(self.file_bytes)}"
-            if self.file_bytes
-            else ""
+        facts["host, streamed"] = (
+            f"{gigabytes(self.host_bytes)} of states between layers"
+            + (
+                f", and {gigabytes(self.file_bytes)} in files"
+                if self.file_bytes
+                else ""
+            )
         )
         for name, count in self.flops.items():
             facts[name] = f"{count:.3g} FLOPs, {gigabytes(self.read_bytes[name])} read"

@@ -32,7 +32,7 @@ from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 
-PUBLISHED = Path(__file__).parents[1] / "data/paper_models/DeepSeekMoE-16B-Base"
+PUBLISHED = Path(__file__).parents[1] / "data/shapes/DeepSeekMoE-16B-Base"
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 16,

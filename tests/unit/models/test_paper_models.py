@@ -14,7 +14,7 @@ from heapr_lab.models.folders import build, read_config
 from heapr_lab.models.loading import load_model, model_folder
 from heapr_lab.models.paper_models import PAPER_MODELS, hub_id
 
-CONFIGS = Path(__file__).parents[2] / "data" / "paper_models"
+CONFIGS = Path(__file__).parents[2] / "data" / "shapes"
 """The published config.json of each model."""
 
 PARAMETERS = {
@@ -35,8 +35,8 @@ LAYERS = {
 
 
 def test_each_has_a_configuration_here() -> None:
-    """And no others do."""
-    assert {path.name for path in CONFIGS.iterdir()} == PAPER_MODELS.keys()
+    """As some others do."""
+    assert {path.name for path in CONFIGS.iterdir()} >= PAPER_MODELS.keys()
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
