@@ -6,6 +6,7 @@ layer, the gate of the shared experts; the router is the same.
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,14 @@ def write_checkpoint(
     for number in range(n_layers):
         own, new = f".layers.{min(number, 1)}.", f".layers.{number}."
         shards.append({n.replace(own, new): t for n, t in tensors.items() if own in n})
+    return write_shards(folder, shards)
+
+
+def write_shards(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> int:
+    """Write the tensors of a checkpoint, a file for each item, and the index of all.
+
+    Returns the bytes of the tensors.
+    """
     weight_map, n_bytes = {}, 0
     for number, shard in enumerate(shards):
         file = f"model-{number:05d}.safetensors"

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows, machine
+from benchmarks.shapes import write_shards
 from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
@@ -68,10 +68,9 @@ N_HEADS = 16
 HOST_MEMORY = 200_000_000
 
 
-def write_checkpoint(shape: Shape, folder: Path) -> int:
-    """A random checkpoint, a layer at a time; returns its bytes."""
-    head_dim = shape.d_model // N_HEADS
-    config = {
+def config_of(shape: Shape) -> dict[str, Any]:
+    """The content of config.json."""
+    return {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",
         "dtype": "bfloat16",
@@ -89,26 +88,22 @@ def write_checkpoint(shape: Shape, folder: Path) -> int:
         "tie_word_embeddings": False,
         "qkv_bias": False,
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    weight_map, n_bytes = {}, 0
-    for number, tensors in enumerate(_shards(shape, N_HEADS * head_dim)):
-        file = f"model-{number:05d}.safetensors"
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        n_bytes += sum(t.nbytes for t in tensors.values())
-    index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return n_bytes
 
 
-def _shards(shape: Shape, width: int) -> Iterator[dict[str, torch.Tensor]]:
+def write_checkpoint(shape: Shape, folder: Path) -> int:
+    """A random checkpoint, a layer at a time; returns its bytes."""
+    (folder / "config.json").write_text(json.dumps(config_of(shape)))
+    return write_shards(folder, _shards(shape))
+
+
+def _shards(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
         own = torch.empty(sizes, dtype=torch.bfloat16)
         return own.normal_(std=0.02, generator=generator)
 
-    d = shape.d_model
+    d = width = shape.d_model
     yield {
         "model.embed_tokens.weight": random(shape.d_vocab, d),
         "model.norm.weight": torch.ones(d, dtype=torch.bfloat16),

@@ -114,6 +114,26 @@ def _numbers(measured: Mapping[str, pd.DataFrame]) -> str:
         "* With 40 % of the atomic experts gone and nothing trained, `heapr-lab prune` "
         f"loses {own} ({models} lab models, pydocs and WikiText-2; worst: any ratio).\n"
         f"* Fitted to the corpus alone (`compress`, `--own-text 0`), {corpus}.\n"
+        f"* {_streamed(measured['streaming'])}\n"
+    )
+
+
+_STEPS = ("identity", "scores", "loss", "masked loss", "pruning", "pruned loss")
+
+
+def _streamed(rows: pd.DataFrame) -> str:
+    """The largest streamed checkpoint, and the price of streaming where both run."""
+    large = rows.loc[rows["checkpoint_bytes"].idxmax()]
+    paired = rows.pivot(index="model", columns="way", values="scores").dropna()
+    price = (paired["streamed"] / paired["in memory"]).max()
+    minutes = sum(large[step] for step in _STEPS) / 60
+    return (
+        f"A checkpoint of {large['checkpoint_bytes'] / 1e9:.0f} GB (random weights of "
+        f"DeepSeekMoE-16B's shape) is scored, pruned and evaluated in "
+        f"**{large['peak_bytes'] / 1e9:.1f} GB** of memory ({large['tokens']} tokens, "
+        f"{minutes:.0f} min, {large['bytes_read'] / 1e9:.0f} GB read); where both fit, "
+        f"streamed scores take **{price:.2f} ×** the time "
+        "(`benchmarks/streaming.py`)."
     )
 
 

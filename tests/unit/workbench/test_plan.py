@@ -15,7 +15,7 @@ from random_tables import random_table
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.machine import RESULTS
-from benchmarks.streaming import HOST_MEMORY, N_HEADS, SHAPES
+from benchmarks.streaming import HOST_MEMORY, SHAPES, config_of
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import TOKENS_PER_BATCH, collect_statistics
 from heapr_lab.importance.table import ImportanceTable
@@ -53,22 +53,7 @@ def planned(shape: str, **options: Any) -> Plan:
 
 def of_benchmark(folder: Path, name: str) -> Path:
     """The configuration of a checkpoint in benchmarks/streaming.py."""
-    shape = SHAPES[name]
-    config = {
-        "model_type": "qwen2_moe",
-        "dtype": "bfloat16",
-        "vocab_size": shape.d_vocab,
-        "hidden_size": shape.d_model,
-        "moe_intermediate_size": shape.d_inter,
-        "shared_expert_intermediate_size": shape.d_shared,
-        "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": N_HEADS,
-        "num_key_value_heads": N_HEADS,
-        "num_experts": shape.n_experts,
-        "num_experts_per_tok": shape.top_k,
-        "tie_word_embeddings": False,
-        "qkv_bias": False,
-    }
+    config = config_of(SHAPES[name])
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
