@@ -239,6 +239,7 @@ class FileReader:
         )
         with _as_stored(self._model, tensors):
             convert_and_load_state_dict_in_model(self._model, slices, settings)
+            del slices, handles  # their pages, before the cast takes as much again
         self._model.requires_grad_(False)
 
 
