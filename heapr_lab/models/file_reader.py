@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
@@ -90,7 +90,8 @@ def _quantizer(config: Any, folder: Path) -> Any:
         quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
     elif kind in DEQUANTISED:
         settings |= {"dequantize": True}
-        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        chosen = AutoQuantizationConfig.from_dict(settings)
+        quantizer = AUTO_QUANTIZER_MAPPING[kind](chosen, pre_quantized=True)
     else:
         raise SpecError(
             f"{folder} has weights in the format {kind!r}, expected none, "

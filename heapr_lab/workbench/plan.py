@@ -65,7 +65,7 @@ _READS = 3
 """How often a streamed pass reads each layer: for the key of the table, and twice."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """How the scores of a model can be computed on a machine, and what they cost.
 
@@ -123,6 +123,9 @@ class Plan:
         """The lines that matter before a long run."""
         facts = self._facts()
         return [f"{name}: {facts[name]}" for name in _BRIEF if name in facts]
+
+    def __repr__(self) -> str:
+        return f"Plan({self.model}: {self.engine}, {self.n_parameters:,} parameters)"
 
     def __str__(self) -> str:
         return "\n".join(f"{k:<22} {v}" for k, v in self._facts().items())

@@ -208,7 +208,7 @@ def test_the_published_layout_is_read(hub: Path, *, stream: bool) -> None:
     model, _ = load_model(hub, device="cpu", dtype="float64", stream=stream)
     assert isinstance(model, DeepseekForCausalLM)
     assert not (hub / "ran").exists()
-    assert not any("modeling_deepseek" in name for name in sys.modules)
+    assert not any(name.startswith("transformers_modules") for name in sys.modules)
     config = json.loads((hub / "config.json").read_text())
     ids = torch.arange(40, 52)[None]
     tensors = {name: tensor.double() for name, tensor in stored(hub).items()}

@@ -24,9 +24,11 @@ from heapr_lab.storage.provenance import Origin
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import Corpus
+from heapr_lab.workbench.plan import plan
 from heapr_lab.workbench.settings import PROFILES, Setting
 from heapr_lab.workbench.workbench import Workbench
 
+QWEN3 = Path(__file__).parents[1] / "data/shapes/Qwen3-30B-A3B"
 NASTY = "<script>alert('&')</script>"
 _ROWS = {"layer": [0, 0], "expert": [0, 0], "atom": [0, 1], "sum_hg2": [2.0, 6]}
 _SHAPE = LayerShape(n_experts=2, d_inter=3, d_expert=4)
@@ -71,6 +73,7 @@ def shown_objects() -> dict[str, tuple[Any, list[str]]]:
         (Setting(0.25, calibration=NASTY), ["0.25", "heapr", "global"]),
         (bench, ["small: 8 calibration windows of 64 tokens", "Mixtral"]),
         (Display("layer_ratios", frame), ["1", "achieved_ratio", "layer_ratios"]),
+        (plan(QWEN3, device="h100", host_memory="64GB"), ["30.5 B", "6,144", "h100"]),
         (Origin(Path(NASTY), "figure", {"a": {"b": NASTY}}), ["figure", "a.b"]),
     ]
     return {type(value).__name__: (value, said) for value, said in made}

@@ -302,7 +302,8 @@ def test_what_follows_compress_by_hand() -> None:
 def test_streaming_is_in_gigabytes() -> None:
     """Of memory, of the checkpoint, and of what was read; not in memory: nothing."""
     row = {"model": "m", "way": "streamed", "tokens": 8, "scores": 2.0, "loss": 1.0,
-           "nll": 3.0, "masked nll": 4.0, "checkpoint_bytes": 3e9}  # fmt: skip
+           "nll": 3.0, "masked nll": 4.0, "pruned nll": 4.5, "reading": 0.5,
+           "checkpoint_bytes": 3e9}  # fmt: skip
     rows = [
         row | {"peak_bytes": 1.5e9, "bytes_read": 6e9},
         row | {"way": "in memory", "peak_bytes": 9e9, "bytes_read": None},
@@ -312,3 +313,5 @@ def test_streaming_is_in_gigabytes() -> None:
     assert table["read [GB]"].isna().tolist() == [False, True]
     assert table["checkpoint [GB]"].tolist() == [3.0, 3.0]
     assert table["of a mask"].tolist() == [4.0, 4.0]
+    assert table["of the pruned files"].tolist() == [4.5, 4.5]
+    assert table["of it reading"].tolist() == [0.25, 0.25]
