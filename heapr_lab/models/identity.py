@@ -219,12 +219,14 @@ def _weights_fingerprint(model: nn.Module) -> str:
     return WEIGHTS_VERSION + sha.hexdigest()
 
 
-@functools.cache
 def _streamed_fingerprint(stream: Stream) -> str:
-    """The same of a streamed model, whose layers are read one at a time."""
+    """The same of a streamed model, whose layers are read one at a time, once."""
+    if stream.fingerprint is not None:
+        return stream.fingerprint
     sha = hashlib.sha256()
     sums = stream.each(lambda tensor: (tuple(tensor.shape), block_sums(tensor)))
     for name, (shape, found) in sorted(sums):
         sha.update(f"{name}{shape}".encode())
         sha.update(found)
-    return WEIGHTS_VERSION + sha.hexdigest()
+    stream.fingerprint = WEIGHTS_VERSION + sha.hexdigest()
+    return stream.fingerprint

@@ -97,6 +97,8 @@ class Stream:
         """Bytes of layers' states that are in memory; a share of what is free."""
         self.dequantised_from: str | None = None
         """The format of the weights in files, if they are quantised."""
+        self.fingerprint: str | None = None
+        """Of all weights, once it has been computed."""
         self.stored = dtype
         """Type in which a checkpoint of this model is written."""
         self._model = model

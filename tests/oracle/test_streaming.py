@@ -1,7 +1,9 @@
 """Streamed models against the same checkpoints in memory, in every family."""
 
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,6 +245,19 @@ def test_a_batch_is_read_into_memory_only_when_it_runs(pair: tuple[Any, Any]) ->
     with masking(model, random_keep(model)):
         pass
     assert stream(model).n_bytes_read == before
+
+
+def test_a_model_that_nobody_has_is_gone(tmp_path: Path) -> None:
+    """With the part that was in memory: no cache holds it."""
+    model, _ = load_model(
+        written("qwen2_moe", tmp_path), device="cpu", dtype="float64", stream=True
+    )
+    collect_statistics(model, WINDOWS)
+    assert model_identity(model) == model_identity(model)
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
 
 
 # --- how it could go wrong in silence --------------------------------------------
