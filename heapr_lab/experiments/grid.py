@@ -21,7 +21,7 @@ import pandas as pd
 
 from heapr_lab.errors import HeaprLabError, SpecError, whole_number
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.models.loading import check_dtype, check_model
+from heapr_lab.models.loading import check_dtype, config_of
 from heapr_lab.progress import Progress, progress_bar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import masking
@@ -169,7 +169,7 @@ class Grid:
             CorpusError: a corpus is unknown or not available.
         """
         for model in self.models:
-            check_model(model)
+            config_of(model)
         tests = {task.test_corpus for task in self.tasks}
         for split, names in (("train", self.corpora), ("test", sorted(tests))):
             for corpus in itertools.chain.from_iterable(map(corpora_of, names)):

@@ -104,10 +104,9 @@ class StreamedPass:
         """What is called with the sweep and the layer after each batch."""
         n_layers = len(self._stream.blocks)
         per_window = 2 * n_layers
-        done = first * per_window
-        last = min(first + size, len(self.ids)) * per_window
-        n_calls = per_window * -(-min(size, len(self.ids) - first) // self.batch_size)
-        begun, n_done = done, 0
+        n_windows = min(size, len(self.ids) - first)
+        n_calls = per_window * -(-n_windows // self.batch_size)
+        n_done = 0
 
         def step(sweep: int, number: int) -> None:
             nonlocal n_done
@@ -119,8 +118,7 @@ class StreamedPass:
                     f"sweep {sweep} of 2, layer {number + 1} of {n_layers}, "
                     f"{read:.1f} GB read",
                 )
-                at = begun + (last - begun) * n_done // n_calls
-                self.progress(at // per_window, len(self.ids))
+                self.progress(first + n_windows * n_done // n_calls, len(self.ids))
 
         return step
 

@@ -158,9 +158,13 @@ class FileReader:
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         stored, _ = read_source(folder)
         self._files = {path: _state(path) for path in stored}
-        self._tensors = list(find_tensors(model, conversions, stored))
-        check_whole(model, self._tensors, sliced=())
-        _check_scales(self._tensors)
+        every = list(find_tensors(model, conversions, stored))
+        check_whole(model, every, sliced=())
+        _check_scales(every)
+        self._tensors: dict[str, list[FoundTensor]] = {}
+        """Those of which each parameter or buffer is made."""
+        for found in every:
+            self._tensors.setdefault(found.parameter, []).append(found)
         self._quantizer = quantizer
         self._ahead = ReadAhead()
 
@@ -181,15 +185,15 @@ class FileReader:
 
     def tensors_of(self, names: Collection[str]) -> list[FoundTensor]:
         """What files have of the parameters and buffers of these names."""
-        return [found for found in self._tensors if found.parameter in names]
+        return [found for name in names for found in self._tensors.get(name, [])]
 
-    def read_all_but(self, names: Collection[str]) -> None:
+    def read_all_but(self, names: set[str]) -> None:
         """Read what is not in `names`.
 
         Raises:
             HeaprLabError: the files changed.
         """
-        self._read([found for found in self._tensors if found.parameter not in names])
+        self._read(self._tensors.keys() - names)
 
     def read(self, _number: int, names: Collection[str]) -> None:
         """Read the parameters and buffers of these names.
@@ -197,29 +201,28 @@ class FileReader:
         Raises:
             HeaprLabError: the files changed.
         """
-        self._read(self.tensors_of(names))
+        self._read(names)
 
     def prepare(self, names: Collection[str]) -> None:
         """Have the system read them ahead."""
         self._ahead.begin(self.tensors_of(names))
 
-    def _read(self, tensors: list[FoundTensor]) -> None:
-        """Read tensors, the largest parameter first, when the others need no memory.
+    def _read(self, names: Collection[str]) -> None:
+        """Read parameters, the largest first, when the others need no memory.
 
         Raises:
             HeaprLabError: the files changed.
         """
+        tensors = self.tensors_of(names)
         for path in {found.file for found in tensors}:
             if _state(path) != self._files[path]:
                 raise HeaprLabError(
                     f"{path} has changed since the model was opened, so its layers "
                     "would be of two models: load it again"
                 )
-        groups: dict[str, list[FoundTensor]] = {}
-        for found in tensors:
-            groups.setdefault(found.parameter, []).append(found)
+        groups = [self._tensors[name] for name in names if name in self._tensors]
         with _without_bar():
-            for group in sorted(groups.values(), key=_n_bytes, reverse=True):
+            for group in sorted(groups, key=_n_bytes, reverse=True):
                 self._read_together(group)
         self._n_bytes_read += _n_bytes(tensors)
 

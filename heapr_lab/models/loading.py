@@ -8,7 +8,6 @@ from typing import Any
 
 import psutil
 import torch
-from accelerate.utils.modeling import convert_file_size_to_int
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
@@ -18,6 +17,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import read_config, read_tokenizer, read_weights
 from heapr_lab.models.layerwise import LayerByLayer
+from heapr_lab.models.memory import size_of
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
@@ -69,7 +69,7 @@ def load_model(
     if stream not in (True, False, "auto"):
         raise SpecError(f"stream is {stream!r}, expected True, False or 'auto'")
     check_device(device)
-    budget = n_bytes(host_memory)
+    budget = None if host_memory is None else size_of(host_memory, least=0)
     path = _resolve(name_or_path)
     on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     chosen = _dtype(dtype, on_gpu=on_gpu)
@@ -90,23 +90,6 @@ def load_model(
     if model.dtype == torch.float64:  # the default, grouped kernels do not support it
         model.set_experts_implementation("eager")
     return model.eval(), tokenizer
-
-
-def n_bytes(size: int | str | None) -> int | None:
-    """A size in bytes, given as a number or as "16GB" or "16GiB"; None stays None.
-
-    Raises:
-        SpecError: it is no size.
-    """
-    if size is None:
-        return None
-    try:
-        found = convert_file_size_to_int(size)
-    except ValueError:
-        found = -1
-    if found < 0:
-        raise SpecError(f"{size!r} is no size: expected a number of bytes, or '16GB'")
-    return int(found)
 
 
 def _streamed(
@@ -189,13 +172,13 @@ def _devices_here() -> str:
     return ", ".join(["auto", "cpu", *gpus])
 
 
-def check_model(name_or_path: str | Path) -> None:
-    """Check that a model has a configuration, without its weights.
+def config_of(name_or_path: str | Path) -> Any:
+    """The configuration of a model, whose weights are not needed.
 
     Raises:
         SpecError: there is no such model, or its configuration is damaged.
     """
-    read_config(_resolve(name_or_path))
+    return read_config(_resolve(name_or_path))
 
 
 def model_folder(name_or_path: str | Path) -> Path:

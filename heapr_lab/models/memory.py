@@ -7,14 +7,36 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
+from accelerate.utils.modeling import convert_file_size_to_int
 from torch import nn
 
-from heapr_lab.errors import HeaprLabError
+from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.likelihood import input_device
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def size_of(size: int | str, *, least: int = 1) -> int:
+    """Bytes, from a number or a text with a unit.
+
+    Raises:
+        SpecError: it is neither, or less than `least`.
+
+    Example:
+        >>> size_of("24GB"), size_of("1 GiB")
+        (24000000000, 1073741824)
+    """
+    try:
+        found = int(convert_file_size_to_int(size))
+    except ValueError:
+        found = -1
+    if found < least:
+        raise SpecError(
+            f"a size is {size!r}, expected bytes, or a number with a unit: 16GB, 512MiB"
+        )
+    return found
 
 
 def starting_batch_size(

@@ -62,7 +62,7 @@ class Reader(Protocol):
     def state(self) -> str:
         """A digest that changes with the weights."""
 
-    def read_all_but(self, names: Collection[str]) -> None:
+    def read_all_but(self, names: set[str]) -> None:
         """Give the model its tensors of other names."""
 
     def read(self, number: int, names: Collection[str]) -> None:

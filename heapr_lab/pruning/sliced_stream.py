@@ -52,7 +52,7 @@ class SlicedReader:
         """That of the dense model; what is sliced from it is fixed."""
         return self._source.reader.state
 
-    def read_all_but(self, names: Collection[str]) -> None:
+    def read_all_but(self, names: set[str]) -> None:
         """Give the model its tensors of other names."""
         for name, tensor in self._dense.state_dict().items():
             if name not in names and not tensor.is_meta:

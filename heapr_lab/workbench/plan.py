@@ -14,22 +14,19 @@ from typing import Any
 
 import psutil
 import torch
-from accelerate.utils.modeling import convert_file_size_to_int
 
-from heapr_lab import hub
 from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.importance.collect import TOKENS_PER_BATCH
-from heapr_lab.models.folders import read_config
 from heapr_lab.models.likelihood import (
     LOGITS_AT_ONCE,
     TOKENS_AT_LEAST,
     input_device,
 )
-from heapr_lab.models.loading import LAB, check_dtype
+from heapr_lab.models.loading import check_dtype, config_of
+from heapr_lab.models.memory import size_of
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.repr_html import card_html
-from heapr_lab.storage import paths
 from heapr_lab.workbench.devices import (
     THIS,
     Device,
@@ -434,13 +431,8 @@ def _seconds(
 
 
 def _config_of(model: str | Path) -> Any:
-    path = paths.lab_model_dir() if str(model) == LAB else Path(model)
-    if path.is_file():
-        path = path.parent if path.name == "config.json" else path
-    elif not path.is_dir():
-        hub.answers()  # if it does not, only local files are used
-        return read_config(model)
-    return read_config(path)
+    path = Path(model)
+    return config_of(path.parent if path.name == "config.json" else model)
 
 
 def _stored_bytes(config: Any) -> float | None:
@@ -460,27 +452,6 @@ def _stored_bytes(config: Any) -> float | None:
             "the checkpoint that is not quantised"
         )
     return _STORED[method]
-
-
-def size_of(size: int | str) -> int:
-    """Bytes, from a number or a text with a unit.
-
-    Raises:
-        SpecError: it is neither, or not positive.
-
-    Example:
-        >>> size_of("24GB"), size_of("1 GiB")
-        (24000000000, 1073741824)
-    """
-    try:
-        found = int(convert_file_size_to_int(size))
-    except ValueError:
-        found = 0
-    if found <= 0:
-        raise SpecError(
-            f"a size is {size!r}, expected bytes, or a number with a unit: 24GB, 512MiB"
-        )
-    return found
 
 
 def gigabytes(n_bytes: float) -> str:

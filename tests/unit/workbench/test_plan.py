@@ -23,6 +23,7 @@ from heapr_lab.models import likelihood
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import final_states
+from heapr_lab.models.memory import size_of
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import EXPERT_SUMS, MAXIMA, SUMS
 from heapr_lab.storage import paths
@@ -38,7 +39,7 @@ from heapr_lab.workbench.footprint import (
     sizes_of,
     weight_bytes,
 )
-from heapr_lab.workbench.plan import INFEASIBLE, Plan, plan, plan_if_long, size_of
+from heapr_lab.workbench.plan import INFEASIBLE, Plan, plan, plan_if_long
 
 CONFIGS = paths.project_dir() / "tests" / "data" / "shapes"
 AS_MEASURED = 0.15
