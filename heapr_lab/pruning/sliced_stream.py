@@ -54,8 +54,11 @@ class SlicedReader:
 
     def read_all_but(self, names: set[str]) -> None:
         """Give the model its tensors of other names."""
+        # One of the dense model's parts may be in memory, with experts to be sliced.
+        parts = self._source.part_names().values()
+        others = names.union(*parts)
         for name, tensor in self._dense.state_dict().items():
-            if name not in names and not tensor.is_meta:
+            if name not in others:
                 _give(self._model, name, tensor)
 
     def read(self, number: int, names: Collection[str]) -> None:
