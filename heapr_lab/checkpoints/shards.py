@@ -18,7 +18,8 @@ def save_streamed(model: Any, folder: Path) -> None:
     """Write what `model.save_pretrained(folder)` writes, holding one part in memory.
 
     A shard has the tensors of one part, with the names that the family's files have.
-    They are in the stream's `stored` type, which is bfloat16 if weights were quantised.
+    They are in the stream's `stored` type, which is bfloat16 if weights were quantised,
+    but for those of another type than the model's.
 
     Args:
         model: a streamed model.
@@ -39,7 +40,11 @@ def save_streamed(model: Any, folder: Path) -> None:
     for number, tensors in enumerate(_parts(model, stream)):
         file = SINGLE.replace(".", f"-{number + 1:05d}-of-{len(names):05d}.", 1)
         stored = revert_weight_conversion(model, tensors)
-        whole = {name: own.to(dtype).contiguous() for name, own in stored.items()}
+        whole = {
+            # Families keep some in float32, such as a router's corrections.
+            name: (own.to(dtype) if own.dtype == stream.dtype else own).contiguous()
+            for name, own in stored.items()
+        }
         save_file(whole, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(whole, file)
         n_bytes += sum(tensor.nbytes for tensor in whole.values())
