@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from heapr_lab.errors import CacheError, SpecError
@@ -16,6 +17,8 @@ from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.storage import cache, files
 from heapr_lab.storage.provenance import MANIFEST_FILE
 
+_PROCESSOR = ("*processor*.json", "chat_template*")
+"""Files that make images, sound and text into the inputs of a multimodal model."""
 _OWN = re.compile(r"\.partial-[0-9a-f]{8}-")
 """The beginning of the name of a temporary folder that is not resumed."""
 
@@ -150,3 +153,18 @@ def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> str:
         return "none: no tokenizer was given, and the base model has no name"
     tokenizer.save_pretrained(folder)
     return "saved with the weights"
+
+
+def save_processor(folder: Path, *, base: str) -> str:
+    """Copy the files of the processor of the model `base`; the result, as above."""
+    place = Path(base)
+    try:
+        if not place.is_dir():
+            place = Path(snapshot_download(base, allow_patterns=list(_PROCESSOR)))
+    except (OSError, ValueError) as error:
+        return f"none: {' '.join(str(error).split())}"
+    found = sorted({path for name in _PROCESSOR for path in place.glob(name)})
+    for path in found:
+        if path.is_file() and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+    return f"copied: {', '.join(p.name for p in found)}" if found else "none: no files"

@@ -80,14 +80,17 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         native: whether transformers has a class for the architecture.
     """
     name = manifest["base_model"] or "a model without a name"
-    stock = manifest["structure"] == "uniform"
+    stock, wrapped = manifest["structure"] == "uniform", "pruned" in manifest
     header = ModelCardData(
         base_model=name if manifest["base_model"] else None,
         license=_licence(source),
         library_name="transformers",
         tags=["mixture-of-experts", "pruning", "heapr"],
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if wrapped else "text-generation",
     )
+    use = _USE[stock, native]
+    if wrapped:
+        use = use.replace("AutoModelForCausalLM", "AutoModelForMultimodalLM")
     return _CARD.format(
         header=header.to_yaml(),
         base=name,
@@ -96,7 +99,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         atoms=manifest["atoms"],
         rows="\n".join(f"| {key} | {value} |" for key, value in _rows(manifest)),
         candidates=_candidates(manifest.get("candidates", [])),
-        use=_USE[stock, native],
+        use=use,
     )
 
 
@@ -159,10 +162,12 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights", manifest["weights"]),
         ("tokenizer", manifest["tokenizer"]),
     ]
+    rows += [(key, manifest[key]) for key in ("pruned", "processor") if key in manifest]
     saved = manifest.get("savings")
     if saved:
         rows.append(("parameters", _change(saved, "parameters")))
-        rows.append((_flops(saved), _change(saved, "flops")))
+        part = " of the language model" if "pruned" in manifest else ""
+        rows.append((_flops(saved) + part, _change(saved, "flops")))
     rows.append(("size of the files", _bytes(manifest)))
     for corpus, (before, after) in manifest.get("perplexity", {}).items():
         name = f"perplexity of these weights, {corpus}"

@@ -14,7 +14,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from heapr_lab.checkpoints import model_card
-from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
+from heapr_lab.checkpoints.folder import (
+    checksums_in,
+    new_folder,
+    save_processor,
+    save_tokenizer,
+)
 from heapr_lab.checkpoints.shards import save_streamed
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import SpecError
@@ -25,6 +30,7 @@ from heapr_lab.models.ragged_experts import (
     finish,
 )
 from heapr_lab.models.streamed import stream_of
+from heapr_lab.models.wrapped import what_is_pruned
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.storage import files
@@ -46,8 +52,9 @@ def save_pruned(
 ) -> Path:
     """Write a model of `prune` with tokenizer, mask, manifest and card.
 
-    `AutoModelForCausalLM.from_pretrained(folder)` loads it after `import heapr_lab`, or
-    with `trust_remote_code=True` where heapr_lab is not installed. A mask of structure
+    `AutoModelForCausalLM.from_pretrained(folder)` (of a multimodal wrapper,
+    `AutoModelForMultimodalLM`) loads it after `import heapr_lab`, or with
+    `trust_remote_code=True` where heapr_lab is not installed. A mask of structure
     `uniform` becomes a stock checkpoint, which needs neither.
 
     Args:
@@ -91,6 +98,7 @@ def save_pruned(
         else:
             save_streamed(written, partial)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
+        facts |= other_parts(model, partial, base=base)
         describe(
             partial,
             keep,
@@ -101,6 +109,20 @@ def save_pruned(
             source=source,
         )
     return Path(folder)
+
+
+def other_parts(model: Any, folder: Path, *, base: str) -> dict[str, str]:
+    """What manifest and card say of a wrapper, whose processor is copied; else nothing.
+
+    Args:
+        model: the dense or the pruned model.
+        folder: to which the processor is copied.
+        base: folder or hub id of the dense model.
+    """
+    part = what_is_pruned(model)
+    if part is None:
+        return {}
+    return {"pruned": part, "processor": save_processor(folder, base=base)}
 
 
 def _mask_of(model: Any) -> KeepMask:

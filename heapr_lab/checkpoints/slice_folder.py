@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from heapr_lab.checkpoints.folder import new_folder, save_tokenizer
-from heapr_lab.checkpoints.save import describe, structure_of
+from heapr_lab.checkpoints.save import describe, other_parts, structure_of
 from heapr_lab.checkpoints.slice_files import begun, slice_files, stamps_of
 from heapr_lab.checkpoints.uniform import skeleton_of, stock_config, uniform_width
 from heapr_lab.models.experts import find_experts
@@ -75,7 +75,8 @@ def prune_folder(
         generation = source / "generation_config.json"
         if generation.is_file():
             shutil.copyfile(generation, partial / generation.name)
-        said = save_tokenizer(partial, tokenizer, base=str(source))
+        said = {"tokenizer": save_tokenizer(partial, tokenizer, base=str(source))}
+        said |= other_parts(skeleton, partial, base=str(source))
         # Last, because it is slow and would be repeated if a later step failed.
         checksums = slice_files(
             source, skeleton, keep, partial, stacked=uniform, progress=progress
@@ -85,7 +86,7 @@ def prune_folder(
             keep,
             base=base or str(source),
             config=config,
-            facts={**(facts or {}), "tokenizer": said},
+            facts={**(facts or {}), **said},
             checksums=checksums,
             source=source,
         )

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -266,8 +266,9 @@ class Planner:
         for found in every:
             weight = self.weights.get(found.parameter)
             if weight is not None:
-                _check_tensor(found, weight)
-                pieces[found.file] += self._pieces(found, weight)
+                own, stored_as = _as_in_file(found, weight)
+                _check_tensor(own, stored_as)
+                pieces[found.file] += self._pieces(own, stored_as)
             elif found.parameter in known or not self._in_experts(found):
                 pieces[found.file].append(Piece(found.name, found.tensor))
             else:
@@ -306,7 +307,7 @@ class Planner:
         for expert, part in each:
             self._see(found, weight, expert=expert, part=part)
         if self.stacked:
-            yield Piece(
+            whole = Piece(
                 found.name,
                 found.tensor,
                 weight=weight,
@@ -315,6 +316,8 @@ class Planner:
                 parts=(True,) * weight.n_parts,
                 stacked=True,
             )
+            _refuse_square(whole, found, self.weights[found.parameter])
+            yield whole
             return
         for expert, part in each:
             yield Piece(
@@ -358,6 +361,44 @@ class Planner:
                 )
 
 
+def _as_in_file(
+    found: FoundTensor, weight: ExpertWeight
+) -> tuple[FoundTensor, ExpertWeight]:
+    """A tensor and its weight, in the orientation of the file.
+
+    Some families load experts in either orientation and transpose those that differ
+    from the model's.
+    """
+    kinds = [type(op).__name__ for op in getattr(found.converter, "operations", [])]
+    if kinds != ["Transpose"] or weight.axis is None:
+        return found, weight
+    found = replace(found, converter=None)
+    first, *others = weight.shape
+    if found.tensor.shape == weight.shape:
+        return found, weight
+    turned = replace(
+        weight,
+        shape=(first, *others[::-1]),
+        axis=1 - weight.axis,
+        transposed=not weight.transposed,
+    )
+    return found, turned
+
+
+def _refuse_square(piece: Piece, found: FoundTensor, weight: ExpertWeight) -> None:
+    """Check that transformers can tell the orientation of sliced experts.
+
+    Raises:
+        LayoutError: it cannot: they are turned in the file, and are square.
+    """
+    turned = piece.weight is not weight
+    if turned and piece.shape[1] == piece.shape[2]:
+        raise LayoutError(
+            f"{found} would become square, {piece.shape}, and be loaded transposed: "
+            "choose another width (--multiple)"
+        )
+
+
 def _place(piece: Piece) -> tuple[int, str]:
     """The sort key of safetensors' own writer."""
     return -ORDER.index(piece.tensor.dtype), piece.name
@@ -375,6 +416,8 @@ def _check_tensor(found: FoundTensor, weight: ExpertWeight) -> None:
             f"{found} is quantised, expected one of {', '.join(FLOATS)}: dequantise "
             "the checkpoint"
         )
+    if converter is not None:
+        _check_joined(found, weight)
     expected = weight.shape if converter is None else weight.expert_shape()
     n_bytes = math.prod(expected) * np.dtype(FLOATS[tensor.dtype]).itemsize
     if (tensor.shape, tensor.n_bytes) != (expected, n_bytes):
@@ -382,13 +425,20 @@ def _check_tensor(found: FoundTensor, weight: ExpertWeight) -> None:
             f"{found} has {tensor.n_bytes} bytes, the model expects {expected} and "
             f"{n_bytes}: it is of another model, or already pruned"
         )
-    if converter is None:
-        return
-    joins = [(type(op).__name__, op.dim) for op in converter.operations]
+
+
+def _check_joined(found: FoundTensor, weight: ExpertWeight) -> None:
+    """Check that a tensor of one expert is joined with others unchanged.
+
+    Raises:
+        LayoutError: it is changed when it is loaded.
+    """
+    operations = found.converter.operations
+    joins = [(type(op).__name__, getattr(op, "dim", None)) for op in operations]
     known = [("MergeModulelist", 0)]
     if weight.n_parts > 1 and weight.axis is not None:
         known.append(("Concatenate", weight.axis + 1))
-    if joins != known or len(converter.source_patterns) != weight.n_parts:
+    if joins != known or len(found.converter.source_patterns) != weight.n_parts:
         raise LayoutError(
             f"{found} becomes part of {weight.name} by {joins}, expected {known}: load "
             "the model and prune it in memory instead"

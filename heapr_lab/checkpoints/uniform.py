@@ -22,6 +22,9 @@ from heapr_lab.pruning.sliced_stream import stream_slices
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 """Names of the width of an expert in configurations, the more specific first."""
 
+_SHARED = ("n_shared_experts", "moe_num_shared_experts")
+"""Names of the number of shared experts."""
+
 
 def skeleton_of(config: Any) -> nn.Module:
     """The model of `config` without weights, on the meta device.
@@ -90,11 +93,12 @@ def _candidates(config: Any, width: int) -> Iterator[tuple[Any, str]]:
         setattr(new.get_text_config(), name, value)
         yield new, f"{name}={width}"
         # The width of shared experts may be a multiple of a routed expert's.
-        shared = getattr(plain, "n_shared_experts", None)
-        if isinstance(old, int) and shared and not old * shared % width:
-            again = copy.deepcopy(new)
-            again.get_text_config().n_shared_experts = old * shared // width
-            yield again, f"{name}={width}, n_shared_experts={old * shared // width}"
+        for counted in _SHARED:
+            shared = getattr(plain, counted, None)
+            if isinstance(old, int) and shared and not old * shared % width:
+                again = copy.deepcopy(new)
+                setattr(again.get_text_config(), counted, old * shared // width)
+                yield again, f"{name}={width}, {counted}={old * shared // width}"
 
 
 def _other_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ Letters: W_gate, W_up (E, I, D); W_down (E, D, I).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from heapr_lab.errors import LayoutError
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.ragged_experts import RaggedExperts, activate
 from heapr_lab.models.streamed import filled, stream_of
+from heapr_lab.models.wrapped import is_wrapper, refuse_family, text_modules
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -137,15 +138,21 @@ class ExpertsLayer:
 def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     """Every MoE layer of `model` that can be measured, masked and sliced exactly.
 
+    Those of a multimodal wrapper are in its language model.
+
     Raises:
         LayoutError: there is none, or one of them cannot be treated exactly (it is
             expert-parallel, quantised, outside transformers' experts interface, or its
-            activation mixes atoms).
+            activation mixes atoms); the family is refused by name; or there are experts
+            outside the language model.
     """
+    refuse_family(getattr(model, "config", None))
     _refuse_unfused(model)
+    found = list(_decorated(text_modules(model)))
+    _refuse_outside(model, {name for name, _ in found})
     layers = [
         ExpertsLayer(_layer_number(name, index), name, module)
-        for index, (name, module) in enumerate(_decorated(model))
+        for index, (name, module) in enumerate(found)
     ]
     if not layers:
         raise LayoutError(
@@ -173,10 +180,27 @@ def sliced_experts(model: nn.Module) -> dict[str, RaggedExperts]:
     }
 
 
-def _decorated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
+def _decorated(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in modules:
         if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
             yield name, module
+
+
+def _refuse_outside(model: nn.Module, inside: Container[str]) -> None:
+    """Check that all experts are in the language model.
+
+    Raises:
+        LayoutError: there are others, whose tensors have the same names in files.
+    """
+    for name, _ in _decorated(model.named_modules()):
+        if name not in inside:
+            raise LayoutError(
+                f"{type(model).__name__} has experts outside its language model, in "
+                f"{name}: expected them in the language model only, as text does not "
+                "reach others"
+            )
 
 
 def _layer_number(name: str, index: int) -> int:
@@ -185,7 +209,7 @@ def _layer_number(name: str, index: int) -> int:
 
 
 def _refuse_unfused(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+    for name, module in text_modules(model):
         if hasattr(module, "heapr_widths"):
             raise LayoutError(
                 f"{name} is already pruned: its experts have the widths "
@@ -195,6 +219,7 @@ def _refuse_unfused(model: nn.Module) -> None:
         holds_list = isinstance(module, nn.ModuleList) and name.endswith(".experts")
         looks_fused = (
             type(module).__name__.endswith("Experts")
+            and not name.endswith(".shared_experts")
             and not hasattr(module, "is_concatenated")
             and any(p.dim() == 3 for p in module.parameters(recurse=False))
         )
@@ -286,6 +311,9 @@ def refuse_broken(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
 def describe(model: Any) -> Architecture:
     """The sizes of `model` from which parameters, bytes and FLOPs are counted.
 
+    Parameters and bytes are those of the whole model, FLOPs those of a multimodal
+    wrapper's language model only, as for text.
+
     Raises:
         LayoutError: as `find_experts`.
     """
@@ -300,7 +328,9 @@ def describe(model: Any) -> Architecture:
     head = model.get_output_embeddings()
     parameters = list(model.parameters())
     apart = routed | embeddings
-    matrices = sum(p.numel() for p in parameters if p.dim() == 2 and id(p) not in apart)
+    matrices = sum(
+        p.numel() for p in _on_text(model) if p.dim() == 2 and id(p) not in apart
+    )
     if head is not None and id(head.weight) in embeddings:
         matrices += head.weight.numel()  # tied: read as a matrix as well
     return Architecture(
@@ -311,6 +341,17 @@ def describe(model: Any) -> Architecture:
         other_weights_per_token=matrices,
         attention_width=_attention_width(model),
     )
+
+
+def _on_text(model: Any) -> Iterator[nn.Parameter]:
+    """The parameters that token ids pass through, each once."""
+    if not is_wrapper(model.config):
+        yield from model.parameters()
+        return
+    yield from model.get_decoder().parameters()
+    head = model.get_output_embeddings()
+    if head.weight is not model.get_input_embeddings().weight:
+        yield from head.parameters()
 
 
 def _layer_shape(model: Any, layer: ExpertsLayer) -> LayerShape:
@@ -344,7 +385,7 @@ def _attention_width(model: Any) -> int:
     """Sum over softmax-attention layers of n_heads · (qk width + v width)."""
     n_heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
     width = 0
-    for module in model.modules():
+    for _, module in text_modules(model):
         if not type(module).__name__.endswith("Attention"):
             continue
         head_dim = getattr(module, "head_dim", None)

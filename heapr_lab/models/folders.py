@@ -13,11 +13,17 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+)
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.ragged_experts import refuse_holes
 from heapr_lab.models.safetensors_headers import names_in
+from heapr_lab.models.wrapped import refuse_family
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -65,12 +71,32 @@ def build(config: Any, **options: Any) -> Any:
 
     Raises:
         SpecError: transformers cannot build one.
+        LayoutError: the family is refused by name.
     """
+    refuse_family(config)
     source = getattr(config, "_name_or_path", "") or type(config).__name__
     with _named(source, "config.json"):
-        return AutoModelForCausalLM.from_config(
+        return _auto_class(config).from_config(
             config, trust_remote_code=False, **options
         )
+
+
+def _auto_class(config: Any) -> Any:
+    """The class of transformers that builds the whole model of a configuration.
+
+    Of some wrappers, which have a vision tower, say, around a language model,
+    `AutoModelForCausalLM` would build the language model alone.
+    """
+    known = AutoModelForMultimodalLM._model_mapping
+    if type(config) not in known:
+        return AutoModelForCausalLM
+    whole: Any = known[type(config)]
+    text: Any = AutoModelForCausalLM._model_mapping.get(type(config), whole)
+    if text is not whole and text.__name__ in (
+        getattr(config, "architectures", None) or ()
+    ):
+        return AutoModelForCausalLM
+    return AutoModelForMultimodalLM
 
 
 def read_tokenizer(source: str | Path) -> Any:
@@ -105,13 +131,15 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     Raises:
         SpecError: there is no such model, its files are damaged, a weight is missing or
             has another shape, or it requires code that is not in transformers.
+        LayoutError: the family is refused by name.
     """
-    read_config(source)
+    config = read_config(source)
+    refuse_family(config)
     generation = Path(source) / "generation_config.json"
     if generation.is_file():  # transformers ignores a damaged one
         _read_object(generation)
     with _named(source, "weights or config.json"), _without_report():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_class(config).from_pretrained(
             source,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name

@@ -282,6 +282,19 @@ class _Recorder(nn.Module):
         return type(output)(last_hidden_state=self.states[:, -1:])
 
 
+class _States(MoeModelOutputWithPast):
+    """An output of any body: heads of wrappers also read what only a wrapper has."""
+
+    def __getattr__(self, name: str) -> None:
+        """Nothing, in place of a field.
+
+        Raises:
+            AttributeError: the name is not one of a field.
+        """
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class _Replay(nn.Module):
     """Replaces the body: gives recorded states to the head."""
 
@@ -290,8 +303,7 @@ class _Replay(nn.Module):
         self.states = states
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        # The output type with the most fields, so that a head finds each it reads.
-        return MoeModelOutputWithPast(last_hidden_state=self.states)
+        return _States(last_hidden_state=self.states)
 
 
 def _head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

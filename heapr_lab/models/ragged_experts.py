@@ -376,7 +376,10 @@ class HeaprQuantizer(HfQuantizer):
             parent, _, name = path.rpartition(".")
             biased = self.quantization_config.output_bias
             ragged = RaggedExperts(modules[path], widths, output_bias=biased)
-            setattr(model.get_submodule(parent), name, ragged)
+            block: Any = model.get_submodule(parent)
+            setattr(block, name, ragged)
+            # Some families would initialise the parameters that were replaced.
+            block._is_hf_initialized = True
         base: Any = type(model)
         model.__class__ = with_code(base)  # which refuses holes
         return model
@@ -516,6 +519,12 @@ def _of_own_layers(model: Any, names: Collection[str]) -> list[str]:
 
 # --- code -------------------------------------------------------------------------
 
+_AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+)
+
 
 class CarriesCode:
     """Saves a copy of this file with a model of transformers.
@@ -559,7 +568,10 @@ def carry_code(folder: Path, config: Any, name: str) -> None:
     """
     if not hasattr(transformers, name):
         return
-    config.auto_map = {"AutoModelForCausalLM": f"{CODE_NAME}.{name}"}
+    # A multimodal wrapper is not a causal language model to transformers.
+    plain = config.get_text_config() is config
+    auto = _AUTO_CLASSES[:1] if plain else _AUTO_CLASSES[1:]
+    config.auto_map = dict.fromkeys(auto, f"{CODE_NAME}.{name}")
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{CODE_NAME}.py"
     if target.resolve() != Path(__file__).resolve():

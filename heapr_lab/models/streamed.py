@@ -1,11 +1,11 @@
 """Models whose weights stay on disk, and are read one part at a time when they run.
 
 The parts are the embeddings, each decoder layer and the head; what is outside of them
-(the last norm) is small and is read at once. A part is read when it is called or asked
-for, and the one before it is dropped. While it runs, a thread reads the next one's
-bytes, so that the operating system has them in its cache. Tensors are read through
-transformers' own conversions, so that a part has the weights that `from_pretrained`
-would give it, or none.
+(the last norm, and the other towers of a multimodal wrapper) is read at once. A part is
+read when it is called or asked for, and the one before it is dropped. While it runs, a
+thread reads the next one's bytes, so that the operating system has them in its cache.
+Tensors are read through transformers' own conversions, so that a part has the weights
+that `from_pretrained` would give it, or none.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.wrapped import text_modules
 
 _STREAM, _PART = "heapr_stream", "heapr_part"
 _EMBEDDINGS = -1
@@ -225,6 +226,8 @@ class Stream:
     def _make_buffers(self) -> None:
         """Buffers that no file has, such as frequencies, as transformers makes them."""
         inside = {id(m) for block in self.blocks for m in block.modules()}
+        for own in [*self._model.parameters(), *self._model.buffers()]:
+            own._is_hf_initialized = not own.is_meta  # so that it is left as it is
         for module in self._model.modules():
             if id(module) in inside:
                 continue
@@ -363,7 +366,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     config = model.config.get_text_config()
     lists = [
         module
-        for module in model.modules()
+        for _, module in text_modules(model)
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
     ]
     if not lists:

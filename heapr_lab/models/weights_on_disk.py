@@ -73,9 +73,10 @@ def check_whole(
     for found in others:
         parts.setdefault(found.parameter, set()).add(found.part)
     there = {
-        found.parameter
+        name
         for found in others
         if found.converter is None or _needed(found.converter) <= parts[found.parameter]
+        for name in _made_of(found)
     }
     for pair in skeleton.all_tied_weights_keys.items():
         if there & set(pair):
@@ -99,6 +100,14 @@ def check_whole(
 
 _COMPANIONS = re.compile(r"(_scale_inv|activation_scale|_scales)\$?$")
 """Ends of the patterns of what comes with quantised weights, and only with them."""
+
+
+def _made_of(found: FoundTensor) -> Iterator[str]:
+    """The parameters that a tensor becomes: several where it is split."""
+    yield found.parameter
+    if found.converter is not None:
+        first, *others = found.converter.target_patterns
+        yield from (found.parameter.replace(first, other) for other in others)
 
 
 def _needed(converter: Any) -> set[int]:

@@ -1,0 +1,235 @@
+"""Language models in multimodal wrappers: scored, pruned, saved and streamed."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_ids
+from keeps import logits_of, random_keep, widths_keep, zeroed_twin
+from oracles import token_by_token
+from safetensors.torch import save_file
+from sliced_files import tensors_in
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from wrappers import NO_STOCK, NOT_BY_FILES, NOT_STREAMED, WRAPPERS, tiny_wrapper
+
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.models.file_reader import open_streamed
+from heapr_lab.models.folders import build, read_config, read_weights
+from heapr_lab.models.likelihood import final_states
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.storage.files import read_json
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.oracle
+
+RELATIVE = 1e-9
+"""float64 sums of some hundred terms."""
+PROCESSOR = '{"processor_class": "AnyProcessor", "size": 8}'
+
+
+def source_of(tmp_path: Path, kind: str, **kwargs: Any) -> tuple[Any, Path]:
+    """A tiny wrapper in a folder with a processor's file, and as it is loaded."""
+    model, folder = tiny_wrapper(kind, **kwargs), tmp_path / "source"
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(PROCESSOR)
+    loaded = read_weights(folder, dtype=model.dtype)
+    loaded.set_experts_implementation("eager")
+    return loaded.eval(), folder
+
+
+def same_tensors(found: dict[str, torch.Tensor], others: dict[str, torch.Tensor]):
+    """Whether names, types and bits are equal."""
+    assert found.keys() == others.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == others[name].dtype, name
+        assert torch.equal(tensor, others[name]), name
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_statistics_equal_token_by_token(kind):
+    """Every column equals the twin's to 1e-9."""
+    model, ids = tiny_wrapper(kind), tiny_ids()
+    table = collect_statistics(model, CalibrationSet.from_ids(ids), batch_size=3)
+    _, records = token_by_token.run(model, ids)
+    layers, compared = find_experts(model), 0
+    assert table.frame["layer"].nunique() == len(layers) > 0
+    for layer in layers:
+        record = records[id(layer.module)]
+        for expert in record.tokens:
+            rows = table.frame.query("layer == @layer.layer and expert == @expert")
+            twin = token_by_token.statistics(record, expert)
+            columns = rows.columns.intersection(list(twin))
+            assert len(columns) > 8
+            for column in columns:
+                expected = np.broadcast_to(twin[column].numpy(), len(rows))
+                np.testing.assert_allclose(
+                    rows[column], expected, rtol=RELATIVE, err_msg=column
+                )
+            compared += len(rows)
+    assert compared >= len(table.frame) / 2
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+@torch.no_grad()
+def test_text_runs_the_language_model_alone(kind):
+    """With ids alone, states are those of the language model by itself."""
+    model, ids = tiny_wrapper(kind), tiny_ids()
+    alone = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(final_states(model, ids), alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_masked_is_sliced_saved_and_loaded(tmp_path, kind):
+    """The masked, sliced, saved and loaded model agree; all else keeps its bits."""
+    model, source = source_of(tmp_path, kind)
+    ids, keep = tiny_ids(), random_keep(model)
+    expected = logits_of(zeroed_twin(model, keep), ids)
+    with masking(model, keep):
+        assert torch.allclose(logits_of(model, ids), expected, rtol=1e-9, atol=1e-12)
+    pruned = prune(model, keep)
+    assert torch.allclose(logits_of(pruned, ids), expected, rtol=1e-9, atol=1e-12)
+    out = save_pruned(pruned, tmp_path / "out", base=str(source))
+    loaded = read_weights(out, dtype=torch.float64)
+    assert type(loaded).__name__ == type(model).__name__
+    assert torch.allclose(logits_of(loaded, ids), expected, rtol=1e-9, atol=1e-12)
+
+    before, after = tensors_in(source), tensors_in(out)
+    others = {name for name in before if ".experts." not in name}
+    assert any(re.search("vision|visual|sam_model", name) for name in others)
+    same_tensors({n: before[n] for n in others}, {n: after[n] for n in others})
+    assert (out / "preprocessor_config.json").read_text() == PROCESSOR
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_uniform_is_stock(tmp_path, kind):
+    """A uniform mask gives a checkpoint that transformers loads by itself."""
+    model, source = source_of(tmp_path, kind)
+    ids, keep = tiny_ids(), widths_keep(model, 4, structure="uniform")
+    expected = logits_of(zeroed_twin(model, keep), ids)
+    if kind in NO_STOCK:
+        with pytest.raises(SpecError, match="cannot give routed experts the width 4"):
+            save_pruned(prune(model, keep), tmp_path / "out", base=str(source))
+        return
+    out = save_pruned(prune(model, keep), tmp_path / "out", base=str(source))
+    loaded = AutoModelForMultimodalLM.from_pretrained(out, dtype=torch.float64)
+    loaded.set_experts_implementation("eager")
+    assert {layer.d_inter for layer in find_experts(loaded)} == {4}
+    assert "quantization_config" not in read_json(out / "config.json")
+    assert torch.allclose(logits_of(loaded, ids), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+@pytest.mark.parametrize("kind", [k for k in WRAPPERS if k not in NOT_BY_FILES])
+def test_files_sliced_are_those_of_the_model(tmp_path, kind, structure):
+    """`prune_folder` writes what `save_pruned` writes."""
+    model, source = source_of(tmp_path, kind, dtype=torch.float32)
+    keep = random_keep(model)
+    if structure == "uniform":
+        keep = widths_keep(model, 4, structure="uniform")
+    prune_folder(source, keep, tmp_path / "sliced")
+    save_pruned(prune(model, keep), tmp_path / "saved", base=str(source))
+    same_tensors(tensors_in(tmp_path / "sliced"), tensors_in(tmp_path / "saved"))
+    manifests = [
+        read_json(tmp_path / name / "heapr_manifest.json")
+        for name in ("sliced", "saved")
+    ]
+    for manifest in manifests:
+        assert "language model" in manifest["pruned"]
+        assert "preprocessor_config.json" in manifest["processor"]
+    card = (tmp_path / "sliced" / "README.md").read_text()
+    assert "AutoModelForMultimodalLM" in card
+    assert "the language model (" in card
+    a, b = (read_json(tmp_path / n / "config.json") for n in ("sliced", "saved"))
+    assert a == b
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_streamed_is_in_memory(tmp_path, kind):
+    """Streamed, the table is that of the model in memory."""
+    model, source = source_of(tmp_path, kind)
+    texts = CalibrationSet.from_ids(tiny_ids(n_sequences=4))
+    streamed = open_streamed(source, dtype=torch.float64, device=torch.device("cpu"))
+    streamed.set_experts_implementation("eager")
+    if kind in NOT_STREAMED:
+        with pytest.raises(LayoutError, match="cannot be streamed"):
+            collect_statistics(streamed, texts, batch_size=2)
+        return
+    expected = collect_statistics(model, texts, batch_size=2)
+    found = collect_statistics(streamed, texts, batch_size=2)
+    scores = expected.score("heapr"), found.score("heapr")
+    np.testing.assert_allclose(scores[1], scores[0], rtol=RELATIVE, atol=1e-18)
+    keep = random_keep(model)
+    folders = [
+        save_pruned(prune(own, keep), tmp_path / name, base=str(source))
+        for name, own in {"streamed": streamed, "in_memory": model}.items()
+    ]
+    same_tensors(*(tensors_in(folder) for folder in folders))
+
+
+def in_the_hubs_layout(tmp_path: Path) -> tuple[Any, Path]:
+    """A tiny qwen3_vl_moe, and a folder with its experts transposed."""
+    model, folder = source_of(tmp_path, "qwen3_vl_moe", moe_intermediate_size=12)
+    stored = tensors_in(folder)
+    for name in [n for n in stored if ".experts." in n]:
+        stored[name] = stored[name].mT.contiguous()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return model, folder
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_experts_transposed_in_files(tmp_path, structure):
+    """They are sliced in their orientation, and loaded."""
+    model, source = in_the_hubs_layout(tmp_path)
+    keep = random_keep(model)
+    if structure == "uniform":
+        keep = widths_keep(model, 4, structure="uniform")
+    out = prune_folder(source, keep, tmp_path / "out")
+    loaded = read_weights(out, dtype=torch.float64)
+    loaded.set_experts_implementation("eager")
+    expected = logits_of(zeroed_twin(model, keep), tiny_ids())
+    found = logits_of(loaded, tiny_ids())
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_transposed_experts_do_not_become_square(tmp_path):
+    """Their orientation could not be told."""
+    model, source = in_the_hubs_layout(tmp_path)
+    keep = widths_keep(model, 8, structure="uniform")
+    with pytest.raises(LayoutError, match="would become square"):
+        prune_folder(source, keep, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", NOT_BY_FILES)
+def test_experts_changed_on_loading_are_refused(tmp_path, kind):
+    """Their files are not sliced; in memory the model is."""
+    model, source = source_of(tmp_path, kind)
+    with pytest.raises(LayoutError, match="prune it in memory instead"):
+        prune_folder(source, random_keep(model), tmp_path / "out")
+
+
+def test_the_checkpoint_says_which_class(tmp_path):
+    """A type with two classes is loaded whole, unless it was saved as a text model."""
+    model, source = source_of(tmp_path, "qwen3_5_moe")
+    assert type(model).__name__ == "Qwen3_5MoeForConditionalGeneration"
+    text = AutoModelForCausalLM.from_config(model.config)
+    assert type(text).__name__ == "Qwen3_5MoeForCausalLM"
+    config = read_config(source)
+    config.architectures = [type(text).__name__]
+    assert type(build(config)).__name__ == "Qwen3_5MoeForCausalLM"
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_sizes_are_of_both(kind):
+    """Parameters are counted of the whole, FLOPs of the language model."""
+    model = tiny_wrapper(kind)
+    sizes = describe(model)
+    assert sizes.n_parameters == sum(p.numel() for p in model.parameters())
+    inside = sum(p.numel() for p in model.get_decoder().parameters())
+    assert sizes.other_weights_per_token < inside + model.lm_head.weight.numel()

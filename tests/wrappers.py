@@ -1,0 +1,271 @@
+"""Tiny random multimodal wrappers around MoE text models, from their own configs."""
+
+from typing import Any
+
+import torch
+from families import D_VOCAB
+from torch import nn
+from transformers import AutoConfig, AutoModelForMultimodalLM
+
+_TEXT = {
+    "vocab_size": D_VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "moe_num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "moe_k": 2,
+    "moe_topk": 2,
+}
+_VISION = {
+    "depth": 1,
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "patch_size": 2,
+    "image_size": 8,
+    "out_hidden_size": 16,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "deepstack_visual_indexes": [0],
+}
+_MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+_LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 8,
+    "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0},
+}
+_AUDIO = {
+    "d_model": 8,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 8,
+    "output_dim": 16,
+    "downsample_hidden_size": 4,
+    "num_mel_bins": 8,
+    "max_source_positions": 8,
+    "n_mel_bins": 4,
+    "mel_vocab_size": 4,
+    "text_hidden_size": 16,
+}
+_OCR = {
+    "sam_config": {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+        "mlp_dim": 8,
+        "output_channels": 4,
+        "downsample_channels": [4, 8],
+        "global_attn_indexes": [0],
+        "window_size": 2,
+    },
+    "encoder_config": {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    },
+}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": {"text_config": _LINEAR},
+    "qwen3_vl_moe": {"text_config": {"rope_parameters": _MROPE}},
+    "gemma4": {
+        "text_config": {
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 0,
+            "pad_token_id": 0,
+        }
+    },
+    "glm4v_moe": {
+        "text_config": {
+            "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0},
+            "num_hidden_layers": 3,
+        }
+    },
+    "qwen3_omni_moe_thinker": {
+        "text_config": {"rope_parameters": _MROPE},
+        "audio_config": _AUDIO,
+    },
+    "mistral3": {
+        "text_config": _LATENT | {"model_type": "mistral4"},
+        "vision_config": {"model_type": "pixtral"},
+    },
+    "mistral_large4": {
+        "text_config": _LATENT
+        | {"index_n_heads": 2, "index_head_dim": 8, "num_hidden_layers": 3}
+    },
+    "minimax_m3_vl": {
+        "text_config": {
+            "dense_intermediate_size": 8,
+            "shared_intermediate_size": 8,
+            "rotary_dim": 4,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 2,
+            "num_hidden_layers": 4,
+        },
+        "projector_hidden_size": 8,
+    },
+    "kimi_k25": {
+        "text_config": _LATENT
+        | {
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        }
+    },
+    "internvl": {"text_config": {"model_type": "qwen3_moe"}},
+    "aria": {},
+    "glm5_next": {
+        "text_config": _LATENT
+        | {
+            "mlp_layer_types": ["dense", "sparse"],
+            "head_dim": 0,
+            "qk_rope_head_dim": 0,
+            "linear_head_dim": 8,
+            "linear_num_heads": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+        },
+        "vision_config": {"projection_intermediate_size": 8},
+    },
+    "inkling_mm_model": {
+        "text_config": {
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "rel_extent": 4,
+            "d_rel": 4,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        "audio_config": _AUDIO,
+        "vision_config": {"text_hidden_size": 16},
+    },
+    "muse_spark": {
+        "text_config": {"moe_hidden_size": 8},
+        "audio_config": {
+            "hidden_sizes": [4, 4],
+            "depths": [1, 1],
+            "patch_sizes": [4, 2],
+            "num_hidden_layers": 2,
+            "out_hidden_size": 16,
+            "conv_kernel_size": 3,
+        },
+        "out_hidden_size": 16,
+        "projector_hidden_size": 8,
+        "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4},
+    },
+    "qwen4_exp": {
+        "text_config": _LINEAR
+        | {
+            "hc_lowrank": 4,
+            "hc_count": 2,
+            "ngram_vocab_size_base": 50,
+            "make_ngram_vocab_size_divisible_by": 2,
+            "split_ngram_parts": 2,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 4,
+            "indexer_compress_ratio": 2,
+        }
+    },
+    "deepseek_ocr2": {
+        "vision_config": _OCR,
+        "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+    },
+    "unlimited_ocr": {"vision_config": _OCR},
+    "dots3_note": {
+        "text_config": _LATENT
+        | {
+            "shared_experts_intermediate_size": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+        },
+        "vision_config": {
+            "adapter_in_dim": 8,
+            "adapter_out_dim": 16,
+            "mlp_layer_types": ["dense"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        "audio_config": _AUDIO
+        | {
+            "adapter_out_dim": 16,
+            "adapter_input_size": 8,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+    },
+}
+NOT_STREAMED = ("glm5_next", "mistral_large4")
+"""Their decoder layers hand on more than hidden states."""
+NO_STOCK = ("inkling_mm_model",)
+"""The width of their shared experts is that of the routed ones."""
+NOT_BY_FILES = ("inkling_mm_model",)
+"""Their experts are changed when they are loaded, more than transposed or joined."""
+
+
+def tiny_wrapper(
+    model_type: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **text: Any
+) -> nn.Module:
+    """A random wrapper with every parameter away from zero; `text` are settings."""
+    own = WRAPPERS[model_type]
+    config = AutoConfig.for_model(
+        model_type,
+        **own
+        | {
+            "text_config": _TEXT | own.get("text_config", {}) | text,
+            "vision_config": _VISION | own.get("vision_config", {}),
+        },
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter) * 0.3
+            parameter.copy_(noise + 1 if "norm" in name or "scale" in name else noise)
+    model.set_experts_implementation("eager")
+    return model.eval()
