@@ -161,6 +161,16 @@ def sizes_of(layer: ExpertsLayer, span: str) -> tuple[int, int]:
     return 1, layer.n_experts * layer.d_inter
 
 
+def bytes_of_sums(layer: ExpertsLayer, span: str) -> int:
+    """Bytes of `LayerGrams.sums` of a layer.
+
+    Raises:
+        SpecError: there is no such span.
+    """
+    n_blocks, size = sizes_of(layer, span)
+    return 2 * 8 * n_blocks * size * size
+
+
 def default_span(layers: Sequence[ExpertsLayer]) -> str:
     """`layer` if the products of all its atoms are few enough, else `expert`.
 
@@ -182,8 +192,7 @@ def _groups(layers: Sequence[ExpertsLayer], span: str) -> list[list[ExpertsLayer
     groups: list[list[ExpertsLayer]] = []
     room = 0
     for layer in layers:
-        n_blocks, size = sizes_of(layer, span)
-        needed = 2 * 8 * n_blocks * size * size
+        needed = bytes_of_sums(layer, span)
         if needed > room:
             groups.append([])
             room = _AT_ONCE
@@ -317,8 +326,8 @@ def _stepped(
         if progress is not None:
             total = calibration.n_sequences
             progress((number + 1) * total // walk.n_layers, total)
-        for own, collector in zip(watched, collectors, strict=True):
-            yield own, collector.finished(own, len(parts))
+        while collectors:  # those of the layer before are dropped here
+            yield watched[0], collectors.pop().finished(watched[0], len(parts))
 
 
 def _check(

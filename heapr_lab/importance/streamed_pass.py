@@ -3,26 +3,21 @@
 Shapes: E n_experts, I d_inter.
 """
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.sweep_store import SweepStore, opened
+from heapr_lab.importance.sweep_store import SweepStore, budget_of, opened
 from heapr_lab.importance.two_sweeps import TwoSweeps
 from heapr_lab.models.experts import NORMS, ExpertsLayer
 from heapr_lab.models.hooks import Probe
 from heapr_lab.models.streamed import Stream, stream_of
 from heapr_lab.progress import Progress, noted
 
-_SHARE_OF_FREE = 0.5
-"""Of the free memory, for states, if no budget is given."""
-_SHARE_OF_DISK = 0.9
 EXTRA_STATES = 3
 """Kept besides the outputs of all layers: the first inputs, and two gradients."""
 
@@ -63,7 +58,7 @@ class StreamedPass:
         """
         norms: Norms = {}
         key = {"pass": self.key, "batch_size": self.batch_size}
-        with opened(self.state, key, budget=self._budget) as store:
+        with opened(self.state, key, budget=budget_of(self._stream)) as store:
             size = self._windows_at_once(store)
             for first in range(0, len(self.ids), size):
                 store.begin(f"from-{first}")
@@ -128,13 +123,6 @@ class StreamedPass:
         assert stream is not None
         return stream
 
-    @property
-    def _budget(self) -> int:
-        """Bytes of states in memory."""
-        free = int(_SHARE_OF_FREE * psutil.virtual_memory().available)
-        chosen = self._stream.host_memory
-        return free if chosen is None else chosen
-
     def _windows_at_once(self, store: SweepStore) -> int:
         """How many windows go through both sweeps together.
 
@@ -148,8 +136,8 @@ class StreamedPass:
             len(self.ids),
             n_bytes=self._bytes_of_window,
             batch_size=self.batch_size,
-            budget=0 if self.state is not None else self._budget,
-            folder=store.folder,
+            budget=0 if self.state is not None else budget_of(self._stream),
+            store=store,
         )
         store.put("windows", {"at_once": torch.tensor(size)})
         return size
@@ -163,7 +151,7 @@ class StreamedPass:
 
 
 def fitting_windows(
-    n_windows: int, *, n_bytes: int, batch_size: int, budget: int, folder: Path
+    n_windows: int, *, n_bytes: int, batch_size: int, budget: int, store: SweepStore
 ) -> int:
     """How many windows' states there is room for: whole batches where possible.
 
@@ -172,19 +160,18 @@ def fitting_windows(
         n_bytes: of the states of one window.
         batch_size: windows in a batch.
         budget: bytes in memory.
-        folder: on the disk for the others.
+        store: with files for the others.
 
     Raises:
         SpecError: not even those of one window do.
     """
-    free = int(_SHARE_OF_DISK * shutil.disk_usage(folder).free)
-    fit = (budget + free) // n_bytes
+    fit = (budget + store.free) // n_bytes
     if fit < 1:
         raise SpecError(
             f"the states of one window need {n_bytes / 1e9:.1f} GB; there are "
-            f"{budget / 1e9:.1f} GB of host memory for them and {free / 1e9:.1f} GB on "
-            f"the disk of {folder}: free some, raise host_memory, or take shorter "
-            "windows (seq_len)"
+            f"{budget / 1e9:.1f} GB of host memory for them and "
+            f"{store.free / 1e9:.1f} GB on the disk of {store.folder}: free "
+            "some, raise host_memory, or take shorter windows (seq_len)"
         )
     if fit >= n_windows:
         return n_windows

@@ -1,4 +1,4 @@
-"""What two sweeps keep: in memory up to a budget, in files beyond it.
+"""What is kept of a streamed model: in memory up to a budget, in files beyond it.
 
 Groups of tensors have names, such as the states that a batch leaves a layer with. In a
 durable store every group is a file as well, so that another process finds what an
@@ -9,23 +9,36 @@ import contextlib
 import logging
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from heapr_lab.errors import CacheError, HeaprLabError
+from heapr_lab.errors import CacheError, HeaprLabError, SpecError
+from heapr_lab.models.streamed import Stream
 from heapr_lab.storage import files
 from heapr_lab.storage.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
 _KEY = "key.json"
+_SHARE_OF_FREE = 0.5
+"""Of the free memory, if no budget is given."""
+_SHARE_OF_DISK = 0.9
 
 Group = dict[str, torch.Tensor]
+
+
+def budget_of(stream: Stream) -> int:
+    """Bytes that are kept of a streamed model in memory."""
+    if stream.host_memory is not None:
+        return stream.host_memory
+    return int(_SHARE_OF_FREE * psutil.virtual_memory().available)
 
 
 class SweepStore:
@@ -65,6 +78,7 @@ class SweepStore:
         """
         own = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
         size = sum(tensor.nbytes for tensor in own.values())
+        self._forget(self._path(name).stem)
         fits = size <= self._room
         if fits:
             self._room -= size
@@ -87,9 +101,36 @@ class SweepStore:
         """Forget every group whose name begins with `prefix`."""
         start = self._path(prefix).stem
         for name in [name for name in self._memory if name.startswith(start)]:
-            self._room += sum(t.nbytes for t in self._memory.pop(name).values())
+            self._forget(name)
         for path in self.folder.glob(f"{start}*.safetensors"):
             path.unlink()
+
+    @property
+    def free(self) -> int:
+        """Bytes that files may take."""
+        return int(_SHARE_OF_DISK * shutil.disk_usage(self.folder).free)
+
+    def check_room(self, n_bytes: int, *, what: str) -> None:
+        """Check that there is room for what will be put.
+
+        Args:
+            n_bytes: its size.
+            what: for the message: a plural noun with its article.
+
+        Raises:
+            SpecError: there is not.
+        """
+        if n_bytes > self._room + self.free:
+            raise SpecError(
+                f"{what} need {n_bytes / 1e9:.3g} GB; there are "
+                f"{self._room / 1e9:.3g} GB of host memory for them and "
+                f"{self.free / 1e9:.3g} GB on the disk of {self.folder}: free some, "
+                "raise host_memory, or set $HEAPR_CACHE_DIR to a larger disk"
+            )
+
+    def _forget(self, stem: str) -> None:
+        """Drop a group from memory, if it is there."""
+        self._room += sum(t.nbytes for t in self._memory.pop(stem, {}).values())
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{self._section}-{name}.safetensors"
@@ -112,6 +153,16 @@ class SweepStore:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
+def temporary(budget: int) -> SweepStore:
+    """A store whose files are removed with it, and when the process ends."""
+    parent = cache_dir() / "sweeps"
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    store = SweepStore(folder, budget=budget, durable=False)
+    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
+    return store
+
+
 @contextlib.contextmanager
 def opened(
     state: Path | None, key: Mapping[str, Any], *, budget: int
@@ -129,10 +180,11 @@ def opened(
         CacheError: the folder belongs to another pass.
     """
     if state is None:
-        parent = cache_dir() / "sweeps"
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent) as made:
-            yield SweepStore(Path(made), budget=budget, durable=False)
+        store = temporary(budget)
+        try:
+            yield store
+        finally:
+            shutil.rmtree(store.folder)
         return
     _claim(state, key)
     yield SweepStore(state, budget=budget, durable=True)

@@ -34,6 +34,9 @@ from heapr_lab.models.ragged_experts import activate, normalises
 
 IMPLEMENTATION = "heapr_lab"
 
+Replacement = torch.Tensor | Callable[[], torch.Tensor]
+"""A tensor, or what reads it each time that it is needed."""
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -41,8 +44,13 @@ class Edit:
 
     keep: torch.Tensor
     """Factor of h, (E, I)."""
-    down: torch.Tensor | None = None
+    down: Replacement | None = None
     """Replacement for W_down, (E, D, I)."""
+
+    @property
+    def new_down(self) -> torch.Tensor | None:
+        """The replacement itself, read if it is on disk."""
+        return self.down() if callable(self.down) else self.down
 
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
@@ -137,7 +145,7 @@ def _switch_off(module: Any) -> None:
 def masked(
     layers: list[ExpertsLayer],
     keeps: list[torch.Tensor],
-    downs: Sequence[torch.Tensor | None] | None = None,
+    downs: Sequence[Replacement | None] | None = None,
 ) -> Iterator[None]:
     """Mask atoms of `layers` in this thread's forwards, and replace W_down if given.
 
@@ -151,7 +159,7 @@ def masked(
     ):
         before = outer.get(id(layer.module))
         kept = keep.to(layer.device, layer.dtype)
-        down = None if given is None else given.to(layer.device, layer.dtype)
+        down = given if callable(given) else _like(layer, given)
         if before is not None:
             kept = kept * before.keep
             down = before.down if down is None else down
@@ -162,6 +170,10 @@ def masked(
             yield
     finally:
         _edits.reset(token)
+
+
+def _like(layer: ExpertsLayer, down: torch.Tensor | None) -> torch.Tensor | None:
+    return None if down is None else down.to(layer.device, layer.dtype)
 
 
 def edits_of(model: nn.Module) -> dict[str, Edit]:
@@ -292,7 +304,8 @@ def _routed_forward(
     h = activate(module, rows)  # (n, I)
     if observer is not None:
         observer.observe(h, p=p, rows=order // n_slots, tokens=tokens.tolist())
-    down = layer.down if edit is None or edit.down is None else edit.down
+    new = None if edit is None else _like(layer, edit.new_down)
+    down = layer.down if new is None else new
     if edit is not None:
         h = h * edit.keep[experts]
     call = {"probe": probe, "tokens": tokens}

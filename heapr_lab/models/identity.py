@@ -163,8 +163,9 @@ def _digest(edits: dict[str, Edit]) -> str | None:
     for name, edit in sorted(changing.items()):
         sha.update(repr((name, tuple(edit.keep.shape))).encode())
         sha.update(edit.keep.double().cpu().numpy().tobytes())
-        if edit.down is not None:
-            words = edit.down.detach().cpu().contiguous().view(torch.uint8)
+        down = edit.new_down
+        if down is not None:
+            words = down.detach().cpu().contiguous().view(torch.uint8)
             sha.update(words.numpy().tobytes())
     return sha.hexdigest() if changing else None
 

@@ -13,7 +13,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.folders import build
-from heapr_lab.models.hooks import masked
+from heapr_lab.models.hooks import Replacement, masked
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.modes import copied
 from heapr_lab.models.ragged_experts import RaggedExperts
@@ -49,9 +49,20 @@ def masking(
         ...     pruned = model(ids).logits
     """
     layers = find_experts(model)
-    own = downs or {}
-    with masked(layers, keeps_of(layers, keep), [own.get(k.layer) for k in layers]):
+    own = [_replacement(model, downs or {}, layer.layer) for layer in layers]
+    with masked(layers, keeps_of(layers, keep), own):
         yield model
+
+
+def _replacement(
+    model: nn.Module, downs: ReplacedDownProj, number: int
+) -> Replacement | None:
+    """W_down of a layer; of a streamed model, what reads it when the layer runs."""
+    if number not in downs:
+        return None
+    if stream_of(model) is None:
+        return downs[number]
+    return functools.partial(downs.__getitem__, number)
 
 
 def prune(
@@ -74,19 +85,19 @@ def prune(
     """
     layers = find_experts(model)
     own = downs or {}
-    parts = [
-        (layer, kept, own.get(layer.layer))
-        for layer, kept in zip(layers, keeps_of(layers, keep), strict=True)
-    ]
+    pairs = list(zip(layers, keeps_of(layers, keep), strict=True))
     if stream_of(model) is not None:
-        return _marked(_streamed(model, parts), keep, changed=downs is not None)
+        pruned = _streamed(model, pairs, own)
+        return _marked(pruned, keep, changed=downs is not None)
     if inplace:
-        for layer, kept, down in parts:
-            _replace(model, layer.name, sliced(layer, kept, down))
+        for layer, kept in pairs:
+            smaller = sliced(layer, kept, own.get(layer.layer))
+            _replace(model, layer.name, smaller)
         return _marked(model, keep, changed=downs is not None)
     # A deep copy in which each experts module is already "copied": to its sliced self.
     memo: dict[int, object] = {
-        id(layer.module): sliced(layer, kept, down) for layer, kept, down in parts
+        id(layer.module): sliced(layer, kept, own.get(layer.layer))
+        for layer, kept in pairs
     }
     pruned = copied(model, memo)
     for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
@@ -95,7 +106,9 @@ def prune(
 
 
 def _streamed(
-    dense: Any, parts: list[tuple[ExpertsLayer, torch.Tensor, torch.Tensor | None]]
+    dense: Any,
+    pairs: list[tuple[ExpertsLayer, torch.Tensor]],
+    downs: ReplacedDownProj,
 ) -> Any:
     """The streamed model of the sliced layers of the streamed model `dense`."""
     config = copy.deepcopy(dense.config)
@@ -103,21 +116,22 @@ def _streamed(
         del config.quantization_config  # weights are dequantised when they are read
     with torch.device("meta"):
         pruned = build(config, dtype=dense.dtype)
-        for layer, kept, _ in parts:
+        for layer, kept in pairs:
             stock = pruned.get_submodule(layer.name)
             ragged = RaggedExperts(stock, kept.sum(1).tolist())
             _replace(pruned, layer.name, ragged)
     experts = {
-        layer.layer: (layer.name, functools.partial(_tensors, layer, kept, down))
-        for layer, kept, down in parts
+        layer.layer: (layer.name, functools.partial(_tensors, layer, kept, downs))
+        for layer, kept in pairs
     }
     return stream_slices(pruned, dense, experts)
 
 
 def _tensors(
-    layer: ExpertsLayer, keep: torch.Tensor, down: torch.Tensor | None
+    layer: ExpertsLayer, keep: torch.Tensor, downs: ReplacedDownProj
 ) -> dict[str, torch.Tensor]:
-    return dict(sliced(layer, keep, down).named_parameters(recurse=False))
+    made = sliced(layer, keep, downs.get(layer.layer))
+    return dict(made.named_parameters(recurse=False))
 
 
 def _marked(model: nn.Module, keep: KeepMask, *, changed: bool) -> nn.Module:

@@ -21,6 +21,7 @@ Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · 
 
 import functools
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of, prune
 from heapr_lab.refinement.normal_equations import Columns, Normal, at_once, scarcity
+from heapr_lab.refinement.stored_layers import NewDowns, layer_store
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -168,14 +170,13 @@ def fit_compensation(
     keeps_of(layers, keep)  # checks, before the pass, that it is of this model
     span = span or default_span(layers)
     check_layers(layers, span)
-    parts = [
-        solve_layers([layer], keep, {layer.layer: grams}, ridge=ridge)
-        for layer, grams in iter_grams(model, calibration, span=span, progress=progress)
-    ]
-    return Compensation(
-        {k: down for part in parts for k, down in part.downs.items()},
-        pd.concat([part.report for part in parts], ignore_index=True),
-        parts[0].settings,
+    store = layer_store(model, layers, span=None)
+    found = iter_grams(model, calibration, span=span, progress=progress)
+    return compensation_of(
+        itertools.starmap(LayerSolver, found),
+        keep,
+        ridge=ridge,
+        downs={} if store is None else store.new_downs(),
     )
 
 
@@ -209,11 +210,8 @@ def solve_layers(
 ) -> Compensation:
     """New weights for any mask, from sums that were collected once.
 
-    Raises:
-        SpecError: the ridge is negative.
+    Errors are those of `compensation_of`.
     """
-    if ridge is not None and not ridge >= 0:
-        raise SpecError(f"ridge is {ridge}, expected a number >= 0, or None")
     made = (LayerSolver(layer, grams[layer.layer]) for layer in layers)
     return compensation_of(made, keep, ridge=ridge)
 
@@ -224,17 +222,26 @@ def compensation_of(
     *,
     ridge: float | None = None,
     fit_only: bool = False,
+    downs: NewDowns | None = None,
 ) -> Compensation:
     """The compensation of a mask by the solvers of all layers.
 
-    With `fit_only`, held-out tokens choose the ridges, but are not fitted to.
+    With `fit_only`, held-out tokens choose the ridges, but are not fitted to. The new
+    weights are put into `downs`, which is empty.
+
+    Raises:
+        SpecError: the ridge is negative.
     """
-    downs, rows = {}, []
+    if ridge is not None and not ridge >= 0:
+        raise SpecError(f"ridge is {ridge}, expected a number >= 0, or None")
+    downs = {} if downs is None else downs
+    rows, span = [], ""
     for solver in solvers:
         number, span = solver.layer.layer, solver.grams.span
         kept = torch.from_numpy(keep.by_layer(number).copy())
         downs[number], row = solver.solve(kept, ridge, fit_only=fit_only)
         rows.append({"layer": number, **row})
+        del solver  # before the next one is made
     return Compensation(downs, pd.DataFrame(rows), {"span": span, "ridge": ridge})
 
 

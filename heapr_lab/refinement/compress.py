@@ -15,7 +15,7 @@ Source: this project.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -207,7 +207,8 @@ def _tried(
     for number, candidate in enumerate(candidates):
         if number >= 2 and budget is not None and clock() - began > budget:
             break
-        trials[candidate] = portfolio.trial(candidate, selection, windows="fit")
+        found = portfolio.trial(candidate, selection, windows="fit")
+        trials[candidate] = replace(found, compensation=None)  # fitted again if chosen
     return trials
 
 

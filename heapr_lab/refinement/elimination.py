@@ -127,6 +127,7 @@ def with_elimination(
         wanted = torch.from_numpy(bases[:, rows]).unflatten(1, shape)
         costs = layer_costs(layer, own, wanted, ridge=ridge, n_steps=n_steps)
         scores[:, rows] = costs.flatten(1).numpy()
+        del own  # before the sums of the next layer
     for price, own_scores in zip(prices, scores, strict=True):
         frame[COLUMNS[price]] = own_scores
     unknown = {"spec", "spec_hash"}

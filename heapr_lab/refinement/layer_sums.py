@@ -1,6 +1,7 @@
 """Sums and solvers of a model's layers, from one pass where they fit into memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,14 +15,15 @@ from heapr_lab.importance.activation_grams import (
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.progress import Progress
 from heapr_lab.refinement.compensation import LayerSolver, check_layers
+from heapr_lab.refinement.stored_layers import NewDowns, layer_store
 from heapr_lab.text.calibration import CalibrationSet
 
 
 class LayerSums:
     """The sums of every layer, and the solvers made of them, for each span.
 
-    Where the sums of all layers do not fit into memory together, each use takes a
-    forward pass.
+    Of a streamed model, what is beyond its budget is in files. Where the sums of all
+    layers of another one do not fit into memory together, each use takes a pass.
     """
 
     def __init__(
@@ -39,41 +41,51 @@ class LayerSums:
             layers: all of its layers.
             calibration: the windows, of which every fourth is held out.
             progress: called at each pass with its number of windows, for its progress.
+
+        Raises:
+            SpecError: the model is streamed, and there is no room for all sums.
         """
         self.span = default_span(layers)
         check_layers(layers, self.span)
         self.n_passes = 0
         self._model, self._calibration, self._progress = model, calibration, progress
-        self._kept: list[tuple[ExpertsLayer, LayerGrams]] | None = None
+        self._store = layer_store(model, layers, span=self.span)
+        self._kept: Iterable[tuple[ExpertsLayer, LayerGrams]] | None = None
         self._solvers: dict[str, list[LayerSolver]] = {}
-        self._fits = fits_in_memory(layers, self.span)
+        self._fits = self._store is None and fits_in_memory(layers, self.span)
 
     def grams(self) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
         """The sums of each layer, in order, for the default span."""
         if self._kept is not None:
-            yield from self._kept
-            return
+            return iter(self._kept)
         self.n_passes += 1
         progress: Any = self._progress(self._calibration.n_sequences)
         found = iter_grams(
             self._model, self._calibration, span=self.span, progress=progress
         )
-        if self._fits:
+        if self._store is not None:
+            self._kept = self._store.kept(found)
+        elif self._fits:
             self._kept = list(found)
-            found = iter(self._kept)
-        yield from found
+        else:
+            return found
+        return iter(self._kept)
 
     def solvers(self, span: str) -> Iterator[LayerSolver]:
         """The solver of each layer, in order."""
         if span in self._solvers:
-            yield from self._solvers[span]
-            return
-        made = []
-        for layer, own in self.grams():
-            sums = own if span == self.span else own.within_experts()
-            solver = LayerSolver(layer, sums)
-            if self._fits:
-                made.append(solver)
-            yield solver
-        if self._fits:
-            self._solvers[span] = made
+            return iter(self._solvers[span])
+        found = map(functools.partial(_solver, span), self.grams())
+        if not self._fits:
+            return found
+        self._solvers[span] = list(found)
+        return iter(self._solvers[span])
+
+    def new_downs(self) -> NewDowns:
+        """A place for the W_down of all layers."""
+        return {} if self._store is None else self._store.new_downs()
+
+
+def _solver(span: str, found: tuple[ExpertsLayer, LayerGrams]) -> LayerSolver:
+    layer, own = found
+    return LayerSolver(layer, own if span == own.span else own.within_experts())

@@ -5,6 +5,7 @@ One portfolio serves any number of selections: only masks, solves and losses are
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,11 +14,11 @@ import torch
 from torch import nn
 
 from heapr_lab.evaluation.perplexity import window_nll
-from heapr_lab.importance.activation_grams import FIT
+from heapr_lab.importance.activation_grams import FIT, LayerGrams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.merging import merge_frames
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.experts import find_experts
+from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -105,7 +106,8 @@ class Portfolio:
                 from a cache for example.
 
         Raises:
-            SpecError: there is only one window.
+            SpecError: there is only one window, or no room for the sums of a streamed
+                model.
             LayoutError: weights are offloaded, or not finite.
         """
         self.model, self.calibration = model, calibration
@@ -169,8 +171,12 @@ class Portfolio:
         keep = select(table, chosen)
         if candidate.weights == "unchanged":
             return keep, None
-        solvers = self.sums.solvers(candidate.weights)
-        return keep, compensation_of(solvers, keep, fit_only=windows == "fit")
+        return keep, compensation_of(
+            self.sums.solvers(candidate.weights),
+            keep,
+            fit_only=windows == "fit",
+            downs=self.sums.new_downs(),
+        )
 
     @functools.cached_property
     def dense(self) -> torch.Tensor:
@@ -194,10 +200,9 @@ class Portfolio:
         prices = [PRICES[estimator]] if self.across else list(COLUMNS)
         key = windows, tuple(prices)
         if key not in self._eliminated:
-            grams = (
-                (layer, own.of_part(FIT) if windows == "fit" else own)
-                for layer, own in self.sums.grams()
-            )
+            grams = self.sums.grams()
+            if windows == "fit":
+                grams = itertools.starmap(_of_fit, grams)
             table = with_elimination(self._tables[windows], grams, prices=prices)
             self._eliminated[key] = table
         return self._eliminated[key]
@@ -210,6 +215,10 @@ class Portfolio:
     def _measured(self, windows: CalibrationSet) -> ImportanceTable:
         progress = self._count.part(windows.n_sequences, cost=_OF_STATISTICS)
         return self._measure(windows, progress=progress)
+
+
+def _of_fit(layer: ExpertsLayer, own: LayerGrams) -> tuple[ExpertsLayer, LayerGrams]:
+    return layer, own.of_part(FIT)
 
 
 def _together(

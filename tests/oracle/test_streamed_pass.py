@@ -129,9 +129,11 @@ def test_how_many_windows_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Whole batches if one fits, memory and disk together; none is an error."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1000))
 
+    store = SweepStore(tmp_path, budget=0, durable=False)
+
     def fit(n_bytes: int, budget: int = 0) -> int:
         return fitting_windows(
-            10, n_bytes=n_bytes, batch_size=4, budget=budget, folder=tmp_path
+            10, n_bytes=n_bytes, batch_size=4, budget=budget, store=store
         )
 
     assert [fit(90), fit(91), fit(112), fit(113), fit(300)] == [10, 8, 8, 4, 3]

@@ -1,0 +1,124 @@
+"""Sums and new weights of a streamed model's layers, one layer in memory at a time.
+
+They are kept as the states of its passes are: in memory up to the budget of the model,
+in files beyond it, which are removed with the objects here.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+
+import torch
+from torch import nn
+
+from heapr_lab.importance.activation_grams import LayerGrams, bytes_of_sums
+from heapr_lab.importance.sweep_store import SweepStore, budget_of, temporary
+from heapr_lab.models.experts import ExpertsLayer
+from heapr_lab.models.streamed import stream_of
+
+NewDowns = MutableMapping[int, torch.Tensor]
+_numbers = itertools.count()
+_Summed = tuple[ExpertsLayer, LayerGrams]
+
+
+class LayerStore:
+    """Where sums and new weights of a streamed model's layers are kept."""
+
+    def __init__(self, store: SweepStore) -> None:
+        self._store = store
+
+    def kept(self, found: Iterable[_Summed]) -> "StoredSums":
+        """The sums of all layers, put into the store.
+
+        Raises:
+            HeaprLabError: a file cannot be written.
+        """
+        layers, span = [], ""
+        for layer, own in found:
+            span = own.span
+            self._store.put(_name(layer), {"sums": own.sums, "tokens": own.tokens})
+            layers.append(layer)
+            del own  # before those of the next layer
+        return StoredSums(self._store, layers, span)
+
+    def new_downs(self) -> NewDowns:
+        """A place for the W_down of all layers."""
+        return StoredDowns(self._store)
+
+
+class StoredSums:
+    """The sums of each layer, which are read when their turn comes."""
+
+    def __init__(
+        self, store: SweepStore, layers: Sequence[ExpertsLayer], span: str
+    ) -> None:
+        self._store, self._layers, self._span = store, layers, span
+
+    def __iter__(self) -> Iterator[_Summed]:
+        return map(self._read, self._layers)
+
+    def _read(self, layer: ExpertsLayer) -> _Summed:
+        found = self._store.get(_name(layer))
+        sums = found["sums"].to(layer.device)
+        return layer, LayerGrams(self._span, sums, found["tokens"])
+
+
+class StoredDowns(NewDowns):
+    """W_down by layer, of which the last one that was asked for is in memory."""
+
+    def __init__(self, store: SweepStore) -> None:
+        """Nothing is kept yet; what is, leaves the store with this object."""
+        self._store, self._stem = store, f"down-{next(_numbers)}-"
+        self._numbers: list[int] = []
+        self._last: Mapping[int, torch.Tensor] = {}
+        weakref.finalize(self, store.drop, self._stem)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if number not in self._numbers:
+            raise KeyError(number)
+        last = self._last
+        if number not in last:
+            self._last = {}  # before the next one is read
+            last = self._last = {number: self._store.get(f"{self._stem}{number}")[""]}
+        return last[number]
+
+    def __setitem__(self, number: int, down: torch.Tensor) -> None:
+        self._store.put(f"{self._stem}{number}", {"": down})
+        self._numbers.append(number)
+
+    def __delitem__(self, number: int) -> None:
+        self._numbers.remove(number)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+def layer_store(
+    model: nn.Module, layers: Sequence[ExpertsLayer], *, span: str | None
+) -> LayerStore | None:
+    """Where the layers of a streamed model are kept; None if it is in memory.
+
+    Args:
+        model: any model.
+        layers: all of its layers.
+        span: of the sums that will be kept; None for new weights alone.
+
+    Raises:
+        SpecError: there is no room for what will be kept.
+    """
+    stream = stream_of(model)
+    if stream is None:
+        return None
+    n_downs = sum(layer.module.down_proj.nbytes for layer in layers)
+    n_sums = sum(bytes_of_sums(layer, span) for layer in layers) if span else 0
+    store = temporary(budget_of(stream))
+    what = "the sums and new weights" if span else "the new weights"
+    store.check_room(n_sums + n_downs, what=f"{what} of all layers")
+    return LayerStore(store)
+
+
+def _name(layer: ExpertsLayer) -> str:
+    return f"sums-{layer.layer}"

@@ -1,0 +1,253 @@
+"""Sums and new weights of a streamed model beyond its budget, against those in memory.
+
+Both models are streamed, so that results are the same to the bit.
+"""
+
+import gc
+import shutil
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from keeps import random_keep
+from tiny_folder import write_tokenizer
+
+from heapr_lab.errors import SpecError
+from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.sweep_store import SweepStore
+from heapr_lab.models.loading import load_model
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement.candidates import Candidate
+from heapr_lab.refinement.compensation import LayerSolver, fit_compensation
+from heapr_lab.refinement.compress import compress, fit_compression
+from heapr_lab.refinement.elimination import eliminate
+from heapr_lab.refinement.portfolio import Portfolio
+from heapr_lab.text.calibration import CalibrationSet
+
+WINDOWS = CalibrationSet.from_ids(
+    torch.randint(0, 48, (5, 16), generator=torch.Generator().manual_seed(0))
+)
+CANDIDATES = (Candidate("elimination"), Candidate("shrunk", "expert"))
+N_LAYERS = 6
+SUMS = {"layer": (2, 1, 32, 32), "expert": (2, 4, 8, 8)}
+"""Shapes of a layer's sums: 4 experts of 8 atoms."""
+DOWN = (4, 16, 8)
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of six layers."""
+    made = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3_moe", num_hidden_layers=N_LAYERS).save_pretrained(made)
+    write_tokenizer(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the files."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sweeps"
+
+
+def opened(folder: Path, host_memory: int | str) -> Any:
+    """The streamed model."""
+    return load_model(
+        folder, device="cpu", dtype="float64", stream=True, host_memory=host_memory
+    )[0]
+
+
+def left(files: Path) -> list[Path]:
+    """What is in the folder once nothing uses it."""
+    gc.collect()
+    return list(files.iterdir())
+
+
+def n_held(*shapes: tuple[int, ...]) -> int:
+    """Tensors of these shapes, with memory of their own, that are in memory."""
+    found = (own for own in gc.get_objects() if type(own) is torch.Tensor)
+    return len(
+        {
+            own.untyped_storage().data_ptr()
+            for own in found
+            if tuple(own.shape) in shapes and not own.is_meta
+        }
+    )
+
+
+@pytest.fixture
+def peak(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], int]]:
+    """The most sums, or new W_down, in memory at a solve, and when a group is kept."""
+    counts: dict[str, list[int]] = {"sums": [0], "downs": [0]}
+
+    def look(original: Any) -> Any:
+        def looked(*args: Any, **options: Any) -> Any:
+            counts["sums"].append(n_held(*SUMS.values()))
+            counts["downs"].append(n_held(DOWN))
+            return original(*args, **options)
+
+        return looked
+
+    for owner, name in ((LayerSolver, "solve"), (SweepStore, "get")):
+        monkeypatch.setattr(owner, name, look(getattr(owner, name)))
+    gc.freeze()  # what is there before need not be looked at
+    yield lambda kind: max(counts[kind])
+    gc.unfreeze()
+
+
+# --- compress -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_memory", [0, 20_000])
+def test_compress(folder: Path, files: Path, host_memory: int) -> None:
+    """The same report, mask and weights, to the bit; no file stays."""
+    wanted, found = (
+        fit_compression(opened(folder, room), WINDOWS, ratio=0.5, candidates=CANDIDATES)
+        for room in ("1GB", host_memory)
+    )
+    assert found.candidate == wanted.candidate
+    assert found.keep.fingerprint == wanted.keep.fingerprint
+    names = [name for name in wanted.report if name != "seconds"]
+    assert found.report[names].equals(wanted.report[names])
+    assert found.compensation is not None
+    assert wanted.compensation is not None
+    assert found.passes == wanted.passes
+    assert found.compensation.fingerprint == wanted.compensation.fingerprint
+    assert list(files.rglob("*.safetensors"))  # of the new weights
+    del found
+    del wanted
+    assert not left(files)
+
+
+def test_the_pruned_model_reads_its_weights(folder: Path, files: Path) -> None:
+    """As long as it is used."""
+    losses = []
+    for room in ("1GB", 0):
+        model = opened(folder, room)
+        pruned = compress(model, WINDOWS, ratio=0.5, candidates=CANDIDATES)
+        losses.append(window_nll(pruned, WINDOWS.ids))
+        assert room != 0 or list(files.rglob("*.safetensors"))
+        del model, pruned
+    assert torch.equal(*losses)
+    assert not left(files)
+
+
+@pytest.mark.parametrize("room", [0, "1GB"])
+def test_one_layer_is_in_memory(
+    room: int | str, folder: Path, peak: Callable[[str], int]
+) -> None:
+    """Without room: the sums of one, its weights and the new ones, where all fit."""
+    model = opened(folder, room)
+    portfolio = Portfolio(model, WINDOWS)
+    before = n_held(*SUMS.values()), n_held(DOWN)
+    fit_compression(
+        model, WINDOWS, ratio=0.5, candidates=CANDIDATES, portfolio=portfolio
+    )
+    assert before == (0, 0)
+    if room == 0:
+        assert peak("sums") == 1
+        assert peak("downs") <= 2
+    else:
+        assert peak("sums") >= N_LAYERS
+        assert peak("downs") >= N_LAYERS
+
+
+class _StoppedError(Exception):
+    """By the test."""
+
+
+def test_an_interrupted_one_leaves_no_file(
+    folder: Path, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what a part of the layers was put into."""
+    solve, n_solved = LayerSolver.solve, 0
+
+    def stopped(*args: Any, **options: Any) -> Any:
+        nonlocal n_solved
+        n_solved += 1
+        if n_solved > 2:
+            raise _StoppedError
+        return solve(*args, **options)
+
+    monkeypatch.setattr(LayerSolver, "solve", stopped)
+    with pytest.raises(_StoppedError) as info:
+        fit_compression(opened(folder, 0), WINDOWS, ratio=0.5, candidates=CANDIDATES)
+    assert len(list(files.rglob("sums-*.safetensors"))) == 0
+    assert len(list(files.rglob("*sums-*.safetensors"))) == N_LAYERS
+    assert len(list(files.rglob("*down-*.safetensors"))) == 2
+    del info
+    assert not left(files)
+
+
+def test_too_little_disk_is_an_error_before_the_work(
+    folder: Path, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what is needed and what is there; one byte more is enough."""
+    needed = N_LAYERS * 8 * (2 * 32 * 32 + 4 * 16 * 8)
+    model = opened(folder, 1000)
+
+    def free(n_bytes: int) -> None:
+        usage = Usage(0, 0, n_bytes)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+    free(int((needed - 1000) / 0.9) - 2)
+    with pytest.raises(SpecError, match=r"0\.000123 GB.*1e-06 GB.*HEAPR_CACHE_DIR"):
+        fit_compression(model, WINDOWS, ratio=0.5, candidates=CANDIDATES)
+    assert not left(files)
+    free(int((needed - 1000) / 0.9) + 2)
+    Portfolio(model, WINDOWS)
+
+
+# --- compensate, eliminate ----------------------------------------------------------
+
+
+def test_compensate(folder: Path, files: Path, peak: Callable[[str], int]) -> None:
+    """The weights of one layer are in memory; they mask and prune like others."""
+    model = opened(folder, 0)
+    keep = random_keep(model)
+    found = fit_compensation(model, keep, WINDOWS)
+    assert peak("sums") == 1
+    assert peak("downs") <= 2
+    kept = opened(folder, "1GB")
+    wanted = fit_compensation(kept, keep, WINDOWS)
+    assert found.fingerprint == wanted.fingerprint
+    assert found.report.equals(wanted.report)
+    with masking(model, keep, found.downs), masking(kept, keep, wanted.downs):
+        masked = [window_nll(own, WINDOWS.ids) for own in (model, kept)]
+    pruned = prune(model, keep, downs=found.downs)
+    del found, wanted
+    assert torch.equal(*masked)
+    assert torch.allclose(window_nll(pruned, WINDOWS.ids), masked[0], rtol=1e-9)
+    del pruned
+    assert not left(files)
+
+
+def test_eliminate(folder: Path, monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    """The same scores; each layer's sums are dropped before the next one's are made."""
+    from heapr_lab.refinement import elimination
+
+    layer_costs, held = elimination.layer_costs, []
+
+    def looked(*args: Any, **options: Any) -> Any:
+        held.append(n_held(*SUMS.values()))
+        return layer_costs(*args, **options)
+
+    monkeypatch.setattr(elimination, "layer_costs", looked)
+    model = opened(folder, 0)
+    table = collect_statistics(model, WINDOWS)
+    found = eliminate(model, table, WINDOWS)
+    in_memory, _ = load_model(folder, device="cpu", dtype="float64", stream=False)
+    wanted = eliminate(in_memory, table, WINDOWS)
+    assert set(held[:N_LAYERS]) == {1}
+    assert set(held[N_LAYERS:]) == {N_LAYERS}
+    assert torch.allclose(
+        *(torch.tensor(own.score("elimination").to_numpy()) for own in (found, wanted)),
+        rtol=1e-9,
+    )
+    assert not left(files)
