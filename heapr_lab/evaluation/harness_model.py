@@ -6,6 +6,9 @@ itself, at the positions it would have alone. This is exact for models in which 
 layer is ordinary softmax attention. The first item is also computed by the harness; if
 the two differ, or for models of another kind, the harness computes all items.
 
+The layers of a streamed model run on the batches of all requests, one layer after the
+other, so that it is read once and not for every batch; contexts are not shared then.
+
 Importing this module imports the harness.
 """
 
@@ -13,7 +16,7 @@ import copy
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +25,10 @@ from lm_eval.api.model import CacheHook
 from lm_eval.models.huggingface import HFLM
 from torch import nn
 
+from heapr_lab.importance.sweep_store import budget_of
+from heapr_lab.models.layerwise import swept_states
 from heapr_lab.models.likelihood import final_states, iter_log_probs
+from heapr_lab.models.streamed import Stream, stream_of
 from heapr_lab.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -83,6 +89,9 @@ class PackingHFLM(HFLM):
         override_bs: Any = None,
     ) -> list[Answer]:
         del disable_tqdm, override_bs
+        stream = stream_of(self.model)
+        if stream is not None:
+            return self._swept(requests, stream)
         groups = self._groups(requests) if self.packs else []
         answers: dict[int, Answer] = {}
         for batch in _batches(requests, groups, self.batch_size):
@@ -98,6 +107,34 @@ class PackingHFLM(HFLM):
             [requests[index] for index in rest], disable_tqdm=True
         )
         answers.update(zip(rest, alone, strict=True))
+        return [answers[index] for index in range(len(requests))]
+
+    @torch.no_grad()
+    def _swept(self, requests: list[Request], stream: Stream) -> list[Answer]:
+        """The answers of a streamed model, which is read once for many batches."""
+        rows = [_row(request, self.max_length) for request in requests]
+        # Longest first, as the harness does it; equal ones are together.
+        order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), rows[i]))
+        size = self.batch_size
+        batches = [order[i : i + size] for i in range(0, len(order), size)]
+        # Of a token: the states between two layers, and the last ones.
+        d_model = self.model.config.get_text_config().hidden_size
+        n_bytes = 2 * d_model * stream.dtype.itemsize
+        answers: dict[int, Answer] = {}
+        for group in _within(budget_of(stream) // n_bytes, batches, rows):
+            ids = [_padded([rows[i] for i in batch]) for batch in group]
+            swept = swept_states(self.model, ids)
+            for batch, states in zip(group, swept, strict=True):
+                wanted = [requests[i][2] for i in batch]
+                ends = [
+                    own[len(rows[i]) - len(continuation) : len(rows[i])]
+                    for own, i, continuation in zip(states, batch, wanted, strict=True)
+                ]
+                last = torch.cat(ends).to(stream.device)
+                found = _answers(self.model, last, wanted)
+                answers |= zip(batch, found, strict=True)
+        for request, (_, answer) in zip(requests, sorted(answers.items()), strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return [answers[index] for index in range(len(requests))]
 
     def _groups(self, requests: list[Request]) -> list[list[int]]:
@@ -211,7 +248,41 @@ def _packed_answers(model: Any, packed: Sequence[_Packed]) -> list[Answer]:
     )
     predicts = [torch.tensor(_flat(row.predicts)) for row in packed]
     rows = torch.cat([s[p.to(s.device)] for s, p in zip(states, predicts, strict=True)])
-    continuations = [target for row in packed for target in row.targets]
+    return _answers(model, rows, [own for row in packed for own in row.targets])
+
+
+def _row(request: Request, max_length: int) -> list[int]:
+    """What the model is fed of a request: all but the last token, cut from the left."""
+    return [*request[1], *request[2]][-(max_length + 1) : -1]
+
+
+def _padded(rows: Sequence[list[int]]) -> torch.Tensor:
+    """Rows with zeros to their right, to at least two tokens: (B, L)."""
+    length = max(2, *map(len, rows))
+    return torch.tensor([row + [0] * (length - len(row)) for row in rows])
+
+
+def _within(
+    n_tokens: int, batches: Sequence[list[int]], rows: Sequence[list[int]]
+) -> Iterator[list[list[int]]]:
+    """Groups of consecutive batches of at most `n_tokens` tokens, or of one batch."""
+    group: list[list[int]] = []
+    room = n_tokens
+    for batch in batches:
+        size = len(batch) * len(rows[batch[0]])  # the longest
+        if group and size > room:
+            yield group
+            group, room = [], n_tokens
+        group.append(batch)
+        room -= size
+    if group:
+        yield group
+
+
+def _answers(
+    model: nn.Module, rows: torch.Tensor, continuations: Sequence[list[int]]
+) -> list[Answer]:
+    """The answers to continuations from the states (n, d_model) before their tokens."""
     targets = torch.tensor(_flat(continuations), device=rows.device)
     log_p, greedy = _score(model, rows, targets)
     sizes = [len(continuation) for continuation in continuations]

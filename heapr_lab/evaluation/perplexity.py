@@ -18,6 +18,7 @@ from heapr_lab.models.layerwise import swept_states
 from heapr_lab.models.likelihood import (
     check_fits,
     final_states,
+    input_device,
     iter_log_probs,
     token_nll,
 )
@@ -223,7 +224,7 @@ def _for_batches(
         batches = windows.split(size)
         found = [_swept(model, batches, keep) for keep in masks]
         for batch, *states in zip(batches, *found, strict=True):
-            work(batch, *states)
+            work(batch, *(own.to(input_device(model)) for own in states))
         report(n_windows, n_windows)
 
     with evaluating(model):

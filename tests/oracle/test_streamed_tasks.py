@@ -1,0 +1,124 @@
+"""Tasks on streamed models, which are read once for many batches of requests."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from keeps import random_keep
+from tiny_folder import D_VOCAB, write_tokenizer
+
+from heapr_lab.evaluation.harness import continuation_task, run_tasks
+from heapr_lab.models.file_reader import FileReader
+from heapr_lab.models.loading import load_model
+from heapr_lab.models.streamed import stream_of
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.text.corpora import Corpus
+
+SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
+TEXTS = tuple(" ".join(f"w{i}x{j}" for j in range(70)) for i in range(9))
+
+
+def task() -> Any:
+    """28 requests of several lengths, four for each context."""
+    corpus = Corpus("numbered", "test", TEXTS, "made here")
+    made = continuation_task(corpus, n_items=7)
+    made.build_all_requests(limit=None, rank=0, world_size=1)
+    return made
+
+
+def opened(folder: Path, *, stream: bool, **options: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    return load_model(folder, device="cpu", dtype="float64", stream=stream, **options)
+
+
+def written(folder: Path, family: str) -> Path:
+    """A checkpoint of a family."""
+    tiny_model(family, **SIZES).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def answers(model: Any, tokenizer: Any, batch_size: int) -> list[tuple[float, bool]]:
+    """What the streamed model says."""
+    from heapr_lab.evaluation.harness_model import PackingHFLM
+
+    lm = PackingHFLM(model, tokenizer, n_requests_at_once=batch_size)
+    found: list[tuple[float, bool]] = lm.loglikelihood(task().instances)
+    return found
+
+
+@torch.no_grad()
+def alone(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
+    """The answer to each request, without padding, from all logits."""
+    found = []
+    for request in task().instances:
+        context, continuation = (tokenizer(text).input_ids for text in request.args)
+        ids = torch.tensor([context + continuation])
+        log_p = model(ids).logits.log_softmax(-1)[0, len(context) - 1 : -1]
+        wanted = ids[0, len(context) :]
+        value = float(log_p.gather(1, wanted[:, None]).sum())
+        found.append((value, bool((log_p.argmax(-1) == wanted).all())))
+    return found
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h"]
+)
+def test_answers_are_those_in_memory(family: str, tmp_path: Path) -> None:
+    """To 1e-9 in float64, in batches of 5 padded requests, with a mask and without."""
+    folder = written(tmp_path, family)
+    whole, tokenizer = opened(folder, stream=False)
+    streamed, _ = opened(folder, stream=True)
+    keep = random_keep(whole)
+    # These compute a part of their layers in float32, where the padding matters.
+    tolerance = 1e-5 if family in {"qwen3_next", "nemotron_h"} else 1e-9
+    dense, wanted = answers(streamed, tokenizer, 5), alone(whole, tokenizer)
+    with masking(streamed, keep), masking(whole, keep):
+        masked, wanted_masked = answers(streamed, tokenizer, 5), alone(whole, tokenizer)
+    for found, expected in ((dense, wanted), (masked, wanted_masked)):
+        values = [value for value, _ in expected]
+        assert [value for value, _ in found] == pytest.approx(values, rel=tolerance)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert masked != dense
+
+
+@pytest.mark.parametrize(("host_memory", "n_reads"), [("1GB", 1), (0, 6)])
+def test_parts_are_read_once(
+    host_memory: Any, n_reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By as many batches as the budget has room for: all of the six, or one."""
+    streamed, tokenizer = opened(
+        written(tmp_path, "qwen2_moe"), stream=True, host_memory=host_memory
+    )
+    stream = stream_of(streamed)
+    assert stream is not None
+    stream.drop()
+    reads: list[int] = []
+    read = FileReader.read
+
+    def noted(own: FileReader, number: int, names: Any) -> None:
+        reads.append(number)
+        read(own, number, names)
+
+    monkeypatch.setattr(FileReader, "read", noted)
+    answers(streamed, tokenizer, 5)
+    assert {part: reads.count(part) for part in reads} == dict.fromkeys(
+        range(-1, 3), n_reads
+    )
+
+
+def test_accuracies(tmp_path: Path) -> None:
+    """Rows, and the progress of every request."""
+    folder, heard = written(tmp_path, "qwen2_moe"), []
+    frames = [
+        run_tasks(
+            *opened(folder, stream=way),
+            [task()],
+            progress=lambda *own: heard.append(own),
+        )
+        for way in (False, True)
+    ]
+    assert frames[0].equals(frames[1])
+    assert heard == 2 * [(done, 28) for done in range(1, 29)]
