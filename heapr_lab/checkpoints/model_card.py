@@ -162,7 +162,8 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights", manifest["weights"]),
         ("tokenizer", manifest["tokenizer"]),
     ]
-    rows += [(key, manifest[key]) for key in ("pruned", "processor") if key in manifest]
+    others = ("pruned", "processor", "dropped")
+    rows += [(key, manifest[key]) for key in others if key in manifest]
     saved = manifest.get("savings")
     if saved:
         rows.append(("parameters", _change(saved, "parameters")))

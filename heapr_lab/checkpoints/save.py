@@ -6,6 +6,7 @@ the mask, and `heapr_manifest.json` the settings and the SHA-256 of the weights,
 a pruning can be repeated or audited.
 """
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from heapr_lab.checkpoints.folder import (
     save_tokenizer,
 )
 from heapr_lab.checkpoints.shards import save_streamed
-from heapr_lab.checkpoints.uniform import stock_model, uniform_width
+from heapr_lab.checkpoints.uniform import skeleton_of, stock_model, uniform_width
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.predicting import what_is_dropped, without_predicting
 from heapr_lab.models.ragged_experts import (
     HeaprConfig,
     HeaprQuantizer,
@@ -93,11 +95,13 @@ def save_pruned(
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     with new_folder(Path(folder)) as partial:
         written = checkpoint_of(model, keep)
+        without_predicting(written.config)
         if stream_of(written) is None:
             written.save_pretrained(partial, max_shard_size=max_shard_size)
         else:
             save_streamed(written, partial)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
+        facts |= what_is_dropped(_dense_skeleton(model), base)
         facts |= other_parts(model, partial, base=base)
         describe(
             partial,
@@ -109,6 +113,14 @@ def save_pruned(
             source=source,
         )
     return Path(folder)
+
+
+def _dense_skeleton(model: Any) -> Any:
+    """The model that a pruned one was made of, without weights."""
+    config = copy.deepcopy(model.config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return skeleton_of(config)
 
 
 def other_parts(model: Any, folder: Path, *, base: str) -> dict[str, str]:

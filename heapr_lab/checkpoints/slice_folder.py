@@ -1,5 +1,6 @@
 """Slice a dense checkpoint's folder into a pruned one, without loading the model."""
 
+import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from heapr_lab.checkpoints.slice_files import begun, slice_files, stamps_of
 from heapr_lab.checkpoints.uniform import skeleton_of, stock_config, uniform_width
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import has_tokenizer, read_config, read_tokenizer
+from heapr_lab.models.predicting import what_is_dropped, without_predicting
 from heapr_lab.models.ragged_experts import HeaprConfig, carry_code
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
@@ -57,7 +59,7 @@ def prune_folder(
     structure = structure_of(keep)
     uniform = structure == "uniform"
     width = uniform_width(keep, config.dtype) if uniform else None
-    changed = config if width is None else stock_config(config, width)
+    changed = copy.deepcopy(config) if width is None else stock_config(config, width)
     skeleton: Any = skeleton_of(config)
     tokenizer = read_tokenizer(source) if has_tokenizer(source) else None
     with new_folder(folder, resume=True) as partial:
@@ -71,11 +73,13 @@ def prune_folder(
         if not uniform:
             _name_widths(changed, skeleton, keep)
             carry_code(partial, changed, type(skeleton).__name__)
+        without_predicting(changed)
         changed.save_pretrained(partial)
         generation = source / "generation_config.json"
         if generation.is_file():
             shutil.copyfile(generation, partial / generation.name)
         said = {"tokenizer": save_tokenizer(partial, tokenizer, base=str(source))}
+        said |= what_is_dropped(skeleton, str(source))
         said |= other_parts(skeleton, partial, base=str(source))
         # Last, because it is slow and would be repeated if a later step failed.
         checksums = slice_files(
@@ -85,7 +89,7 @@ def prune_folder(
             partial,
             keep,
             base=base or str(source),
-            config=config,
+            config=changed,
             facts={**(facts or {}), **said},
             checksums=checksums,
             source=source,

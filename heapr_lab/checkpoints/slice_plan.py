@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightRenaming, apply_renamings
 from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.predicting import predicting
 from heapr_lab.models.ragged_experts import RaggedExperts, expert_conversions
 from heapr_lab.models.safetensors_headers import FLOATS, ORDER, Stored, StoredTensor
 from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
@@ -263,7 +264,10 @@ class Planner:
         self.renamings = [c for c in used if isinstance(c, WeightRenaming)]
         known = self.skeleton.state_dict()
         pieces: dict[Path, list[Piece]] = {path: [] for path in stored}
+        dropped = predicting(self.skeleton, every)
         for found in every:
+            if found.name in dropped:
+                continue
             weight = self.weights.get(found.parameter)
             if weight is not None:
                 own, stored_as = _as_in_file(found, weight)
@@ -280,7 +284,9 @@ class Planner:
         self._check_complete()
         check_whole(self.skeleton, every, sliced=self.weights)
         return [
-            SlicedFile(path, sorted(own, key=_place)) for path, own in pieces.items()
+            SlicedFile(path, sorted(own, key=_place))
+            for path, own in pieces.items()
+            if own
         ]
 
     def _in_experts(self, found: FoundTensor) -> bool:

@@ -163,8 +163,10 @@ class FileReader:
         _check_scales(every)
         self._tensors: dict[str, list[FoundTensor]] = {}
         """Those of which each parameter or buffer is made."""
+        known = model.state_dict()
         for found in every:
-            self._tensors.setdefault(found.parameter, []).append(found)
+            if found.parameter in known:  # not of layers that predict further tokens
+                self._tensors.setdefault(found.parameter, []).append(found)
         self._quantizer = quantizer
         self._ahead = ReadAhead()
 

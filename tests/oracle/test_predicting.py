@@ -1,0 +1,86 @@
+"""Layers that predict further tokens (MTP) are in no pruned checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import logits_of, random_keep, widths_keep, zeroed_twin
+from safetensors.torch import save_file
+from sliced_files import SINGLE, tensors_in
+
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.models.file_reader import open_streamed
+from heapr_lab.models.folders import read_weights
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.storage.files import read_json
+
+pytestmark = pytest.mark.oracle
+
+COUNTS = {
+    "deepseek_v3": "num_nextn_predict_layers",
+    "glm4_moe": "num_nextn_predict_layers",
+    "qwen3_next": "mtp_num_hidden_layers",
+}
+"""The key of each family, whose extra tensors are one layer more, or under `mtp.`."""
+
+
+def source_of(folder: Path, family: str) -> tuple[Any, Path, set[str]]:
+    """A tiny model, a folder that has an MTP layer besides, and its tensors' names."""
+    model = tiny_model(family, **{COUNTS[family]: 1})
+    model.save_pretrained(folder)
+    stored = tensors_in(folder)
+    last = model.config.num_hidden_layers - 1
+    old, new = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    if family == "qwen3_next":
+        new = "mtp.layers.0."
+    names = [name for name in stored if name.startswith(old)]
+    extra = {name.replace(old, new): stored[name].clone() for name in names}
+    assert any("experts.0" in name for name in extra)
+    save_file(stored | extra, folder / SINGLE, metadata={"format": "pt"})
+    return model, folder, set(extra)
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+@pytest.mark.parametrize("family", COUNTS)
+def test_dropped_in_memory_streamed_and_by_files(tmp_path, family, structure):
+    """Tensors are gone, the configuration counts none, and the card says so."""
+    model, source, extra = source_of(tmp_path / "source", family)
+    keep = random_keep(model)
+    if structure == "uniform":
+        keep = widths_keep(model, 4, structure="uniform")
+    cpu = torch.device("cpu")
+    loaded = {
+        "memory": read_weights(source, dtype=torch.float64),
+        "streamed": open_streamed(source, dtype=torch.float64, device=cpu),
+    }
+    folders = [
+        save_pruned(prune(own, keep), tmp_path / name, base=str(source))
+        for name, own in loaded.items()
+    ]
+    folders.append(prune_folder(source, keep, tmp_path / "files"))
+    first = tensors_in(folders[0])
+    expected = logits_of(zeroed_twin(model, keep), tiny_ids())
+    for folder in folders:
+        found = tensors_in(folder)
+        assert found.keys() == first.keys()
+        assert not found.keys() & extra
+        assert all(torch.equal(found[name], first[name]) for name in first)
+        assert read_json(folder / "config.json")[COUNTS[family]] == 0
+        said = read_json(folder / "heapr_manifest.json")["dropped"]
+        assert said.startswith(f"{len(extra)} tensors of layers")
+        assert f"| dropped | {said} |" in (folder / "README.md").read_text()
+        again = read_weights(folder, dtype=torch.float64)
+        again.set_experts_implementation("eager")
+        logits = logits_of(again, tiny_ids())
+        assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_is_said_of_a_model_without(tmp_path):
+    """No tensors, no words."""
+    model = tiny_model("glm4_moe")
+    model.save_pretrained(tmp_path / "source")
+    out = prune_folder(tmp_path / "source", random_keep(model), tmp_path / "out")
+    assert "dropped" not in read_json(out / "heapr_manifest.json")
