@@ -23,15 +23,12 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizatio
 from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
-from heapr_lab.models.folders import build, read_config
+from heapr_lab.models.folders import DEQUANTISED, build, quantisation, read_config
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
 from heapr_lab.models.read_ahead import ReadAhead
 from heapr_lab.models.safetensors_headers import TORCH, read_source
 from heapr_lab.models.streamed import Stream
 from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
-
-DEQUANTISED = ("fp8", "mxfp4")
-"""Formats of quantised weights that are dequantised when they are read."""
 
 
 def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
@@ -67,8 +64,7 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
     )
     stream = Stream(model, reader, dtype=dtype, device=device)
     if reader.dequantises:
-        method = quantizer.quantization_config.quant_method
-        stream.dequantised_from = str(getattr(method, "value", method))
+        stream.dequantised_from = quantisation(config)
         stream.stored = torch.bfloat16
     if quantizer is not None:
         quantizer.postprocess_model(model)

@@ -121,6 +121,20 @@ def has_tokenizer(folder: Path) -> bool:
     return any(any(folder.glob(name)) for name in _VOCABULARIES)
 
 
+DEQUANTISED = ("fp8", "mxfp4")
+"""Formats of quantised weights that are dequantised when they are read."""
+
+
+def quantisation(config: Any) -> str | None:
+    """The name of the format of quantised, or of pruned, weights; else None."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    settings = found if isinstance(found, dict) else found.to_dict()
+    method = settings.get("quant_method", "unknown")
+    return str(getattr(method, "value", method))
+
+
 def read_weights(source: str | Path, **options: Any) -> Any:
     """The model in a folder, or of a hub id, with every weight read from its files.
 

@@ -15,9 +15,15 @@ from transformers.utils.logging import disable_progress_bar
 from heapr_lab import hub
 from heapr_lab.errors import SpecError
 from heapr_lab.models.file_reader import open_streamed
-from heapr_lab.models.folders import read_config, read_tokenizer, read_weights
+from heapr_lab.models.folders import (
+    DEQUANTISED,
+    quantisation,
+    read_config,
+    read_tokenizer,
+    read_weights,
+)
 from heapr_lab.models.layerwise import LayerByLayer
-from heapr_lab.models.memory import size_of
+from heapr_lab.models.memory import larger_than_memory, size_of
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
@@ -29,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 LAB = "lab"
 """Name of the bundled model."""
-
-_SHARE_OF_MEMORY = 0.8
-"""Of what is free, for weights; activations need some, too."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types in which everything in this package can be computed."""
@@ -56,7 +59,8 @@ def load_model(
             `float32`, `bfloat16`, ... or a torch dtype.
         stream: whether decoder layers stay on disk and are read one at a time when they
             run; `auto` does so where the weights in a local folder are larger than 80 %
-            of the free memory, and logs the numbers.
+            of the free memory, and logs the numbers, and where they are quantised in
+            FP8 or MXFP4.
         host_memory: of a streamed model, for the states of its layers, in bytes or as
             "16GB"; those beyond it go to files in the cache's folder. By default half
             of what is free.
@@ -79,7 +83,7 @@ def load_model(
     config = read_config(path)  # first: it determines the tokenizer's class
     tokenizer = read_tokenizer(path)
     if stream is True or (
-        stream == "auto" and _too_large(path, config, chosen, device)
+        stream == "auto" and _has_to_stream(path, config, chosen, device)
     ):
         default = "cuda" if on_gpu else "cpu"
         placed = torch.device(default if device == "auto" else device)
@@ -111,10 +115,17 @@ def _streamed(
     return model
 
 
-def _too_large(path: str, config: Any, dtype: str | torch.dtype, device: str) -> bool:
-    """Whether the weights of a local folder need more memory than there is."""
-    folder = Path(path)
-    quantised = getattr(config, "quantization_config", None) is not None
+def _has_to_stream(
+    path: str, config: Any, dtype: str | torch.dtype, device: str
+) -> bool:
+    """Whether weights are quantised, or need more memory than there is."""
+    folder, quantised = Path(path), quantisation(config)
+    if quantised in DEQUANTISED:
+        logger.warning(
+            "the weights are in %s: they are dequantised when they are read from disk, "
+            "one decoder layer at a time", quantised,
+        )  # fmt: skip
+        return True
     if quantised or not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return False
     stored, _ = read_source(folder)
@@ -124,7 +135,7 @@ def _too_large(path: str, config: Any, dtype: str | torch.dtype, device: str) ->
     tensors = [t for found in stored.values() for t in found.values()]
     needed = sum(math.prod(t.shape) for t in tensors) * dtype.itemsize
     free = _free_memory(device)
-    if needed <= _SHARE_OF_MEMORY * free:
+    if not larger_than_memory(needed, free):
         return False
     logger.warning(
         "the weights need %.1f GB and %.1f GB are free: decoder layers are read from "

@@ -17,6 +17,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_SHARE_OF_MEMORY = 0.8
+"""Of what is free, for weights; activations need some, too."""
+
+
+def larger_than_memory(n_bytes: float, free: int) -> bool:
+    """Whether weights of this size are streamed where it is not said.
+
+    Args:
+        n_bytes: in the type that they have in memory.
+        free: bytes of the device.
+    """
+    return n_bytes > _SHARE_OF_MEMORY * free
+
 
 def size_of(size: int | str, *, least: int = 1) -> int:
     """Bytes, from a number or a text with a unit.

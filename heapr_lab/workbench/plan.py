@@ -18,13 +18,14 @@ import torch
 from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.importance.collect import TOKENS_PER_BATCH
+from heapr_lab.models.folders import DEQUANTISED, quantisation
 from heapr_lab.models.likelihood import (
     LOGITS_AT_ONCE,
     TOKENS_AT_LEAST,
     input_device,
 )
 from heapr_lab.models.loading import check_dtype, config_of
-from heapr_lab.models.memory import size_of
+from heapr_lab.models.memory import larger_than_memory, size_of
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.repr_html import card_html
 from heapr_lab.workbench.devices import (
@@ -192,7 +193,7 @@ def plan(
             free here. Without a GPU the two memories are one.
         dtype: of the weights in memory; `auto` is the checkpoint's own on a GPU and
             float32 on the CPU.
-        stream: whether to stream; `auto` does if the pass does not fit in memory.
+        stream: whether to stream; `auto` does where `load_model` does.
 
     Raises:
         SpecError: there is no such model, device, type or size, or the weights are in
@@ -218,12 +219,17 @@ def plan(
         host = int(psutil.virtual_memory().available)
     if room is None:
         room = host if on == "cpu" else int(placed.memory)
+    work = Work(asked, length, 0, kind.itemsize, on)
+    if stream == "auto":  # by the rule of `load_model`
+        weights = sizes.architecture.n_parameters * work.itemsize
+        quantised = quantisation(config) in DEQUANTISED
+        stream = quantised or larger_than_memory(weights, room)
     return _planned(
         Limits(room, host),
         sizes,
-        Work(asked, length, 0, kind.itemsize, on),
+        work,
         placed,
-        stream,
+        bool(stream),
         name=str(model),
         dtype=str(kind).removeprefix("torch."),
         stored=stored or own.itemsize,
@@ -277,7 +283,7 @@ def _planned(
     sizes: Sizes,
     work: Work,
     device: Device,
-    stream: bool | str,
+    stream: bool,
     *,
     name: str,
     dtype: str,
@@ -349,23 +355,23 @@ def _beyond(limits: Limits, work: Work, parts: Mapping[str, int], kept: int) -> 
 
 
 def _engine(
-    limits: Limits, parts: Mapping[str, Mapping[str, int]], stream: bool | str
+    limits: Limits, parts: Mapping[str, Mapping[str, int]], stream: bool
 ) -> tuple[str, str]:
     """The engine, and why it is this one."""
     needed = {engine: sum(own.values()) for engine, own in parts.items()}
     room = f"the device has {gigabytes(limits.device)}"
     whole, streamed = (gigabytes(needed[engine]) for engine in _ENGINES)
-    asked = IN_MEMORY if stream is False else STREAMED
-    if stream is not True and needed[IN_MEMORY] <= limits.device:
-        return IN_MEMORY, f"all layers need {whole}, {room}"
+    asked = STREAMED if stream else IN_MEMORY
     if needed[asked] > limits.device:
         short = gigabytes(needed[asked] - limits.device)
+        remedy = "; give --stream" if needed[STREAMED] <= limits.device else ""
         return INFEASIBLE, (
             f"{asked} needs {gigabytes(needed[asked])} and {room}: {short} are missing"
+            f"{remedy}"
         )
-    if stream is True:
-        return STREAMED, f"one layer at a time needs {streamed}, {room}"
-    return STREAMED, (f"all layers need {whole}, one at a time {streamed}, and {room}")
+    if not stream:
+        return IN_MEMORY, f"all layers need {whole}, {room}"
+    return STREAMED, f"all layers need {whole}, one at a time {streamed}, and {room}"
 
 
 def _flops(sizes: Sizes, work: Work, engine: str) -> dict[str, float]:
