@@ -54,12 +54,9 @@ class SlicedReader:
 
     def read_all_but(self, names: set[str]) -> None:
         """Give the model its tensors of other names."""
-        # One of the dense model's parts may be in memory, with experts to be sliced.
-        parts = self._source.part_names().values()
-        others = names.union(*parts)
-        for name, tensor in self._dense.state_dict().items():
-            if name not in others:
-                _give(self._model, name, tensor)
+        dense = self._dense.state_dict()  # may have a part in memory
+        for name in self._model.state_dict().keys() - names:
+            _give(self._model, name, dense[name])
 
     def read(self, number: int, names: Collection[str]) -> None:
         """Give the model the tensors of a part, and drop those of the dense model."""

@@ -107,6 +107,15 @@ def test_structures(family: str, structure: str, tmp_path: Path) -> None:
     assert_saved_alike([prune(own, keep) for own in models], tmp_path, family)
 
 
+def test_whatever_layer_is_in_memory(tmp_path: Path) -> None:
+    """The part of the dense model that was read last is not taken for the rest."""
+    models = both("qwen3_moe", tmp_path / "dense")
+    keep = random_keep(models[0])
+    stream_of(models[1]).fill(0)  # type: ignore[union-attr]
+    pruned = [prune(own, keep) for own in models]
+    assert_saved_alike(pruned, tmp_path, "qwen3_moe")
+
+
 def test_one_part_is_in_memory(tmp_path: Path) -> None:
     """Of the pruned model and of the dense one that it is sliced from."""
     _, dense = both("qwen2_moe", tmp_path / "dense")
