@@ -122,6 +122,20 @@ def cost_rows() -> list[dict]:
     ]
 
 
+def streamed_runs() -> pd.DataFrame:
+    """Rows as `benchmarks/streaming.py` writes them: one model, two ways."""
+    stages = ("identity", "scores", "loss", "masked loss", "pruning", "pruned loss")
+    row = {"model": "m", "checkpoint_bytes": 3e9, "tokens": 8, "nll": 3.0}
+    row |= {"masked nll": 4.0, "pruned nll": 4.5, "reading": 1.0}
+    times = {name: 2.0 + number for number, name in enumerate(stages)}
+    return pd.DataFrame(
+        [
+            row | times | {"way": "streamed", "peak_bytes": 1.5e9, "bytes_read": 6e9},
+            row | times | {"way": "in memory", "peak_bytes": 9e9, "bytes_read": None},
+        ]
+    )
+
+
 def measured_structures() -> pd.DataFrame:
     """Rows as `benchmarks/structures.py` writes them: two multiples, two ratios."""
     kinds = [("ragged", None), ("aligned", 6), ("aligned", 12), ("uniform", 6)]

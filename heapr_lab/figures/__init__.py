@@ -17,7 +17,6 @@ from heapr_lab.figures.beyond import (
     beyond_table,
     commands_table,
     solves_table,
-    streaming_table,
 )
 from heapr_lab.figures.bins import bins_data, figure_bins, plot_bins
 from heapr_lab.figures.boundary import boundary_data, figure_boundary, plot_boundary
@@ -75,6 +74,12 @@ from heapr_lab.figures.scores import (
     plot_score_bins,
     plot_score_histogram,
     score_histogram_data,
+)
+from heapr_lab.figures.streaming import (
+    figure_streaming,
+    plot_streaming,
+    streaming_data,
+    streaming_table,
 )
 from heapr_lab.figures.structures import (
     figure_structures,

@@ -66,28 +66,6 @@ def commands_table(measured: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def streaming_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/streaming.py` for readers."""
-    gigabytes = ["checkpoint_bytes", "peak_bytes", "bytes_read"]
-    named = {
-        "model": "model",
-        "way": "layers",
-        "tokens": "tokens",
-        "checkpoint_bytes": "checkpoint [GB]",
-        "peak_bytes": "peak memory [GB] ↓",
-        "bytes_read": "read [GB]",
-        "scores": "scores [s] ↓",
-        "waits": "of it reading",
-        "loss": "loss [s] ↓",
-        "nll": "loss [nats per token]",
-        "masked nll": "of a mask",
-        "pruned nll": "of the pruned files",
-    }
-    shown = measured.assign(**{name: measured[name] / 1e9 for name in gigabytes})
-    shown["waits"] = shown["reading"] / shown["scores"]
-    return shown[list(named)].rename(columns=named)
-
-
 def solves_table(measured: pd.DataFrame) -> pd.DataFrame:
     """Rows of `benchmarks/solves.py` for readers."""
     named = {

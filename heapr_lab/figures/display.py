@@ -29,6 +29,7 @@ from heapr_lab.figures import (
     pareto,
     quality,
     scores,
+    streaming,
     structures,
     tables,
 )
@@ -98,6 +99,9 @@ KINDS: Mapping[str, Kind] = {
         comparisons.scope_data, comparisons.plot_scope, comparisons.figure_scope
     ),
     "score_histogram": Kind(scores.score_histogram_data, scores.plot_score_bins),
+    "streaming": Kind(
+        streaming.streaming_data, streaming.plot_streaming, streaming.figure_streaming
+    ),
     "structures": Kind(
         structures.structures_data,
         structures.plot_structures,

@@ -10,6 +10,7 @@ from figure_rows import (
     measured_models,
     measured_quality,
     measured_structures,
+    streamed_runs,
 )
 
 from heapr_lab import figures
@@ -301,17 +302,26 @@ def test_what_follows_compress_by_hand() -> None:
 
 def test_streaming_is_in_gigabytes() -> None:
     """Of memory, of the checkpoint, and of what was read; not in memory: nothing."""
-    row = {"model": "m", "way": "streamed", "tokens": 8, "scores": 2.0, "loss": 1.0,
-           "nll": 3.0, "masked nll": 4.0, "pruned nll": 4.5, "reading": 0.5,
-           "checkpoint_bytes": 3e9}  # fmt: skip
-    rows = [
-        row | {"peak_bytes": 1.5e9, "bytes_read": 6e9},
-        row | {"way": "in memory", "peak_bytes": 9e9, "bytes_read": None},
-    ]
-    table = figures.streaming_table(pd.DataFrame(rows))
+    table = figures.streaming_table(streamed_runs())
     assert table["peak memory [GB] ↓"].tolist() == [1.5, 9.0]
     assert table["read [GB]"].isna().tolist() == [False, True]
     assert table["checkpoint [GB]"].tolist() == [3.0, 3.0]
     assert table["of a mask"].tolist() == [4.0, 4.0]
     assert table["of the pruned files"].tolist() == [4.5, 4.5]
-    assert table["of it reading"].tolist() == [0.25, 0.25]
+    assert table["of it reading"].tolist() == [1 / 3, 1 / 3]
+
+
+def test_streaming_is_drawn_by_quantity() -> None:
+    """Two bars of memory for each run; the bars of the stages end to end."""
+    data = figures.streaming_data(streamed_runs())
+    memory = figures.plot_streaming(data).patches
+    assert [bar.get_width() for bar in memory] == [3.0, 3.0, 1.5, 9.0]
+    assert {bar.get_x() for bar in memory} == {0.0}
+    ax = figures.plot_streaming(data, quantity="time")
+    first = ax.patches[::2]
+    assert [bar.get_x() for bar in first] == [0.0, 2.0, 5.0, 9.0, 14.0, 20.0]
+    assert first[-1].get_x() + first[-1].get_width() == sum(range(2, 8))
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "m, streamed",
+        "m, in memory",
+    ]

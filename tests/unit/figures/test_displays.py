@@ -45,6 +45,7 @@ def display_of(kind: str) -> Display:
         "quality": (rows.measured_quality(),),
         "scope": (results,),
         "score_histogram": (pd.Series([0.0, 1.0, 2.0], name="heapr"), 1.5),
+        "streaming": (rows.streamed_runs(),),
         "structures": (rows.measured_structures(),),
         "widths": (widths, widths),
     }
