@@ -3,7 +3,7 @@
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import ipywidgets as ipw
 import pandas as pd
@@ -18,6 +18,7 @@ from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import STALE, failure, stale_style, status
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
+from heapr_lab.panel.planned import PlannedPanel
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
@@ -254,6 +255,28 @@ def _table_row(name: str, *cells: str) -> str:
     return f'<tr><th style="text-align:left">{html.escape(name)}</th>{values}</tr>'
 
 
+@overload
+def explore(
+    source: ImportanceTable | PruningSession,
+    *,
+    corpora: Sequence[str] | None = None,
+    tasks: Sequence[str] | None = None,
+    selection: Selection | None = None,
+    calibration: Calibration | None = None,
+) -> Explorer: ...
+
+
+@overload
+def explore(
+    source: "Workbench | Path | str",
+    *,
+    corpora: Sequence[str] | None = None,
+    tasks: Sequence[str] | None = None,
+    selection: Selection | None = None,
+    calibration: Calibration | None = None,
+) -> Explorer | PlannedPanel: ...
+
+
 def explore(
     source: "Workbench | ImportanceTable | PruningSession | Path | str",
     *,
@@ -261,8 +284,11 @@ def explore(
     tasks: Sequence[str] | None = None,
     selection: Selection | None = None,
     calibration: Calibration | None = None,
-) -> Explorer:
+) -> Explorer | PlannedPanel:
     """The panel of a model, or of a table alone.
+
+    If measuring takes longer than ten minutes, its plan is shown first, with a button
+    that starts it.
 
     Args:
         source: a workbench, which measures the importance unless it is in the cache; a
@@ -280,12 +306,24 @@ def explore(
     Example:
         >>> explore("lab")  # doctest: +SKIP
     """
-    session = session_of(source, selection, calibration)
-    session.choose(selection or session.selection)
-    here = {"corpora": corpora, "tasks": tasks}
-    if session.workbench is not None:
-        here = _available(corpora, tasks)
-    return Explorer(session, **{k: v for k, v in here.items() if v is not None})
+    if isinstance(source, str | Path):
+        source = _opened(str(source))
+
+    def panel() -> Explorer:
+        session = session_of(source, selection, calibration)
+        session.choose(selection or session.selection)
+        here = {"corpora": corpora, "tasks": tasks}
+        if session.workbench is not None:
+            here = _available(corpora, tasks)
+        return Explorer(session, **{k: v for k, v in here.items() if v is not None})
+
+    known = ImportanceTable | PruningSession
+    if isinstance(source, known) or not hasattr(source, "long_plan"):
+        return panel()
+    plan = source.long_plan(calibration)
+    if plan is None:
+        return panel()
+    return PlannedPanel(plan, source, calibration=calibration, panel=panel)
 
 
 def session_of(

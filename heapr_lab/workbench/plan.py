@@ -47,8 +47,11 @@ from heapr_lab.workbench.footprint import (
 )
 
 INFEASIBLE = "infeasible"
-_LONG_SECONDS, _SLOWEST = 600.0, 1e10
-"""What is long, and operations per second that every device gives."""
+LONG_SECONDS = 600.0
+"""Measuring that takes longer is announced with its plan, and asked for in the panel.
+"""
+_SLOWEST = 1e10
+"""Operations per second that every device gives."""
 _ATOM_BYTES = 36
 """Of a row of an importance table as parquet; 32 to 41 were measured, 36.2 of 262,144
 rows."""
@@ -117,10 +120,10 @@ class Plan:
         """Plain JSON data."""
         return dataclasses.asdict(self) | {"device_peak": self.device_peak}
 
-    def brief(self) -> list[str]:
-        """The lines that matter before a long run."""
+    def brief(self) -> dict[str, str]:
+        """What matters before a long run."""
         facts = self._facts()
-        return [f"{name}: {facts[name]}" for name in _BRIEF if name in facts]
+        return {name: facts[name] for name in _BRIEF if name in facts}
 
     def __repr__(self) -> str:
         return f"Plan({self.model}: {self.engine}, {self.n_parameters:,} parameters)"
@@ -250,7 +253,7 @@ def plan_if_long(model: Any, *, n_sequences: int, seq_len: int) -> Plan | None:
     sizes, on = sizes_of(model), input_device(model)
     work = Work(n_sequences, seq_len, 0, model.dtype.itemsize, on.type)
     engine = IN_MEMORY if stream_of(model) is None else STREAMED
-    if _flops(sizes, work, engine)["scores"] < _LONG_SECONDS * _SLOWEST:
+    if _flops(sizes, work, engine)["scores"] < LONG_SECONDS * _SLOWEST:
         return None
     device = measured(on, model.dtype)
     loaded = sum(p.nbytes for p in model.parameters() if not p.is_meta)
@@ -267,7 +270,7 @@ def plan_if_long(model: Any, *, n_sequences: int, seq_len: int) -> Plan | None:
         dtype=str(model.dtype).removeprefix("torch."),
         stored=stored.itemsize,
     )
-    return found if found.seconds.get("scores", math.inf) > _LONG_SECONDS else None
+    return found if found.seconds.get("scores", math.inf) > LONG_SECONDS else None
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ from heapr_lab.text.calibration import (
 )
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, OWN_TEXT, Calibration
 from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.plan import plan_if_long
+from heapr_lab.workbench.plan import Plan, plan_if_long
 from heapr_lab.workbench.settings import DENSE, Profile, Setting, profile_of
 
 logger = logging.getLogger(__name__)
@@ -261,6 +261,21 @@ class Workbench:
             ),
         )
 
+    def long_plan(self, calibration: Calibration | None = None) -> Plan | None:
+        """What measuring the importance needs, if it takes more than ten minutes.
+
+        None if it takes less, or if the table is in the cache.
+        """
+        windows = self.calibration_set(calibration)
+        spec = statistics_spec(self.identity, windows)
+        if cache.cache_path("importance", spec, extension="parquet").exists():
+            return None
+        return self._plan_if_long(windows)
+
+    def _plan_if_long(self, windows: CalibrationSet) -> Plan | None:
+        n_sequences, seq_len = windows.n_sequences, windows.seq_len
+        return plan_if_long(self.model, n_sequences=n_sequences, seq_len=seq_len)
+
     def measure_on(
         self, ranks: Ranks, windows: CalibrationSet, *, batch_size: int | None = None
     ) -> ImportanceTable | None:
@@ -299,10 +314,10 @@ class Workbench:
 
     def _announce(self, windows: CalibrationSet) -> None:
         """Log what the scores need, if they take more than ten minutes."""
-        n_sequences, seq_len = windows.n_sequences, windows.seq_len
-        found = plan_if_long(self.model, n_sequences=n_sequences, seq_len=seq_len)
+        found = self._plan_if_long(windows)
         if found is not None:
-            logger.warning("this takes long\n%s", "\n".join(found.brief()))
+            lines = (f"{name}: {fact}" for name, fact in found.brief().items())
+            logger.warning("this takes long\n%s", "\n".join(lines))
 
     def portfolio(self, calibration: Calibration | None = None) -> Portfolio:
         """The statistics and sums of which `compress` makes its candidates.

@@ -125,7 +125,7 @@ def test_anything_else_cannot_be_explored(tmp_path: Path) -> None:
     small_table().write(tmp_path / "table.parquet")
     assert explore(tmp_path / "table.parquet").session.keep.n_atoms == 16
     with pytest.raises(SpecError, match="cannot explore a list"):
-        explore([])  # type: ignore[arg-type]
+        explore([])  # type: ignore[call-overload]
 
 
 def test_panel_with_camera() -> None:

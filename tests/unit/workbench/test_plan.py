@@ -264,7 +264,7 @@ def test_a_plan_is_shown_and_is_json() -> None:
         assert said in text
         assert said in card
     assert json.loads(json.dumps(found.to_dict()))["engine"] == found.engine
-    assert found.brief()[0].startswith("engine: streamed")
+    assert found.brief()["engine"].startswith("streamed")
 
 
 # --- this machine -----------------------------------------------------------------
