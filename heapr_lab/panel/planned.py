@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _ADVICE = (
     "Nothing runs before the button is pressed. Cancel keeps what is finished, and the "
     "next run continues there. For less time, open the model with another profile, "
-    "fewer windows, or on another device; the command `heapr-lab score` measures the "
-    "same table, which is then in the cache."
+    "fewer windows, or on another device; the command <code>heapr-lab score</code> "
+    "measures the same table, which is then in the cache."
 )
 
 
