@@ -64,6 +64,13 @@ _LINEAR_ATTENTION = {
     "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 8,
 }
+_INDEXED = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
+_DELTA_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_head_dim": 8,
+    "linear_num_heads": 2,
+    "num_shared_experts": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 8},
     "qwen3_moe": {},
@@ -107,6 +114,104 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {},
     "qwen3_5_moe_text": {},
     "solar_open": _GROUPED,
+    "deepseek_v32": _LATENT_ATTENTION | _INDEXED,
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {
+            "compressed_sparse_attention": 2,
+            "heavily_compressed_attention": 4,
+        },
+        "num_hidden_layers": 3,
+        "q_lora_rank": 8,
+        "o_groups": 2,
+        "o_lora_rank": 4,
+        "hc_mult": 2,
+        "sliding_window": 4,
+        "qk_rope_head_dim": 4,
+        **_INDEXED,
+    },
+    "glm_moe_dsa": _LATENT_ATTENTION | _INDEXED | {"index_topk_pattern": "FSF"},
+    "kimi_linear": _LATENT_ATTENTION | _DELTA_ATTENTION,
+    "bailing_hybrid": _LATENT_ATTENTION | _DELTA_ATTENTION,
+    "mimo_v2_flash": _GROUPED
+    | {
+        "v_head_dim": 4,
+        "num_key_value_heads": 1,  # twice as many in layers with a window
+        "sliding_window": 4,
+        "rope_parameters": {
+            kind: {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 4,
+        "shared_intermediate_size": 8,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_hidden_layers": 3,
+    },
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+        "dense_intermediate_size": 8,
+        "shared_intermediate_size": 8,
+        "rotary_dim": 4,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+        "index_block_size": 2,
+        "index_topk_blocks": 2,
+    },
+    "axk1": _LATENT_ATTENTION,
+    "axk2": _LATENT_ATTENTION | _INDEXED | {"gated_norm_rank": 4},
+    "aria_text": {"moe_num_shared_experts": 1},
+    "flint": {
+        "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 8,
+        "sliding_window": 4,
+    },
+    "qwen4_exp_text": _LINEAR_ATTENTION
+    | {
+        "hc_count": 2,
+        "hc_lowrank": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 0,  # as the published one with experts
+        "pad_token_id": 0,
+    },
+    "inkling_text": {
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "rel_extent": 4,
+        "d_rel": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "dots3_note_text": _LATENT_ATTENTION
+    | _INDEXED
+    | {"shared_experts_intermediate_size": 8},
 }
 
 
@@ -121,7 +226,7 @@ def tiny_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter) * 0.3
-            parameter.copy_(noise + 1 if "norm" in name else noise)
+            parameter.copy_(noise + 1 if "norm" in name or "scale" in name else noise)
     model.set_experts_implementation("eager")  # transformers' default knows no float64
     return model.eval()
 

@@ -19,9 +19,10 @@ from torch import nn
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.ragged_experts import RaggedExperts, activate
 from heapr_lab.models.streamed import filled, stream_of
-from heapr_lab.models.wrapped import is_wrapper, refuse_family, text_modules
+from heapr_lab.models.wrapped import is_wrapper, text_modules
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -146,7 +147,7 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
             activation mixes atoms); the family is refused by name; or there are experts
             outside the language model.
     """
-    refuse_family(getattr(model, "config", None))
+    refuse_by_name(getattr(model, "config", None))
     _refuse_unfused(model)
     found = list(_decorated(text_modules(model)))
     _refuse_outside(model, {name for name, _ in found})

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.ragged_experts import refuse_holes
 from heapr_lab.models.safetensors_headers import names_in
-from heapr_lab.models.wrapped import refuse_family
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -73,7 +73,7 @@ def build(config: Any, **options: Any) -> Any:
         SpecError: transformers cannot build one.
         LayoutError: the family is refused by name.
     """
-    refuse_family(config)
+    refuse_by_name(config)
     source = getattr(config, "_name_or_path", "") or type(config).__name__
     with _named(source, "config.json"):
         return _auto_class(config).from_config(
@@ -148,7 +148,7 @@ def read_weights(source: str | Path, **options: Any) -> Any:
         LayoutError: the family is refused by name.
     """
     config = read_config(source)
-    refuse_family(config)
+    refuse_by_name(config)
     generation = Path(source) / "generation_config.json"
     if generation.is_file():  # transformers ignores a damaged one
         _read_object(generation)

@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub
 from heapr_lab.errors import SpecError
+from heapr_lab.models.families import refuse_by_name, refuse_to_stream
 from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import (
     DEQUANTISED,
@@ -68,7 +69,7 @@ def load_model(
     Raises:
         SpecError: the device or the model is not available, the model's files are
             damaged, there is no such dtype or size, or `stream` is none of these.
-        LayoutError: the model cannot be streamed.
+        LayoutError: the family is refused by name, or cannot be streamed.
     """
     if stream not in (True, False, "auto"):
         raise SpecError(f"stream is {stream!r}, expected True, False or 'auto'")
@@ -81,6 +82,7 @@ def load_model(
     if silent():
         disable_progress_bar()
     config = read_config(path)  # first: it determines the tokenizer's class
+    refuse_by_name(config)
     tokenizer = read_tokenizer(path)
     if stream is True or (
         stream == "auto" and _has_to_stream(path, config, chosen, device)
@@ -105,6 +107,7 @@ def _streamed(
         LayoutError: they cannot.
     """
     model = open_streamed(model_folder(path), dtype=dtype, device=device)
+    refuse_to_stream(model.config, type(model).__name__)
     stream = stream_of(model)
     assert stream is not None
     stream.host_memory = budget

@@ -1,4 +1,4 @@
-"""Language models inside multimodal wrappers, and families that are refused by name.
+"""Language models inside multimodal wrappers.
 
 A wrapper, such as a `*ForConditionalGeneration`, has a language model beside a vision
 or audio tower. With token ids alone only the language model runs, so its experts are
@@ -9,47 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-
-from heapr_lab.errors import LayoutError
-
-_OWN_EXPERTS = (
-    "its experts do not go through transformers' experts interface, so that they can "
-    "be neither measured nor masked"
-)
-REFUSED = {
-    "dbrx": _OWN_EXPERTS,
-    "llama4": _OWN_EXPERTS,
-    "llama4_text": _OWN_EXPERTS,
-    "diffusion_gemma": (
-        "it is a diffusion model, and has no likelihood of the next token"
-    ),
-    "openai_privacy_filter": (
-        "it labels tokens, and has no head of a causal language model"
-    ),
-    "ernie4_5_vl_moe": (
-        "each of its layers has a second set of experts, for images, which text does "
-        "not reach and whose tensors are in one list with those of the first"
-    ),
-    "qwen3_omni_moe": (
-        "the class of the whole checkpoint has no forward pass, and its talker has "
-        "experts of its own; a checkpoint of the thinker alone "
-        "(qwen3_omni_moe_thinker) can be pruned"
-    ),
-}
-"""By model type, why a family of transformers cannot be scored and pruned."""
-
-
-def refuse_family(config: Any) -> None:
-    """Check that the family of a configuration can be scored and pruned.
-
-    Raises:
-        LayoutError: it cannot; the family and the reason are named.
-    """
-    kind = getattr(config, "model_type", None)
-    if kind in REFUSED:
-        raise LayoutError(
-            f"models of the family {kind!r} are not supported: {REFUSED[kind]}"
-        )
 
 
 def is_wrapper(config: Any) -> bool:

@@ -21,7 +21,7 @@ from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.text.calibration import CalibrationSet
 
-REFUSED = {"hy_v4"}
+REFUSED = {"hy_v4", "glm_moe_dsa", "deepseek_v4"}
 ROUNDED = {"nemotron_h"}
 WINDOWS = CalibrationSet.from_ids(
     torch.randint(0, 48, (5, 16), generator=torch.Generator().manual_seed(0))

@@ -39,8 +39,8 @@ from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.refinement.learned_masks import learn_mask
 from heapr_lab.text.calibration import CalibrationSet
 
-REFUSED = {"hy_v4"}
-"""Their decoder layers hand on more than hidden states."""
+REFUSED = {"hy_v4", "glm_moe_dsa", "deepseek_v4"}
+"""Their decoder layers hand on more than states, or have other parts."""
 ROUNDED = {"nemotron_h"}
 """Compute in float32 whatever the weights are in."""
 WINDOWS = CalibrationSet.from_ids(

@@ -22,8 +22,11 @@ from heapr_lab.pruning.surgery import masking
 
 N_ROUNDS = 25
 IDS = tiny_ids()
-SINGLE_INSIDE = {"qwen3_next", "laguna"}
-"""Families that compute a part of their attention in float32, whatever their type."""
+SINGLE_INSIDE = {
+    "qwen3_next", "laguna", "deepseek_v4", "kimi_linear", "mimo_v2_flash", "axk1",
+    "axk2", "flint", "qwen4_exp_text",
+}  # fmt: skip
+"""Families that compute a part of their layers in float32, whatever their type."""
 
 
 def in_threads(*jobs: Callable[[], None]) -> None:

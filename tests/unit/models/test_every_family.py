@@ -1,0 +1,114 @@
+"""Every MoE family of the installed transformers is proven, or refused by name."""
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from families import FAMILIES
+from transformers import AutoConfig
+from transformers.models.auto import configuration_auto, modeling_auto
+from wrappers import WRAPPERS
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.experiments.readme import fill_blocks
+from heapr_lab.models.families import REFUSED
+from heapr_lab.models.loading import load_model
+from heapr_lab.storage import paths
+
+PAGE = paths.project_dir() / "docs" / "families.md"
+HEADS: tuple[Mapping[str, object], ...] = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    modeling_auto.MODEL_MAPPING_NAMES,
+)
+"""Model types by what they are loaded as, the first that has one of a module counts."""
+OWN = {"deepseek": "DeepseekForCausalLM"}
+"""Not in transformers."""
+OTHERS = ("dbrx", "llama4", "llama4_text", "mistral3", "kimi_k25", "internvl")
+"""Without the experts interface, or around a language model of another module."""
+
+
+def modules() -> list[str]:
+    """Modules of transformers whose modelling code uses the experts interface."""
+    folder = Path(configuration_auto.__file__).parent.parent
+    return sorted(
+        path.parent.name
+        for path in folder.glob("*/modeling_*.py")
+        if "@use_experts_implementation" in path.read_text("utf-8")
+    )
+
+
+def types_of(module: str) -> dict[str, str]:
+    """Model types of a module that are loaded as language models, with their classes.
+
+    Those of its parts (vision, audio, …) are not among them.
+    """
+    special = configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME
+    own = [
+        name
+        for name in configuration_auto.CONFIG_MAPPING_NAMES
+        if special.get(name, name.replace("-", "_")) == module
+    ]
+    language = HEADS[:3]
+    found = {n: str(h[n]) for h in reversed(language) for n in own if n in h}
+    others = ({n: str(h[n]) for n in own if n in h} for h in HEADS[3:])
+    return found or next(filter(None, others), {})
+
+
+@functools.cache
+def classes() -> dict[str, str]:
+    """Every model type, and the class that it is loaded as."""
+    found = dict(OWN)
+    for module in modules():
+        found |= types_of(module)
+    heads = {n: str(own) for head in reversed(HEADS[:3]) for n, own in head.items()}
+    return found | {name: heads[name] for name in OTHERS}
+
+
+def table() -> str:
+    """The table in docs/families.md, a row for each model type."""
+    rows = [("model type", "class", "status", "where, or why not"), ("---",) * 4]
+    for name, own in sorted(classes().items()):
+        if name in REFUSED:
+            rows.append((f"`{name}`", f"`{own}`", "refused", REFUSED[name]))
+            continue
+        proof = "test_wrappers.py" if name in WRAPPERS else "test_families.py"
+        rows.append((f"`{name}`", f"`{own}`", "proven", f"`tests/oracle/{proof}`"))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_every_module_has_a_model_type() -> None:
+    """None is left out of the list because of its name."""
+    assert [name for name in modules() if not types_of(name)] == []
+    assert len(modules()) >= 64
+
+
+def test_every_family_is_proven_or_refused() -> None:
+    """A family that transformers gains is in neither list, and fails here."""
+    proven = FAMILIES.keys() | WRAPPERS.keys()
+    assert sorted(classes().keys() - proven - REFUSED.keys()) == []
+    assert sorted(proven & REFUSED.keys()) == []
+    assert sorted(REFUSED.keys() - classes().keys()) == []
+    assert min(map(len, REFUSED.values())) > 20
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_the_refused_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """From config.json alone, before any weight is read, with the reason."""
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    said = f"model_type {name!r} is not supported: {REFUSED[name]}"
+    with pytest.raises(LayoutError, match=re.escape(said)):
+        load_model(tmp_path, device="cpu")
+
+
+def test_the_page_has_every_family() -> None:
+    """HEAPR_UPDATE_README=1 writes the table anew."""
+    listed = {"table": f"\n{table()}\n"}
+    if os.environ.get("HEAPR_UPDATE_README") == "1":
+        fill_blocks(PAGE, listed)
+    assert f"<!-- table -->{listed['table']}<!-- end -->" in PAGE.read_text("utf-8")
