@@ -230,7 +230,8 @@ class FileReader:
         They are converted in the type of the files, and the result is cast at once: a
         cast of each tensor before that would need as much memory again.
         """
-        handles = {f.file: safe_open(f.file, framework="pt") for f in tensors}
+        files = {f.file for f in tensors}
+        handles = {file: safe_open(file, framework="pt") for file in files}
         slices = {f.name: handles[f.file].get_slice(f.name) for f in tensors}
         converters = {id(f.converter): f.converter for f in tensors if f.converter}
         settings = LoadStateDictConfig(
