@@ -22,6 +22,7 @@ _DISK = 3e9
 _ROWS, _INNER, _OUTER = 512, 1024, 1024
 _COPY_BYTES, _FILE_BYTES = 2**28, 2**28
 _SECONDS = 0.5
+_Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,18 @@ _DEVICES = {
 """GPUs with their dense bfloat16 peaks, by name."""
 
 
-def find_device(name: str, dtype: torch.dtype | None = None) -> Device:
+def find_device(name: str | Device, dtype: torch.dtype | None = None) -> Device:
     """The device of that name; `this` is measured, in about two seconds.
 
     Args:
-        name: `this`, or one in the table.
+        name: `this`, one in the table, or a device, which is returned.
         dtype: in which `this` is measured; by default float32 on a CPU, else bfloat16.
 
     Raises:
         SpecError: there is no such device.
     """
+    if isinstance(name, Device):
+        return name
     if name == THIS:
         return measured(torch.device(kind_of(THIS)), dtype)
     if name not in _DEVICES:
@@ -84,7 +87,7 @@ def find_device(name: str, dtype: torch.dtype | None = None) -> Device:
     return _DEVICES[name]
 
 
-def kind_of(name: str) -> str:
+def kind_of(name: str | Device) -> str:
     """`cpu` or `cuda`, without a measurement.
 
     Raises:
@@ -95,8 +98,13 @@ def kind_of(name: str) -> str:
     return find_device(name).kind
 
 
-def measured(on: torch.device, dtype: torch.dtype | None = None) -> Device:
-    """A device of the present machine, in `dtype`."""
+def measured(
+    on: torch.device,
+    dtype: torch.dtype | None = None,
+    *,
+    clock: _Clock = time.perf_counter,
+) -> Device:
+    """A device of the present machine, in `dtype`, timed by `clock` in seconds."""
     dtype = dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
     if on.type == "cuda":
         memory, name = torch.cuda.mem_get_info(on)[0], torch.cuda.get_device_name(on)
@@ -106,29 +114,29 @@ def measured(on: torch.device, dtype: torch.dtype | None = None) -> Device:
         name=name,
         kind=on.type,
         memory=float(memory),
-        flops=_product_flops(on, dtype),
-        fresh=_fresh_bytes(on),
-        disk=_disk_bytes(),
+        flops=_product_flops(on, dtype, clock),
+        fresh=_fresh_bytes(on, clock),
+        disk=_disk_bytes(clock),
         source=f"measured in {str(dtype).removeprefix('torch.')}",
     )
 
 
-def _product_flops(on: torch.device, dtype: torch.dtype) -> float:
+def _product_flops(on: torch.device, dtype: torch.dtype, clock: _Clock) -> float:
     """Operations per second in products like those of an expert, there and back."""
     scale = 1 if on.type == "cpu" else 8
     x = torch.randn(scale * _ROWS, scale * _INNER, dtype=dtype, device=on)
     w = torch.randn(scale * _OUTER, scale * _INNER, dtype=dtype, device=on)
-    seconds = _fastest(lambda: (x @ w.T) @ w, on)
+    seconds = _fastest(lambda: (x @ w.T) @ w, on, clock)
     return 4 * scale**3 * _ROWS * _INNER * _OUTER / seconds
 
 
-def _fresh_bytes(on: torch.device) -> float:
+def _fresh_bytes(on: torch.device, clock: _Clock) -> float:
     """Bytes per second of products of elements, written to new memory."""
     x = torch.ones(_COPY_BYTES // 4, device=on)
-    return _COPY_BYTES / _fastest(lambda: x * x, on)
+    return _COPY_BYTES / _fastest(lambda: x * x, on, clock)
 
 
-def _disk_bytes() -> float:
+def _disk_bytes(clock: _Clock) -> float:
     """Bytes per second read from a new file, which the system is told to forget."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "read"
@@ -137,19 +145,19 @@ def _disk_bytes() -> float:
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            started = time.perf_counter()
+            started = clock()
             while file.read(2**24):
                 pass
-            return _FILE_BYTES / (time.perf_counter() - started)
+            return _FILE_BYTES / (clock() - started)
 
 
-def _fastest(work: Callable[[], object], on: torch.device) -> float:
+def _fastest(work: Callable[[], object], on: torch.device, clock: _Clock) -> float:
     """Seconds of the fastest of the calls that half a second has room for."""
-    ends, times = time.perf_counter() + _SECONDS, list[float]()
-    while not times or time.perf_counter() < ends:
-        started = time.perf_counter()
+    ends, times = clock() + _SECONDS, list[float]()
+    while not times or clock() < ends:
+        started = clock()
         work()
         if on.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
+        times.append(clock() - started)
     return min(times)

@@ -175,7 +175,7 @@ def plan(
     *,
     n_sequences: int = 128,
     seq_len: int = 2048,
-    device: str = THIS,
+    device: str | Device = THIS,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     dtype: str = "auto",
@@ -188,8 +188,8 @@ def plan(
             configuration is read.
         n_sequences: calibration windows.
         seq_len: tokens of each.
-        device: `this`, which is measured in two seconds, or a GPU by name, such as
-            `h100`, with stated numbers.
+        device: `this`, which is measured in two seconds, a GPU by name, such as
+            `h100`, with stated numbers, or one that was measured before.
         device_memory: its memory, in bytes or with a unit ("24GB"); by default what is
             free here, or what the named GPU has.
         host_memory: memory for the layer inputs of a streamed pass; by default what is

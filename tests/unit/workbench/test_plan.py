@@ -67,18 +67,14 @@ def of_benchmark(folder: Path, name: str) -> Path:
     pd.read_csv(RESULTS / "streaming.csv").to_dict("records"),
     ids=lambda row: f"{row['model']}, {row['way']}",
 )
-def test_memory_is_that_of_the_benchmark(
-    row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_that_of_the_benchmark(row: dict[str, Any], tmp_path: Path) -> None:
     """Peak memory of a process that scores, to 15 %; and what it reads from disk."""
-    monkeypatch.setattr(devices, "measured", lambda *_: CPU)
-    monkeypatch.setattr(devices, "kind_of", lambda _: "cpu")
-    monkeypatch.setattr(planning, "kind_of", lambda _: "cpu")
     shape = SHAPES[row["model"]]
     found = plan(
         of_benchmark(tmp_path, row["model"]),
         n_sequences=shape.n_windows,
         seq_len=shape.seq_len,
+        device=CPU,
         host_memory="100GB",
         stream=row["way"] == STREAMED,
     )
