@@ -58,13 +58,24 @@ class Shape:
     n_windows: int
     seq_len: int
     ways: tuple[str, ...] = ("in memory", "streamed")
+    n_heads: int = 16
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all windows."""
+        return self.n_windows * self.seq_len
+
+    def ids(self) -> torch.Tensor:
+        """Random tokens, the same for each way."""
+        generator = torch.Generator().manual_seed(1)
+        size = self.n_windows, self.seq_len
+        return torch.randint(0, self.d_vocab, size, generator=generator)
 
 
 SHAPES = {
     "0.9B": Shape(8, 1024, 64, 512, 8, 512, 32000, 8, 512),
     "16B": Shape(28, 2048, 64, 1408, 6, 2816, 102400, 4, 128, ("streamed",)),
 }
-N_HEADS = 16
 HOST_MEMORY = 200_000_000
 
 
@@ -80,8 +91,8 @@ def config_of(shape: Shape) -> dict[str, Any]:
         "moe_intermediate_size": shape.d_inter,
         "shared_expert_intermediate_size": shape.d_shared,
         "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": N_HEADS,
-        "num_key_value_heads": N_HEADS,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_heads,
         "num_experts": shape.n_experts,
         "num_experts_per_tok": shape.top_k,
         "max_position_embeddings": 4096,
@@ -128,23 +139,21 @@ def _shards(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
         yield tensors
 
 
-def opened(folder: Path, way: str) -> Any:
+def opened(folder: Path, way: str, host_memory: int | None = HOST_MEMORY) -> Any:
     """The model in a folder, in float32."""
     if way == "in memory":
         return read_weights(str(folder), dtype=torch.float32).eval()
     model = open_streamed(folder, dtype=torch.float32, device=torch.device("cpu"))
     stream = stream_of(model)
     assert stream is not None
-    stream.host_memory = HOST_MEMORY
+    stream.host_memory = host_memory
     return model
 
 
 def measure(folder: Path, shape: Shape, way: str) -> dict[str, Any]:
     """Seconds and bytes of one way of running the checkpoint, in this process."""
     row: dict[str, Any] = {}
-    generator = torch.Generator().manual_seed(1)
-    size = shape.n_windows, shape.seq_len
-    ids = torch.randint(0, shape.d_vocab, size, generator=generator)
+    ids = shape.ids()
     keep = _dense(folder, ids, way, row)
     gc.collect()  # a streamed model and its hooks refer to each other
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
@@ -156,9 +165,14 @@ def measure(folder: Path, shape: Shape, way: str) -> dict[str, Any]:
         model = opened(small, way)
         with _timed(row, "pruned loss"):
             row["pruned nll"] = evaluate_perplexity(model, ids).nll
+    return row | {"peak_bytes": highest_resident()}
+
+
+def highest_resident() -> int:
+    """Bytes that this process has held at most."""
     status = Path("/proc/self/status").read_text()
     (peak,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    return row | {"peak_bytes": 1024 * int(peak.split()[1])}
+    return 1024 * int(peak.split()[1])
 
 
 def _dense(folder: Path, ids: torch.Tensor, way: str, row: dict[str, Any]) -> KeepMask:
@@ -179,6 +193,14 @@ def _dense(folder: Path, ids: torch.Tensor, way: str, row: dict[str, Any]) -> Ke
         row["masked nll"] = evaluate_perplexity(model, ids).nll
     row["bytes_read"] = None if stream is None else stream.n_bytes_read
     return keep
+
+
+def in_own_process(script: str, *only: str) -> dict[str, Any]:
+    """The row that `script --only ...` prints."""
+    command = [sys.executable, script, "--only", *only]
+    done = subprocess.run(command, check=True, capture_output=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @contextlib.contextmanager
@@ -213,12 +235,8 @@ def main() -> None:
             folder.mkdir()
             n_bytes = write_checkpoint(shape, folder)
             for key in missing:
-                only = ["--only", str(folder), name, key["way"]]
-                command = [sys.executable, __file__, *only]
-                done = subprocess.run(command, check=True, capture_output=True)
-                found = json.loads(done.stdout.splitlines()[-1])
-                tokens = shape.n_windows * shape.seq_len
-                size = {"checkpoint_bytes": n_bytes, "tokens": tokens}
+                found = in_own_process(__file__, str(folder), name, key["way"])
+                size = {"checkpoint_bytes": n_bytes, "tokens": shape.n_tokens}
                 rows.add([key | size | found], details)
 
 

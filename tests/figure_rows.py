@@ -233,6 +233,36 @@ def measured_models() -> pd.DataFrame:
     return pd.concat([own, other, own.assign(equal="flops", delta_nll=2.0)])
 
 
+def measured_growth() -> pd.DataFrame:
+    """Rows as `benchmarks/growth.py` writes them: two of the first shape, two others.
+
+    Streamed, each takes twice the time of all layers in memory, and half the memory.
+    """
+    first = {"tokens": 1024, "layers": 2, "experts": 8, "d_model": 64}
+    shapes = [
+        ({"varied": "none", "repeat": 0} | first, 3.0),
+        ({"varied": "none", "repeat": 1} | first, 5.0),
+        ({"varied": "tokens", "repeat": 0} | first | {"tokens": 2048}, 8.0),
+        ({"varied": "layers", "repeat": 0} | first | {"layers": 4}, 10.0),
+    ]
+    rows = []
+    for shape, seconds in shapes:
+        for way, slower in (("in memory", 1), ("streamed", 2)):
+            predicted = slower * (4.0 if shape["varied"] == "none" else 8.0)
+            costs = {
+                "seconds": slower * seconds,
+                "predicted_seconds": predicted,
+                "plan_seconds": 2 * predicted,
+                "peak_bytes": 2e9 / slower,
+                "plan_bytes": 2.5e9 / slower,
+            }
+            costs["seconds_ratio"] = costs["seconds"] / costs["predicted_seconds"]
+            costs["plan_seconds_ratio"] = costs["seconds"] / costs["plan_seconds"]
+            costs["bytes_ratio"] = costs["peak_bytes"] / costs["plan_bytes"]
+            rows.append(shape | {"way": way} | costs)
+    return pd.DataFrame(rows)
+
+
 def lines_of(ax: plt.Axes) -> dict[str, np.ndarray]:
     """Points (n, 2) of every labelled curve or line of `ax`, by label."""
     return {

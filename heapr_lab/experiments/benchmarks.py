@@ -129,6 +129,15 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 table=figures.streaming_table,
             ),
             Benchmark(
+                "growth",
+                "growth.py",
+                "How cost grows",
+                table=figures.growth_table,
+                data=figures.growth_data,
+                figure=figures.figure_growth,
+                stem="14_growth",
+            ),
+            Benchmark(
                 "quality",
                 "quality.py",
                 "Additions one by one, the lab model (ridges of before 2026-11-22)",

@@ -41,6 +41,12 @@ from heapr_lab.figures.damage import (
 )
 from heapr_lab.figures.display import KINDS, Display
 from heapr_lab.figures.files import rows_text, save_figure, write_table
+from heapr_lab.figures.growth import (
+    figure_growth,
+    growth_data,
+    growth_table,
+    plot_growth,
+)
 from heapr_lab.figures.layers import (
     figure_layer_ratios,
     layer_ratios_data,

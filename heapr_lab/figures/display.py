@@ -25,6 +25,7 @@ from heapr_lab.figures import (
     calibration_size,
     comparisons,
     damage,
+    growth,
     layers,
     pareto,
     quality,
@@ -75,6 +76,12 @@ KINDS: Mapping[str, Kind] = {
         comparisons.granularity_data,
         comparisons.plot_granularity,
         comparisons.figure_granularity,
+    ),
+    "growth": Kind(
+        growth.growth_data,
+        growth.plot_growth,
+        growth.figure_growth,
+        panel=("varied",),
     ),
     "layer_ratios": Kind(
         layers.layer_ratios_data, layers.plot_layer_ratios, layers.figure_layer_ratios

@@ -115,6 +115,8 @@ _LOOKS = {
     "plain": Look("#999999", "o", "forward + backward"),
     "plain_eager": Look("#CCCCCC", "o", "the same, eager experts"),
     "one_pass": Look("#0072B2", "s", "one pass"),
+    "in memory": Look("#0072B2", "o", "all layers in memory"),
+    "streamed": Look("#D55E00", "s", "a layer at a time from disk"),
     "two_stage": Look("#D55E00", "^", "Algorithm 1, two stages"),
 }
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

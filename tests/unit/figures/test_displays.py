@@ -38,6 +38,7 @@ def display_of(kind: str) -> Display:
         "cost": (rows.cost_rows(),),
         "damage": (rows.measured_damage(),),
         "granularity": (results, savings),
+        "growth": (rows.measured_growth(),),
         "layer_ratios": ({0.25: rows.Keep(0.4, 0.1), 0.5: rows.Keep(0.7, 0.3)},),
         "main": (results,),
         "models": (rows.measured_models(),),
