@@ -458,7 +458,7 @@ def _reported() -> "Iterator[Report]":
 
 
 def _tried(report: "pd.DataFrame | None", *, in_words: bool) -> dict[str, Any]:
-    """The candidates and the chosen one, of `Compression.report`."""
+    """The candidates and the chosen one, of `FittedCompression.report`."""
     if report is None:
         return {}
     best = report.loc[report["chosen"]].iloc[0]

@@ -36,7 +36,7 @@ from heapr_lab.text.calibration import CalibrationSet
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Compression:
+class FittedCompression:
     """The kept atoms, the weights that make up for the others, and how they came."""
 
     candidate: Candidate
@@ -72,7 +72,7 @@ class Compression:
 
     def __repr__(self) -> str:
         facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
-        return f"Compression({facts})"
+        return f"FittedCompression({facts})"
 
     def _repr_html_(self) -> str:
         return card_html("Compression", self._facts())
@@ -109,7 +109,7 @@ def compress(
 
     Returns:
         The pruned model, as `prune` makes it. `heapr_report` is the report of
-        `Compression`.
+        `FittedCompression`.
 
     Raises:
         SpecError: there is only one window, the selection is infeasible, a candidate
@@ -151,7 +151,7 @@ def fit_compression(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
     **fields: Any,
-) -> Compression:
+) -> FittedCompression:
     """The mask and the weights alone, to evaluate with `masking(model, keep, downs)`.
 
     Arguments are those of `compress`, besides:
@@ -191,7 +191,7 @@ def fit_compression(
     keep, compensation = again[winner].keep, again[winner].compensation
     keep = KeepMask(keep.arrays, {**keep.settings, "candidate": winner.name})
     report = _report(dense, {"fit": trials, "all": again}, winner)
-    return Compression(winner, keep, compensation, report, count.passes)
+    return FittedCompression(winner, keep, compensation, report, count.passes)
 
 
 def _tried(
@@ -215,7 +215,7 @@ def _tried(
 def _report(
     dense: torch.Tensor, groups: dict[str, dict[Candidate, Trial]], winner: Candidate
 ) -> pd.DataFrame:
-    """The rows of `Compression.report`."""
+    """The rows of `FittedCompression.report`."""
     rows = []
     for windows, trials in groups.items():
         for candidate, trial in trials.items():

@@ -21,7 +21,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.candidates import CANDIDATES, PAPER, Candidate, usable
-from heapr_lab.refinement.compress import Compression, fit_compression
+from heapr_lab.refinement.compress import FittedCompression, fit_compression
 from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -43,12 +43,12 @@ def portfolio(model: nn.Module) -> Portfolio:
 
 
 @pytest.fixture(scope="module")
-def found(model: nn.Module, portfolio: Portfolio) -> Compression:
+def found(model: nn.Module, portfolio: Portfolio) -> FittedCompression:
     """Half of its atoms removed."""
     return fit_compression(model, WINDOWS, HALF, portfolio=portfolio)
 
 
-def report(found: Compression, fitted_to: str) -> pd.DataFrame:
+def report(found: FittedCompression, fitted_to: str) -> pd.DataFrame:
     """The rows of one group, by candidate."""
     rows = found.report[found.report["fitted_to"].eq(fitted_to)]
     return rows.set_index("candidate")
@@ -87,7 +87,7 @@ def test_where_the_paper_is_the_best_it_is_taken(
     assert found.keep.fingerprint == select(table, ratio=0.5).fingerprint
 
 
-def test_all_candidates_are_in_the_report(found: Compression) -> None:
+def test_all_candidates_are_in_the_report(found: FittedCompression) -> None:
     """HEAPr first; the best, and HEAPr, once more on all windows."""
     rows = report(found, "fit")
     assert rows.index.tolist() == [c.name for c in CANDIDATES]
@@ -103,7 +103,7 @@ def test_all_candidates_are_in_the_report(found: Compression) -> None:
 
 
 def test_the_report_has_the_measured_losses(
-    model: nn.Module, found: Compression
+    model: nn.Module, found: FittedCompression
 ) -> None:
     """Of the windows held out; differences to HEAPr are paired by window."""
     held_out = WINDOWS.ids[1::4]
@@ -123,7 +123,7 @@ def test_the_report_has_the_measured_losses(
 
 
 def test_the_model_that_comes_back_is_the_one_that_was_judged(
-    model: nn.Module, found: Compression
+    model: nn.Module, found: FittedCompression
 ) -> None:
     """`compress` prunes, and leaves the dense model as it was."""
     before = weights_state(model)
@@ -302,13 +302,15 @@ def test_candidates_are_checked(fields: dict[str, str], message: str) -> None:
         Candidate(**{"estimator": "fisher", **fields})
 
 
-def test_a_masked_model_is_refused(model: nn.Module, found: Compression) -> None:
+def test_a_masked_model_is_refused(model: nn.Module, found: FittedCompression) -> None:
     """Its statistics would be those of the mask."""
     with masking(model, found.keep), pytest.raises(SpecError, match="begin again"):
         fit_compression(model, WINDOWS, HALF)
 
 
-def test_it_is_shown_in_a_line(found: Compression) -> None:
+def test_it_is_shown_in_a_line(found: FittedCompression) -> None:
     """What was chosen, what it gains, and what it cost."""
-    assert repr(found).startswith(f"Compression(chosen {found.candidate.name}, pruning")
+    assert repr(found).startswith(
+        f"FittedCompression(chosen {found.candidate.name}, pruning"
+    )
     assert "forward passes" in found._repr_html_()
