@@ -127,6 +127,20 @@ def rank_atoms(table: ImportanceTable, selection: Selection) -> Ranking:
     return Ranking(groups, positions, tuple(totals), tuple(removable))
 
 
+def lowest(scores: np.ndarray, n: int) -> np.ndarray:
+    """Which are the `n` lowest of `scores`; of equal ones, those that come first.
+
+    Shapes: scores (N,); result bool (N,).
+
+    Example:
+        >>> lowest(np.array([3.0, 1.0, 2.0, 1.0]), 2).tolist()
+        [False, True, False, True]
+    """
+    found = np.zeros(len(scores), bool)
+    found[np.argsort(scores, kind="stable")[:n]] = True
+    return found
+
+
 def _positions(
     units: list[_Units], *, kind: type[np.int32 | np.int64]
 ) -> tuple[list[np.ndarray], int]:

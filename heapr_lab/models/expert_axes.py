@@ -1,0 +1,170 @@
+"""Which tensors and numbers of an MoE block have one entry for each routed expert.
+
+They are those of the experts module and of the router beside it, found by their sizes:
+a family of transformers gives them its own names. Dropping experts slices all of them.
+
+Shapes: E n_experts, D d_model.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.streamed import refuse_streamed
+
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "out_features")
+"""Names of attributes of modules that are the number of experts, if they equal it."""
+_GROUPS = ("num_group", "n_group", "n_groups", "num_expert_group", "num_expert_groups")
+_SHARED = "shared"
+"""In the name of each module beside the routed experts that every token uses."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertAxis:
+    """What a layer has for each of its routed experts."""
+
+    layer: ExpertsLayer
+    tensors: tuple[tuple[nn.Module, str], ...]
+    """Module and name of each parameter or buffer whose first axis is the experts."""
+    counts: tuple[tuple[nn.Module, str], ...]
+    """Module and name of each attribute that is the number of experts."""
+    router: nn.Module
+    """The module whose weight (E, D) gives the logits."""
+
+    def sliced(self, kept: Sequence[int]) -> list[torch.Tensor]:
+        """A copy of each of `tensors` with the experts `kept`, in their order."""
+        return [_taken(getattr(module, name), kept) for module, name in self.tensors]
+
+    @contextlib.contextmanager
+    def narrowed(self, kept: Sequence[int]) -> Iterator[None]:
+        """The layer with the experts `kept`, numbered in that order, in every thread.
+
+        The model's own tensors and numbers are back when the context ends.
+        """
+        before = [getattr(module, name) for module, name in self.tensors]
+        n_before, sliced = self.layer.n_experts, self.sliced(kept)
+        try:
+            self._set(sliced, len(kept))
+            yield
+        finally:
+            self._set(before, n_before)
+
+    def _set(self, tensors: Sequence[torch.Tensor], n_experts: int) -> None:
+        for (module, name), tensor in zip(self.tensors, tensors, strict=True):
+            own: Any = module._parameters
+            own = own if name in own else module._buffers
+            own[name] = tensor
+        for module, name in self.counts:
+            setattr(module, name, n_experts)
+
+
+@torch.no_grad()
+def _taken(tensor: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
+    rows = tensor[torch.tensor(kept, device=tensor.device)].clone()
+    if not isinstance(tensor, nn.Parameter):
+        return rows
+    return nn.Parameter(rows, requires_grad=tensor.requires_grad)
+
+
+def find_expert_axes(model: nn.Module) -> list[ExpertAxis]:
+    """What each MoE layer of `model` has for each of its routed experts, in order.
+
+    Raises:
+        LayoutError: there is no MoE layer, or experts cannot be dropped from one of
+            them exactly (it is named): routing is limited to groups of experts, the
+            router is not beside the experts, or weights are not in memory.
+        SpecError: the model is streamed.
+    """
+    refuse_streamed(model, remedy="load it with stream=False to drop experts")
+    return [_axis_of(model, layer) for layer in find_experts(model)]
+
+
+def _axis_of(model: nn.Module, layer: ExpertsLayer) -> ExpertAxis:
+    """The axis of one layer.
+
+    Raises:
+        LayoutError: experts cannot be dropped exactly.
+    """
+    path, _, own_name = layer.name.rpartition(".")
+    modules = {
+        name: module
+        for name, module in model.get_submodule(path).named_modules()
+        if _SHARED not in name and not name.startswith(f"{own_name}.")
+    }
+    for name, module in modules.items():
+        _refuse_groups(module, f"{path}.{name}")
+    tensors = [
+        (module, name)
+        for place, module in modules.items()
+        for name, tensor in _tensors_of(module)
+        if _per_expert(tensor, layer.n_experts, name=f"{path}.{place}.{name}")
+    ]
+    routers = [
+        module
+        for module, name in tensors
+        if module is not layer.module and getattr(module, name).dim() == 2
+    ]
+    own = {name for module, name in tensors if module is layer.module}
+    others = sorted({name for name, _ in _tensors_of(layer.module)} - own)
+    if len(routers) != 1 or others:
+        raise LayoutError(
+            f"{path} has {len(routers)} router weights with one row for each of its "
+            f"{layer.n_experts} experts, expected 1, and {len(others)} tensors of the "
+            f"experts without an axis of experts, expected 0 ({', '.join(others)}): "
+            "experts of this family cannot be dropped"
+        )
+    counts = [
+        (module, name)
+        for module in modules.values()
+        for name in COUNTS
+        if vars(module).get(name) == layer.n_experts
+    ]
+    return ExpertAxis(layer, tuple(tensors), tuple(counts), routers[0])
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    parameters = module.named_parameters(recurse=False)
+    return [*parameters, *module.named_buffers(recurse=False)]
+
+
+def _per_expert(tensor: torch.Tensor, n_experts: int, *, name: str) -> bool:
+    """Whether the first axis of `tensor` is the experts.
+
+    Raises:
+        LayoutError: another axis may be, or the values are not in memory.
+    """
+    if tensor.is_meta:
+        raise LayoutError(
+            f"{name} is offloaded, its values are not in memory; load the model "
+            "without offloading to drop experts"
+        )
+    first = tensor.dim() > 0 and tensor.shape[0] == n_experts
+    if not first and n_experts in tensor.shape:
+        raise LayoutError(
+            f"{name} has the shape {tuple(tensor.shape)}, expected the {n_experts} "
+            "experts on its first axis: experts of this family cannot be dropped"
+        )
+    return first
+
+
+def _refuse_groups(module: nn.Module, name: str) -> None:
+    """Check that tokens may be routed to any experts.
+
+    Raises:
+        LayoutError: they are routed to some groups of experts.
+    """
+    for attribute in _GROUPS:
+        n_groups = vars(module).get(attribute)
+        if isinstance(n_groups, int) and n_groups > 1:
+            raise LayoutError(
+                f"{name.rstrip('.')} ({type(module).__name__}) routes a token to some "
+                f"of {n_groups} groups of experts ({attribute}={n_groups}), expected "
+                "1: without some experts the groups would differ in size. Prune atoms "
+                "instead"
+            )

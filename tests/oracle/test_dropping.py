@@ -1,0 +1,183 @@
+"""A model without some experts: in a context, as a copy, on disk, and by hand."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, tiny_ids, tiny_model
+from keeps import logits_of
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.pruning.dropping import drop_experts, dropping
+
+pytestmark = pytest.mark.oracle
+
+IDS = tiny_ids()
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+IN_SINGLE = {"rtol": 1e-6, "atol": 1e-6}
+"""The routers of most families compute in float32."""
+DROPPABLE = sorted({*FAMILIES} - {"ernie4_5_moe"})
+REFERENCES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss")
+
+
+def kept_of(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Other experts in each layer, three of four."""
+    layers = [layer.layer for layer in find_experts(model)]
+    return {k: ((0, 2, 3), (0, 1, 3), (1, 2, 3))[k % 3] for k in layers}
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every stored tensor."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def by_hand(model: Any, kept: dict[int, tuple[int, ...]]) -> torch.Tensor:
+    """Logits of the dense model, where router logits of dropped experts are −∞."""
+    hooks = []
+    for layer in find_experts(model):
+        block = model.get_submodule(layer.name.rpartition(".")[0])
+        router = getattr(block, "gate", None) or block.router
+        rule = _rule(model, kept[layer.layer])
+        hooks.append(router.register_forward_hook(rule))
+    logits = logits_of(model, IDS)
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+def _rule(model: Any, kept: tuple[int, ...]) -> Callable[..., Any]:
+    config = model.config
+
+    def route(_router: Any, _args: Any, found: Any) -> Any:
+        logits = found[0].clone()
+        for expert in range(logits.shape[-1]):
+            if expert not in kept:
+                logits[..., expert] = -torch.inf
+        if config.model_type == "gpt_oss":
+            best, index = logits.topk(config.num_experts_per_tok)
+            return logits, best.softmax(-1), index
+        p = logits.float().softmax(-1)
+        weights, index = p.topk(config.num_experts_per_tok)
+        if config.model_type == "mixtral" or getattr(config, "norm_topk_prob", False):
+            weights = weights / weights.sum(-1, keepdim=True)
+        if config.model_type == "deepseek_v2":
+            weights = weights * config.routed_scaling_factor
+        return logits, weights.to(found[1].dtype), index
+
+    return route
+
+
+@pytest.mark.parametrize("family", REFERENCES)
+def test_dropped_is_minus_infinity(family: str) -> None:
+    """Without some experts is as if the router's logits of them were −∞."""
+    model = tiny_model(family)
+    kept = kept_of(model)
+    expected = by_hand(model, kept)
+    with dropping(model, kept):
+        found = logits_of(model, IDS)
+    torch.testing.assert_close(found, expected, **IN_SINGLE)
+    assert (found - logits_of(model, IDS)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", DROPPABLE)
+def test_in_a_context_as_a_copy_and_on_disk(family: str, tmp_path: Path) -> None:
+    """All three have the same logits, also from the family's own stock class."""
+    model = tiny_model(family)
+    kept, before = kept_of(model), tensors_of(model)
+    dense = logits_of(model, IDS)
+    with dropping(model, kept):
+        applied = logits_of(model, IDS)
+        small = describe(model)
+    copy: Any = drop_experts(model, kept)
+    assert torch.equal(logits_of(copy, IDS), applied)
+    assert (applied - dense).abs().max() > 0.01
+    assert small.n_parameters == sum(p.numel() for p in copy.parameters())
+    copy.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    loaded.set_experts_implementation("eager")
+    assert type(loaded) is type(model)
+    torch.testing.assert_close(logits_of(loaded, IDS), applied, **EXACT)
+    torch.testing.assert_close(tensors_of(model), before, rtol=0, atol=0)
+    assert torch.equal(logits_of(model, IDS), dense)
+
+
+def test_the_copy_owns_its_weights() -> None:
+    """Overwriting every tensor of the copy leaves the model as it was."""
+    model = tiny_model("deepseek_v3")
+    before = tensors_of(model)
+    copy = drop_experts(model, kept_of(model))
+    with torch.no_grad():
+        for tensor in copy.state_dict().values():
+            tensor.fill_(7.0)
+    torch.testing.assert_close(tensors_of(model), before, rtol=0, atol=0)
+    assert model.config.num_local_experts == 4
+    assert copy.config.num_local_experts == 3
+
+
+def test_an_error_inside_leaves_the_dense_model() -> None:
+    """Tensors are the very same objects after an exception, and numbers are back."""
+    model = tiny_model("qwen3_moe")
+    before = {name: id(own) for name, own in model.named_parameters()}
+    dense = logits_of(model, IDS)
+    with pytest.raises(KeyError), dropping(model, kept_of(model)):
+        raise KeyError
+    assert {name: id(own) for name, own in model.named_parameters()} == before
+    assert torch.equal(logits_of(model, IDS), dense)
+
+
+def test_unequal_layers_run_but_have_no_configuration() -> None:
+    """Layers with 2 and 3 experts: the copy runs, and says it cannot be expressed."""
+    model = tiny_model("qwen2_moe")
+    kept = {0: (0, 3), 1: (0, 1, 2)}
+    copy: Any = drop_experts(model, kept)
+    with dropping(model, kept):
+        expected = logits_of(model, IDS)
+    assert torch.equal(logits_of(copy, IDS), expected)
+    assert not copy.heapr_experts_in_config
+    assert [axis.layer.n_experts for axis in find_expert_axes(copy)] == [2, 3]
+
+
+# --- what is refused --------------------------------------------------------------
+
+
+def test_groups_of_experts_are_refused_by_name() -> None:
+    """Routing that is limited to groups would change with their sizes."""
+    model = tiny_model("deepseek_v3", n_group=2, topk_group=1)
+    dense = logits_of(model, IDS)
+    with pytest.raises(LayoutError, match=r"gate .* of 2 groups .*num_group=2"):
+        drop_experts(model, kept_of(model))
+    assert torch.equal(logits_of(model, IDS), dense)
+
+
+def test_experts_on_another_axis_are_refused_by_name() -> None:
+    """A correction of shape (1, E) is not sliced by guessing."""
+    model = tiny_model("ernie4_5_moe")
+    text = r"moe_statics.e_score_correction_bias has the shape \(1, 4\)"
+    with pytest.raises(LayoutError, match=text):
+        find_expert_axes(model)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({0: (0, 1)}, r"of the layers \[0\], the model's MoE layers are \[0, 1\]"),
+        ({0: (0, 1), 1: (3, 2)}, "layer 1 are .* ascending"),
+        ({0: (0, 4), 1: (1, 2)}, "layer 0 are .* from 0 to 3"),
+        ({0: (0, 1), 1: (2,)}, "layer 1 would keep 1 experts.* at least 2"),
+    ],
+)
+def test_impossible_choices_are_refused(kept: Any, message: str) -> None:
+    """Before anything changes."""
+    model = tiny_model("qwen2_moe")
+    dense = logits_of(model, IDS)
+    with pytest.raises(SpecError, match=message):
+        drop_experts(model, kept)
+    with pytest.raises(SpecError, match=message), dropping(model, kept):
+        pass
+    assert torch.equal(logits_of(model, IDS), dense)
