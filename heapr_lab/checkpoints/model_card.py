@@ -15,8 +15,7 @@ _CARD = """---
 # {base}, pruned by {percent:.0%}
 
 {kept:,} of the {atoms:,} atomic experts of `{base}` are kept (an atomic expert is a row
-of W_gate and of W_up with the corresponding column of W_down), selected by HEAPr's
-second-order importance of each (Li et al., ICLR 2026).
+of W_gate and of W_up with the corresponding column of W_down), selected by {selected}.
 
 | | |
 |---|---|
@@ -97,10 +96,21 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         percent=1 - manifest["atoms_kept"] / manifest["atoms"],
         kept=manifest["atoms_kept"],
         atoms=manifest["atoms"],
+        selected=_selected_by(manifest.get("method", _HEAPR)),
         rows="\n".join(f"| {key} | {value} |" for key, value in _rows(manifest)),
         candidates=_candidates(manifest.get("candidates", [])),
         use=use,
     )
+
+
+_HEAPR = "HEAPr"
+"""The method of a manifest that names no other."""
+
+
+def _selected_by(method: str) -> str:
+    if method == _HEAPR:
+        return "HEAPr's\nsecond-order importance of each (Li et al., ICLR 2026)"
+    return f"the\nmethod `{method}` of heapr_lab"
 
 
 _CANDIDATES = """

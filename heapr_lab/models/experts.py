@@ -384,7 +384,6 @@ def _top_k(model: Any) -> int:
 
 def _attention_width(model: Any) -> int:
     """Sum over softmax-attention layers of n_heads · (qk width + v width)."""
-    n_heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
     width = 0
     for _, module in text_modules(model):
         if not type(module).__name__.endswith("Attention"):
@@ -393,5 +392,12 @@ def _attention_width(model: Any) -> int:
         key_dim = getattr(module, "qk_head_dim", head_dim)
         value_dim = getattr(module, "v_head_dim", head_dim)
         if key_dim is not None and value_dim is not None:
-            width += n_heads * (key_dim + value_dim)
+            width += _n_heads(model, module) * (key_dim + value_dim)
     return width
+
+
+def _n_heads(model: Any, attention: Any) -> int:
+    """Heads of an attention module, which can differ between layers."""
+    own = getattr(attention, "num_heads", None)
+    config = model.config.get_text_config()
+    return int(own or getattr(config, "num_attention_heads", 0))

@@ -21,6 +21,7 @@ WINGS = (
     "evaluation",
     "refinement",
     "checkpoints",
+    "methods",
     "workbench",
     "lab_model",
     "figures",

@@ -1,0 +1,179 @@
+"""Methods that remove single atoms, by scores of the importance table.
+
+`ratio` is a share of all routed atoms, of each layer's, or of each expert's; it is
+rounded down to whole atoms of the group, except where whole experts are removed, whose
+number is the smallest that reaches it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.methods.compression import AtomCompression
+from heapr_lab.methods.method import Method, Request
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.ranking import lowest
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import ReplacedDownProj
+from heapr_lab.refinement.compress import fit_compression
+
+_HEAPR = "Li et al. 2026, HEAPr, ICLR"
+_ONE_PASS = (
+    "Ḡ is not formed: mean eᵀ Ḡ e equals mean h² · mean (∂ℓ/∂h)², so that one pass is "
+    "enough.",
+    "An expert without tokens scores 0; in the authors' code its atoms score −1. Both "
+    "remove its atoms first.",
+    "The model is in eval mode, so auxiliary router losses, which the authors' code "
+    "adds in training mode, have no part in the gradient.",
+)
+
+
+def compression_of(
+    request: Request, keep: KeepMask, downs: ReplacedDownProj | None = None
+) -> AtomCompression:
+    """The compression that keeps the atoms of `keep`."""
+    layers = request.measured.architecture.layers
+    sizes = {layer: shape.atom_parameters for layer, shape in layers.items()}
+    return AtomCompression(request.made, keep, sizes, downs)
+
+
+def _selecting(**fields: Any) -> Callable[[Request], AtomCompression]:
+    """The rule that selects as `Selection(ratio, **fields)` does."""
+
+    def rule(request: Request) -> AtomCompression:
+        table = request.measured.table(request.progress)
+        selection = Selection(request.ratio, **fields)  # type: ignore[arg-type]
+        return compression_of(request, select(table, selection))
+
+    return rule
+
+
+def _random(request: Request) -> AtomCompression:
+    """Atoms with the lowest of uniform numbers that `seed` draws."""
+    return _selecting(estimator="random", estimator_options={"seed": request.seed})(
+        request
+    )
+
+
+def _minitron(request: Request) -> AtomCompression:
+    """The atoms of each expert with the least mean |h| over the tokens routed to it."""
+    table = request.measured.table(request.progress)
+    keep = {}
+    for layer, scores in mean_activations(table).items():
+        n_removed = int(request.ratio * scores.shape[1])
+        keep[layer] = np.stack([~lowest(own, n_removed) for own in scores])
+    return compression_of(request, KeepMask(keep, request.made.to_dict()))
+
+
+def mean_activations(table: ImportanceTable) -> dict[int, np.ndarray]:
+    """Mean |h| of each atom over the tokens routed to its expert, (E, I), by layer."""
+    frame, scores = table.frame, {}
+    means = frame["sum_abs_h"] / np.maximum(frame["tokens"], 1)
+    for layer, shape in table.shapes().items():
+        scores[layer] = means[frame["layer"] == layer].to_numpy().reshape(shape)
+    return scores
+
+
+def _compress(request: Request) -> AtomCompression:
+    """The best of several scores and compensations, by loss on held-out windows."""
+    selection = Selection(request.ratio)  # type: ignore[arg-type]
+    if not request.ratio:  # nothing to compensate
+        table = request.measured.table(request.progress)
+        return compression_of(request, select(table, selection))
+    found = fit_compression(
+        request.model,
+        request.calibration,
+        selection,
+        quick=request.options["quick"],
+        portfolio=request.measured.portfolio,
+        progress=request.progress,
+    )
+    return compression_of(request, found.keep, found.downs)
+
+
+ATOMS = (
+    Method(
+        "heapr",
+        "HEAPr-G: second-order score, ranked over all layers",
+        _HEAPR,
+        "atoms",
+        _selecting(),
+        deviations=_ONE_PASS,
+    ),
+    Method(
+        "heapr-l",
+        "HEAPr-L: second-order score, ranked within each layer",
+        _HEAPR,
+        "atoms",
+        _selecting(scope="layer"),
+        deviations=_ONE_PASS,
+    ),
+    Method(
+        "heapr-expert",
+        "expert-level HEAPr: whole experts by the sum of their atoms' scores",
+        _HEAPR,
+        "atoms",
+        _selecting(granularity="expert"),
+        deviations=(
+            *_ONE_PASS,
+            "Removed experts keep their router rows and return 0, as atoms do; "
+            "experts are ranked over all layers.",
+        ),
+    ),
+    Method(
+        "minitron",
+        "Minitron channels: mean |h|, the same width for all experts of a layer",
+        "Muralidharan et al. 2024, Minitron, arXiv:2407.14679",
+        "atoms",
+        _minitron,
+        deviations=(
+            "The mean is over all routed tokens at once; the authors' code takes the "
+            "mean of each batch and the L2 norm over batches, so that its result "
+            "depends on the batch size.",
+            "Only routed experts are pruned: no embedding channels, heads or layers.",
+            "Nothing is trained afterwards.",
+        ),
+    ),
+    Method(
+        "fisher-moe-like",
+        "Fisher information of routed dimensions, ranked over all layers",
+        "Fisher-MoE 2026, arXiv:2606.05538",
+        "atoms",
+        _selecting(estimator="fisher"),
+        deviations=(
+            "Built from the abstract: the Fisher information of a factor on h, "
+            "Σ (h · ∂ℓ/∂h)², with the text's own tokens as labels.",
+        ),
+    ),
+    Method(
+        "magnitude",
+        "control: the norm of the atom's weights, ranked over all layers",
+        "Han et al. 2015, arXiv:1506.02626",
+        "atoms",
+        _selecting(estimator="magnitude"),
+        deviations=("Whole atoms, not single weights; nothing is trained afterwards.",),
+    ),
+    Method(
+        "random",
+        "control: atoms drawn at random",
+        "a control of this project",
+        "atoms",
+        _random,
+    ),
+    Method(
+        "compress",
+        "ours: the best of several scores and compensations on held-out windows",
+        "this project (heapr_lab.refinement.compress)",
+        "atoms",
+        _compress,
+        deviations=(
+            "The second of every four windows is held out to choose among candidates, "
+            "so the result depends on the order of the windows.",
+        ),
+        options={"quick": False},
+    ),
+)
+"""The methods of this module."""

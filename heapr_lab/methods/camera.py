@@ -1,0 +1,168 @@
+"""CAMERA-P: energy and peak of what an atom writes, layer by layer, without gradients.
+
+Shapes: E n_experts, I d_inter; rows of h are routed (token, slot) pairs, n in all.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from heapr_lab.errors import SpecError
+from heapr_lab.methods.atoms import compression_of
+from heapr_lab.methods.compression import AtomCompression
+from heapr_lab.methods.method import Method, Request
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.hooks import masked, observed
+from heapr_lab.models.layerwise import LayerByLayer
+from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import no_report
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.ranking import lowest
+
+_TOKENS_AT_ONCE = 4096
+FORMULAS = ("code", "paper")
+"""‖w‖² · ((1 − α) · Σ (p·h)² + α · max (p·h)²) and, as HEAPr's paper quotes it,
+(‖p·h‖₂ + α · ‖p·h‖_∞) · ‖w‖₂."""
+
+
+def camera_scores(
+    sum_ph2: np.ndarray,
+    peak: np.ndarray,
+    w_down_sq: np.ndarray,
+    *,
+    alpha: float,
+    formula: str,
+) -> np.ndarray:
+    """The score of each atom, by one of `FORMULAS`.
+
+    Shapes: all (E, I): Σ (p·h)², max p·|h|, ‖w_down‖².
+
+    Example:
+        >>> two = [np.array([[value]]) for value in (25.0, 4.0, 9.0)]
+        >>> float(camera_scores(*two, alpha=0.5, formula="code")[0, 0])
+        184.5
+        >>> float(camera_scores(*two, alpha=0.5, formula="paper")[0, 0])
+        21.0
+    """
+    if formula == "code":
+        scores = w_down_sq * ((1 - alpha) * sum_ph2 + alpha * peak * peak)
+    else:
+        scores = (np.sqrt(sum_ph2) + alpha * peak) * np.sqrt(w_down_sq)
+    return np.asarray(scores)
+
+
+class _Peaks:
+    """Sums and maxima of p·h of one layer."""
+
+    def __init__(self, layer: ExpertsLayer) -> None:
+        shape = layer.n_experts, layer.d_inter
+        self.sum_ph2 = torch.zeros(shape, dtype=torch.float64)
+        self.peak = torch.zeros(shape, dtype=torch.float64)
+
+    def observe(
+        self,
+        h: torch.Tensor,
+        *,
+        p: torch.Tensor,
+        rows: torch.Tensor,  # noqa: ARG002 (the interface of observers)
+        tokens: list[int],
+    ) -> None:
+        """Add one call; h (n, I) is sorted by expert."""
+        weighted = h.double() * p.double()[:, None]
+        for expert, own in enumerate(weighted.split(tokens)):
+            if len(own):
+                self.sum_ph2[expert] += own.square().sum(0).cpu()
+                largest = own.abs().amax(0).cpu()
+                self.peak[expert] = torch.maximum(self.peak[expert], largest)
+
+
+def _sequential(request: Request) -> Iterator[tuple[int, np.ndarray]]:
+    """The kept atoms of each layer, which sees the outputs of the pruned ones before.
+
+    Each layer is run twice on all windows: to score its atoms, and without those that
+    it loses.
+    """
+    ids, report = request.calibration.ids, request.progress or no_report
+    layers = {layer.layer: layer for layer in find_experts(request.model)}
+    batches = list(ids.split(max(1, _TOKENS_AT_ONCE // ids.shape[1])))
+    with evaluating(request.model):
+        walk = LayerByLayer(request.model, batches, list(layers.values()))
+        for number, run in walk.layers():
+            with contextlib.ExitStack() as contexts:
+                if number in layers:
+                    kept = _kept_of(request, walk, layers[number])
+                    keep = torch.from_numpy(kept)
+                    contexts.enter_context(masked([layers[number]], [keep]))
+                    yield number, kept
+                for _ in run:
+                    pass
+            report(number + 1, walk.n_layers)
+
+
+def _kept_of(request: Request, walk: LayerByLayer, layer: ExpertsLayer) -> np.ndarray:
+    """The kept atoms of the layer that is run next, (E, I)."""
+    peaks = _Peaks(layer)
+    with observed([layer], [peaks]):
+        for index, states in enumerate(walk.states):
+            walk.output(layer.layer, index, states)
+    norms = layer.squared_norms()["w_down_sq"].double().cpu().numpy()
+    scores = _scores(request, peaks.sum_ph2.numpy(), peaks.peak.numpy(), norms)
+    return _kept(scores, request.ratio)
+
+
+def _at_once(request: Request) -> Iterator[tuple[int, np.ndarray]]:
+    """The kept atoms of each layer, measured on the dense model."""
+    table = request.measured.table(request.progress)
+    frame = table.frame
+    for layer, shape in table.shapes().items():
+        own = frame[frame["layer"] == layer]
+        names = ("sum_ph2", "max_abs_ph", "w_down_sq")
+        columns = [own[n].to_numpy(dtype=np.float64).reshape(shape) for n in names]
+        yield layer, _kept(_scores(request, *columns), request.ratio)
+
+
+def _scores(request: Request, *columns: np.ndarray) -> np.ndarray:
+    alpha, formula = request.options["alpha"], request.options["formula"]
+    return camera_scores(*columns, alpha=alpha, formula=formula)
+
+
+def _kept(scores: np.ndarray, ratio: Fraction) -> np.ndarray:
+    """All but the lowest ⌊ratio · n⌋ of a layer, (E, I)."""
+    return ~lowest(scores.ravel(), int(ratio * scores.size)).reshape(scores.shape)
+
+
+def _camera(request: Request) -> AtomCompression:
+    """The atoms of each layer with the largest scores are kept.
+
+    Raises:
+        SpecError: the formula or alpha is invalid.
+    """
+    alpha, formula = request.options["alpha"], request.options["formula"]
+    if formula not in FORMULAS or not 0 <= alpha <= 1:
+        raise SpecError(
+            f"formula is {formula!r} and alpha {alpha!r}, expected one of "
+            f"{', '.join(FORMULAS)} and a number in [0, 1]"
+        )
+    found = _sequential if request.options["sequential"] else _at_once
+    return compression_of(
+        request, KeepMask(dict(found(request)), request.made.to_dict())
+    )
+
+
+CAMERA = Method(
+    "camera-p",
+    "CAMERA-P: energy and peak of p·h times ‖w_down‖², layer by layer",
+    "Xu et al. 2025, CAMERA, arXiv:2508.02322",
+    "atoms",
+    _camera,
+    deviations=(
+        "Only routed experts are pruned; the authors' code has the shared experts of "
+        "DeepSeekMoE and Qwen2-MoE in the pool.",
+        "The ratio is that of the routed atoms, not 0.21 for 20 %.",
+        "formula=paper is the formula as HEAPr's paper prints it.",
+    ),
+    options={"alpha": 0.9, "formula": "code", "sequential": True},
+)

@@ -1,0 +1,166 @@
+"""What methods measure on a model and calibration windows, each quantity once.
+
+Shapes: E n_experts, D d_expert; T_e tokens routed to expert e; f an expert's output
+before its routing weight p.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pandas as pd
+import torch
+from torch import nn
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture
+from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
+from heapr_lab.models.experts import ExpertsLayer, describe
+from heapr_lab.models.identity import weights_state
+from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import Progress
+from heapr_lab.refinement.portfolio import Portfolio
+from heapr_lab.text.calibration import CalibrationSet
+
+_ROWS_AT_ONCE = 4096
+
+
+class Measurements:
+    """What is measured on one model and one set of windows, when it is first needed.
+
+    Methods that are fitted with the same measurements read the text once: each of
+    `table`, `experts` and `portfolio` takes one pass, whatever the number of methods
+    and ratios.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calibration: CalibrationSet,
+        *,
+        measure: Callable[..., ImportanceTable] | None = None,
+    ) -> None:
+        """Nothing is run yet.
+
+        Args:
+            model: the dense model, which is not changed.
+            calibration: the windows.
+            measure: called with (windows, progress=…), returns the statistics on them,
+                from a cache for example.
+        """
+        self.model, self.calibration = model, calibration
+        self._measure = measure or functools.partial(collect_statistics, model)
+        self._state = weights_state(model)
+        self._table: ImportanceTable | None = None
+        self._experts: pd.DataFrame | None = None
+
+    def check(self, model: nn.Module, calibration: CalibrationSet) -> None:
+        """Check that they are of `model`, as it is now, and of `calibration`.
+
+        Raises:
+            SpecError: they are not.
+        """
+        own = model is self.model and weights_state(model) == self._state
+        if not own or calibration.fingerprint != self.calibration.fingerprint:
+            raise SpecError(
+                "the shared measurements are of another model, of other weights or of "
+                "other calibration windows: begin new ones for these"
+            )
+
+    @functools.cached_property
+    def architecture(self) -> Architecture:
+        """The sizes of the dense model."""
+        return describe(self.model)
+
+    def table(self, progress: Progress | None = None) -> ImportanceTable:
+        """The statistics of every atom: one forward and one backward pass."""
+        if self._table is None:
+            self._table = self._measure(self.calibration, progress=progress)
+        return self._table
+
+    def experts(self, progress: Progress | None = None) -> pd.DataFrame:
+        """The statistics of every expert, as `expert_statistics`: a forward pass."""
+        if self._experts is None:
+            self._experts = expert_statistics(
+                self.model, self.calibration, progress=progress
+            )
+        return self._experts
+
+    @functools.cached_property
+    def portfolio(self) -> Portfolio:
+        """The statistics and sums that `compress` makes its candidates of."""
+        return Portfolio(self.model, self.calibration, measure=self._measure)
+
+    @property
+    def routed(self) -> pd.DataFrame | None:
+        """Tokens routed to each expert, if something has been measured.
+
+        Columns layer, expert, tokens.
+        """
+        if self._experts is not None:
+            return self._experts[["layer", "expert", "tokens"]]
+        return None if self._table is None else self._table.expert_tokens()
+
+
+def expert_statistics(
+    model: nn.Module, calibration: CalibrationSet, *, progress: Progress | None = None
+) -> pd.DataFrame:
+    """Sums over the tokens routed to each expert, one row for each expert.
+
+    Columns: layer, expert, `tokens` T_e, `sum_p` Σ p, `sum_norm` Σ ‖f‖, `sum_p_norm`
+    Σ p · ‖f‖, `peak` max |f_d| over tokens and the D entries. In float64.
+
+    Args:
+        model: the dense model; layers are run one after the other.
+        calibration: the windows.
+        progress: called with (decoder layers done, in all).
+
+    Raises:
+        LayoutError: the experts cannot be measured.
+    """
+    rows = []
+    for layer, calls in iter_expert_calls(model, calibration.ids, progress=progress):
+        with evaluating(model):
+            for expert in range(layer.n_experts):
+                own = _sums(routed_outputs(layer, calls, expert))
+                rows.append({"layer": layer.layer, "expert": expert, **own})
+    return pd.DataFrame(rows)
+
+
+def routed_outputs(
+    layer: ExpertsLayer, calls: ExpertCalls, expert: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """An expert's outputs for the tokens routed to it: pairs of f (n, D) and p (n,)."""
+    tokens, slots = (calls.top_k_index == expert).nonzero(as_tuple=True)
+    for some, own in zip(
+        tokens.split(_ROWS_AT_ONCE), slots.split(_ROWS_AT_ONCE), strict=True
+    ):
+        f = expert_output(layer, calls.hidden_states[some], expert)
+        yield f, calls.top_k_weights[some, own]
+
+
+def expert_output(layer: ExpertsLayer, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """What one expert makes of x (n, D), with routing weight 1, (n, D).
+
+    The family's own code runs it, so biases and norms are included.
+    """
+    index = torch.full((len(x), 1), expert, device=x.device)
+    out: torch.Tensor = layer.module(x, index, x.new_ones(len(x), 1))
+    return out
+
+
+def _sums(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+    """The sums over the outputs of one expert."""
+    sums = {"tokens": 0, "sum_p": 0.0, "sum_norm": 0.0, "sum_p_norm": 0.0, "peak": 0.0}
+    for outputs, weights in parts:
+        if not len(outputs):
+            continue
+        f, p = outputs.double(), weights.double()
+        norms = f.norm(dim=1)
+        sums["tokens"] += len(f)
+        sums["sum_p"] += float(p.sum())
+        sums["sum_norm"] += float(norms.sum())
+        sums["sum_p_norm"] += float((p * norms).sum())
+        sums["peak"] = max(sums["peak"], float(f.abs().max()))
+    return sums

@@ -1,0 +1,157 @@
+"""Methods that drop whole experts by a score, an equal share of each layer's.
+
+⌊ratio · E⌋ of the E experts of a layer are dropped, those with the lowest scores; at
+least as many are kept as a token is routed to.
+"""
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+import numpy as np
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.methods.compression import ExpertDropping
+from heapr_lab.methods.method import Method, Request
+from heapr_lab.models.architecture import LayerShape
+from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.pruning.ranking import lowest
+
+_EARLY = Fraction(3, 4)
+"""Share of the decoder layers in which REAP looks for super experts."""
+_SUPER_QUANTILE, _SUPER_SHARE = 0.995, 0.1
+_ROUTED_TOKENS = (
+    "Nothing is trained afterwards.",
+    "Experts that no calibration token reaches score 0 and are dropped first.",
+)
+
+Scores = Callable[[pd.DataFrame, Request], np.ndarray]
+"""From the rows of `expert_statistics` to one score for each."""
+
+
+def n_dropped(shape: LayerShape, ratio: Fraction, *, layer: int) -> int:
+    """The number of experts that a layer loses: ⌊ratio · E⌋.
+
+    Raises:
+        SpecError: fewer would be kept than a token is routed to.
+    """
+    number = int(ratio * shape.n_experts)
+    if shape.n_experts - number < shape.top_k:
+        most = 1 - Fraction(shape.top_k, shape.n_experts)
+        raise SpecError(
+            f"ratio {float(ratio):g} would leave layer {layer} "
+            f"{shape.n_experts - number} of {shape.n_experts} experts, but tokens are "
+            f"routed to {shape.top_k} of them; the largest possible ratio is "
+            f"{int(most * 10**6) / 10**6:g}"
+        )
+    return number
+
+
+def dropping_of(
+    request: Request, kept: Mapping[int, tuple[int, ...]]
+) -> ExpertDropping:
+    """The compression that keeps the experts of `kept`."""
+    layers = request.measured.architecture.layers
+    atoms = {k: (s.n_experts, s.d_inter, s.atom_parameters) for k, s in layers.items()}
+    return ExpertDropping(request.made, kept, atoms)
+
+
+def _by(scores: Scores) -> Callable[[Request], ExpertDropping]:
+    """The rule that drops the experts of each layer with the lowest `scores`."""
+
+    def rule(request: Request) -> ExpertDropping:
+        find_expert_axes(request.model)  # refused before any text is read
+        layers = request.measured.architecture.layers
+        numbers = {k: n_dropped(s, request.ratio, layer=k) for k, s in layers.items()}
+        frame = request.measured.experts(request.progress)
+        values = scores(frame, request)
+        kept = {}
+        for layer, number in numbers.items():
+            own = values[frame["layer"].to_numpy() == layer]
+            kept[layer] = tuple(np.flatnonzero(~lowest(own, number)).tolist())
+        return dropping_of(request, kept)
+
+    return rule
+
+
+def _column(name: str) -> Scores:
+    return lambda frame, _request: frame[name].to_numpy(dtype=np.float64)
+
+
+def _reap(frame: pd.DataFrame, request: Request) -> np.ndarray:
+    """The mean of p · ‖f‖ over the tokens routed to the expert."""
+    tokens = np.maximum(frame["tokens"].to_numpy(), 1)
+    scores: np.ndarray = frame["sum_p_norm"].to_numpy(dtype=np.float64) / tokens
+    if request.options["protect_super_experts"]:
+        scores[super_experts(frame, n_layers=_n_layers(request))] = np.inf
+    return scores
+
+
+def super_experts(frame: pd.DataFrame, *, n_layers: int) -> np.ndarray:
+    """Which experts have extreme outputs, bool (rows of `frame`,).
+
+    Those in the first three quarters of the `n_layers` decoder layers with a peak above
+    the 99.5 % quantile of all peaks and above a tenth of the largest.
+    """
+    peaks = frame["peak"].to_numpy()
+    least = max(np.quantile(peaks, _SUPER_QUANTILE), _SUPER_SHARE * peaks.max())
+    early = frame["layer"].to_numpy() < float(_EARLY * n_layers)
+    found: np.ndarray = early & (peaks > least)
+    return found
+
+
+def _n_layers(request: Request) -> int:
+    config: object = request.model.config
+    return int(config.get_text_config().num_hidden_layers)  # type: ignore[attr-defined]
+
+
+EXPERTS = (
+    Method(
+        "frequency",
+        "experts by the number of tokens routed to them",
+        "Muzio et al. 2024, SEER-MoE, arXiv:2404.05089 (as a baseline)",
+        "experts",
+        _by(_column("tokens")),
+        deviations=_ROUTED_TOKENS,
+    ),
+    Method(
+        "ean",
+        "EAN: experts by the summed norm of their outputs",
+        "Jaiswal et al. 2025, arXiv:2504.05586",
+        "experts",
+        _by(_column("sum_norm")),
+        deviations=(
+            *_ROUTED_TOKENS,
+            "The sum over routed tokens, as in REAP's code, not their mean.",
+        ),
+    ),
+    Method(
+        "reap",
+        "REAP: experts by the mean of routing weight times output norm",
+        "Lasby et al. 2025, REAP, arXiv:2510.13999",
+        "experts",
+        _by(_reap),
+        deviations=(
+            *_ROUTED_TOKENS,
+            "p is the weight with which the family's own router multiplies an output, "
+            "renormalised or not.",
+            "Super experts are those with an extreme entry of an output for a routed "
+            "token; the authors' code runs every expert on every token.",
+        ),
+        options={"protect_super_experts": False},
+    ),
+    Method(
+        "seer-like",
+        "SEER-MoE: experts by their summed routing weight (soft count)",
+        "Muzio et al. 2024, SEER-MoE, arXiv:2404.05089",
+        "experts",
+        _by(_column("sum_p")),
+        deviations=(
+            *_ROUTED_TOKENS,
+            "Built from the abstract: the soft count is the sum of the weights of the "
+            "experts that tokens are routed to, without those of other experts.",
+            "An equal number of experts is dropped from each layer.",
+        ),
+    ),
+)
+"""The methods of this module."""

@@ -1,0 +1,150 @@
+"""What a method is: a name, where it comes from, and a rule that fits it to a model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.compression import Compression, Made
+from heapr_lab.models.identity import refuse_disturbed
+from heapr_lab.progress import Progress
+from heapr_lab.pruning.options import exact_ratio
+from heapr_lab.text.calibration import CalibrationSet
+
+KINDS = ("atoms", "experts")
+"""What a method may remove."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a rule is asked for."""
+
+    method: str
+    """The name of the method."""
+    ratio: Fraction
+    """The share of the routed experts' parameters to remove, in [0, 1)."""
+    seed: int
+    options: Mapping[str, Any]
+    """The value of every option of the method."""
+    measured: Measurements
+    """The model, the calibration windows, and what is measured with them."""
+    progress: Progress | None = None
+
+    @property
+    def made(self) -> Made:
+        """The record of the request and of what is measured by now."""
+        routed = self.measured.routed
+        return Made(self.method, float(self.ratio), self.seed, self.options, routed)
+
+    @property
+    def model(self) -> nn.Module:
+        """The dense model, which must not be changed."""
+        return self.measured.model
+
+    @property
+    def calibration(self) -> CalibrationSet:
+        """The windows to fit to."""
+        return self.measured.calibration
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to make a model smaller.
+
+    Its rule measures what it needs through `Request.measured`, where each quantity is
+    measured once for all methods and ratios, and rounds the ratio to what it can
+    remove; `Compression.achieved_ratio` is exact.
+    """
+
+    name: str
+    """As on the command line: lower case, words joined by hyphens."""
+    title: str
+    """One line for tables and menus."""
+    citation: str
+    """Authors, year, and where it is published."""
+    compresses: str
+    """What it removes, one of `KINDS`."""
+    rule: Callable[[Request], Compression] = field(repr=False)
+    deviations: tuple[str, ...] = ()
+    """How it differs from its paper and its authors' code, a sentence each."""
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Name to default of each option."""
+    version: int = 1
+    """Increased whenever the same input would give another result."""
+
+    def __post_init__(self) -> None:
+        """Check the kind.
+
+        Raises:
+            SpecError: it is unknown.
+        """
+        if self.compresses not in KINDS:
+            raise SpecError(
+                f"method {self.name!r} compresses {self.compresses!r}, expected one of "
+                f"{', '.join(KINDS)}"
+            )
+
+    def fit(
+        self,
+        model: nn.Module,
+        calibration: CalibrationSet,
+        *,
+        ratio: float,
+        seed: int = 0,
+        progress: Progress | None = None,
+        shared: Measurements | None = None,
+        **options: Any,
+    ) -> Compression:
+        """How to compress `model`, which is not changed.
+
+        Args:
+            model: the dense model.
+            calibration: windows of the text to fit to.
+            ratio: the share of the routed experts' parameters to remove, in [0, 1).
+            seed: of the random numbers of methods that draw some.
+            progress: called with (done, total) while text is read.
+            shared: measurements of the same model and windows, which methods that are
+                fitted one after the other have in common.
+            **options: of the method, in place of its defaults.
+
+        Raises:
+            SpecError: the ratio or an option is invalid or infeasible, `shared` is of
+                another model or other windows, or an active mask, autocast or hook
+                changes what `model` computes.
+            LayoutError: the method cannot treat the model's experts exactly.
+        """
+        refuse_disturbed(model, remedy="fit the method to the dense model")
+        exact = exact_ratio(ratio, name="ratio")
+        seed = whole_number(seed, name="seed", least=0)
+        complete = self.completed(options)
+        measured = shared or Measurements(model, calibration)
+        measured.check(model, calibration)
+        request = Request(self.name, exact, seed, complete, measured, progress)
+        return self.rule(request)
+
+    def completed(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`options`, completed with the defaults.
+
+        Raises:
+            SpecError: there is no such option, or the value has another type.
+        """
+        unknown = sorted(set(options) - set(self.options))
+        if unknown:
+            raise SpecError(
+                f"method {self.name!r} has no option {', '.join(unknown)}; it has "
+                f"{', '.join(self.options) or 'none'}"
+            )
+        for name, value in options.items():
+            kind = type(self.options[name])
+            kinds = (int, float) if kind is float else kind
+            if not isinstance(value, kinds) or (kind is not bool) & (value is True):
+                raise SpecError(
+                    f"option {name} of method {self.name!r} is {value!r}, expected "
+                    f"{kind.__name__}, such as {self.options[name]!r}"
+                )
+        return {**self.options, **options}

@@ -1,0 +1,161 @@
+"""NAEE: the experts of each layer without which its output changes least.
+
+The change of a layer's output is measured on the inputs that the dense model gives it.
+With S the kept experts and w_S(x) the weights that the family's router gives them, it
+is Z − Z_S = Σ_e c_e f_e, where c = w − w_S has an entry for each expert. So with the
+Gram matrices F = ⟨f_d, f_e⟩ of each token, computed once, ‖Z − Z_S‖² = Σ cᵀ F c needs
+no further run of an expert, for any S.
+
+Shapes: T tokens, E n_experts, K experts of each token, D d_expert.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.methods.collectors import expert_output
+from heapr_lab.methods.compression import ExpertDropping
+from heapr_lab.methods.experts import dropping_of, n_dropped
+from heapr_lab.methods.method import Method, Request
+from heapr_lab.models.expert_axes import ExpertAxis, find_expert_axes
+from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
+from heapr_lab.models.modes import evaluating
+
+_MOST_PRODUCTS = 2**25
+"""Entries of the Gram matrices of one layer, 256 MB in float64."""
+_SAME = 0.99
+"""Share of tokens that must be routed as before when the router is run again; in a
+small dtype a few experts are tied."""
+
+Subset = tuple[int, ...]
+
+
+class LayerLoss:
+    """The change of one layer's output without some of its experts, in float64."""
+
+    def __init__(self, axis: ExpertAxis, calls: ExpertCalls) -> None:
+        """Run every expert on every token of `calls`.
+
+        Raises:
+            LayoutError: the layer's routing cannot be repeated from its inputs.
+        """
+        self._axis, self._inputs = axis, calls.hidden_states
+        self._n_experts = axis.layer.n_experts
+        weights, index = _routed(axis.router, calls)
+        self._dense = self._dispersed(index, weights, range(self._n_experts))
+        outputs = [
+            expert_output(axis.layer, self._inputs, expert).double()
+            for expert in range(self._n_experts)
+        ]
+        f = torch.stack(outputs, dim=1)  # (T, E, D)
+        self._grams = f @ f.mT  # (T, E, E)
+
+    def __call__(self, kept: Subset) -> float:
+        """‖Z − Z_S‖ over all tokens, where S are the experts `kept`."""
+        with self._axis.narrowed(kept):
+            _, weights, index = self._axis.router(self._inputs)
+        c = self._dense - self._dispersed(index, weights, kept)
+        squares = torch.einsum("td,tde,te->", c, self._grams, c)
+        return math.sqrt(max(float(squares), 0.0))
+
+    def _dispersed(
+        self, index: torch.Tensor, weights: torch.Tensor, kept: Iterable[int]
+    ) -> torch.Tensor:
+        """The weight of every expert for each token, (T, E); index (T, K) in `kept`."""
+        numbers = torch.tensor(list(kept), device=index.device)
+        whole = weights.new_zeros(len(weights), self._n_experts, dtype=torch.float64)
+        return whole.scatter_add_(1, numbers[index], weights.double())
+
+
+def _routed(router: nn.Module, calls: ExpertCalls) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router's own weights and experts (T, K), which must be those of `calls`.
+
+    Raises:
+        LayoutError: they are not, so that tokens cannot be routed anew.
+    """
+    try:
+        _, weights, index = router(calls.hidden_states)
+        mine, given = index.sort(1).values, calls.top_k_index.sort(1).values
+        same = float((mine == given).all(1).double().mean())
+    except (TypeError, ValueError, RuntimeError):
+        same = 0.0
+    if same < _SAME:
+        raise LayoutError(
+            f"{type(router).__name__} gives, from the inputs of the experts alone, the "
+            f"experts that its block used for {same:.1%} of the tokens, expected at "
+            f"least {_SAME:.0%}: naee cannot route tokens anew; use reap or frequency"
+        )
+    return weights, index
+
+
+def best_subset(loss: LayerLoss, n_experts: int, n_gone: int, *, most: int) -> Subset:
+    """The experts to keep: by trying all subsets if there are at most `most`.
+
+    Else experts go one after the other, each the one whose loss is least.
+    """
+    if not n_gone:
+        return tuple(range(n_experts))
+    if math.comb(n_experts, n_gone) <= most:
+        return min(
+            itertools.combinations(range(n_experts), n_experts - n_gone), key=loss
+        )
+    kept = tuple(range(n_experts))
+    for _ in range(n_gone):
+        kept = min(itertools.combinations(kept, len(kept) - 1), key=loss)
+    return kept
+
+
+def _naee(request: Request) -> ExpertDropping:
+    """The subset of each layer's experts that changes its output least."""
+    axes = {axis.layer.layer: axis for axis in find_expert_axes(request.model)}
+    layers = request.measured.architecture.layers
+    gone = {k: n_dropped(s, request.ratio, layer=k) for k, s in layers.items()}
+    kept = {k: tuple(range(shape.n_experts)) for k, shape in layers.items()}
+    if any(gone.values()):
+        ids = request.calibration.ids
+        for layer, calls in iter_expert_calls(
+            request.model, ids, progress=request.progress
+        ):
+            number = layer.layer
+            some = _positions(request, layer.n_experts)
+            with evaluating(request.model):
+                loss = LayerLoss(axes[number], calls.of(some))
+                kept[number] = best_subset(
+                    loss,
+                    layer.n_experts,
+                    gone[number],
+                    most=request.options["most_subsets"],
+                )
+    return dropping_of(request, kept)
+
+
+def _positions(request: Request, n_experts: int) -> torch.Tensor:
+    """The tokens to measure on: the same positions, evenly spaced, of every window."""
+    n_windows, length = request.calibration.ids.shape
+    most = min(request.options["most_tokens"], _MOST_PRODUCTS // n_experts**2)
+    step = max(1, math.ceil(n_windows * length / max(1, most)))
+    places = torch.arange(n_windows)[:, None] * length + torch.arange(0, length, step)
+    return places.flatten()
+
+
+NAEE = Method(
+    "naee",
+    "NAEE: the subset of each layer's experts whose output is nearest",
+    "Lu et al. 2024, NAEE, arXiv:2402.14800",
+    "experts",
+    _naee,
+    deviations=(
+        "If a layer has more than most_subsets subsets, experts are dropped greedily, "
+        "one after the other, each the one whose loss is least.",
+        "One Frobenius norm over all tokens; the authors' code sums those of batches.",
+        "At most most_tokens tokens are measured on, evenly spaced in every window, "
+        "and fewer where their Gram matrices would exceed 256 MB.",
+        "The layer-wise variant: each layer is measured on the dense model's inputs.",
+        "Dynamic skipping of experts at inference is not included.",
+    ),
+    options={"most_subsets": 2000, "most_tokens": 4096},
+)

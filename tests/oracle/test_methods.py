@@ -1,0 +1,362 @@
+"""The rules of compression methods against loops over single tokens and experts."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from oracles.token_by_token import matrices, run, statistics
+from text_models import atoms_by_hand, experts_calls
+from torch import nn
+
+from heapr_lab import methods
+from heapr_lab.errors import LayoutError
+from heapr_lab.methods import experts, naee
+from heapr_lab.methods.camera import camera_scores
+from heapr_lab.methods.collectors import expert_statistics
+from heapr_lab.methods.compression import AtomCompression, ExpertDropping
+from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.models.expert_calls import iter_expert_calls
+from heapr_lab.models.experts import find_experts
+from heapr_lab.pruning.dropping import dropping
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.oracle
+
+IDS = tiny_ids(n_sequences=6, seq_len=10)
+WINDOWS = CalibrationSet.from_ids(IDS)
+FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2")
+SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
+
+
+def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
+    """What the method finds."""
+    return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
+
+
+def without(scores: dict[Any, float], number: int) -> set[Any]:
+    """The keys of the `number` lowest values."""
+    return set(sorted(scores, key=lambda key: scores[key])[:number])
+
+
+def removed(found: AtomCompression) -> set[tuple[int, int, int]]:
+    """(layer, expert, atom) of every removed atom."""
+    return {
+        (layer, int(e), int(a))
+        for layer, kept in found.keep.arrays.items()
+        for e, a in np.argwhere(~kept)
+    }
+
+
+# --- experts ----------------------------------------------------------------------
+
+
+def outputs_by_hand(model: nn.Module) -> dict[tuple[int, int], list[Any]]:
+    """Of each expert, (f, p) of each token routed to it, one after the other."""
+    model.requires_grad_(False)
+    _, records = run(model, IDS)
+    return {
+        (layer.layer, expert): [
+            (token.E.detach(), float(token.p))
+            for token in records[id(layer.module)].tokens[expert]
+        ]
+        for layer in find_experts(model)
+        for expert in range(layer.n_experts)
+    }
+
+
+SCORES = {
+    "frequency": lambda own: len(own),
+    "ean": lambda own: sum(float(f.norm()) for f, _ in own),
+    "reap": lambda own: np.mean([p * float(f.norm()) for f, p in own] or [0]),
+    "seer-like": lambda own: sum(p for _, p in own),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", SCORES)
+def test_experts_of_the_lowest_score_are_dropped(name: str, family: str) -> None:
+    """Each layer loses two of six, by the score of a loop over its tokens."""
+    model = tiny_model(family, **SIX)
+    found = fitted(name, model, 0.34)
+    by_hand = {key: SCORES[name](own) for key, own in outputs_by_hand(model).items()}
+    for layer, kept in found.kept.items():
+        own = {e: by_hand[layer, e] for e in range(6)}
+        ordered = sorted(own.values())
+        assert ordered[1] < ordered[2]  # no tie, which would hide a difference
+        assert set(range(6)) - set(kept) == without(own, 2)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "nemotron_h"])
+def test_the_statistics_of_experts(family: str) -> None:
+    """Every column, with biases and without gates, equals the loop's."""
+    model = tiny_model(family)
+    frame = expert_statistics(model, WINDOWS).set_index(["layer", "expert"])
+    for key, own in outputs_by_hand(model).items():
+        row = frame.loc[key]
+        norms, p = [float(f.norm()) for f, _ in own], [p for _, p in own]
+        expected = {
+            "tokens": len(own),
+            "sum_p": sum(p),
+            "sum_norm": sum(norms),
+            "sum_p_norm": sum(a * b for a, b in zip(norms, p, strict=True)),
+            "peak": max([float(f.abs().max()) for f, _ in own], default=0.0),
+        }
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-5), (key, name)
+
+
+def test_super_experts_by_hand() -> None:
+    """Only the early peak above both limits is one, and REAP then keeps it."""
+    peaks = [1.0] * 400
+    peaks[5], peaks[350] = 50.0, 60.0  # in layer 0 of 4, and in layer 3
+    frame = pd.DataFrame({"layer": np.repeat(range(4), 100), "peak": peaks})
+    found = experts.super_experts(frame, n_layers=4)
+    assert np.flatnonzero(found).tolist() == [5]
+    frame["peak"] = [1.0] * 399 + [2.0]
+    assert not experts.super_experts(frame, n_layers=4).any()
+
+
+def test_reap_keeps_super_experts() -> None:
+    """The expert that REAP drops first is kept once its outputs have a peak."""
+    model = tiny_model("qwen3_moe", **SIX)
+    first = fitted("reap", model, 0.17)
+    (gone,) = set(range(6)) - set(first.kept[0])
+    layer = find_experts(model)[0]
+    with torch.no_grad():  # a peak, and then a small score, by a rarely used direction
+        layer.down[gone, 0] *= 1e3
+    frame = expert_statistics(model, WINDOWS)
+    of_gone = frame["layer"].eq(0) & frame["expert"].eq(gone)
+    assert experts.super_experts(frame, n_layers=2)[of_gone.to_numpy()].all()
+    frame.loc[of_gone, "sum_p_norm"] = 0.0
+    request: Any = type("R", (), {})
+    request.options, request.model = {"protect_super_experts": True}, model
+    assert np.isinf(experts._reap(frame, request)[of_gone.to_numpy()]).all()
+    request.options = {"protect_super_experts": False}
+    assert not experts._reap(frame, request)[of_gone.to_numpy()].any()
+
+
+# --- NAEE -------------------------------------------------------------------------
+
+
+def output_of(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What a block returns, without the logits that some return too."""
+    found = block(x)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def change_by_running(model: nn.Module, layer: int, kept: tuple[int, ...]) -> float:
+    """‖Z − Z_S‖ of a layer's experts, by running the whole layer without experts."""
+    full = {own.layer: tuple(range(own.n_experts)) for own in find_experts(model)}
+    dense = {own.layer: calls for own, calls in iter_expert_calls(model, IDS)}
+    block = model.get_submodule(
+        next(o.name for o in find_experts(model) if o.layer == layer).rpartition(".")[0]
+    )
+    x = dense[layer].hidden_states[None]
+    with torch.no_grad():
+        before = output_of(block, x)
+        with dropping(model, full | {layer: kept}):
+            after = output_of(block, x)
+    return float((before - after).double().norm())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "deepseek_v3"])
+def test_naee_measures_the_change_of_the_output(family: str) -> None:
+    """The loss from Gram matrices is that of running the block without the experts."""
+    model = tiny_model(family)
+    axes = {axis.layer.layer: axis for axis in find_expert_axes(model)}
+    for layer, calls in iter_expert_calls(model, IDS):
+        with torch.no_grad():
+            loss = naee.LayerLoss(axes[layer.layer], calls)
+            found = {s: loss(s) for s in itertools.combinations(range(4), 3)}
+        for subset, value in found.items():
+            expected = change_by_running(model, layer.layer, subset)
+            assert value == pytest.approx(expected, rel=1e-5, abs=1e-9)
+            assert value > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_naee_tries_every_subset(family: str) -> None:
+    """No pair of five experts is better to lose than the one that it drops."""
+    five = dict.fromkeys(SIX, 5)
+    model = tiny_model(family, **five)
+    found = fitted("naee", model, 0.4)
+    for layer, kept in found.kept.items():
+        losses = {
+            subset: change_by_running(model, layer, subset)
+            for subset in itertools.combinations(range(5), 3)
+        }
+        assert kept == min(losses, key=lambda subset: losses[subset])
+
+
+def test_naee_is_greedy_where_there_are_too_many_subsets() -> None:
+    """One after the other, each the one whose loss is least, by a loop."""
+    model = tiny_model("qwen2_moe", **SIX)
+    found = fitted("naee", model, 0.5, most_subsets=1)
+    for layer, kept in found.kept.items():
+        left = set(range(6))
+        for _ in range(3):
+            losses = {
+                e: change_by_running(model, layer, tuple(sorted(left - {e})))
+                for e in left
+            }
+            left -= without(losses, 1)
+        assert set(kept) == left
+
+
+def test_naee_on_fewer_tokens_takes_those_of_every_window() -> None:
+    """20 of 60 tokens: positions 0, 3, 6, 9 of each window."""
+    model = tiny_model("qwen2_moe")
+    seen: list[int] = []
+    original = naee.LayerLoss.__init__
+
+    def note(self: Any, axis: Any, calls: Any) -> None:
+        seen.append(len(calls.hidden_states))
+        original(self, axis, calls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(naee.LayerLoss, "__init__", note)
+        fitted("naee", model, 0.25, most_tokens=20)
+    assert seen == [24, 24]
+
+
+def test_naee_refuses_routing_that_it_cannot_repeat() -> None:
+    """Where the block, not the router, corrects the choice of experts."""
+    model: Any = tiny_model("minimax_m2")
+    with torch.no_grad():
+        for name, own in model.named_buffers():
+            if "correction" in name:
+                own.copy_(torch.tensor([9.0, 0, 0, 0]))
+    with pytest.raises(LayoutError, match="cannot route tokens anew"):
+        fitted("naee", model, 0.25)
+
+
+# --- atoms ------------------------------------------------------------------------
+
+
+def test_heapr_by_the_matrix_of_the_paper() -> None:
+    """The atoms that go have the lowest ½ mean eᵀ Ḡ e, from Ḡ itself."""
+    model = tiny_model("qwen2_moe")
+    _, records = run(model, IDS)
+    scores: dict[Any, float] = {}
+    for layer in find_experts(model):
+        for expert in range(layer.n_experts):
+            own = statistics(records[id(layer.module)], expert)["heapr"]
+            scores |= {(layer.layer, expert, k): float(v) for k, v in enumerate(own)}
+    assert removed(fitted("heapr", model, 0.3)) == without(scores, 19)  # of 64
+    local = {k: s for k, s in scores.items() if k[0] == 1}
+    of_layer = {k for k in removed(fitted("heapr-l", model, 0.3)) if k[0] == 1}
+    assert of_layer == without(local, 9)  # of 32
+    sums: dict[Any, float] = {}
+    for (layer, expert, _), value in scores.items():
+        sums[layer, expert] = sums.get((layer, expert), 0.0) + value
+    gone = {key[:2] for key in removed(fitted("heapr-expert", model, 0.3))}
+    assert gone == without(sums, 3)  # of 8
+
+
+def test_fisher_and_magnitude_by_hand() -> None:
+    """Σ (h · ∂ℓ/∂h)² from each token's own gradient, and the norms of the weights."""
+    model = tiny_model("mixtral")
+    _, records = run(model, IDS)
+    fisher: dict[Any, float] = {}
+    sizes: dict[Any, float] = {}
+    for layer in find_experts(model):
+        for expert in range(layer.n_experts):
+            own = statistics(records[id(layer.module)], expert)["fisher_sum"]
+            w = matrices(layer.module, expert)
+            for atom in range(layer.d_inter):
+                parts = w["W_down"][:, atom], w["W_up"][atom], w["W_gate"][atom]
+                key = layer.layer, expert, atom
+                sizes[key] = sum(float(part.square().sum()) for part in parts)
+                fisher[key] = float(own[atom])
+    assert removed(fitted("fisher-moe-like", model, 0.3)) == without(fisher, 19)
+    assert removed(fitted("magnitude", model, 0.3)) == without(sizes, 19)
+
+
+def activations(model: nn.Module) -> pd.DataFrame:
+    """Every atom's h and p for every token, by a loop."""
+    frame = atoms_by_hand(model, IDS)
+    assert (frame.groupby(["layer", "expert"])["place"].nunique() > 0).all()
+    return frame
+
+
+def test_minitron_by_a_loop() -> None:
+    """Each expert loses its atoms of the least mean |h|: two of eight."""
+    model = tiny_model("mixtral")
+    frame = activations(model)
+    means = frame.assign(size=frame["h"].abs()).groupby(["layer", "expert", "atom"])
+    expected = set()
+    for _, own in means["size"].mean().groupby(level=["layer", "expert"]):
+        expected |= without(own.to_dict(), 2)
+    assert removed(fitted("minitron", model, 0.25)) == expected
+
+
+def camera_by_hand(frame: pd.DataFrame, formula: str) -> dict[Any, float]:
+    """CAMERA's score of each atom of each layer, from all p · h."""
+    scores = {}
+    for key, own in frame.groupby(["layer", "expert", "atom"]):
+        ph, w = np.abs(own["p"] * own["h"]), own["w_down_norm"].iloc[0]
+        if formula == "code":
+            scores[key] = w**2 * (0.1 * sum(ph**2) + 0.9 * max(ph) ** 2)
+        else:
+            scores[key] = w * (np.linalg.norm(ph) + 0.9 * max(ph))
+    return scores
+
+
+@pytest.mark.parametrize("formula", ["code", "paper"])
+def test_camera_at_once_by_a_loop(formula: str) -> None:
+    """On the dense model, each layer loses eight of 32 atoms."""
+    model = tiny_model("qwen2_moe")
+    found = fitted("camera-p", model, 0.25, formula=formula, sequential=False)
+    scores, expected = camera_by_hand(activations(model), formula), set()
+    for layer in (0, 1):
+        expected |= without({k: s for k, s in scores.items() if k[0] == layer}, 8)
+    assert removed(found) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_camera_is_sequential(family: str) -> None:
+    """The last layer's atoms are scored on what the pruned ones before it give."""
+    model = tiny_model(family)
+    found = fitted("camera-p", model, 0.5)
+    expected = set()
+    n_atoms = {layer.layer: 32 for layer in find_experts(model)}
+    keep = {k: np.ones((4, 8), bool) for k in n_atoms}
+    for layer in n_atoms:
+        mask = type(found.keep).from_arrays(keep)
+        with masking(model, mask):
+            frame = atoms_by_hand(model, IDS)
+        scores = camera_by_hand(frame[frame["layer"] == layer], "code")
+        assert len(scores) == 32
+        gone = without(scores, 16)
+        expected |= gone
+        for _, expert, atom in gone:
+            keep[layer][expert, atom] = False
+    assert removed(found) == expected
+
+
+def test_sequential_camera_differs_from_the_other() -> None:
+    """So the test above could tell them apart."""
+    model = tiny_model("mixtral")
+    one = fitted("camera-p", model, 0.5)
+    assert one.keep != fitted("camera-p", model, 0.5, sequential=False).keep
+
+
+def test_the_formulas_of_camera_differ() -> None:
+    """By hand: w² (½ s + ½ m²) and w (√s + ½ m)."""
+    parts = np.array([[25.0]]), np.array([[4.0]]), np.array([[9.0]])
+    assert camera_scores(*parts, alpha=0.5, formula="code").item() == 184.5
+    assert camera_scores(*parts, alpha=0.5, formula="paper").item() == 21.0
+
+
+def test_calls_are_those_of_the_model() -> None:
+    """What NAEE and the statistics start from is what the experts were called with."""
+    model = tiny_model("deepseek_v2")
+    expected = experts_calls(model, IDS)
+    for layer, calls in iter_expert_calls(model, IDS):
+        torch.testing.assert_close(calls.hidden_states, expected[layer.layer][0])
+    assert isinstance(fitted("reap", model, 0.25), ExpertDropping)

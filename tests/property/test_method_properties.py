@@ -1,0 +1,228 @@
+"""What every registered method promises, on tiny models of four families."""
+
+import copy
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import logits_of
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from heapr_lab import methods
+from heapr_lab.errors import SpecError
+from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.compression import AtomCompression, Compression
+from heapr_lab.methods.method import KINDS, Method
+from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.property
+
+FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2")
+NAMES = methods.names()
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=12))
+IDS = tiny_ids(seed=5)
+SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
+RATIO = 0.34
+DRAWN = {"random"}
+"""Methods that number atoms, and do not look at them."""
+ORDERED = {"compress"}
+"""Methods that hold out windows by their place, which their deviations say."""
+OPTIONS: dict[str, dict[str, Any]] = {"compress": {"quick": True}}
+"""Options with which a method takes less time."""
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+IN_SINGLE = {"rtol": 1e-4, "atol": 1e-5}
+"""Routers compute a softmax in float32, whose sum depends on the order of experts."""
+
+Fitted = tuple[nn.Module, dict[str, Compression], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def fitted(request: pytest.FixtureRequest) -> Fitted:
+    """A model, what each method found for it, and its tensors before that."""
+    model = tiny_model(request.param, **SIX)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return model, fit_all(model, WINDOWS), before
+
+
+def fit_all(
+    model: nn.Module, windows: CalibrationSet, ratio: float = RATIO
+) -> dict[str, Compression]:
+    """What each method finds, with shared measurements."""
+    shared = Measurements(model, windows)
+    return {name: fit(name, model, windows, ratio, shared) for name in NAMES}
+
+
+def fit(
+    name: str,
+    model: nn.Module,
+    windows: CalibrationSet = WINDOWS,
+    ratio: float = RATIO,
+    shared: Measurements | None = None,
+) -> Compression:
+    """What one method finds."""
+    own = OPTIONS.get(name, {})
+    return methods.get(name).fit(model, windows, ratio=ratio, shared=shared, **own)
+
+
+def applied(found: Compression, model: nn.Module) -> torch.Tensor:
+    """The logits of the compressed model."""
+    with found.apply(model):
+        return logits_of(model, IDS)
+
+
+def same(one: Compression, other: Compression) -> bool:
+    """Whether two compressions remove the same and change the same weights."""
+    if not isinstance(one, AtomCompression) or not isinstance(other, AtomCompression):
+        return one.kept == other.kept  # type: ignore[attr-defined]
+    downs, others = one.downs or {}, other.downs or {}
+    equal = downs.keys() == others.keys()
+    equal = equal and all(torch.equal(downs[k], others[k]) for k in downs)
+    return equal and one.keep == other.keep
+
+
+def test_every_method_is_described() -> None:
+    """By what it removes, where it comes from, and how it differs from that."""
+    assert len(NAMES) >= 14
+    for name in NAMES:
+        method: Method = methods.get(name)
+        assert method.name == name == name.lower()
+        assert method.compresses in KINDS
+        assert len(method.citation) > 10
+        assert all(text.endswith(".") for text in method.deviations)
+        if name not in DRAWN:
+            assert method.deviations
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_the_budget_is_exact(fitted: Fitted, ratio: float) -> None:
+    """Within one of what the method removes at a time, and counted by hand."""
+    model, _, _ = fitted
+    architecture = describe(model)
+    for name, found in fit_all(model, WINDOWS, ratio).items():
+        small = found.materialise(model)
+        atoms = sum(
+            own.numel()
+            for layer in find_experts(model)
+            for own in small.get_submodule(layer.name).parameters()
+        )
+        total = architecture.routed_parameters
+        assert found.achieved_ratio == pytest.approx(1 - atoms / total, abs=1e-12)
+        assert abs(Fraction(found.achieved_ratio) - Fraction(ratio)) <= step(
+            found, name, model
+        )
+        after = sum(own.numel() for own in small.parameters())
+        assert found.savings(model).parameters == (architecture.n_parameters, after)
+
+
+def step(found: Compression, name: str, model: nn.Module) -> float:
+    """The share of a unit: an atom or an expert in each group that is rounded."""
+    layers = find_experts(model)
+    atoms = sum(layer.n_experts * layer.d_inter for layer in layers)
+    if name == "heapr-expert":
+        return layers[0].d_inter / atoms
+    if name == "minitron":
+        return sum(layer.n_experts for layer in layers) / atoms
+    if isinstance(found, AtomCompression):
+        return len(layers) / atoms
+    return len(layers) * layers[0].d_inter / atoms
+
+
+def test_ratio_zero_changes_nothing(fitted: Fitted) -> None:
+    """The logits are those of the dense model."""
+    model, _, _ = fitted
+    dense = logits_of(model, IDS)
+    for name, found in fit_all(model, WINDOWS, 0.0).items():
+        assert found.achieved_ratio == 0.0, name
+        torch.testing.assert_close(applied(found, model), dense, **CLOSE)
+
+
+def test_the_same_seed_gives_the_same_result(fitted: Fitted) -> None:
+    """Fitted again, with measurements of its own; another seed is another draw."""
+    model, before, _ = fitted
+    for name in NAMES:
+        again = fit(name, model)
+        assert same(again, before[name]), name
+    drawn = methods.get("random").fit(model, WINDOWS, ratio=RATIO, seed=1)
+    assert not same(drawn, before["random"])
+
+
+def test_the_order_of_experts_does_not_matter(fitted: Fitted) -> None:
+    """With permuted experts and router rows the compressed function is the same."""
+    model, before, _ = fitted
+    permuted = copy.deepcopy(model)
+    for axis in find_expert_axes(permuted):
+        order = torch.tensor([4, 2, 0, 5, 1, 3])
+        for module, name in axis.tensors:
+            tensor = getattr(module, name)
+            tensor.data = tensor.data[order]
+    dense = logits_of(model, IDS)
+    torch.testing.assert_close(logits_of(permuted, IDS), dense, **IN_SINGLE)
+    for name, found in fit_all(permuted, WINDOWS).items():
+        if name not in DRAWN:
+            expected = applied(before[name], model)
+            again = applied(found, permuted)
+            torch.testing.assert_close(again, expected, **IN_SINGLE)
+            assert (again - dense).abs().max() > 1e-3
+
+
+def test_the_order_of_windows_does_not_matter(fitted: Fitted) -> None:
+    """Except where windows are held out by their place."""
+    model, before, _ = fitted
+    turned = CalibrationSet.from_ids(WINDOWS.ids.flip(0))
+    for name in set(NAMES) - ORDERED:
+        assert same(fit(name, model, turned), before[name]), name
+    for name in ORDERED:
+        assert any("order" in text for text in methods.get(name).deviations)
+
+
+def test_the_dense_model_is_untouched(fitted: Fitted) -> None:
+    """Bit for bit, after fitting, applying, an exception inside, and materialising."""
+    model, found_by, state = fitted
+    objects = [id(own) for own in model.parameters()]
+    dense = logits_of(model, IDS)
+    for found in found_by.values():
+        with pytest.raises(KeyError), found.apply(model):
+            raise KeyError
+        found.savings(model)
+        small = found.materialise(model)
+        with torch.no_grad():
+            for own in small.parameters():
+                own.fill_(7.0)
+    assert [id(own) for own in model.parameters()] == objects
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+    assert torch.equal(logits_of(model, IDS), dense)
+
+
+def test_applied_is_materialised_is_reloaded(fitted: Fitted, tmp_path: Path) -> None:
+    """The three have the same logits, which are not those of the dense model."""
+    model, found_by, _ = fitted
+    dense = logits_of(model, IDS)
+    for name, found in found_by.items():
+        expected = applied(found, model)
+        assert (expected - dense).abs().max() > 1e-3, name
+        small = found.materialise(model)
+        torch.testing.assert_close(logits_of(small, IDS), expected, **CLOSE)
+        folder = found.save(model, tmp_path / name, base="tiny")
+        loaded = reloaded(folder)
+        torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
+
+
+def reloaded(folder: Path) -> Any:
+    """The model of a folder, in float64, as transformers loads it."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    loaded.set_experts_implementation("eager")
+    return loaded
+
+
+def test_too_much_is_refused(fitted: Fitted) -> None:
+    """Fewer experts than a token is routed to: the largest possible ratio is named."""
+    model, _, _ = fitted
+    for name in ("reap", "naee"):
+        with pytest.raises(SpecError, match=r"largest possible ratio is 0\.666666"):
+            methods.get(name).fit(model, WINDOWS, ratio=0.9)

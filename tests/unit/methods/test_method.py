@@ -1,0 +1,202 @@
+"""Fitting: what is checked before anything is run, and what is measured once."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import full_keep, random_keep
+from torch import nn
+
+from heapr_lab import methods
+from heapr_lab.checkpoints.save_dropped import save_dropped
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.methods import collectors
+from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.compression import Compression, ExpertDropping, Made
+from heapr_lab.methods.method import Method
+from heapr_lab.pruning.dropping import drop_experts
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.storage import files
+from heapr_lab.text.calibration import CalibrationSet
+
+WINDOWS = CalibrationSet.from_ids(tiny_ids())
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A tiny Qwen2-MoE."""
+    return tiny_model("qwen2_moe")
+
+
+def test_each_measurement_takes_one_pass(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All methods at two ratios: one table, and one pass over the experts."""
+    passes: Counter[str] = Counter()
+
+    def measure(windows: CalibrationSet, **options: Any) -> Any:
+        passes[windows.fingerprint] += 1
+        return collect_statistics(model, windows, **options)
+
+    counted = collectors.expert_statistics
+
+    def experts(*args: Any, **options: Any) -> Any:
+        passes["experts"] += 1
+        return counted(*args, **options)
+
+    monkeypatch.setattr(collectors, "expert_statistics", experts)
+    shared = Measurements(model, WINDOWS, measure=measure)
+    for name in set(methods.names()) - {"compress"}:
+        for ratio in (0.25, 0.5):
+            methods.get(name).fit(model, WINDOWS, ratio=ratio, shared=shared)
+    assert passes == {WINDOWS.fingerprint: 1, "experts": 1}
+
+
+def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
+    """Other windows, another model, and the same model with other weights."""
+    reap = methods.get("reap")
+    other = CalibrationSet.from_ids(tiny_ids(seed=2))
+    with pytest.raises(SpecError, match="shared measurements are of another"):
+        reap.fit(model, other, ratio=0.25, shared=Measurements(model, WINDOWS))
+    twin = tiny_model("qwen2_moe")
+    shared = Measurements(twin, WINDOWS)
+    with pytest.raises(SpecError, match="shared measurements are of another"):
+        reap.fit(model, WINDOWS, ratio=0.25, shared=shared)
+    reap.fit(twin, WINDOWS, ratio=0.25, shared=shared)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)  # type: ignore[operator, union-attr]
+    with pytest.raises(SpecError, match="shared measurements are of another"):
+        reap.fit(twin, WINDOWS, ratio=0.25, shared=shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("reap", {"ratio": 25}, r"ratio must be in \[0, 1\), got 25"),
+        ("reap", {"ratio": 0.2, "seed": -1}, "seed must be a whole number from 0"),
+        ("reap", {"ratio": 0.2, "alpha": 1}, "no option alpha; it has protect_super"),
+        ("ean", {"ratio": 0.2, "alpha": 1}, "no option alpha; it has none"),
+        ("naee", {"ratio": 0.2, "most_tokens": "all"}, "is 'all', expected int"),
+        ("naee", {"ratio": 0.2, "most_tokens": True}, "is True, expected int"),
+        ("camera-p", {"ratio": 0.2, "alpha": 2.0}, "alpha 2.0, expected one of code"),
+        ("camera-p", {"ratio": 0.2, "formula": "x"}, "formula is 'x'"),
+        ("reap", {"ratio": 0.75}, "leave layer 0 1 of 4 .* possible ratio is 0.5"),
+    ],
+)
+def test_invalid_requests_are_refused(
+    model: nn.Module, name: str, options: dict[str, Any], message: str
+) -> None:
+    """With what was found, and what is expected."""
+    with pytest.raises(SpecError, match=message):
+        methods.get(name).fit(model, WINDOWS, **options)
+
+
+def test_a_masked_model_is_refused(model: nn.Module) -> None:
+    """The method would be fitted to the masked model."""
+    with (
+        masking(model, random_keep(model)),
+        pytest.raises(SpecError, match="fit the method to the dense model"),
+    ):
+        methods.get("heapr").fit(model, WINDOWS, ratio=0.25)
+
+
+def test_dropping_inside_a_mask_is_refused(model: nn.Module) -> None:
+    """A mask is of all experts."""
+    found = methods.get("reap").fit(model, WINDOWS, ratio=0.25)
+    with (
+        masking(model, random_keep(model)),
+        pytest.raises(SpecError, match="drop experts of the dense model"),
+        found.apply(model),
+    ):
+        pass
+    with (
+        found.apply(model),
+        pytest.raises(SpecError, match=r"has shape \(4, 8\), expected \(3, 8\)"),
+        masking(model, full_keep(tiny_model("qwen2_moe"))),
+    ):
+        pass
+
+
+def test_groups_of_experts_are_refused_before_text_is_read() -> None:
+    """By name, by the methods that drop experts; the others take the model."""
+    grouped = tiny_model("deepseek_v3", n_group=2, topk_group=1)
+    for name in ("reap", "naee"):
+        with pytest.raises(LayoutError, match="groups of experts"):
+            methods.get(name).fit(grouped, WINDOWS, ratio=0.25, progress=_never)
+    assert methods.get("heapr").fit(grouped, WINDOWS, ratio=0.25).achieved_ratio == 0.25
+
+
+def _never(_done: int, _total: int) -> None:
+    raise AssertionError("text was read")
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    """A method has to say what it removes."""
+    with pytest.raises(SpecError, match="compresses 'layers', expected one of atoms"):
+        Method("x", "x", "x", "layers", _never)  # type: ignore[arg-type]
+
+
+# --- checkpoints ------------------------------------------------------------------
+
+
+def test_the_manifest_says_how_it_was_made(model: nn.Module, tmp_path: Path) -> None:
+    """Method, ratio, seed, options and what was kept; the card names the method."""
+    for name in ("reap", "camera-p"):
+        found = methods.get(name).fit(model, WINDOWS, ratio=0.25, seed=3)
+        folder = found.save(model, tmp_path / name, base="tiny")
+        manifest = files.read_json(folder / "heapr_manifest.json")
+        assert manifest["method"] == name
+        assert manifest["compression"] == {
+            "method": name,
+            "ratio": 0.25,
+            "seed": 3,
+            "options": dict(methods.get(name).options),
+        }
+        assert f"`{name}`" in (folder / "README.md").read_text("utf-8")
+        assert manifest["sha256"].keys() == {"model.safetensors"}
+    manifest = files.read_json(tmp_path / "reap" / "heapr_manifest.json")
+    assert [len(own) for own in manifest["experts_kept"].values()] == [3, 3]
+    assert files.read_json(tmp_path / "reap" / "config.json")["num_experts"] == 3
+
+
+def dropped(kept: dict[int, tuple[int, ...]]) -> Compression:
+    """A compression of the tiny model that keeps these experts."""
+    atoms = dict.fromkeys(kept, (4, 8, 48))
+    return ExpertDropping(Made("mine", 0.25, 0, {}), kept, atoms)
+
+
+def test_unequal_counts_are_not_expressible(model: nn.Module, tmp_path: Path) -> None:
+    """They can be applied, and nothing is written."""
+    found = dropped({0: (0, 1), 1: (0, 1, 2)})
+    assert found.achieved_ratio == 0.375
+    assert found.savings(model).parameters[1] == model.num_parameters() - 3 * (
+        8 * 48 + 16
+    )
+    with pytest.raises(SpecError, match=r"keep 2 to 3 experts.* not expressible yet"):
+        found.save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_models_without_experts_are_saved(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    """A dense model does not say which experts it has."""
+    with pytest.raises(SpecError, match="does not say which experts it has"):
+        save_dropped(model, tmp_path / "out")
+    copy = drop_experts(model, {0: (0, 1), 1: (2, 3)})
+    assert save_dropped(copy, tmp_path / "out", base="").exists()
+
+
+def test_savings_are_counted_where_they_are(model: nn.Module) -> None:
+    """Atoms save operations, experts save none: a token uses as many as before."""
+    atoms = methods.get("minitron").fit(model, WINDOWS, ratio=0.5).savings(model)
+    whole = methods.get("frequency").fit(model, WINDOWS, ratio=0.5).savings(model)
+    assert atoms.routed_flops[1] == pytest.approx(atoms.routed_flops[0] / 2)
+    assert whole.routed_flops[1] == pytest.approx(whole.routed_flops[0])
+    removed = [s.parameters[0] - s.parameters[1] for s in (atoms, whole)]
+    assert removed == [2 * 16 * 48, 2 * 2 * (8 * 48 + 16)]
+    assert whole.bytes[0] - whole.bytes[1] == 8 * removed[1]
