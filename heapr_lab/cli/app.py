@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from heapr_lab.cli import (
+    compare,
     evaluate,
     exports,
     generate,
@@ -83,6 +84,7 @@ app.command(epilog=options.SCORE_EXAMPLES)(score.score)
 app.command(epilog=options.PRUNE_EXAMPLES)(prune.prune)
 app.command(epilog=options.GGUF_EXAMPLES)(exports.export_gguf)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
+app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)
 app.command(epilog=options.GENERATE_EXAMPLES)(generate.generate)
 app.command(epilog=options.GRID_EXAMPLES)(grid.grid)
 app.command(epilog=options.FIGURES_EXAMPLES)(reproduce.figures)

@@ -51,6 +51,12 @@ Examples:
   heapr-lab evaluate ./my_moe --tasks arc_easy,piqa --limit 200 --json
   heapr-lab evaluate ./pruned --against ./my_moe
 """
+COMPARE_EXAMPLES = """\b
+Examples:
+  heapr-lab compare --list
+  heapr-lab compare lab --methods heapr,reap,naee --ratios 0.2,0.4
+  heapr-lab compare ./my_moe --methods camera-p --set camera-p.alpha=0.95 --json
+"""
 GENERATE_EXAMPLES = """\b
 Examples:
   heapr-lab generate ./my_moe --out own.jsonl
