@@ -25,10 +25,12 @@ from typing import Any
 _HOMES = {
     "Calibration": "text.calibration_spec",
     "CalibrationSet": "text.calibration",
+    "Compression": "methods.compression",
     "Display": "figures",
     "HeaprLabError": "errors",
     "ImportanceTable": "importance.table",
     "KeepMask": "pruning.masks",
+    "Method": "methods.method",
     "Perplexity": "evaluation.perplexity",
     "Plan": "workbench.plan",
     "Selection": "pruning.options",

@@ -1,41 +1,42 @@
 """The registry: our methods, and those of plug-ins that are found by entry points."""
 
+import re
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from commands import run
 from families import tiny_ids, tiny_model
+from oracles.token_by_token import matrices
+from tiny_folder import write_model, write_text
 
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import registry
+from heapr_lab.models.experts import find_experts
+from heapr_lab.storage import paths
 from heapr_lab.text.calibration import CalibrationSet
 
-PLUGIN = '''
-import numpy as np
-
-from heapr_lab.methods.atoms import compression_of
-from heapr_lab.methods.method import Method
-from heapr_lab.pruning.masks import KeepMask
+Install = Callable[..., None]
+PAGE = (paths.project_dir() / "docs" / "comparing.md").read_text("utf-8")
+(PLUGIN,) = re.findall(r"^```python plugin\n(.*?)^```", PAGE, re.M | re.S)
+"""The whole file of the example."""
 
 
-def first_atoms(request):
-    """The first atoms of every expert go."""
-    keep = {}
-    for layer, shape in request.measured.architecture.layers.items():
-        atoms = np.arange(shape.d_inter) >= int(request.ratio * shape.d_inter)
-        keep[layer] = np.tile(atoms, (shape.n_experts, 1))
-    return compression_of(request, KeepMask(keep))
-
-
-FIRST = Method(NAME, "the first atoms go", "nobody, 2026", "atoms", first_atoms)
-'''
+def called(name: str) -> str:
+    """The example with another name of its method."""
+    assert PLUGIN.count('"smallest"') == 1
+    return PLUGIN.replace('"smallest"', f'"{name}"')
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Makes a distribution with one module and one entry point importable."""
 
-    def installed(code: str, *, value: str = "{module}:FIRST", name: str) -> None:
+    def installed(code: str, *, value: str = "{module}:METHOD", name: str) -> None:
         module = f"plugin_{name}"
         (tmp_path / f"{module}.py").write_text(code, encoding="utf-8")
         info = tmp_path / f"{name}-1.0.dist-info"
@@ -50,30 +51,56 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         del sys.modules[module]
 
 
-def test_a_plugin_is_a_method_like_ours(install) -> None:
-    """It is listed, found, fitted, and prunes what it says."""
-    assert "first" not in methods.names()
-    install(PLUGIN.replace("NAME", '"first"'), name="firsts")
-    assert methods.names()[-1] == "first"
+def test_the_example_of_the_page_is_a_method_like_ours(install: Install) -> None:
+    """It is listed, found, fitted, and drops what it says, by a loop over experts."""
+    assert "smallest" not in methods.names()
+    install(PLUGIN, name="mine")
+    assert methods.names()[-1] == "smallest"
+    assert "smallest (experts): experts by the norm" in run("compare", "--list")
     model = tiny_model("qwen2_moe")
     windows = CalibrationSet.from_ids(tiny_ids())
-    found = methods.get("first").fit(model, windows, ratio=0.25)
+    found: Any = methods.get("smallest").fit(model, windows, ratio=0.25)
     assert found.achieved_ratio == 0.25
-    small = found.materialise(model)
-    assert small.num_parameters() == model.num_parameters() - 2 * 4 * 2 * 3 * 16
+    for layer in find_experts(model):
+        downs = [matrices(layer.module, e)["W_down"] for e in range(4)]
+        norms = [float(down.detach().norm()) for down in downs]
+        assert {0, 1, 2, 3} - {*found.kept[layer.layer]} == {norms.index(min(norms))}
+    assert found.materialise(model).num_parameters() < model.num_parameters()
 
 
-def test_a_taken_name_is_refused(install) -> None:
+def test_the_entry_point_of_the_page_is_the_one_that_is_read() -> None:
+    """As in the pyproject.toml of a plug-in."""
+    (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S)
+    assert tomllib.loads(text)["project"]["entry-points"] == {
+        registry.GROUP: {"smallest": "my_package:METHOD"}
+    }
+
+
+def test_the_python_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a tiny model: both methods are fitted, applied and saved."""
+    folder, text = write_model(tmp_path / "moe"), write_text(tmp_path / "text.txt")
+    (code,) = re.findall(r"^```python use\n(.*?)^```", PAGE, re.M | re.S)
+    code = code.replace('"lab"', repr(str(folder))).replace('"pydocs"', repr(str(text)))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "comparing.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("reap 0.25 (")
+    for name in ("reap", "camera-p"):
+        assert (tmp_path / f"smaller-{name}" / "model.safetensors").exists()
+
+
+def test_a_taken_name_is_refused(install: Install) -> None:
     """Both distributions are named."""
-    install(PLUGIN.replace("NAME", '"reap"'), name="other_reap")
+    install(called("reap"), name="other_reap")
     with pytest.raises(SpecError, match=r"other_reap \(mine = .*'reap', which heapr-l"):
         methods.names()
 
 
-def test_two_plugins_of_one_name_are_refused(install) -> None:
+def test_two_plugins_of_one_name_are_refused(install: Install) -> None:
     """The message names both."""
-    install(PLUGIN.replace("NAME", '"first"'), name="one")
-    install(PLUGIN.replace("NAME", '"first"'), name="two")
+    install(called("first"), name="one")
+    install(called("first"), name="two")
     with pytest.raises(SpecError, match=r"two \(mine.* which one \(mine"):
         methods.get("first")
 
@@ -81,12 +108,18 @@ def test_two_plugins_of_one_name_are_refused(install) -> None:
 @pytest.mark.parametrize(
     ("code", "value", "message"),
     [
-        ("import nothing_of_that_name", "{module}:FIRST", "loaded: ModuleNotFoundErr"),
-        ("FIRST = 1", "{module}:SECOND", "loaded: AttributeError"),
-        ("FIRST = 1", "{module}:FIRST", "is int, expected a heapr_lab.methods.method"),
+        ("import nothing_of_that_name", "{module}:METHOD", "loaded: ModuleNotFoundErr"),
+        ("METHOD = 1", "{module}:SECOND", "loaded: AttributeError"),
+        (
+            "METHOD = 1",
+            "{module}:METHOD",
+            "is int, expected a heapr_lab.methods.method",
+        ),
     ],
 )
-def test_a_broken_plugin_is_named(install, code: str, value: str, message: str) -> None:
+def test_a_broken_plugin_is_named(
+    install: Install, code: str, value: str, message: str
+) -> None:
     """With its distribution, and what to do."""
     install(code, value=value, name="broken")
     with pytest.raises(SpecError, match=rf"broken \(mine = .*{message}.*uninstall"):
