@@ -82,7 +82,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
     stock, wrapped = manifest["structure"] == "uniform", "pruned" in manifest
     header = ModelCardData(
         base_model=name if manifest["base_model"] else None,
-        license=_licence(source),
+        license=licence_of(source),
         library_name="transformers",
         tags=["mixture-of-experts", "pruning", "heapr"],
         pipeline_tag="image-text-to-text" if wrapped else "text-generation",
@@ -139,7 +139,7 @@ def _candidates(tried: Sequence[Mapping[str, Any]]) -> str:
     return _CANDIDATES.format(rows="\n".join(rows))
 
 
-def _licence(source: Path) -> str | None:
+def licence_of(source: Path) -> str | None:
     """The licence in the base model's card, if it is on this machine and has one."""
     path = source / "README.md"
     if not (source / "config.json").is_file() or not path.is_file():

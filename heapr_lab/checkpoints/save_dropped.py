@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
+from heapr_lab.checkpoints.model_card import licence_of
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.storage import files
@@ -75,7 +76,9 @@ def save_dropped(
             "sha256": checksums_in(partial),
         }
         files.write_json(partial / MANIFEST_FILE, manifest)
-        (partial / "README.md").write_text(_card(manifest), encoding="utf-8")
+        (partial / "README.md").write_text(
+            _card(manifest, Path(base)), encoding="utf-8"
+        )
     return Path(folder)
 
 
@@ -107,10 +110,11 @@ def _kept_by(model: Any) -> dict[int, tuple[int, ...]]:
     return kept
 
 
-def _card(manifest: Mapping[str, Any]) -> str:
+def _card(manifest: Mapping[str, Any], source: Path) -> str:
     name, method = manifest["base_model"], manifest["method"]
     header = ModelCardData(
         base_model=name or None,
+        license=licence_of(source),
         library_name="transformers",
         tags=["mixture-of-experts", "pruning"],
         pipeline_tag="text-generation",

@@ -22,7 +22,7 @@ def compare(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A hub id or a model of the paper, a local folder, or `lab`.",
         ),
     ] = None,

@@ -43,7 +43,7 @@ class LayerLoss:
         Raises:
             LayoutError: the layer's routing cannot be repeated from its inputs.
         """
-        self._axis, self._inputs = axis, calls.hidden_states
+        self._axis, self._inputs = axis.of_router(), calls.hidden_states
         self._n_experts = axis.layer.n_experts
         weights, index = _routed(axis.router, calls)
         self._dense = self._dispersed(index, weights, range(self._n_experts))
@@ -58,8 +58,8 @@ class LayerLoss:
         """‖Z − Z_S‖ over all tokens, where S are the experts `kept`."""
         with self._axis.narrowed(kept):
             _, weights, index = self._axis.router(self._inputs)
-        c = self._dense - self._dispersed(index, weights, kept)
-        squares = torch.einsum("td,tde,te->", c, self._grams, c)
+        c = (self._dense - self._dispersed(index, weights, kept))[:, :, None]
+        squares = (c * (self._grams @ c)).sum()  # c (T, E, 1)
         return math.sqrt(max(float(squares), 0.0))
 
     def _dispersed(

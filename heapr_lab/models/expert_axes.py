@@ -37,6 +37,14 @@ class ExpertAxis:
     router: nn.Module
     """The module whose weight (E, D) gives the logits."""
 
+    def of_router(self) -> "ExpertAxis":
+        """The same of the router alone; narrowed, it routes to fewer experts."""
+        tensors, counts = (
+            tuple(pair for pair in pairs if pair[0] is self.router)
+            for pairs in (self.tensors, self.counts)
+        )
+        return ExpertAxis(self.layer, tensors, counts, self.router)
+
     def sliced(self, kept: Sequence[int]) -> list[torch.Tensor]:
         """A copy of each of `tensors` with the experts `kept`, in their order."""
         return [_taken(getattr(module, name), kept) for module, name in self.tensors]

@@ -281,7 +281,7 @@ def _of_checkpoint(folder: Path) -> Origin:
             "give a folder that save_pruned or `heapr-lab prune` wrote"
         )
     said: dict[str, Any] = files.read_json(path)
-    behind = _hash(said, "importance") or _hash(said["selection"], "table")
+    behind = _hash(said, "importance") or _hash(said.get("selection") or {}, "table")
     return Origin(folder, "checkpoint", said, behind)
 
 

@@ -21,6 +21,7 @@ from heapr_lab.methods.method import Method
 from heapr_lab.pruning.dropping import drop_experts
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.storage import files
+from heapr_lab.storage.provenance import read_provenance
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids())
@@ -160,6 +161,8 @@ def test_the_manifest_says_how_it_was_made(model: nn.Module, tmp_path: Path) -> 
         assert manifest["sha256"].keys() == {"model.safetensors"}
     manifest = files.read_json(tmp_path / "reap" / "heapr_manifest.json")
     assert [len(own) for own in manifest["experts_kept"].values()] == [3, 3]
+    origin = read_provenance(tmp_path / "reap")
+    assert origin.kind == "checkpoint"
     assert files.read_json(tmp_path / "reap" / "config.json")["num_experts"] == 3
 
 
