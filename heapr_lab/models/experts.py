@@ -398,6 +398,7 @@ def _attention_width(model: Any) -> int:
 
 def _n_heads(model: Any, attention: Any) -> int:
     """Heads of an attention module, which can differ between layers."""
-    own = getattr(attention, "num_heads", None)
-    config = model.config.get_text_config()
-    return int(own or getattr(config, "num_attention_heads", 0))
+    own: int = getattr(attention, "num_heads", 0)
+    if own:
+        return own
+    return getattr(model.config.get_text_config(), "num_attention_heads", 0)
