@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from typing import Any
 
 from heapr_lab.errors import SpecError
@@ -34,6 +35,20 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+def without_nan(value: Any) -> Any:
+    """`value` for JSON, which has no NaN or infinity: what was not measured is null.
+
+    Example:
+        >>> without_nan({"stderr": float("nan"), "losses": [1.5]})
+        {'stderr': None, 'losses': [1.5]}
+    """
+    if isinstance(value, dict):
+        return {name: without_nan(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def digest(value: Any) -> str:

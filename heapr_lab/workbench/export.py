@@ -34,6 +34,7 @@ from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
+from heapr_lab.storage.hashing import without_nan
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
 from heapr_lab.workbench.settings import Setting
@@ -264,7 +265,7 @@ def facts_of(
         "savings": {k: v for k, v in saved.items() if not k.startswith("bytes_")},
     }
     if candidates is not None:
-        facts["candidates"] = candidates.to_dict("records")
+        facts["candidates"] = _records(candidates)
     return facts if source is None else facts | {"bytes_before": source.n_bytes}
 
 
@@ -356,7 +357,7 @@ def write_checkpoint(
     if compensation is not None:
         assert made.windows is not None
         pruned.__dict__["heapr_weights"] = describe_weights(compensation, made.windows)
-        errors = compensation.report.to_dict("records")
+        errors = _records(compensation.report)
         facts = facts | {"compensation": compensation.settings, "errors": errors}
     if made.trained_on is not None:
         facts = facts | _trained(pruned, bench, made.trained_on, made.after, report)
@@ -392,15 +393,19 @@ def _trained(
     if after.output_bias:
         layer = _part(report, f"output bias on {windows.label}: layer")
         add_output_bias(pruned, bench.model, windows, progress=layer)
-        found = pruned.heapr_output_bias
-        facts["output_bias"] = found.astype(object).where(found.notna(), None)
+        facts["output_bias"] = pruned.heapr_output_bias
     if after.distill:
         step = _part(report, f"distillation on {windows.label}: step")
         distill_layers(
             pruned, bench.model, windows, n_steps=after.distill, progress=step
         )
         facts["distillation"] = pruned.heapr_distillation
-    return {name: frame.to_dict("records") for name, frame in facts.items()}
+    return {name: _records(frame) for name, frame in facts.items()}
+
+
+def _records(frame: pd.DataFrame) -> Any:
+    """The rows of a table for the manifest, with null for what was not measured."""
+    return without_nan(frame.to_dict("records"))
 
 
 def perplexity_change(

@@ -222,6 +222,18 @@ def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) ->
     assert "is a mixture" in message
 
 
+def test_prune_with_one_held_out_window(folder: Path, tmp_path: Path) -> None:
+    """One window has no standard error: null in the manifest."""
+    out = tmp_path / "pruned"
+    run(
+        "prune", folder / "moe", "--ratio", 0.4, "--quick", "--n-sequences", 4,
+        "--own-text", 0, "--out", out, *text_of(folder),
+    )  # fmt: skip
+    tried = json.loads((out / "heapr_manifest.json").read_text())["candidates"]
+    assert [candidate["stderr"] for candidate in tried] == [None] * len(tried)
+    assert all(isinstance(candidate["nll"], float) for candidate in tried)
+
+
 def test_prune_in_rounds_and_by_flops(folder: Path, tmp_path: Path) -> None:
     """Rounds need the model; a share of FLOPs, with a price, does not."""
     mask = tmp_path / "mask.parquet"
