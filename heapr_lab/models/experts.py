@@ -144,10 +144,11 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     Raises:
         LayoutError: there is none, or one of them cannot be treated exactly (it is
             expert-parallel, quantised, outside transformers' experts interface, or its
-            activation mixes atoms); the family is refused by name; or there are experts
-            outside the language model.
+            activation mixes atoms); the family is refused by name; there are experts
+            outside the language model; or weights are offloaded.
     """
     refuse_by_name(getattr(model, "config", None))
+    _refuse_offloaded(model)
     _refuse_unfused(model)
     found = list(_decorated(text_modules(model)))
     _refuse_outside(model, {name for name, _ in found})
@@ -207,6 +208,21 @@ def _refuse_outside(model: nn.Module, inside: Container[str]) -> None:
 def _layer_number(name: str, index: int) -> int:
     numbers = _LAYER_NUMBER.findall(name)
     return int(numbers[-1]) if numbers else index
+
+
+def _refuse_offloaded(model: nn.Module) -> None:
+    """Check that no weights come to their device only while their module runs.
+
+    Raises:
+        LayoutError: some do, by hooks of accelerate's.
+    """
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta and hasattr(module, "_hf_hook"):
+                raise LayoutError(
+                    f"{name}.{own} is offloaded, so it cannot be measured or sliced: "
+                    "load the model with stream=True, or on devices that hold it whole"
+                )
 
 
 def _refuse_unfused(model: nn.Module) -> None:

@@ -1,0 +1,102 @@
+"""Models placed by a device map of accelerate, against those without its hooks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from families import tiny_model
+from torch import nn
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.evaluation.perplexity import evaluate_perplexity, window_nll
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement.compress import compress
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.oracle
+
+WINDOWS = CalibrationSet.from_ids(
+    torch.randint(0, 48, (5, 16), generator=torch.Generator().manual_seed(0))
+)
+FAMILIES = ["qwen2_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
+_SPLIT = {"model", "model.layers"}
+"""Modules that are on no single device."""
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def placed(family: str, *devices: str | int, **options: Any) -> nn.Module:
+    """A tiny model whose decoder layers are on `devices` in turn."""
+    model: Any = tiny_model(family)
+    inner = [f"model.{name}" for name, _ in model.model.named_children()]
+    outer = [name for name, _ in model.named_children()]
+    chosen: dict[str, Any] = dict.fromkeys({*inner, *outer} - _SPLIT, "cpu")
+    for number in range(len(model.model.layers)):
+        chosen[f"model.layers.{number}"] = devices[number % len(devices)]
+    return dispatch_model(model, chosen, main_device="cpu", force_hooks=True, **options)
+
+
+def check_equal(model: nn.Module, twin: nn.Module) -> None:
+    """Statistics, masked losses, pruned losses and perplexity are those of `twin`."""
+    found, wanted = (collect_statistics(m, WINDOWS).frame for m in (model, twin))
+    assert list(found) == list(wanted)
+    for name in wanted.select_dtypes("number"):
+        torch.testing.assert_close(
+            torch.tensor(found[name].to_numpy()),
+            torch.tensor(wanted[name].to_numpy()),
+            **EXACT,
+        )
+    keep = half(twin)
+    losses = []
+    for own in (model, twin):
+        with masking(own, keep):
+            masked = window_nll(own, WINDOWS.ids)
+        sliced = window_nll(prune(own, keep), WINDOWS.ids)
+        dense = evaluate_perplexity(own, WINDOWS.ids).value
+        best = window_nll(compress(own, WINDOWS, ratio=0.5, quick=True), WINDOWS.ids)
+        losses.append([masked, sliced, torch.tensor(dense), best])
+    torch.testing.assert_close(*losses, **EXACT)
+
+
+def half(model: nn.Module) -> KeepMask:
+    """The mask of half of the atoms of `model`."""
+    return select(collect_statistics(model, WINDOWS), ratio=0.5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_placed_model_is_measured_and_pruned(family: str) -> None:
+    """Its hooks move what layers are given, and change nothing else."""
+    model = placed(family, "cpu")
+    assert sum(hasattr(module, "_hf_hook") for module in model.modules()) > 3
+    check_equal(model, tiny_model(family))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_on_two_devices(family: str) -> None:
+    """Every other decoder layer on the GPU."""
+    model = placed(family, "cpu", 0)
+    assert {p.device.type for p in model.parameters()} == {"cpu", "cuda"}
+    assert not any(p.is_meta for p in model.parameters())
+    check_equal(model, tiny_model(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_offloaded_layers_are_refused(family: str, tmp_path: Path) -> None:
+    """By name, with what to do, before anything is run."""
+    model: Any = placed(family, "cpu", "disk", offload_dir=tmp_path)
+    assert any(p.is_meta for p in model.model.layers[1].parameters())
+    keep = half(tiny_model(family))
+    tried = [
+        lambda: collect_statistics(model, WINDOWS),
+        lambda: prune(model, keep),
+        lambda: masking(model, keep).__enter__(),
+        lambda: compress(model, WINDOWS, ratio=0.5),
+    ]
+    for each in tried:
+        with pytest.raises(LayoutError, match=r"layers\.1.* is offloaded.*stream=True"):
+            each()
