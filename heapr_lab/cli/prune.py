@@ -69,7 +69,8 @@ def prune(
     """Select the atoms to keep, report the savings, and write the smaller model.
 
     With a table of `score` the model is never loaded: its files are sliced one tensor
-    at a time. Without one the importance comes from the cache or is measured, and the
+    at a time (those of quantised weights are streamed, and written in bfloat16).
+    Without one the importance comes from the cache or is measured, and the
     best of several ways to compensate for the pruned atoms is found by loss on held-out
     calibration windows; it is never worse there than HEAPr as published.
     """
@@ -83,8 +84,6 @@ def prune(
     _check_amount(
         ratio, max_rise, max_latency, rounds=rounds, table_alone=importance is not None
     )
-    after = Afterwards(bias, distill, distill_sequences)
-    _check_after(after, out, structure, table_alone=importance is not None)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
         ratio or 0.0,
@@ -103,18 +102,18 @@ def prune(
     weights = preset.weights_for(importance, estimator=estimator, rounds=rounds)
     fitted = weights == "compress" and _is_folder(out)
     own = _own_text(own_text, importance, default=preset.own_text if fitted else 0.0)
+    calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own)
+    opening = model, profile, seq_len, device, dtype, stream, host_memory
     request = Request(
         model=model,
         method=preset,
         max_rise=max_rise,
         max_latency=max_latency,
-        setting=Setting(
-            selection, Calibration(corpus, n_sequences, seed=seed, own_text=own)
-        ),
+        setting=Setting(selection, calibration),
         weights=weights,
         quick=quick,
         time_budget=time_budget,
-        after=after,
+        after=Afterwards(bias, distill, distill_sequences),
         default_multiple=unset,
         default_own_text=own_text is None,
         importance=importance,
@@ -122,11 +121,7 @@ def prune(
         out=out,
         corpora=perplexity,
         seq_len=seq_len,
-        open_bench=functools.cache(
-            lambda: open_bench(
-                model, profile, seq_len, device, dtype, stream, host_memory
-            )
-        ),
+        open_bench=functools.cache(lambda: open_bench(*opening)),
     )
     print_facts(request.run(in_words=not as_json), as_json=as_json)
 
@@ -212,6 +207,12 @@ class Request:
     corpora: str | None
     seq_len: int | None
     open_bench: "Callable[[], Workbench]"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done to the weights, before a model is found."""
+        alone = self.importance is not None
+        structure = self.setting.selection.structure
+        _check_after(self.after, self.out, structure, table_alone=alone)
 
     @property
     def to_folder(self) -> bool:
@@ -319,7 +320,19 @@ class Request:
             return portfolio.table("heapr", windows="all")
         if self.importance is None:
             return self.open_bench().table_of(self.setting)
+        if _dequantised(source):
+            return self._checked_with_model(self.importance)
         return own_table(self.importance, source, name=self.model)
+
+    def _checked_with_model(self, path: Path) -> "ImportanceTable":
+        """The table in a file, for weights that are not numbers in their files."""
+        from heapr_lab.importance.table import ImportanceTable
+        from heapr_lab.models.experts import find_experts
+        from heapr_lab.pruning.surgery import check_table
+
+        model, table = self.open_bench().model, ImportanceTable.read(path)
+        check_table(model, find_experts(model), table)
+        return table
 
     def _choose(self, table: "ImportanceTable") -> "Chosen":
         from heapr_lab.pruning.selection import default_multiple, select
@@ -389,7 +402,7 @@ class Request:
             candidates=made.candidates,
         )
         with _reported() as report:
-            if made.compensation is not None or made.after:
+            if made.compensation is not None or made.after or _dequantised(source):
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
                     corpora=corpora, report=report,
@@ -408,6 +421,13 @@ class Request:
                 f"there is no tokenizer in {source}, and so none in {out}: copy the "
                 "tokenizer of the base model there before evaluating it"
             )
+
+
+def _dequantised(source: Path) -> bool:
+    """Whether weights are dequantised when they are read; files cannot be sliced."""
+    from heapr_lab.models.folders import DEQUANTISED, quantisation, read_config
+
+    return quantisation(read_config(source)) in DEQUANTISED
 
 
 def _check_searchable(setting: "Setting", *, option: str) -> None:

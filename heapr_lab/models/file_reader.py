@@ -71,28 +71,38 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
     return model
 
 
+def refuse_format(folder: Path | str, config: Any) -> None:
+    """Check that weights can be read as numbers that can be pruned.
+
+    Raises:
+        SpecError: they are quantised in a format that is not dequantised.
+    """
+    kind = quantisation(config)
+    if kind not in (None, METHOD, *DEQUANTISED):
+        raise SpecError(
+            f"{folder} has weights in the format {kind!r}, expected none, "
+            f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised"
+        )
+
+
 def _quantizer(config: Any, folder: Path) -> Any:
     """What makes a model for weights that are pruned or quantised, if they are.
 
     Raises:
         SpecError: they are in another format, or of a later version.
     """
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    refuse_format(folder, config)
+    kind = quantisation(config)
+    if kind is None:
         return None
+    found = config.quantization_config
     settings = dict(found if isinstance(found, dict) else found.to_dict())
-    kind = settings.get("quant_method", "unknown")
     if kind == METHOD:
         quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
-    elif kind in DEQUANTISED:
+    else:
         settings |= {"dequantize": True}
         chosen = AutoQuantizationConfig.from_dict(settings)
         quantizer = AUTO_QUANTIZER_MAPPING[kind](chosen, pre_quantized=True)
-    else:
-        raise SpecError(
-            f"{folder} has weights in the format {kind!r}, expected none, "
-            f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised"
-        )
     try:
         quantizer.validate_environment()
     except ValueError as error:

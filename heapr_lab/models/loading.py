@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from heapr_lab import hub
 from heapr_lab.errors import SpecError
 from heapr_lab.models.families import refuse_by_name, refuse_to_stream
-from heapr_lab.models.file_reader import open_streamed
+from heapr_lab.models.file_reader import open_streamed, refuse_format
 from heapr_lab.models.folders import (
     DEQUANTISED,
     quantisation,
@@ -68,7 +68,8 @@ def load_model(
 
     Raises:
         SpecError: the device or the model is not available, the model's files are
-            damaged, there is no such dtype or size, or `stream` is none of these.
+            damaged or quantised in another format, there is no such dtype or size, or
+            `stream` is none of these.
         LayoutError: the family is refused by name, or cannot be streamed.
     """
     if stream not in (True, False, "auto"):
@@ -83,6 +84,7 @@ def load_model(
         disable_progress_bar()
     config = read_config(path)  # first: it determines the tokenizer's class
     refuse_by_name(config)
+    refuse_format(path, config)
     tokenizer = read_tokenizer(path)
     if stream is True or (
         stream == "auto" and _has_to_stream(path, config, chosen, device)

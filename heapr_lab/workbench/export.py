@@ -301,8 +301,14 @@ def calibration_of(table: ImportanceTable) -> Calibration | None:
 
 
 def stored_dtype(bench: Workbench) -> Any:
-    """The dtype that weights are written in: that of the dense files, if known."""
+    """The dtype that weights are written in: that of the dense files, if known.
+
+    Dequantised weights are written in the type that their stream says.
+    """
     model: Any = bench.model
+    stream = stream_of(model)
+    if stream is not None and stream.dequantised_from is not None:
+        return stream.stored
     return (bench.source and bench.source.dtype) or model.dtype
 
 

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from commands import TINY, invoke, one_line, run
 from families import tiny_model
 from safetensors.torch import load_file, save_file
-from tiny_folder import write_tokenizer
+from tiny_folder import D_VOCAB, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.folders import quantisation, read_config
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.selection import select
@@ -80,7 +82,9 @@ def configure(folder: Path, **settings: Any) -> None:
 def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
     """A checkpoint, and transformers' setting to dequantise it."""
     family, setting = KINDS[request.param]
-    wide = {"hidden_size": 32, "intermediate_size": 64} if family == "gpt_oss" else {}
+    wide = {"vocab_size": D_VOCAB + 2, "max_position_embeddings": 2048}
+    if family == "gpt_oss":
+        wide |= {"hidden_size": 32, "intermediate_size": 64}
     model = tiny_model(family, dtype=torch.bfloat16, **wide)
     model.save_pretrained(tmp_path / "dense")
     write_tokenizer(tmp_path / "dense")
@@ -135,6 +139,57 @@ def test_it_is_scored_pruned_and_saved(
     assert f"dequantised from {kind}" in (folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize("options", [(), ("--method", "paper")])
+def test_the_command_prunes_it(
+    options: tuple[str, ...], quantised: tuple[Path, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It streams by itself and says so; files in bfloat16, which the card names."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
+    out = tmp_path / "pruned"
+    result = invoke(
+        "prune", quantised[0], "--ratio", 0.5, "--quick", "--device", "cpu", *text,
+        *options, "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "dequantised when they are read from disk" in caplog.text
+    assert ("writes no text of its own" in result.stderr) == (not options)
+    tensors = [t for f in out.glob("*.safetensors") for t in load_file(f).values()]
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    manifest = json.loads((out / "heapr_manifest.json").read_text())
+    assert manifest["atoms_kept"] == manifest["atoms"] / 2
+    kind = quantisation(read_config(quantised[0]))
+    said = f"dequantised from {kind} to bfloat16"
+    assert manifest["weights"].endswith(said)
+    assert said in (out / "README.md").read_text()
+    model, _ = load_model(out, device="cpu", stream=False)
+    assert torch.isfinite(window_nll(model, WINDOWS.ids)).all()
+
+
+def test_a_table_of_its_own_prunes_it(
+    quantised: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files cannot be sliced, so the model is streamed; the same weights."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
+    table, base = tmp_path / "table.parquet", ("prune", quantised[0], "--ratio", 0.5)
+    run("score", quantised[0], "--device", "cpu", *text, "--out", table)
+    ways = {
+        "table": ("--importance", table, "--estimator", "heapr"),
+        "text": ("--method", "paper", *text),
+    }
+    written = {}
+    for name, options in ways.items():
+        out = tmp_path / name
+        run(*base, *options, "--device", "cpu", "--out", out)
+        files = sorted(out.glob("*.safetensors"))
+        written[name] = {k: t for f in files for k, t in load_file(f).items()}
+    assert written["table"].keys() == written["text"].keys()
+    for name, tensor in written["text"].items():
+        assert torch.equal(written["table"][name], tensor), name
+
+
 def test_missing_scales_are_an_error(quantised: tuple[Path, Any]) -> None:
     """Weights would be read as if all scales were 1."""
     path = quantised[0] / "model.safetensors"
@@ -148,9 +203,16 @@ def test_missing_scales_are_an_error(quantised: tuple[Path, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "bitsandbytes"])
 def test_other_formats_are_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """With what to do."""
-    tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
-    configure(tmp_path, quant_method=kind, bits=4)
-    with pytest.raises(SpecError, match=rf"{kind}.*not quantised"):
-        load_model(tmp_path, device="cpu", stream=True)
+    """With what to do, whether layers would be streamed or not."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
+    write_tokenizer(tmp_path / "dense")
+    configure(tmp_path / "dense", quant_method=kind, bits=4)
+    for stream in (True, False, "auto"):
+        with pytest.raises(SpecError, match=rf"{kind}.*not quantised"):
+            load_model(tmp_path / "dense", device="cpu", stream=stream)
+    text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
+    base = "prune", tmp_path / "dense", "--ratio", 0.5, "--out", tmp_path / "pruned"
+    for options in ((), ("--method", "paper")):
+        message = one_line(*base, *options, *text)
+        assert f"{kind!r}" in message
+        assert "take the checkpoint that is not quantised" in message
