@@ -23,6 +23,7 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import refuse_disturbed
+from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection, exact_ratio
@@ -82,7 +83,7 @@ def prune_in_rounds(
 
     Costs a forward and backward pass for each round, and one forward pass for the
     compensation, whose sums are always those of the dense model; where they do not fit
-    in memory together, a forward pass for each round.
+    in memory together, or the model is streamed, a forward pass for each round.
 
     Args:
         model: the dense model, which is not changed.
@@ -108,7 +109,7 @@ def prune_in_rounds(
     if table is not None:
         check_table(model, layers, table)
     span = span or default_span(layers)
-    at_once = fits_in_memory(layers, span)
+    at_once = fits_in_memory(layers, span) and stream_of(model) is None
     n_solves = 0 if not compensated else 1 if at_once else rounds
     n_passes = rounds - (table is not None) + n_solves
     n_windows = calibration.n_sequences

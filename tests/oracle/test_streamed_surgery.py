@@ -12,6 +12,7 @@ from tiny_folder import write_tokenizer
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.importance import activation_grams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.loading import load_model
@@ -19,6 +20,7 @@ from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.text.calibration import CalibrationSet
 
 REFUSED = {"hy_v4", "glm_moe_dsa", "deepseek_v4"}
@@ -114,6 +116,28 @@ def test_whatever_layer_is_in_memory(tmp_path: Path) -> None:
     stream_of(models[1]).fill(0)  # type: ignore[union-attr]
     pruned = [prune(own, keep) for own in models]
     assert_saved_alike(pruned, tmp_path, "qwen3_moe")
+
+
+def test_rounds_of_a_streamed_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The masks and weights in memory; layers are read for all batches at once."""
+    models = both("qwen3_moe", tmp_path / "dense")
+    stream = stream_of(models[1])
+    assert stream is not None
+    found = [prune_in_rounds(own, WINDOWS, ratio=0.5, rounds=2) for own in models]
+    assert found[0].keep.fingerprint == found[1].keep.fingerprint
+    downs = [own.compensation.downs for own in found]  # type: ignore[union-attr]
+    assert downs[0].keys() == downs[1].keys()
+    for number, wanted in downs[0].items():
+        assert torch.allclose(downs[1][number], wanted, rtol=1e-9)
+    reads = []
+    for n_tokens in (16, 80):  # in a batch: five batches, and two
+        monkeypatch.setattr(activation_grams, "_TOKENS_AT_ONCE", n_tokens)
+        before = stream.n_bytes_read
+        prune_in_rounds(models[1], WINDOWS, ratio=0.5, rounds=2)
+        reads.append(stream.n_bytes_read - before)
+    assert reads[0] == reads[1]
 
 
 def test_one_part_is_in_memory(tmp_path: Path) -> None:
