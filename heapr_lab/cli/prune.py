@@ -11,6 +11,14 @@ from typing import TYPE_CHECKING, Any
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import names_in, print_facts, say
 from heapr_lab.cli.opening import open_bench
+from heapr_lab.cli.prune_checks import (
+    check_after,
+    check_amount,
+    check_out,
+    check_searchable,
+    is_folder,
+    own_share,
+)
 from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
@@ -22,8 +30,6 @@ if TYPE_CHECKING:
     from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
 
-_SEARCHED = ("estimator", "scope", "granularity", "structure", "multiple")
-"""The fields of a selection that a search over ratios supports."""
 _WITH_DEFAULT_MULTIPLE = {"aligned", "uniform"}
 """Structures whose multiple is chosen, once widths are known, where none is given."""
 
@@ -81,7 +87,7 @@ def prune(
     from heapr_lab.workbench.settings import Setting
 
     preset = find_method(method)
-    _check_amount(
+    check_amount(
         ratio, max_rise, max_latency, rounds=rounds, table_alone=importance is not None
     )
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
@@ -100,8 +106,8 @@ def prune(
         protect_unrouted=protect_unrouted,
     )
     weights = preset.weights_for(importance, estimator=estimator, rounds=rounds)
-    fitted = weights == "compress" and _is_folder(out)
-    own = _own_text(own_text, importance, default=preset.own_text if fitted else 0.0)
+    fitted = weights == "compress" and is_folder(out)
+    own = own_share(own_text, importance, default=preset.own_text if fitted else 0.0)
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own)
     opening = model, profile, seq_len, device, dtype, stream, host_memory
     request = Request(
@@ -124,63 +130,6 @@ def prune(
         open_bench=functools.cache(lambda: open_bench(*opening)),
     )
     print_facts(request.run(in_words=not as_json), as_json=as_json)
-
-
-def _check_amount(
-    ratio: float | None, *limits: float | None, rounds: int, table_alone: bool
-) -> None:
-    """Make sure that the amount to prune is given once, and can be determined.
-
-    Raises:
-        SpecError: it is given twice or not at all, or depends on a model that is not
-            run where there is a table alone.
-    """
-    if table_alone and (rounds > 1 or any(limit is not None for limit in limits)):
-        raise SpecError(
-            "--rounds, --max-rise and --max-latency run the model: leave --importance "
-            "out"
-        )
-    given = sum(value is not None for value in (ratio, *limits))
-    if given != 1:
-        raise SpecError(
-            f"the amount to prune is given {given} times, expected once: give --ratio, "
-            "--max-rise or --max-latency"
-        )
-
-
-def _own_text(asked: float | None, importance: Path | None, *, default: float) -> float:
-    """The windows that the model writes itself, for each of the corpus.
-
-    Raises:
-        SpecError: it is asked for although there is a table of `importance`.
-    """
-    if asked and importance is not None:
-        raise SpecError("--own-text runs the model: leave --importance out")
-    return default if asked is None else asked
-
-
-def _check_after(
-    after: "Afterwards", out: Path | None, structure: str, *, table_alone: bool
-) -> None:
-    """Make sure that there are weights to train, and text.
-
-    Raises:
-        SpecError: only a table is given, no checkpoint is written, or one of a stock
-            family, which has no output bias.
-    """
-    for option, asked in (("--bias", after.output_bias), ("--distill", after.distill)):
-        if asked and table_alone:
-            raise SpecError(f"{option} runs the model: leave --importance out")
-        if asked and not _is_folder(out):
-            raise SpecError(
-                f"{option} changes weights: give the folder of a checkpoint as --out"
-            )
-    after.refuse(structure)
-
-
-def _is_folder(out: Path | None) -> bool:
-    """Whether `out` is the folder of a checkpoint, and not the file of a mask."""
-    return out is not None and out.suffix != ".parquet"
 
 
 @dataclass(frozen=True)
@@ -212,12 +161,12 @@ class Request:
         """Refuse what cannot be done to the weights, before a model is found."""
         alone = self.importance is not None
         structure = self.setting.selection.structure
-        _check_after(self.after, self.out, structure, table_alone=alone)
+        check_after(self.after, self.out, structure, table_alone=alone)
 
     @property
     def to_folder(self) -> bool:
         """Whether a checkpoint is written."""
-        return _is_folder(self.out)
+        return is_folder(self.out)
 
     @property
     def made_of(self) -> str:
@@ -247,7 +196,7 @@ class Request:
         from heapr_lab.models.streamed import refuse_streamed
         from heapr_lab.workbench.export import savings
 
-        _check_out(self.out, to_folder=self.to_folder)
+        check_out(self.out, to_folder=self.to_folder)
         source = model_folder(self.model)
         measured = self._check(source)
         if self.default_own_text and self._is_streamed():
@@ -368,11 +317,11 @@ class Request:
         from heapr_lab.workbench.budgets import ratio_for_latency, ratio_for_loss
 
         if self.max_rise is not None:
-            _check_searchable(setting, option="--max-rise")
+            check_searchable(setting, option="--max-rise")
             corpus, rise = setting.calibration.corpus, self.max_rise
             return ratio_for_loss(self.open_bench(), setting, corpus, rise=rise)[0]
         if self.max_latency is not None:
-            _check_searchable(setting, option="--max-latency")
+            check_searchable(setting, option="--max-latency")
             bench, share = self.open_bench(), self.max_latency
             return ratio_for_latency(bench, setting, share=share)[0]
         return setting
@@ -428,35 +377,6 @@ def _dequantised(source: Path) -> bool:
     from heapr_lab.models.folders import DEQUANTISED, quantisation, read_config
 
     return quantisation(read_config(source)) in DEQUANTISED
-
-
-def _check_searchable(setting: "Setting", *, option: str) -> None:
-    """Make sure that a search over ratios supports the selection.
-
-    Raises:
-        SpecError: it has other settings than `_SEARCHED`.
-    """
-    from heapr_lab.pruning.options import Selection
-
-    asked = setting.selection
-    plain = Selection(asked.ratio, **{name: getattr(asked, name) for name in _SEARCHED})
-    beyond = [name for name, value in vars(asked).items() if value != vars(plain)[name]]
-    if beyond:
-        raise SpecError(
-            f"{option} supports {', '.join(_SEARCHED)}, not {', '.join(beyond)}: give "
-            "--ratio instead"
-        )
-
-
-def _check_out(out: Path | None, *, to_folder: bool) -> None:
-    """Make sure that a mask or a checkpoint can be written to `out`, if given."""
-    from heapr_lab.checkpoints.folder import check_new
-
-    if out is not None and to_folder:
-        preflight.check_folder(out)
-        check_new(out)
-    elif out is not None:
-        preflight.check_file(out)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,100 @@
+"""Checks of the options of `prune`, made before a model is loaded."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heapr_lab.cli import preflight
+from heapr_lab.errors import SpecError
+
+if TYPE_CHECKING:
+    from heapr_lab.workbench.export import Afterwards
+    from heapr_lab.workbench.settings import Setting
+
+_SEARCHED = ("estimator", "scope", "granularity", "structure", "multiple")
+"""The fields of a selection that a search over ratios supports."""
+
+
+def check_amount(
+    ratio: float | None, *limits: float | None, rounds: int, table_alone: bool
+) -> None:
+    """Make sure that the amount to prune is given once, and can be determined.
+
+    Raises:
+        SpecError: it is given twice or not at all, or depends on a model that is not
+            run where there is a table alone.
+    """
+    if table_alone and (rounds > 1 or any(limit is not None for limit in limits)):
+        raise SpecError(
+            "--rounds, --max-rise and --max-latency run the model: leave --importance "
+            "out"
+        )
+    given = sum(value is not None for value in (ratio, *limits))
+    if given != 1:
+        raise SpecError(
+            f"the amount to prune is given {given} times, expected once: give --ratio, "
+            "--max-rise or --max-latency"
+        )
+
+
+def own_share(asked: float | None, importance: Path | None, *, default: float) -> float:
+    """The windows that the model writes itself, for each of the corpus.
+
+    Raises:
+        SpecError: it is asked for although there is a table of `importance`.
+    """
+    if asked and importance is not None:
+        raise SpecError("--own-text runs the model: leave --importance out")
+    return default if asked is None else asked
+
+
+def check_after(
+    after: "Afterwards", out: Path | None, structure: str, *, table_alone: bool
+) -> None:
+    """Make sure that there are weights to train, and text.
+
+    Raises:
+        SpecError: only a table is given, no checkpoint is written, or one of a stock
+            family, which has no output bias.
+    """
+    for option, asked in (("--bias", after.output_bias), ("--distill", after.distill)):
+        if asked and table_alone:
+            raise SpecError(f"{option} runs the model: leave --importance out")
+        if asked and not is_folder(out):
+            raise SpecError(
+                f"{option} changes weights: give the folder of a checkpoint as --out"
+            )
+    after.refuse(structure)
+
+
+def is_folder(out: Path | None) -> bool:
+    """Whether `out` is the folder of a checkpoint, and not the file of a mask."""
+    return out is not None and out.suffix != ".parquet"
+
+
+def check_searchable(setting: "Setting", *, option: str) -> None:
+    """Make sure that a search over ratios supports the selection.
+
+    Raises:
+        SpecError: it has other settings than `_SEARCHED`.
+    """
+    from heapr_lab.pruning.options import Selection
+
+    asked = setting.selection
+    plain = Selection(asked.ratio, **{name: getattr(asked, name) for name in _SEARCHED})
+    beyond = [name for name, value in vars(asked).items() if value != vars(plain)[name]]
+    if beyond:
+        raise SpecError(
+            f"{option} supports {', '.join(_SEARCHED)}, not {', '.join(beyond)}: give "
+            "--ratio instead"
+        )
+
+
+def check_out(out: Path | None, *, to_folder: bool) -> None:
+    """Make sure that a mask or a checkpoint can be written to `out`, if given."""
+    from heapr_lab.checkpoints.folder import check_new
+
+    if out is not None and to_folder:
+        preflight.check_folder(out)
+        check_new(out)
+    elif out is not None:
+        preflight.check_file(out)
