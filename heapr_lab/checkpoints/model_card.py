@@ -6,7 +6,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from heapr_lab.models.folders import is_native, read_config
 from heapr_lab.pruning.savings import at_context
+from heapr_lab.storage.files import read_json
+from heapr_lab.storage.provenance import MANIFEST_FILE
 
 _CARD = """---
 {header}
@@ -87,9 +90,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         tags=["mixture-of-experts", "pruning", "heapr"],
         pipeline_tag="image-text-to-text" if wrapped else "text-generation",
     )
-    use = _USE[stock, native]
-    if wrapped:
-        use = use.replace("AutoModelForCausalLM", "AutoModelForMultimodalLM")
+    use = _USE[stock, native].replace("AutoModelForCausalLM", _class_of(manifest))
     return _CARD.format(
         header=header.to_yaml(),
         base=name,
@@ -111,6 +112,28 @@ def _selected_by(method: str) -> str:
     if method == _HEAPR:
         return "HEAPr's\nsecond-order importance of each (Li et al., ICLR 2026)"
     return f"the\nmethod `{method}` of heapr_lab"
+
+
+def loading_code(folder: Path) -> str:
+    """The lines of Python that load the pruned checkpoint in a folder.
+
+    Raises:
+        CacheError: its manifest is damaged.
+        SpecError: its configuration is.
+    """
+    manifest = read_json(folder / MANIFEST_FILE)
+    name = _class_of(manifest)
+    plain = manifest["structure"] == "uniform" and is_native(read_config(folder))
+    lines = [] if plain else ["import heapr_lab"]
+    lines += [f"from transformers import {name}", ""]
+    return "\n".join([*lines, f'model = {name}.from_pretrained("{folder}")'])
+
+
+def _class_of(manifest: Mapping[str, Any]) -> str:
+    """The class of transformers that loads the whole of a checkpoint."""
+    return (
+        "AutoModelForMultimodalLM" if "pruned" in manifest else "AutoModelForCausalLM"
+    )
 
 
 _CANDIDATES = """

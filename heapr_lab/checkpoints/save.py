@@ -25,6 +25,7 @@ from heapr_lab.checkpoints.shards import save_streamed
 from heapr_lab.checkpoints.uniform import skeleton_of, stock_model, uniform_width
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.folders import is_native
 from heapr_lab.models.predicting import what_is_dropped, without_predicting
 from heapr_lab.models.ragged_experts import (
     HeaprConfig,
@@ -221,6 +222,7 @@ def describe(
         "sha256": dict(checksums),
     }
     files.write_json(folder / MANIFEST_FILE, manifest)
-    native = type(config).__module__.startswith("transformers.")
-    card = model_card.card(manifest, source=source or Path(base), native=native)
+    card = model_card.card(
+        manifest, source=source or Path(base), native=is_native(config)
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -81,6 +81,11 @@ def build(config: Any, **options: Any) -> Any:
         )
 
 
+def is_native(config: Any) -> bool:
+    """Whether transformers has the class of a configuration, without heapr_lab."""
+    return type(config).__module__.startswith("transformers.")
+
+
 def _auto_class(config: Any) -> Any:
     """The class of transformers that builds the whole model of a configuration.
 

@@ -13,10 +13,6 @@ from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.workbench.presets import DEFAULT, METHODS, WEIGHTS
 
-_IMPORTS = {
-    "stock": "from transformers import AutoModelForCausalLM",
-    "ragged": "import heapr_lab\nfrom transformers import AutoModelForCausalLM",
-}
 _CHOICES = {
     "compress": "the best of several ways (about 8 forward passes)",
     "compensated": "compensate W_down (one forward pass)",
@@ -128,9 +124,7 @@ class ExportTab(ipw.VBox):
             check_new(folder)
             self._write(folder, selection, report, weights=weights)
             self._written = asked
-        self.command.value = self._written_text(
-            folder, stock=selection.structure == "uniform"
-        )
+        self.command.value = self._written_text(folder)
         if self.gguf.value:
             self._write_gguf(folder, report)
 
@@ -184,16 +178,16 @@ class ExportTab(ipw.VBox):
                 "Press Export again to write only the GGUF file"
             ) from error
 
-    def _written_text(self, folder: Path, *, stock: bool) -> str:
+    def _written_text(self, folder: Path) -> str:
+        from heapr_lab.checkpoints.model_card import loading_code
         from heapr_lab.models.sources import read_source
 
         files, bench = read_source(folder), self.session.workbench
         text = f"Written to {folder}: {files.n_bytes:,} bytes, {files.dtype_name}"
         if bench is not None and bench.source is not None:
             text += f" (dense: {bench.source.n_bytes:,})"
-        imports = _IMPORTS["stock" if stock else "ragged"]
-        code = f'{imports}\n\nmodel = AutoModelForCausalLM.from_pretrained("{folder}")'
-        return f"{status(f'{text}. To load it:')}<pre>{html.escape(code)}</pre>"
+        code = html.escape(loading_code(folder))
+        return f"{status(f'{text}. To load it:')}<pre>{code}</pre>"
 
 
 def describe_method(selection: Selection, *, weights: str, options: str = "") -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import tiny_ids
+from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from oracles import token_by_token
 from safetensors.torch import save_file
@@ -15,6 +15,7 @@ from sliced_files import tensors_in
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from wrappers import NO_STOCK, NOT_BY_FILES, NOT_STREAMED, WRAPPERS, tiny_wrapper
 
+from heapr_lab.checkpoints.model_card import loading_code
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.errors import LayoutError, SpecError
@@ -123,6 +124,21 @@ def test_uniform_is_stock(tmp_path, kind):
     assert {layer.d_inter for layer in find_experts(loaded)} == {4}
     assert "quantization_config" not in read_json(out / "config.json")
     assert torch.allclose(logits_of(loaded, ids), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_moe", "deepseek"])
+def test_the_code_that_loads_it(tmp_path, family, structure):
+    """It gives the class that was saved, and imports heapr_lab where that is needed."""
+    make = tiny_wrapper if family in WRAPPERS else tiny_model
+    model = make(family)
+    keep = widths_keep(model, 4, structure=structure)
+    out = save_pruned(prune(model, keep), tmp_path / "out", tokenizer=None)
+    code, names = loading_code(out), {}
+    exec(code, names)
+    assert type(names["model"]).__name__ == type(model).__name__
+    plain = structure == "uniform" and family != "deepseek"
+    assert ("import heapr_lab" in code) != plain
 
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
