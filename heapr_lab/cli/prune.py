@@ -263,13 +263,14 @@ class Request:
 
     def _table(self, source: Path) -> "ImportanceTable":
         from heapr_lab.checkpoints.same_model import own_table
+        from heapr_lab.models.sources import is_dequantised
 
         if self.made_of == "compress":
             portfolio = self.open_bench().portfolio(self.setting.calibration)
             return portfolio.table("heapr", windows="all")
         if self.importance is None:
             return self.open_bench().table_of(self.setting)
-        if _dequantised(source):
+        if is_dequantised(source):
             return self._checked_with_model(self.importance)
         return own_table(self.importance, source, name=self.model)
 
@@ -338,7 +339,7 @@ class Request:
         """Write the checkpoint; without compensation the model need not be loaded."""
         from heapr_lab.models.folders import has_tokenizer
         from heapr_lab.models.loading import LAB
-        from heapr_lab.models.sources import read_source
+        from heapr_lab.models.sources import is_dequantised, read_source
         from heapr_lab.workbench import export
 
         named = self.model == LAB or not Path(self.model).is_dir()
@@ -351,7 +352,7 @@ class Request:
             candidates=made.candidates,
         )
         with _reported() as report:
-            if made.compensation is not None or made.after or _dequantised(source):
+            if made.compensation is not None or made.after or is_dequantised(source):
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
                     corpora=corpora, report=report,
@@ -370,13 +371,6 @@ class Request:
                 f"there is no tokenizer in {source}, and so none in {out}: copy the "
                 "tokenizer of the base model there before evaluating it"
             )
-
-
-def _dequantised(source: Path) -> bool:
-    """Whether weights are dequantised when they are read; files cannot be sliced."""
-    from heapr_lab.models.folders import DEQUANTISED, quantisation, read_config
-
-    return quantisation(read_config(source)) in DEQUANTISED
 
 
 @contextlib.contextmanager

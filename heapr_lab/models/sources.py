@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from heapr_lab.models.folders import read_config
+from heapr_lab.models.folders import DEQUANTISED, quantisation, read_config
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ def _folder(name: str) -> Path | None:
 def weights_bytes(folder: Path) -> int:
     """Total size of the safetensors files in `folder`, in bytes."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def is_dequantised(folder: Path) -> bool:
+    """Whether weights are dequantised when they are read: no file can be sliced."""
+    return quantisation(read_config(folder)) in DEQUANTISED
 
 
 def dtype_name(dtype: torch.dtype) -> str:

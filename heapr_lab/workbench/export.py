@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from heapr_lab.checkpoints.save import save_pruned, structure_of
 from heapr_lab.checkpoints.slice_folder import prune_folder
@@ -18,7 +19,12 @@ from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import sliced_experts
-from heapr_lab.models.sources import Source, dtype_name, weights_bytes
+from heapr_lab.models.sources import (
+    Source,
+    dtype_name,
+    is_dequantised,
+    weights_bytes,
+)
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
@@ -238,6 +244,9 @@ def savings(
     numbers = {str(name): float(value) for name, value in row.items()}
     numbers |= {name: round(numbers[name]) for name in (*whole, "seq_len")}
     origin = f"an estimate, {numbers['bytes_per_parameter']:.4g} bytes per parameter"
+    if source is not None and is_dequantised(source.folder):
+        numbers["bytes_after"] = numbers["parameters_after"] * torch.bfloat16.itemsize
+        origin = "an estimate, in bfloat16"
     if written is not None:
         numbers["bytes_after"] = weights_bytes(written)
         origin = "that of the files"

@@ -175,6 +175,8 @@ def test_a_table_of_its_own_prunes_it(
     text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
     table, base = tmp_path / "table.parquet", ("prune", quantised[0], "--ratio", 0.5)
     run("score", quantised[0], "--device", "cpu", *text, "--out", table)
+    facts = json.loads(run(*base, "--importance", table, "--device", "cpu", "--json"))
+    assert facts["bytes_after"] == 2 * facts["parameters_after"]
     ways = {
         "table": ("--importance", table, "--estimator", "heapr"),
         "text": ("--method", "paper", *text),
