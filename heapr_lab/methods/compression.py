@@ -16,6 +16,7 @@ from heapr_lab.models.experts import describe
 from heapr_lab.pruning.dropping import KeptExperts, drop_experts, dropping
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
+from heapr_lab.repr_html import card_html
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +85,26 @@ class Compression(abc.ABC):
     def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
         """Write the compressed model to a folder that transformers loads."""
 
+    def _facts(self) -> dict[str, str]:
+        made = self.made
+        settings = ", ".join(f"{name}={value}" for name, value in made.options.items())
+        return {
+            "method": made.method,
+            "ratio, asked for": f"{made.ratio:.4g}",
+            "ratio, achieved": f"{self.achieved_ratio:.4g}",
+            "options": settings or "none",
+            "seed": f"{made.seed}",
+        }
 
-@dataclass(frozen=True, eq=False)
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
+        return f"{type(self).__name__}({facts})"
+
+    def _repr_html_(self) -> str:
+        return card_html(type(self).__name__, self._facts())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class AtomCompression(Compression):
     """Atoms are removed; W_down of the others may be replaced."""
 
@@ -144,7 +163,7 @@ class AtomCompression(Compression):
         return save_pruned(self.materialise(model), folder, facts=facts, **options)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ExpertDropping(Compression):
     """Whole experts are removed with their router rows; weights are unchanged."""
 

@@ -14,6 +14,7 @@ from heapr_lab.methods.compression import Compression, Made
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.options import exact_ratio
+from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
 KINDS = ("atoms", "experts")
@@ -126,6 +127,15 @@ class Method:
         measured.check(model, calibration)
         request = Request(self.name, exact, seed, complete, measured, progress)
         return self.rule(request)
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "what": self.title,
+            "source": self.citation,
+            "removes": self.compresses,
+            "deviations": " ".join(self.deviations) or "none",
+        }
+        return card_html(self.name, facts)
 
     def completed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """`options`, completed with the defaults.

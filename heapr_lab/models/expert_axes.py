@@ -145,12 +145,19 @@ def _per_expert(tensor: torch.Tensor, n_experts: int, *, name: str) -> bool:
     """Whether the first axis of `tensor` is the experts.
 
     Raises:
-        LayoutError: another axis may be, or the values are not in memory.
+        LayoutError: another axis may be, it may hold numbers of experts, or the values
+            are not in memory.
     """
     if tensor.is_meta:
         raise LayoutError(
             f"{name} is offloaded, its values are not in memory; load the model "
             "without offloading to drop experts"
+        )
+    if tensor.dim() > 1 and not tensor.is_floating_point():
+        raise LayoutError(
+            f"{name} is a table of {tensor.dtype}, shape {tuple(tensor.shape)}, which "
+            "may say to which experts tokens go: experts of this family cannot be "
+            "dropped, as it would have other numbers for them. Prune atoms instead"
         )
     first = tensor.dim() > 0 and tensor.shape[0] == n_experts
     if not first and n_experts in tensor.shape:

@@ -123,7 +123,10 @@ def _set_config(twin: Any, axes: list[ExpertAxis], n_kept: set[int]) -> bool:
     name = _count_in_config(twin, before, kept)
     if name is None:
         return False
-    setattr(twin.config.get_text_config(), name, kept)
+    text = twin.config.get_text_config()
+    for alias in (name, *COUNTS[:-1]):  # any of them may be read when it is loaded
+        if getattr(text, alias, None) == before:
+            setattr(text, alias, kept)
     for module in twin.modules():  # such as the model's own, for the auxiliary loss
         for attribute in COUNTS[:-1]:
             if vars(module).get(attribute) == before:

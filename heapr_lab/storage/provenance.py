@@ -281,7 +281,8 @@ def _of_checkpoint(folder: Path) -> Origin:
             "give a folder that save_pruned or `heapr-lab prune` wrote"
         )
     said: dict[str, Any] = files.read_json(path)
-    behind = _hash(said, "importance") or _hash(said.get("selection") or {}, "table")
+    made = said["selection" if "selection" in said else "compression"]
+    behind = _hash(said, "importance") or _hash(made, "table")
     return Origin(folder, "checkpoint", said, behind)
 
 

@@ -125,17 +125,20 @@ class Work:
 
 def device_parts(sizes: Sizes, work: Work, engine: str) -> Mapping[str, float]:
     """Bytes on the device by what they are for; their sum is the peak."""
-    streamed = engine == STREAMED
+    streamed, factor = engine == STREAMED, _ALLOCATOR[work.kind]
     parts = {
         "process": _PROCESS[work.kind],
         "weights": weight_bytes(sizes, work, streamed=streamed),
         "activations": activation_bytes(sizes, work, streamed=streamed),
         "sums": sums_bytes(sizes),
     }
-    taken = sum(parts.values()) - parts["process"]
-    if streamed:
-        taken -= parts["weights"]
-    return parts | {"allocator": (_ALLOCATOR[work.kind] - 1) * taken}
+    taken = parts["activations"] + parts["sums"]
+    if not streamed:
+        return parts | {"allocator": (factor - 1) * (taken + parts["weights"])}
+    parts["allocator"] = (factor - 1) * taken
+    # Before the layer runs, in large blocks, which are given back.
+    reading = _READING * max(sizes.layers) * work.itemsize
+    return parts | {"reading": max(0.0, reading - factor * parts["activations"])}
 
 
 def weight_bytes(sizes: Sizes, work: Work, *, streamed: bool) -> float:
@@ -152,10 +155,7 @@ def activation_bytes(sizes: Sizes, work: Work, *, streamed: bool) -> float:
     residual = 2 * sizes.architecture.d_model * max(work.itemsize, _STATE_BYTES)
     kept = [sizes.kept(number) * work.itemsize + residual for number in numbers]
     passing = max(sizes.passing(number) for number in numbers) * work.itemsize
-    if not streamed:
-        return work.batch_tokens * (sum(kept) + passing)
-    reading = _READING * max(sizes.layers) * work.itemsize  # before the layer runs
-    return max(work.batch_tokens * (max(kept) + passing), reading)
+    return work.batch_tokens * ((max if streamed else sum)(kept) + passing)
 
 
 def sums_bytes(sizes: Sizes) -> float:
