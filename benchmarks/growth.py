@@ -11,10 +11,10 @@ the process (`VmHWM`).
 
 Beside them are two predictions:
 
-- from the operations and the bytes read that `plan` counts, each over a rate that the
-  first shape reached in this run, run both ways;
-- what `plan` says of seconds and memory of a device whose rates are the highest that
-  `measured` found before each shape, with nothing known of any pass.
+- what `plan` says of seconds and memory of a device whose rates are the medians of what
+  `measured` found before each shape, with nothing known of any pass;
+- the same seconds (of operations, bytes written and bytes read), times the factor by
+  which the first shape took longer, run the same way.
 
 With nothing left to measure only the predictions are computed anew.
 """
@@ -32,7 +32,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
@@ -164,12 +163,12 @@ def planned(row: Row, device: Device, folder: Path) -> Plan:
     )
 
 
-def fastest(rows: list[Row]) -> Device:
-    """This machine with the highest of each rate that was measured."""
-    best = {name: max(row[name] for row in rows) for name in RATES}
+def typical(rows: list[Row]) -> Device:
+    """This machine with the median of each rate that was measured."""
+    median = {name: statistics.median(row[name] for row in rows) for name in RATES}
     memory = float(psutil.virtual_memory().total)
-    source = "the highest of several measurements in float32"
-    return Device("this processor", "cpu", memory, source=source, **best)
+    source = "medians of several measurements in float32"
+    return Device("this processor", "cpu", memory, source=source, **median)
 
 
 def predicted(rows: list[Row], device: Device) -> list[Row]:
@@ -177,30 +176,20 @@ def predicted(rows: list[Row], device: Device) -> list[Row]:
     with tempfile.TemporaryDirectory() as made:
         plans = [planned(row, device, Path(made)) for row in rows]
     pairs = list(zip(rows, plans, strict=True))
-    reached = reached_rates([pair for pair in pairs if pair[0]["varied"] == "none"])
+    reached = factors([pair for pair in pairs if pair[0]["varied"] == "none"])
     return [row | _beside(row, own, reached) for row, own in pairs]
 
 
-def reached_rates(pairs: list[tuple[Row, Plan]]) -> np.ndarray:
-    """Seconds of an operation and of a byte, with which the first shape took its time.
-
-    Its two ways of running have other shares of both, so they are two equations.
-    """
-    work, seconds = [], []
-    for way in (IN_MEMORY, STREAMED):
-        own = [(row["seconds"], plan) for row, plan in pairs if row["way"] == way]
-        work.append(_work(own[0][1]))
-        seconds.append(statistics.median(measured for measured, _ in own))
-    return np.linalg.solve(np.array(work), seconds)
+def factors(pairs: list[tuple[Row, Plan]]) -> dict[str, float]:
+    """By way of running, the seconds that shapes took, over those of their plans."""
+    found: dict[str, list[float]] = {IN_MEMORY: [], STREAMED: []}
+    for row, own in pairs:
+        found[row["way"]].append(row["seconds"] / own.seconds["scores"])
+    return {way: statistics.median(ratios) for way, ratios in found.items()}
 
 
-def _work(own: Plan) -> tuple[float, float]:
-    """Operations, and bytes read."""
-    return own.flops["scores"], float(own.read_bytes["scores"])
-
-
-def _beside(row: Row, own: Plan, reached: np.ndarray) -> Row:
-    seconds = float(np.dot(_work(own), reached))
+def _beside(row: Row, own: Plan, reached: dict[str, float]) -> Row:
+    seconds = own.seconds["scores"] * reached[row["way"]]
     kept = own.host_bytes if own.engine == STREAMED else 0
     n_bytes = own.device_peak + kept
     return {
@@ -233,7 +222,7 @@ def main() -> None:
     rows = Rows("growth", options.out)
     for point in points(options.small):
         measure_point(point, rows, options.folder)
-    device = fastest(rows.rows)
+    device = typical(rows.rows)
     details = machine() | DETAILS | {"rates": dataclasses.asdict(device)}
     write_results("growth", predicted(rows.rows, device), details, options.out)
 

@@ -20,7 +20,7 @@ _ROUTED = {
     "moe_topk": 2,
     "moe_intermediate_size": 8,
 }
-_COMMON = {
+COMMON = {
     "vocab_size": D_VOCAB,
     "hidden_size": 16,
     "intermediate_size": 8,
@@ -219,19 +219,24 @@ def tiny_model(
     family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any
 ) -> nn.Module:
     """A random model of `family` with every parameter (biases too) away from zero."""
-    settings = _COMMON | FAMILIES.get(family, {}) | changes
+    settings = COMMON | FAMILIES.get(family, {}) | changes
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter) * 0.3
-            parameter.copy_(noise + 1 if "norm" in name or "scale" in name else noise)
-        for name, table in model.named_buffers():
-            if name.endswith("tid2eid"):  # the experts of each token, all of them used
-                table.copy_(torch.rand(D_VOCAB, 4).argsort(1)[:, : table.shape[1]])
+    randomise(model)
     model.set_experts_implementation("eager")  # transformers' default knows no float64
     return model.eval()
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    """Give every parameter, and every table of experts, a random value."""
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter) * 0.3
+        parameter.copy_(noise + 1 if "norm" in name or "scale" in name else noise)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):  # the experts of each token, all of them used
+            table.copy_(torch.rand(D_VOCAB, 4).argsort(1)[:, : table.shape[1]])
 
 
 def tiny_ids(*, n_sequences: int = 3, seq_len: int = 9, seed: int = 1) -> torch.Tensor:

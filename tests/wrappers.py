@@ -3,33 +3,10 @@
 from typing import Any
 
 import torch
-from families import D_VOCAB
+from families import COMMON, randomise
 from torch import nn
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-_TEXT = {
-    "vocab_size": D_VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "tie_word_embeddings": False,
-    "use_cache": False,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "moe_num_experts": 4,
-    "n_routed_experts": 4,
-    "num_local_experts": 4,
-    "moe_k": 2,
-    "moe_topk": 2,
-}
 _VISION = {
     "depth": 1,
     "num_hidden_layers": 1,
@@ -257,15 +234,12 @@ def tiny_wrapper(
         model_type,
         **own
         | {
-            "text_config": _TEXT | own.get("text_config", {}) | text,
+            "text_config": COMMON | own.get("text_config", {}) | text,
             "vision_config": _VISION | own.get("vision_config", {}),
         },
     )
     torch.manual_seed(seed)
     model = AutoModelForMultimodalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter) * 0.3
-            parameter.copy_(noise + 1 if "norm" in name or "scale" in name else noise)
+    randomise(model)
     model.set_experts_implementation("eager")
     return model.eval()
