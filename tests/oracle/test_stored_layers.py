@@ -82,7 +82,18 @@ def n_held(*shapes: tuple[int, ...]) -> int:
 
 
 @pytest.fixture
-def peak(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], int]]:
+def uncounted() -> Iterator[None]:
+    """What is there before, of other tests say, is not looked at by `n_held`."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def peak(
+    monkeypatch: pytest.MonkeyPatch,
+    uncounted: None,
+) -> Callable[[str], int]:
     """The most sums, or new W_down, in memory at a solve, and when a group is kept."""
     counts: dict[str, list[int]] = {"sums": [0], "downs": [0]}
 
@@ -96,9 +107,7 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], int]]:
 
     for owner, name in ((LayerSolver, "solve"), (SweepStore, "get")):
         monkeypatch.setattr(owner, name, look(getattr(owner, name)))
-    gc.freeze()  # what is there before need not be looked at
-    yield lambda kind: max(counts[kind])
-    gc.unfreeze()
+    return lambda kind: max(counts[kind])
 
 
 # --- compress -----------------------------------------------------------------------
@@ -228,6 +237,7 @@ def test_compensate(folder: Path, files: Path, peak: Callable[[str], int]) -> No
     assert not left(files)
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_eliminate(folder: Path, monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
     """The same scores; each layer's sums are dropped before the next one's are made."""
     from heapr_lab.refinement import elimination
