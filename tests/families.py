@@ -36,13 +36,15 @@ COMMON = {
     "use_cache": False,
     **_ROUTED,
 }
-_LATENT_ATTENTION = {
+LATENT = {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
     "head_dim": 4,
+}
+_LATENT_ATTENTION = LATENT | {
     "n_group": 1,
     "topk_group": 1,
     "n_shared_experts": 1,
@@ -56,7 +58,7 @@ _GROUPED = {
     "first_k_dense_replace": 1,
     "num_hidden_layers": 3,
 }
-_LINEAR_ATTENTION = {
+LINEAR_ATTENTION = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -89,7 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phimoe": {},
     "dots1": _GROUPED,
     "hunyuan_v1_moe": {},
-    "qwen3_next": _LINEAR_ATTENTION,
+    "qwen3_next": LINEAR_ATTENTION,
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
     "nemotron_h": {
         "layers_block_type": ["moe", "attention", "moe"],
@@ -183,7 +185,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 8,
         "sliding_window": 4,
     },
-    "qwen4_exp_text": _LINEAR_ATTENTION
+    "qwen4_exp_text": LINEAR_ATTENTION
     | {
         "hc_count": 2,
         "hc_lowrank": 4,

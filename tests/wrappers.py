@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from families import COMMON, randomise
+from families import COMMON, FAMILIES, LATENT, LINEAR_ATTENTION, randomise
 from torch import nn
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
@@ -24,22 +24,8 @@ _VISION = {
     "deepstack_visual_indexes": [0],
 }
 _MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
-_LATENT = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "head_dim": 4,
-}
-_LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "shared_expert_intermediate_size": 8,
-    "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0},
+_LINEAR = LINEAR_ATTENTION | {
+    "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}
 }
 _AUDIO = {
     "d_model": 8,
@@ -80,16 +66,7 @@ _OCR = {
 WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"text_config": _LINEAR},
     "qwen3_vl_moe": {"text_config": {"rope_parameters": _MROPE}},
-    "gemma4": {
-        "text_config": {
-            "enable_moe_block": True,
-            "top_k_experts": 2,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "global_head_dim": 8,
-            "hidden_size_per_layer_input": 0,
-            "pad_token_id": 0,
-        }
-    },
+    "gemma4": {"text_config": FAMILIES["gemma4_text"]},
     "glm4v_moe": {
         "text_config": {
             "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0},
@@ -101,11 +78,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "audio_config": _AUDIO,
     },
     "mistral3": {
-        "text_config": _LATENT | {"model_type": "mistral4"},
+        "text_config": LATENT | {"model_type": "mistral4"},
         "vision_config": {"model_type": "pixtral"},
     },
     "mistral_large4": {
-        "text_config": _LATENT
+        "text_config": LATENT
         | {"index_n_heads": 2, "index_head_dim": 8, "num_hidden_layers": 3}
     },
     "minimax_m3_vl": {
@@ -121,7 +98,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 8,
     },
     "kimi_k25": {
-        "text_config": _LATENT
+        "text_config": LATENT
         | {
             "model_type": "deepseek_v3",
             "num_hidden_layers": 2,
@@ -134,7 +111,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "internvl": {"text_config": {"model_type": "qwen3_moe"}},
     "aria": {},
     "glm5_next": {
-        "text_config": _LATENT
+        "text_config": LATENT
         | {
             "mlp_layer_types": ["dense", "sparse"],
             "head_dim": 0,
@@ -147,14 +124,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {"projection_intermediate_size": 8},
     },
     "inkling_mm_model": {
-        "text_config": {
-            "swa_num_attention_heads": 2,
-            "swa_num_key_value_heads": 2,
-            "swa_head_dim": 8,
-            "rel_extent": 4,
-            "d_rel": 4,
-            "mlp_layer_types": ["dense", "sparse"],
-        },
+        "text_config": FAMILIES["inkling_text"],
         "audio_config": _AUDIO,
         "vision_config": {"text_hidden_size": 16},
     },
@@ -193,7 +163,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "unlimited_ocr": {"vision_config": _OCR},
     "dots3_note": {
-        "text_config": _LATENT
+        "text_config": LATENT
         | {
             "shared_experts_intermediate_size": 8,
             "index_n_heads": 2,

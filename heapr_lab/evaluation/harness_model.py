@@ -133,9 +133,10 @@ class PackingHFLM(HFLM):
                 last = torch.cat(ends).to(stream.device)
                 found = _answers(self.model, last, wanted)
                 answers |= zip(batch, found, strict=True)
-        for request, (_, answer) in zip(requests, sorted(answers.items()), strict=True):
+        ordered = [answers[index] for index in range(len(requests))]
+        for request, answer in zip(requests, ordered, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], answer)
-        return [answers[index] for index in range(len(requests))]
+        return ordered
 
     def _groups(self, requests: list[Request]) -> list[list[int]]:
         """Indices of the requests of each context that several requests share."""

@@ -18,8 +18,9 @@ from heapr_lab.errors import LayoutError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.streamed import refuse_streamed
 
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "out_features")
-"""Names of attributes of modules that are the number of experts, if they equal it."""
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of attributes of modules and of configurations that are the number of experts,
+if they equal it; of a router that is a linear layer also `out_features`."""
 _GROUPS = ("num_group", "n_group", "n_groups", "num_expert_group", "num_expert_groups")
 _SHARED = "shared"
 """In the name of each module beside the routed experts that every token uses."""
@@ -130,7 +131,7 @@ def _axis_of(model: nn.Module, layer: ExpertsLayer) -> ExpertAxis:
     counts = [
         (module, name)
         for module in modules.values()
-        for name in COUNTS
+        for name in (*COUNTS, "out_features")
         if vars(module).get(name) == layer.n_experts
     ]
     return ExpertAxis(layer, tuple(tensors), tuple(counts), routers[0])

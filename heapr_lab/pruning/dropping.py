@@ -120,35 +120,40 @@ def _set_config(twin: Any, axes: list[ExpertAxis], n_kept: set[int]) -> bool:
     if len(n_kept) != 1 or len(n_experts) != 1:
         return False
     (kept,), (before,) = n_kept, n_experts
-    name = _count_in_config(twin, before, kept)
-    if name is None:
+    names = _counts_in_config(twin, before, kept)
+    if names is None:
         return False
-    text = twin.config.get_text_config()
-    for alias in (name, *COUNTS[:-1]):  # any of them may be read when it is loaded
-        if getattr(text, alias, None) == before:
-            setattr(text, alias, kept)
+    _set_counts(twin.config, names, kept)
     for module in twin.modules():  # such as the model's own, for the auxiliary loss
-        for attribute in COUNTS[:-1]:
+        for attribute in COUNTS:
             if vars(module).get(attribute) == before:
                 setattr(module, attribute, kept)
     return True
 
 
-def _count_in_config(model: Any, before: int, kept: int) -> str | None:
-    """The name in the configuration that makes it one of `model` with `kept` experts.
+def _counts_in_config(model: Any, before: int, kept: int) -> set[str] | None:
+    """The names in the configuration that make it one of `model` with `kept` experts.
 
-    The model already has them, its configuration has `before`. None if there is none.
+    The model already has them, its configuration has `before`. A family may have other
+    names for the number, each of which may be read when it is loaded: they change with
+    it. None if there is no such name.
     """
     shapes = {name: tuple(own.shape) for name, own in model.state_dict().items()}
-    plain = model.config.get_text_config().to_dict()
-    for name, value in plain.items():
+    plain = model.config.get_text_config()
+    others = {name for name in COUNTS if getattr(plain, name, None) == before}
+    for name, value in plain.to_dict().items():
         if value != before or isinstance(value, bool) or "experts" not in name:
             continue
         config = copy.deepcopy(model.config)
-        setattr(config.get_text_config(), name, kept)
+        _set_counts(config, {name} | others, kept)
         with torch.device("meta"):
             skeleton = build(config)
         found = skeleton.state_dict().items()
         if {own: tuple(tensor.shape) for own, tensor in found} == shapes:
-            return str(name)
+            return {name} | others
     return None
+
+
+def _set_counts(config: Any, names: set[str], number: int) -> None:
+    for name in names:
+        setattr(config.get_text_config(), name, number)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from families import FAMILIES
+from families import D_VOCAB, FAMILIES, tiny_model
+from tiny_folder import write_tokenizer
 from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 from wrappers import WRAPPERS
@@ -112,3 +113,14 @@ def test_the_page_has_every_family() -> None:
     if os.environ.get("HEAPR_UPDATE_README") == "1":
         fill_blocks(PAGE, listed)
     assert f"<!-- table -->{listed['table']}<!-- end -->" in PAGE.read_text("utf-8")
+
+
+def test_a_second_table_of_embeddings_is_not_streamed(tmp_path: Path) -> None:
+    """Its tensors belong to no part, and were written with other values."""
+    sizes = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": D_VOCAB}
+    tiny_model("gemma4_text", **sizes).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    with pytest.raises(
+        LayoutError, match=r"gemma4_text\) cannot be streamed: it has a"
+    ):
+        load_model(tmp_path, device="cpu", stream=True)

@@ -89,6 +89,24 @@ def test_memory_is_that_of_the_benchmark(row: dict[str, Any], tmp_path: Path) ->
         assert read == pytest.approx(row["bytes_read"], rel=AS_MEASURED)
 
 
+def test_the_page_says_how_far_plans_are_from_what_was_measured() -> None:
+    """Worst and best of benchmarks/growth.py, and how many runs reach the goals."""
+    rows = pd.read_csv(RESULTS / "growth.csv")
+    page = " ".join((paths.project_dir() / "docs/plan.md").read_text("utf-8").split())
+    time, memory, factor = (
+        rows[name] for name in ("plan_seconds_ratio", "bytes_ratio", "seconds_ratio")
+    )
+    told = (
+        f"{len(rows)} runs",
+        f"{time.min():.2f} to {time.max():.2f} times what a plan says",
+        f"at most 1.30 in {(time <= 1.3).sum()} of them",
+        f"{memory.min():.2f} to {memory.max():.2f} times, in "
+        f"{memory.between(0.85, 1.15).sum()} of them within 15 %",
+        f"time is {factor.min():.2f} to {factor.max():.2f} times the prediction",
+    )
+    assert [text for text in told if text not in page] == []
+
+
 def kept_bytes(model: Any, ids: torch.Tensor) -> int:
     """Bytes of everything that autograd keeps, counted once: the slow twin."""
     own = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
