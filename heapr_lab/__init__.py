@@ -77,7 +77,7 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 (a computed list of names)
 
 _REGISTRIES = {
     "transformers.models.auto.configuration_auto": "models.deepseek_config",
-    "transformers.quantizers.auto": "models.ragged_experts",
+    "transformers.quantizers.auto": "models.composed_files",
 }
 """Modules of transformers, and what registers something with each."""
 

@@ -5,7 +5,9 @@ before its routing weight p.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -26,12 +28,23 @@ from heapr_lab.text.calibration import CalibrationSet
 _ROWS_AT_ONCE = 4096
 
 
+@dataclass(frozen=True)
+class Collector:
+    """What is measured in a forward pass, layer by layer."""
+
+    name: str
+    """The same for the same quantity."""
+    of_layer: Callable[[nn.Module, ExpertsLayer, ExpertCalls], Any]
+    """From the model, a layer, and what its experts were called with in the dense
+    model, to what is kept of that layer; without gradients, in evaluation mode."""
+
+
 class Measurements:
     """What is measured on one model and one set of windows, when it is first needed.
 
     Methods that are fitted with the same measurements read the text once: each of
-    `table`, `experts` and `portfolio` takes one pass, whatever the number of methods
-    and ratios.
+    `table` and `portfolio` takes one pass, and all collectors together take one, if
+    they are expected; whatever the number of methods and ratios.
     """
 
     def __init__(
@@ -53,7 +66,9 @@ class Measurements:
         self._measure = measure or functools.partial(collect_statistics, model)
         self._state = weights_state(model)
         self._table: ImportanceTable | None = None
-        self._experts: pd.DataFrame | None = None
+        self._expected: dict[str, Collector] = {}
+        self._collected: dict[str, dict[int, Any]] = {}
+        self._once: dict[str, Any] = {}
 
     def check(self, model: nn.Module, calibration: CalibrationSet) -> None:
         """Check that they are of `model`, as it is now, and of `calibration`.
@@ -81,11 +96,32 @@ class Measurements:
 
     def experts(self, progress: Progress | None = None) -> pd.DataFrame:
         """The statistics of every expert, as `expert_statistics`: a forward pass."""
-        if self._experts is None:
-            self._experts = expert_statistics(
-                self.model, self.calibration, progress=progress
-            )
-        return self._experts
+        rows = self.collected(EXPERT_SUMS, progress)
+        return pd.DataFrame([row for own in rows.values() for row in own])
+
+    def expect(self, collectors: Iterable[Collector]) -> None:
+        """Measure these, too, in the pass of the first of them that is needed."""
+        self._expected |= {own.name: own for own in collectors}
+
+    def collected(
+        self, collector: Collector, progress: Progress | None = None
+    ) -> dict[int, Any]:
+        """What `collector` keeps of each layer, by its number.
+
+        Raises:
+            LayoutError: the experts cannot be measured.
+        """
+        if collector.name not in self._collected:
+            wanted = {**self._expected, collector.name: collector}
+            new = {k: own for k, own in wanted.items() if k not in self._collected}
+            self._collected |= collect(self.model, self.calibration, new, progress)
+        return self._collected[collector.name]
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` returned for `name`, computed when it is first asked for."""
+        if name not in self._once:
+            self._once[name] = compute()
+        return self._once[name]
 
     @functools.cached_property
     def portfolio(self) -> Portfolio:
@@ -98,9 +134,30 @@ class Measurements:
 
         Columns layer, expert, tokens.
         """
-        if self._experts is not None:
-            return self._experts[["layer", "expert", "tokens"]]
+        if EXPERT_SUMS.name in self._collected:
+            return self.experts()[["layer", "expert", "tokens"]]
         return None if self._table is None else self._table.expert_tokens()
+
+
+def collect(
+    model: nn.Module,
+    calibration: CalibrationSet,
+    collectors: Mapping[str, Collector],
+    progress: Progress | None = None,
+) -> dict[str, dict[int, Any]]:
+    """What each collector keeps of each layer, by its name, in one forward pass.
+
+    Layers are run one after the other.
+
+    Raises:
+        LayoutError: the experts cannot be measured.
+    """
+    found: dict[str, dict[int, Any]] = {name: {} for name in collectors}
+    for layer, calls in iter_expert_calls(model, calibration.ids, progress=progress):
+        with evaluating(model):
+            for name, own in collectors.items():
+                found[name][layer.layer] = own.of_layer(model, layer, calls)
+    return found
 
 
 def expert_statistics(
@@ -119,13 +176,22 @@ def expert_statistics(
     Raises:
         LayoutError: the experts cannot be measured.
     """
-    rows = []
-    for layer, calls in iter_expert_calls(model, calibration.ids, progress=progress):
-        with evaluating(model):
-            for expert in range(layer.n_experts):
-                own = _sums(routed_outputs(layer, calls, expert))
-                rows.append({"layer": layer.layer, "expert": expert, **own})
-    return pd.DataFrame(rows)
+    return Measurements(model, calibration).experts(progress)
+
+
+def _sums_of_layer(
+    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
+) -> list[dict[str, float]]:
+    """A row of `expert_statistics` for each expert of a layer."""
+    return [
+        {"layer": layer.layer, "expert": expert}
+        | _sums(routed_outputs(layer, calls, expert))
+        for expert in range(layer.n_experts)
+    ]
+
+
+EXPERT_SUMS = Collector("expert sums", _sums_of_layer)
+"""Rows of `expert_statistics` of each layer."""
 
 
 def routed_outputs(

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from torch import nn
 
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.save_dropped import save_dropped
+from heapr_lab.checkpoints.save_compressed import save_compressed
+from heapr_lab.models.architecture import LayerShape, expert_shares
+from heapr_lab.models.composed_experts import flops_of, n_parameters
 from heapr_lab.models.experts import describe
+from heapr_lab.pruning.composing import Compositions, compose_experts, composing
 from heapr_lab.pruning.dropping import KeptExperts, drop_experts, dropping
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
@@ -212,14 +216,105 @@ class ExpertDropping(Compression):
         )
 
     def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
-        """As `save_dropped`: an ordinary checkpoint, if all layers keep equally many.
+        """As `save_compressed`: an ordinary checkpoint, if layers keep equally many.
 
         Raises:
-            SpecError: layers keep different numbers of experts, which no checkpoint
-                can express yet; or the folder is not empty.
+            SpecError: the folder is not empty, or it was fitted to another model.
         """
         facts = _facts(self.made, options)
-        return save_dropped(self.materialise(model), folder, facts=facts, **options)
+        return save_compressed(self.materialise(model), folder, facts=facts, **options)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ExpertComposition(Compression):
+    """Experts have other weights, which they may share, or fewer of them are left."""
+
+    made: Made
+    compositions: Compositions
+    """By layer, the experts in place of its own; other layers are unchanged."""
+    shapes: Mapping[int, LayerShape]
+    """The sizes of the dense model's layers."""
+    kept: KeptExperts | None = None
+    """By layer, the experts that are left, in the order of its composition; None if all
+    are, with the whole router."""
+
+    def apply(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+        """As `composing`: `model` changes in all threads until the context ends.
+
+        Raises:
+            SpecError: it was fitted to another model, or a mask is active.
+            LayoutError: the experts cannot be replaced exactly.
+        """
+        return composing(model, self.compositions, self.kept)
+
+    def materialise(self, model: nn.Module) -> nn.Module:
+        """As `compose_experts`.
+
+        Raises:
+            SpecError: it was fitted to another model, or a mask is active.
+            LayoutError: the experts cannot be replaced exactly.
+        """
+        return compose_experts(model, self.compositions, self.kept)
+
+    @property
+    def achieved_ratio(self) -> float:
+        """The share of the experts' parameters that is removed.
+
+        A matrix that experts share is counted once.
+        """
+        total = sum(own.n_atoms * own.atom_parameters for own in self.shapes.values())
+        left = sum(self._stored(layer) for layer in self.shapes)
+        return 1 - left / total
+
+    def _stored(self, layer: int) -> int:
+        """Numbers stored for the atoms of a layer, without output biases."""
+        if layer in self.compositions:
+            plan = self.compositions[layer].plan
+            down = {part: own for part, own in plan["down"].items() if part != "bias"}
+            return n_parameters({**plan, "down": down})
+        shape = self.shapes[layer]
+        n_experts = shape.n_experts if self.kept is None else len(self.kept[layer])
+        return n_experts * shape.d_inter * shape.atom_parameters
+
+    def savings(self, model: nn.Module) -> Savings:
+        """Counted on the model with the other experts.
+
+        Operations of experts that are left when others are dropped are for equal
+        shares of the tokens.
+        """
+        dense = describe(model)
+        tokens = None if self.kept is not None else self.made.tokens
+        with self.apply(model):
+            after = sum(own.numel() for own in model.parameters())
+        before = dense.routed_flops_per_token(None, tokens)
+        return Savings(
+            (dense.n_parameters, after),
+            _bytes(dense.bytes_per_parameter, dense.n_parameters, after),
+            (before, self._routed_flops(tokens)),
+        )
+
+    def _routed_flops(self, tokens: pd.DataFrame | None) -> float:
+        """Operations of the routed experts for a mean token."""
+        shares, total = expert_shares(tokens, self.shapes), 0.0
+        for layer, shape in self.shapes.items():
+            if layer not in self.compositions:
+                total += shape.top_k * shape.d_inter * shape.atom_flops
+                continue
+            plan, own = self.compositions[layer].plan, shares[layer]
+            n_experts = len(own) if self.kept is None else len(self.kept[layer])
+            flops = [flops_of(plan, expert) for expert in range(n_experts)]
+            mean = np.mean(flops) if self.kept is not None else own @ flops
+            total += shape.top_k * float(mean)
+        return total
+
+    def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
+        """As `save_compressed`.
+
+        Raises:
+            SpecError: the folder is not empty, or it was fitted to another model.
+        """
+        facts = _facts(self.made, options)
+        return save_compressed(self.materialise(model), folder, facts=facts, **options)
 
 
 def _facts(made: Made, options: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertDropping
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
@@ -113,6 +114,7 @@ EXPERTS = (
         "experts",
         _by(_column("tokens")),
         deviations=_ROUTED_TOKENS,
+        collectors=(EXPERT_SUMS,),
     ),
     Method(
         "ean",
@@ -124,6 +126,7 @@ EXPERTS = (
             *_ROUTED_TOKENS,
             "The sum over routed tokens, as in REAP's code, not their mean.",
         ),
+        collectors=(EXPERT_SUMS,),
     ),
     Method(
         "reap",
@@ -139,6 +142,7 @@ EXPERTS = (
             "token; the authors' code runs every expert on every token.",
         ),
         options={"protect_super_experts": False},
+        collectors=(EXPERT_SUMS,),
     ),
     Method(
         "seer-like",
@@ -152,6 +156,7 @@ EXPERTS = (
             "experts that tokens are routed to, without those of other experts.",
             "An equal number of experts is dropped from each layer.",
         ),
+        collectors=(EXPERT_SUMS,),
     ),
 )
 """The methods of this module."""

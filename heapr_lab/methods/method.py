@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from heapr_lab.errors import SpecError, whole_number
-from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.collectors import Collector, Measurements
 from heapr_lab.methods.compression import Compression, Made
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.progress import Progress
@@ -17,8 +17,8 @@ from heapr_lab.pruning.options import exact_ratio
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
-KINDS = ("atoms", "experts")
-"""What a method may remove."""
+KINDS = ("atoms", "experts", "merging", "low rank", "weights")
+"""What a method may remove, or replace experts by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +69,15 @@ class Method:
     citation: str
     """Authors, year, and where it is published."""
     compresses: str
-    """What it removes, one of `KINDS`."""
+    """What it removes or makes, one of `KINDS`."""
     rule: Callable[[Request], Compression] = field(repr=False)
     deviations: tuple[str, ...] = ()
     """How it differs from its paper and its authors' code, a sentence each."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Name to default of each option."""
+    collectors: tuple[Collector, ...] = ()
+    """What its rule reads with `Measurements.collected`, so that the text is read once
+    for all methods that are fitted together."""
     version: int = 1
     """Increased whenever the same input would give another result."""
 
@@ -125,6 +128,7 @@ class Method:
         complete = self.completed(options)
         measured = shared or Measurements(model, calibration)
         measured.check(model, calibration)
+        measured.expect(self.collectors)
         request = Request(self.name, exact, seed, complete, measured, progress)
         return self.rule(request)
 

@@ -147,7 +147,7 @@ class Architecture:
         """
         if keep is not None:
             self._check(keep)
-        total, shares = 0.0, _shares(tokens, self.layers)
+        total, shares = 0.0, expert_shares(tokens, self.layers)
         for layer, shape in self.layers.items():
             width: Any = shape.d_inter
             if keep is not None:
@@ -231,7 +231,7 @@ class Architecture:
                 )
 
 
-def _shares(
+def expert_shares(
     tokens: pd.DataFrame | None, layers: Mapping[int, LayerShape]
 ) -> dict[int, np.ndarray]:
     """Each expert's share of its layer's routed tokens, float64 (n_experts,), by layer.

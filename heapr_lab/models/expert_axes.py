@@ -64,6 +64,16 @@ class ExpertAxis:
         finally:
             self._set(before, n_before)
 
+    def resize(self, n_experts: int) -> None:
+        """Make it a layer of `n_experts`, whose tensors have no values yet."""
+        new = []
+        for module, name in self.tensors:
+            old = getattr(module, name)
+            tensor = old.new_empty(n_experts, *old.shape[1:])
+            parameter = isinstance(old, nn.Parameter)
+            new.append(nn.Parameter(tensor) if parameter else tensor)
+        self._set(new, n_experts)
+
     def _set(self, tensors: Sequence[torch.Tensor], n_experts: int) -> None:
         for (module, name), tensor in zip(self.tensors, tensors, strict=True):
             own: Any = module._parameters
@@ -81,8 +91,12 @@ def _taken(tensor: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
     return nn.Parameter(rows, requires_grad=tensor.requires_grad)
 
 
-def find_expert_axes(model: nn.Module) -> list[ExpertAxis]:
+def find_expert_axes(model: nn.Module, *, values: bool = True) -> list[ExpertAxis]:
     """What each MoE layer of `model` has for each of its routed experts, in order.
+
+    Args:
+        model: the dense model.
+        values: whether weights must be in memory.
 
     Raises:
         LayoutError: there is no MoE layer, or experts cannot be dropped from one of
@@ -91,10 +105,10 @@ def find_expert_axes(model: nn.Module) -> list[ExpertAxis]:
         SpecError: the model is streamed.
     """
     refuse_streamed(model, remedy="load it with stream=False to drop experts")
-    return [_axis_of(model, layer) for layer in find_experts(model)]
+    return [_axis_of(model, own, values=values) for own in find_experts(model)]
 
 
-def _axis_of(model: nn.Module, layer: ExpertsLayer) -> ExpertAxis:
+def _axis_of(model: nn.Module, layer: ExpertsLayer, *, values: bool) -> ExpertAxis:
     """The axis of one layer.
 
     Raises:
@@ -112,7 +126,9 @@ def _axis_of(model: nn.Module, layer: ExpertsLayer) -> ExpertAxis:
         (module, name)
         for place, module in modules.items()
         for name, tensor in _tensors_of(module)
-        if _per_expert(tensor, layer.n_experts, name=f"{path}.{place}.{name}")
+        if _per_expert(
+            tensor, layer.n_experts, name=f"{path}.{place}.{name}", values=values
+        )
     ]
     routers = [
         module
@@ -142,14 +158,16 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*parameters, *module.named_buffers(recurse=False)]
 
 
-def _per_expert(tensor: torch.Tensor, n_experts: int, *, name: str) -> bool:
+def _per_expert(
+    tensor: torch.Tensor, n_experts: int, *, name: str, values: bool
+) -> bool:
     """Whether the first axis of `tensor` is the experts.
 
     Raises:
         LayoutError: another axis may be, it may hold numbers of experts, or the values
             are not in memory.
     """
-    if tensor.is_meta:
+    if values and tensor.is_meta:
         raise LayoutError(
             f"{name} is offloaded, its values are not in memory; load the model "
             "without offloading to drop experts"

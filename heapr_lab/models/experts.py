@@ -19,6 +19,7 @@ from torch import nn
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.models.composed_experts import ComposedExperts
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.ragged_experts import RaggedExperts, activate
 from heapr_lab.models.streamed import filled, stream_of
@@ -118,6 +119,26 @@ class ExpertsLayer:
         if self.module.is_concatenated:
             return torch.cat([atoms, atoms + self.d_inter])
         return torch.stack([2 * atoms, 2 * atoms + 1], dim=1).flatten()
+
+    def expert(self, expert: int) -> dict[str, torch.Tensor]:
+        """The matrices and biases of one expert, each apart, copied where interleaved.
+
+        `gate` (I, D) with a gate, `up` (I, D), `down` (D, I), and with biases
+        `gate_bias` (I,), `up_bias` (I,), `down_bias` (D,).
+        """
+        found = self._halves(self.up_rows[expert], "") | {"down": self.down[expert]}
+        if self.up_bias is not None and self.down_bias is not None:
+            found |= self._halves(self.up_bias[expert], "_bias")
+            found |= {"down_bias": self.down_bias[expert]}
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def _halves(self, rows: torch.Tensor, end: str) -> dict[str, torch.Tensor]:
+        """The rows (2I, …) of W_gate and W_up, or all as those of W_up."""
+        if not self.gated:
+            return {f"up{end}": rows}
+        concatenated = self.module.is_concatenated
+        gate, up = rows.chunk(2) if concatenated else (rows[::2], rows[1::2])
+        return {f"gate{end}": gate, f"up{end}": up}
 
     @torch.no_grad()
     def squared_norms(self) -> dict[str, torch.Tensor]:
@@ -232,6 +253,11 @@ def _refuse_unfused(model: nn.Module) -> None:
                 f"{name} is already pruned: its experts have the widths "
                 f"{module.heapr_widths}; expected the unpruned model. Combine the "
                 "masks instead and prune once"
+            )
+        if isinstance(module, ComposedExperts):
+            raise LayoutError(
+                f"{name} is already compressed: its experts are composed of shared "
+                "matrices or factors; expected the dense model"
             )
         holds_list = isinstance(module, nn.ModuleList) and name.endswith(".experts")
         looks_fused = (

@@ -23,6 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizatio
 from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.models.composed_files import COMPOSED
 from heapr_lab.models.folders import DEQUANTISED, build, quantisation, read_config
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
 from heapr_lab.models.read_ahead import ReadAhead
@@ -78,7 +79,7 @@ def refuse_format(folder: Path | str, config: Any) -> None:
         SpecError: they are quantised in a format that is not dequantised.
     """
     kind = quantisation(config)
-    if kind not in (None, METHOD, *DEQUANTISED):
+    if kind not in (None, METHOD, COMPOSED, *DEQUANTISED):
         raise SpecError(
             f"{folder} has weights in the format {kind!r}, expected none, "
             f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised"
@@ -95,6 +96,11 @@ def _quantizer(config: Any, folder: Path) -> Any:
     kind = quantisation(config)
     if kind is None:
         return None
+    if kind == COMPOSED:
+        raise SpecError(
+            f"{folder} has composed experts, or fewer of them, which cannot be "
+            "streamed yet: load it with stream=False"
+        )
     found = config.quantization_config
     settings = dict(found if isinstance(found, dict) else found.to_dict())
     if kind == METHOD:

@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class RaggedExperts(nn.Module):
         """Rows of the input projection for each atom: 2 with a gate, else 1."""
         self.d_expert = d_expert
         # Not a submodule, so that its own submodules keep their names.
-        self.__dict__["family"] = _without_weights(module)
+        self.__dict__["family"] = without_weights(module)
         for name, child in self.family.named_children():
             self.add_module(name, child)
 
@@ -99,19 +99,10 @@ class RaggedExperts(nn.Module):
 
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
-        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        tokens = torch.bincount(experts, minlength=len(self.heapr_widths)).tolist()
-        routed = (order // top_k_index.shape[-1]).split(tokens)  # tokens of each expert
-        p = top_k_weights.reshape(-1)[order][:, None].split(tokens)
-        # Each expert's output is added to the total while it is still in the cache:
-        # nothing as large as all routed rows is ever allocated.
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        total = torch.zeros_like(hidden_states, dtype=wide)
-        for expert, own in enumerate(routed):
-            if len(own):
-                out = self._expert(expert, hidden_states[own]) * p[expert]
-                total.index_add_(0, own, out.to(wide))
-        return total.to(hidden_states.dtype)
+        n_experts = len(self.heapr_widths)
+        return routed_sum(
+            self._expert, n_experts, hidden_states, top_k_index, top_k_weights
+        )
 
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         atoms = slice(self.starts[expert], self.starts[expert + 1])
@@ -124,6 +115,32 @@ class RaggedExperts(nn.Module):
         if normalises(self.family):
             out = self.family.post_expert_norm(out)
         return out
+
+
+def routed_sum(
+    run: Callable[[int, torch.Tensor], torch.Tensor],
+    n_experts: int,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of what `run(expert, x)` returns for the tokens routed to each.
+
+    Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
+    """
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    tokens = torch.bincount(experts, minlength=n_experts).tolist()
+    routed = (order // top_k_index.shape[-1]).split(tokens)  # tokens of each expert
+    p = top_k_weights.reshape(-1)[order][:, None].split(tokens)
+    # Each expert's output is added to the total while it is still in the cache:
+    # nothing as large as all routed rows is ever allocated.
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    total = torch.zeros_like(hidden_states, dtype=wide)
+    for expert, own in enumerate(routed):
+        if len(own):
+            out = run(expert, hidden_states[own]) * p[expert]
+            total.index_add_(0, own, out.to(wide))
+    return total.to(hidden_states.dtype)
 
 
 def activate(module: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -144,7 +161,7 @@ def normalises(module: Any) -> bool:
     return getattr(module, "has_post_expert_norm", False)
 
 
-def _without_weights(module: nn.Module) -> Any:
+def without_weights(module: nn.Module) -> Any:
     """A copy that keeps activation, gating and norm, but no expert weights."""
     shell = copy.copy(module)
     shell._parameters = dict.fromkeys(module._parameters)
@@ -445,12 +462,17 @@ if METHOD not in AUTO_QUANTIZER_MAPPING:
 
 def finish(model: Any) -> None:
     """Let `model` be trained, moved, cast and saved, with its code, as any other."""
+    unmark(model)
+    base: Any = type(model)
+    model.__class__ = with_code(base)
+
+
+def unmark(model: Any) -> None:
+    """Tell transformers that the weights of `model` are not quantised."""
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             module.config._is_quantized = False
     model.is_quantized = False
-    base: Any = type(model)
-    model.__class__ = with_code(base)
 
 
 # --- holes ------------------------------------------------------------------------
@@ -526,11 +548,8 @@ _AUTO_CLASSES = (
 )
 
 
-class CarriesCode:
-    """Saves a copy of this file with a model of transformers.
-
-    Loading it raises an error if any weight is missing.
-    """
+class RefusesHoles:
+    """A model of transformers that cannot be loaded with weights missing."""
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
         """As transformers', then refuse missing, mismatched and unexpected weights."""
@@ -549,6 +568,10 @@ class CarriesCode:
             mismatched=mismatched,
             unexpected=loading_info.unexpected_keys,
         )
+
+
+class CarriesCode(RefusesHoles):
+    """Saves a copy of this file with a model of transformers, and refuses holes."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -581,11 +604,22 @@ def carry_code(folder: Path, config: Any, name: str) -> None:
 @functools.cache
 def with_code(base: Any) -> Any:
     """The model class `base` of transformers, which also saves its code."""
-    if issubclass(base, CarriesCode):
+    return _with(CarriesCode, base)
+
+
+@functools.cache
+def without_holes(base: Any) -> Any:
+    """The model class `base` of transformers, which also refuses holes."""
+    return _with(RefusesHoles, base)
+
+
+def _with(mixin: Any, base: Any) -> Any:
+    """`base` with `mixin` before it, unless it has that already."""
+    if issubclass(base, mixin):
         return base
     # Of the same module and name, so that transformers treats it as its own.
     body = {"__module__": base.__module__, "__doc__": base.__doc__}
-    return type(base.__name__, (CarriesCode, base), body)
+    return type(base.__name__, (mixin, base), body)
 
 
 def __getattr__(name: str) -> Any:

@@ -57,7 +57,7 @@ def drop_experts(model: nn.Module, kept: KeptExperts) -> nn.Module:
     If all layers keep equally many, and the family's configuration can express it, the
     copy has this configuration, so that `save_pretrained` writes an ordinary
     checkpoint, and `heapr_experts_in_config` of the copy is True. Its `heapr_experts`
-    is `kept`.
+    is `kept`, and `heapr_n_experts` their number by the path of the experts module.
 
     Raises:
         SpecError: as `dropping`.
@@ -81,6 +81,9 @@ def drop_experts(model: nn.Module, kept: KeptExperts) -> nn.Module:
     numbers = {len(own) for own in kept.values()}
     twin.__dict__["heapr_experts_in_config"] = _set_config(twin, axes, numbers)
     twin.__dict__["heapr_experts"] = {k: tuple(own) for k, own in kept.items()}
+    twin.__dict__["heapr_n_experts"] = {
+        axis.layer.name: len(kept[axis.layer.layer]) for axis in axes
+    }
     return twin
 
 

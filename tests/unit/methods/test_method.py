@@ -1,5 +1,6 @@
 """Fitting: what is checked before anything is run, and what is measured once."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,12 @@ from keeps import full_keep, random_keep
 from torch import nn
 
 from heapr_lab import methods
-from heapr_lab.checkpoints.save_dropped import save_dropped
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import collectors
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import Compression, ExpertDropping, Made
 from heapr_lab.methods.method import Method
-from heapr_lab.pruning.dropping import drop_experts
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import read_provenance
@@ -36,25 +35,27 @@ def model() -> nn.Module:
 def test_each_measurement_takes_one_pass(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All methods at two ratios: one table, and one pass over the experts."""
+    """All methods at two ratios: one table, and one pass through the layers."""
     passes: Counter[str] = Counter()
 
     def measure(windows: CalibrationSet, **options: Any) -> Any:
         passes[windows.fingerprint] += 1
         return collect_statistics(model, windows, **options)
 
-    counted = collectors.expert_statistics
+    counted = collectors.collect
 
-    def experts(*args: Any, **options: Any) -> Any:
-        passes["experts"] += 1
-        return counted(*args, **options)
+    def collect(*args: Any) -> Any:
+        passes["layers"] += 1
+        return counted(*args)
 
-    monkeypatch.setattr(collectors, "expert_statistics", experts)
+    monkeypatch.setattr(collectors, "collect", collect)
     shared = Measurements(model, WINDOWS, measure=measure)
+    for name in methods.names():
+        shared.expect(methods.get(name).collectors)
     for name in set(methods.names()) - {"compress"}:
         for ratio in (0.25, 0.5):
             methods.get(name).fit(model, WINDOWS, ratio=ratio, shared=shared)
-    assert passes == {WINDOWS.fingerprint: 1, "experts": 1}
+    assert passes == {WINDOWS.fingerprint: 1, "layers": 1}
 
 
 def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
@@ -172,26 +173,18 @@ def dropped(kept: dict[int, tuple[int, ...]]) -> Compression:
     return ExpertDropping(Made("mine", 0.25, 0, {}), kept, atoms)
 
 
-def test_unequal_counts_are_not_expressible(model: nn.Module, tmp_path: Path) -> None:
-    """They can be applied, and nothing is written."""
+def test_unequal_counts_are_saved(model: nn.Module, tmp_path: Path) -> None:
+    """In the format of this package, with the numbers of each layer."""
     found = dropped({0: (0, 1), 1: (0, 1, 2)})
     assert found.achieved_ratio == 0.375
     assert found.savings(model).parameters[1] == model.num_parameters() - 3 * (
         8 * 48 + 16
     )
-    with pytest.raises(SpecError, match=r"keep 2 to 3 experts.* not expressible yet"):
-        found.save(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_only_models_without_experts_are_saved(
-    model: nn.Module, tmp_path: Path
-) -> None:
-    """A dense model does not say which experts it has."""
-    with pytest.raises(SpecError, match="does not say which experts it has"):
-        save_dropped(model, tmp_path / "out")
-    copy = drop_experts(model, {0: (0, 1), 1: (2, 3)})
-    assert save_dropped(copy, tmp_path / "out", base="").exists()
+    folder = found.save(model, tmp_path / "out", base="")
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == "heapr_composed"
+    assert list(settings["n_kept"].values()) == [2, 3]
+    assert "has 2 to 3 of its experts" in (folder / "README.md").read_text()
 
 
 def test_savings_are_counted_where_they_are(model: nn.Module) -> None:

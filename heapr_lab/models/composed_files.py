@@ -1,0 +1,163 @@
+"""How transformers loads and saves models with composed or fewer experts.
+
+Their checkpoints have a "quantization" named heapr_composed, which is the only hook of
+transformers that may change modules before weights are loaded into them. `import
+heapr_lab` registers it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from heapr_lab.errors import SpecError
+
+# As modules: importing them first imports transformers, which imports this one.
+from heapr_lab.models import composed_experts as composed
+from heapr_lab.models import ragged_experts
+
+COMPOSED = "heapr_composed"
+FORMAT_VERSION = 1
+
+
+class ComposedConfig(QuantizationConfigMixin):
+    """The entry `quantization_config` in config.json of a model of composed experts."""
+
+    def __init__(
+        self,
+        experts: dict[str, Any] | None = None,
+        n_kept: dict[str, int] | None = None,
+        format_version: int = FORMAT_VERSION,
+        **_facts: Any,
+    ) -> None:
+        """The plans of experts modules, and numbers of kept experts, by path.
+
+        `n_kept` has the experts modules whose layer has lost experts with their rows of
+        the router.
+        """
+        self.quant_method: Any = COMPOSED
+        self.experts, self.n_kept = experts or {}, n_kept or {}
+        self.format_version = format_version
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "quant_method": COMPOSED,
+            "format_version": self.format_version,
+            "experts": self.experts,
+            "n_kept": self.n_kept,
+        }
+
+
+class ComposedQuantizer(HfQuantizer):
+    """Replaces experts by composed ones before weights are loaded."""
+
+    requires_calibration = True
+    quantization_config: ComposedConfig
+
+    def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
+        """Refuse a checkpoint that was written by a later version.
+
+        Raises:
+            ValueError: a later version wrote it.
+        """
+        found = self.quantization_config.format_version
+        if found > FORMAT_VERSION:
+            raise ValueError(
+                f"the checkpoint has format version {found}, this version of heapr_lab "
+                f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
+            )
+
+    def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
+        """Narrow the layers that lost experts, and replace experts.
+
+        Raises:
+            ValueError: the plan does not match this model's experts.
+        """
+        config = self.quantization_config
+        try:
+            _narrow(model, config.n_kept)
+            for path, plain in config.experts.items():
+                put_experts(model, path, composed.plan_from_dict(plain))
+        except (SpecError, AttributeError) as error:
+            raise ValueError(
+                f"config.json does not fit this {type(model).__name__}: {error}"
+            ) from error
+        base: Any = type(model)
+        model.__class__ = ragged_experts.without_holes(base)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
+        ragged_experts.unmark(model)
+        return model
+
+    def is_serializable(self) -> bool:
+        """Whether the model can be saved: yes."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the model can be trained: yes, nothing is quantised."""
+        return True
+
+
+def put_experts(
+    model: nn.Module, path: str, plan: "composed.Plan"
+) -> "composed.ComposedExperts":
+    """Replace the experts module at `path` by one of `plan`, without values.
+
+    Raises:
+        SpecError: the plan does not fit the module.
+    """
+    stock: Any = model.get_submodule(path)
+    n_experts = stock.down_proj.shape[0]
+    d_expert = stock.down_proj.shape[2 if stock.is_transposed else 1]
+    composed.check_plan(plan, n_experts, d_expert, gated=stock.has_gate)
+    made = composed.ComposedExperts(stock, plan)
+    parent, _, name = path.rpartition(".")
+    block: Any = model.get_submodule(parent)
+    setattr(block, name, made)
+    # Some families would initialise the parameters that were replaced.
+    block._is_hf_initialized = True
+    return made
+
+
+def _narrow(model: nn.Module, n_kept: Mapping[str, int]) -> None:
+    """Give layers the number of experts that they have in the files."""
+    if not n_kept:
+        return
+    # Imported when transformers is, which has no models yet.
+    from heapr_lab.models.expert_axes import find_expert_axes
+
+    with torch.device("cpu"):  # for what is computed on the way
+        axes = find_expert_axes(model, values=False)
+    for axis in axes:
+        if axis.layer.name in n_kept:
+            axis.resize(n_kept[axis.layer.name])
+
+
+def attach_composed(model: Any, n_kept: Mapping[str, int]) -> None:
+    """Make transformers save the composed experts of `model` in the form it loads."""
+    plans = {
+        k: composed.plan_to_dict(own.plan)
+        for k, own in composed.composed_experts(model).items()
+    }
+    quantizer = ComposedQuantizer(ComposedConfig(plans, dict(n_kept)))
+    model.hf_quantizer = quantizer
+    model.config.quantization_config = quantizer.quantization_config
+    base: Any = type(model)
+    model.__class__ = ragged_experts.without_holes(base)
+    ragged_experts.unmark(model)
+
+
+if COMPOSED not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(COMPOSED)(ComposedConfig)
+    register_quantizer(COMPOSED)(ComposedQuantizer)

@@ -1,0 +1,322 @@
+"""Composed experts against matrices multiplied out, in memory and from files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import logits_of
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.methods.compression import ExpertComposition, Made
+from heapr_lab.models.composed_experts import (
+    ComposedExperts,
+    Composition,
+    Projection,
+    Shared,
+    composed_experts,
+    flops_of,
+    n_parameters,
+    plan_from_dict,
+    plan_to_dict,
+)
+from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
+from heapr_lab.models.loading import load_model
+from heapr_lab.pruning.composing import (
+    compose_experts,
+    composing,
+    composition_of,
+    dense_composition,
+)
+
+pytestmark = pytest.mark.oracle
+
+FAMILIES = ("qwen2_moe", "mixtral", "deepseek_v2", "gpt_oss", "qwen3_moe")
+IDS = tiny_ids(seed=3)
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+IN_FILES = {"rtol": 1e-5, "atol": 1e-5}
+"""Transformers reads some routers' biases in float32."""
+SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
+
+
+def merged(layer: ExpertsLayer) -> Composition:
+    """Experts 0 and 1 share the matrices of 2; the others have their own."""
+    own = [layer.expert(e) for e in range(2, layer.n_experts)]
+    return dense_composition(own, of=(0, 0, *range(layer.n_experts - 2)))
+
+
+def factored(layer: ExpertsLayer) -> Composition:
+    """A common base, the mean, with a difference of rank 2 for each expert."""
+    experts = [layer.expert(e) for e in range(layer.n_experts)]
+
+    def projection(name: str) -> Projection:
+        stack = torch.stack([own[name] for own in experts])
+        base = stack.mean(0)
+        u, s, v = torch.linalg.svd(stack - base, full_matrices=False)
+        left, right = u[..., :2] * s[:, None, :2], v[:, :2]
+        key = f"{name}_bias"
+        bias = Shared.own([own[key] for own in experts if key in own])
+        every = (0,) * len(experts)
+        return Projection(
+            Shared((base,), every), Shared.own([*left]), Shared.own([*right]), bias
+        )
+
+    gate = projection("gate") if layer.gated else None
+    return Composition(projection("up"), projection("down"), gate)
+
+
+def constant(layer: ExpertsLayer) -> Composition:
+    """Expert 0 is a constant vector, the others are unchanged."""
+    own = composition_of(layer)
+    value = torch.linspace(-1, 1, layer.d_expert, dtype=layer.dtype)
+
+    def without_first(part: Shared) -> Shared:
+        return Shared(part.tensors[1:], (-1, *range(len(part.of) - 1)))
+
+    def projection(p: Projection, bias: Shared) -> Projection:
+        return Projection(dense=without_first(p.dense), bias=bias)
+
+    def shortened(p: Projection) -> Shared:
+        return without_first(p.bias) if p.bias.of else Shared()
+
+    biases = (value, *own.down.bias.tensors[1:])
+    of = (
+        tuple(range(layer.n_experts))
+        if layer.biased
+        else (0,) + (-1,) * (layer.n_experts - 1)
+    )
+    gate = None if own.gate is None else projection(own.gate, shortened(own.gate))
+    down = projection(own.down, Shared(biases, of))
+    return Composition(projection(own.up, shortened(own.up)), down, gate)
+
+
+KINDS: dict[str, Callable[[ExpertsLayer], Composition]] = {
+    "merged": merged,
+    "factored": factored,
+    "constant": constant,
+}
+
+
+def by_hand(model: nn.Module, made: dict[int, Composition]) -> nn.Module:
+    """The same model with its stock modules, whose matrices are multiplied out.
+
+    A constant expert is one whose matrices are 0; its value is its output bias.
+    """
+    import copy
+
+    twin = copy.deepcopy(model)
+    for layer in find_experts(twin):
+        for expert in range(layer.n_experts):
+            for name, target in layer.expert(expert).items():
+                own = made[layer.layer].projections[name.removesuffix("_bias")]
+                target.copy_(multiplied(own, expert, name, target))
+    return twin
+
+
+def multiplied(
+    own: Projection, expert: int, name: str, like: torch.Tensor
+) -> torch.Tensor:
+    """One matrix or bias of an expert."""
+
+    def part(shared: Shared) -> torch.Tensor | None:
+        if not shared.of or shared.of[expert] < 0:
+            return None
+        return shared.tensors[shared.of[expert]]
+
+    if name.endswith("_bias"):
+        found = part(own.bias)
+        return torch.zeros_like(like) if found is None else found
+    total = torch.zeros_like(like)
+    if part(own.dense) is not None:
+        total = total + part(own.dense)
+    if part(own.left) is not None:
+        total = total + part(own.left) @ part(own.right)
+    return total
+
+
+def made_of(model: nn.Module, kind: str) -> dict[int, Composition]:
+    """The experts of every layer."""
+    return {own.layer: KINDS[kind](own) for own in find_experts(model)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["merged", "factored"])
+def test_composed_is_multiplied_out(kind: str, family: str, tmp_path: Path) -> None:
+    """Applied, materialised and reloaded; counted on the tensors of the files."""
+    model = tiny_model(family, **SIX)
+    made = made_of(model, kind)
+    expected = logits_of(by_hand(model, made), IDS)
+    dense = logits_of(model, IDS)
+    assert (expected - dense).abs().max() > 1e-3
+    found = compression(model, made)
+    with found.apply(model):
+        torch.testing.assert_close(logits_of(model, IDS), expected, **CLOSE)
+    assert torch.equal(logits_of(model, IDS), dense)
+    small = found.materialise(model)
+    torch.testing.assert_close(logits_of(small, IDS), expected, **CLOSE)
+    found.save(model, tmp_path / "out", base="")
+    torch.testing.assert_close(
+        logits_of(reloaded(tmp_path / "out"), IDS), expected, **CLOSE
+    )
+    stored = sum(own.numel() for own in tensors_in(tmp_path / "out").values())
+    assert found.savings(model).parameters[1] == stored
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return {
+        name: own
+        for path in folder.glob("*.safetensors")
+        for name, own in load_file(path).items()
+    }
+
+
+def reloaded(folder: Path) -> Any:
+    """The model of a folder, in float64, as transformers loads it."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    loaded.set_experts_implementation("eager")
+    return loaded
+
+
+def compression(model: nn.Module, made: Any, kept: Any = None) -> ExpertComposition:
+    """A compression of the compositions."""
+    shapes = describe(model).layers
+    return ExpertComposition(Made("test", 0.5, 0, {}), made, shapes, kept)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "nemotron_h"])
+def test_a_constant_expert(family: str, tmp_path: Path) -> None:
+    """It adds p times its vector, also in families without biases."""
+    model = tiny_model(family)
+    made = made_of(model, "constant")
+    layer = find_experts(model)[0]
+    value = torch.linspace(-1, 1, layer.d_expert, dtype=torch.float64)
+    with composing(model, made):
+        module = model.get_submodule(layer.name)
+        x = torch.randn(5, layer.d_expert, dtype=torch.float64)
+        index = torch.zeros(5, 1, dtype=torch.long)
+        out = module(x, index, torch.full((5, 1), 0.25, dtype=torch.float64))
+        expected = logits_of(model, IDS)
+    torch.testing.assert_close(out, (0.25 * value).expand(5, -1), **CLOSE)
+    compression(model, made).save(model, tmp_path / "out", base="")
+    again = logits_of(reloaded(tmp_path / "out"), IDS)
+    torch.testing.assert_close(again, expected, **IN_FILES)
+
+
+def test_stock_shapes_are_an_ordinary_checkpoint(tmp_path: Path) -> None:
+    """Other weights of the same shapes: no composed module, no quantization entry."""
+    for family in ("gpt_oss", "mixtral", "qwen2_moe"):
+        model = tiny_model(family)
+        layers = find_experts(model)
+        order = [1, 0, 3, 2]
+        made = {
+            own.layer: dense_composition([own.expert(e) for e in order])
+            for own in layers
+        }
+        found = compression(model, made)
+        small = found.materialise(model)
+        assert not composed_experts(small)
+        expected = logits_of(by_hand(model, made), IDS)
+        torch.testing.assert_close(logits_of(small, IDS), expected, **CLOSE)
+        folder = found.save(model, tmp_path / family, base="")
+        assert "quantization_config" not in (folder / "config.json").read_text()
+        torch.testing.assert_close(logits_of(reloaded(folder), IDS), expected, **CLOSE)
+        assert found.achieved_ratio == 0.0
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v2", "glm4_moe"])
+@pytest.mark.parametrize("composed", [False, True])
+def test_layers_that_keep_different_numbers(
+    family: str, composed: bool, tmp_path: Path
+) -> None:
+    """Are saved with their router rows, and loaded, with and without other experts."""
+    model = tiny_model(family, **SIX)
+    layers = find_experts(model)
+    kept = {own.layer: tuple(range(3 + i % 2, 6)) for i, own in enumerate(layers)}
+    kept[layers[0].layer] = (0, 2, 3, 5)
+    made = {}
+    if composed:
+        made = {
+            own.layer: dense_composition(
+                [own.expert(kept[own.layer][0])], of=(0,) * len(kept[own.layer])
+            )
+            for own in layers
+        }
+    found = compression(model, made, kept)
+    with found.apply(model):
+        expected = logits_of(model, IDS)
+    small = found.materialise(model)
+    torch.testing.assert_close(logits_of(small, IDS), expected, **CLOSE)
+    folder = found.save(model, tmp_path / "out", base="")
+    torch.testing.assert_close(logits_of(reloaded(folder), IDS), expected, **CLOSE)
+    after = sum(own.numel() for own in small.parameters())
+    assert found.savings(model).parameters == (describe(model).n_parameters, after)
+
+
+def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+    """As is a plan for another model: nothing is initialised at random."""
+    model = tiny_model("mixtral")
+    folder = compression(model, made_of(model, "factored")).save(
+        model, tmp_path / "out", base=""
+    )
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    gone = next(name for name in tensors if "composed_down.left" in name)
+    save_file({k: v for k, v in tensors.items() if k != gone}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="composed_down"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"up"', '"upper"'))
+    with pytest.raises(ValueError, match="does not fit"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Shapes, ranks and numbers of experts, with the layer and expert named."""
+    model = tiny_model("qwen3_moe")
+    layer = find_experts(model)[0]
+    own = composition_of(layer)
+    few = dense_composition([layer.expert(0)], of=(0,))
+    with pytest.raises(SpecError, match=r"layer 0.*expected 4 experts"):
+        compose_experts(model, {0: few})
+    half = Projection(left=Shared.own([torch.ones(4, 2)] * 4))
+    with pytest.raises(SpecError, match="or neither"):
+        compose_experts(model, {0: Composition(half, own.down, own.gate)})
+    with pytest.raises(SpecError, match="inner widths"):
+        compose_experts(model, {0: Composition(own.down, own.up, own.gate)})
+    with pytest.raises(SpecError, match="another model"):
+        compose_experts(model, {7: own})
+    with pytest.raises(LayoutError, match="already compressed"):
+        find_experts(compose_experts(model, {0: merged(layer)}))
+
+
+def test_counts_by_hand() -> None:
+    """Parameters and operations of a base with factors, a shared matrix once."""
+    base, every = Shared((torch.ones(3, 4),), (0, 0)), Shared
+    left, right = every.own([torch.ones(3, 1)] * 2), every.own([torch.ones(1, 4)] * 2)
+    up = Projection(base, left, right)
+    down = Projection(Shared((torch.ones(4, 3),), (0, -1)))
+    plan = Composition(up, down).plan
+    assert n_parameters(plan) == 12 + 2 * 3 + 2 * 4 + 12
+    assert flops_of(plan, 0) == 2 * (12 + 3 + 4 + 12)
+    assert flops_of(plan, 1) == 2 * (12 + 3 + 4)
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+
+
+def test_the_package_loads_it(tmp_path: Path) -> None:
+    """`load_model` reads such a folder; streaming it is refused by name."""
+    model, tokenizer = load_model("lab")
+    made = {own.layer: merged(own) for own in find_experts(model)}
+    folder = compression(model, made).save(model, tmp_path / "out", tokenizer=tokenizer)
+    loaded, _ = load_model(str(folder))
+    assert any(isinstance(m, ComposedExperts) for m in loaded.modules())
+    ids = IDS[:, :8]
+    with composing(model, made):
+        torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids))
+    with pytest.raises(SpecError, match="cannot be streamed"):
+        load_model(str(folder), stream=True)
