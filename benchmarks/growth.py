@@ -47,10 +47,10 @@ from benchmarks.streaming import (
     write_checkpoint,
 )
 from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.footprint import IN_MEMORY, STREAMED
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.devices import Device, measured
-from heapr_lab.workbench.footprint import IN_MEMORY, STREAMED
 from heapr_lab.workbench.plan import Plan, plan
 
 logger = logging.getLogger("growth")

@@ -9,9 +9,10 @@ is the same on every machine.
 import re
 from pathlib import Path
 
+from heapr_lab.models.footprint import IN_MEMORY, STREAMED
+from heapr_lab.models.memory import gigabytes
 from heapr_lab.storage import paths
-from heapr_lab.workbench.footprint import IN_MEMORY, STREAMED
-from heapr_lab.workbench.plan import Plan, duration, gigabytes, plan
+from heapr_lab.workbench.plan import Plan, duration, plan
 
 PAGE = Path(__file__).with_name("plan.md")
 SHAPES = (

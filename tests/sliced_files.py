@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from heapr_lab.checkpoints import slice_files as shards
-from heapr_lab.checkpoints.uniform import skeleton_of
+from heapr_lab.models.folders import skeleton_of
 from heapr_lab.pruning.masks import KeepMask
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

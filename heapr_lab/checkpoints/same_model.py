@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from heapr_lab.checkpoints.slice_files import squared_norms
-from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.folders import read_config
+from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.models.identity import WEIGHTS_VERSION, architecture_identity
 from heapr_lab.pruning.masks import KeepMask
 

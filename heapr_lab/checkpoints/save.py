@@ -22,10 +22,10 @@ from heapr_lab.checkpoints.folder import (
     save_tokenizer,
 )
 from heapr_lab.checkpoints.shards import save_streamed
-from heapr_lab.checkpoints.uniform import skeleton_of, stock_model, uniform_width
+from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import sliced_experts
-from heapr_lab.models.folders import is_native
+from heapr_lab.models.folders import is_native, skeleton_of
 from heapr_lab.models.predicting import what_is_dropped, without_predicting
 from heapr_lab.models.ragged_experts import (
     HeaprConfig,

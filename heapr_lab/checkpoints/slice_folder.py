@@ -11,9 +11,14 @@ from torch import nn
 from heapr_lab.checkpoints.folder import new_folder, save_tokenizer
 from heapr_lab.checkpoints.save import describe, other_parts, structure_of
 from heapr_lab.checkpoints.slice_files import begun, slice_files, stamps_of
-from heapr_lab.checkpoints.uniform import skeleton_of, stock_config, uniform_width
+from heapr_lab.checkpoints.uniform import stock_config, uniform_width
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.folders import has_tokenizer, read_config, read_tokenizer
+from heapr_lab.models.folders import (
+    has_tokenizer,
+    read_config,
+    read_tokenizer,
+    skeleton_of,
+)
 from heapr_lab.models.predicting import what_is_dropped, without_predicting
 from heapr_lab.models.ragged_experts import HeaprConfig, carry_code
 from heapr_lab.progress import Progress

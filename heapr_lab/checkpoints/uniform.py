@@ -13,7 +13,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
-from heapr_lab.models.folders import build
+from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.masks import KeepMask
@@ -24,17 +24,6 @@ _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 _SHARED = ("n_shared_experts", "moe_num_shared_experts")
 """Names of the number of shared experts."""
-
-
-def skeleton_of(config: Any) -> nn.Module:
-    """The model of `config` without weights, on the meta device.
-
-    Raises:
-        SpecError: transformers cannot build one.
-    """
-    with torch.device("meta"):
-        model: nn.Module = build(config)
-    return model
 
 
 def uniform_width(keep: KeepMask, dtype: torch.dtype | None = None) -> int:

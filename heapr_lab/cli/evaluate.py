@@ -131,7 +131,12 @@ def _pair(
         assert keep is not None
         return bench.model, prune(bench.model, keep)
     model: Any = bench.model
-    dense, tokenizer = load_model(against, device=str(model.device), dtype=model.dtype)
+    dense, tokenizer = load_model(
+        against,
+        device=str(model.device),
+        dtype=model.dtype,
+        seq_len=bench.profile.seq_len,
+    )
     if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(bench.tokenizer):
         raise SpecError(
             f"{against} has another tokenizer than {bench.name}: give the dense model "

@@ -152,9 +152,8 @@ def check_layers(source: Path, layers: Sequence[int]) -> None:
     """
     if not layers:
         return
-    from heapr_lab.checkpoints.uniform import skeleton_of
     from heapr_lab.models.experts import find_experts
-    from heapr_lab.models.folders import read_config
+    from heapr_lab.models.folders import read_config, skeleton_of
     from heapr_lab.pruning.options import Selection
 
     skeleton = skeleton_of(read_config(source))

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -79,6 +81,18 @@ def build(config: Any, **options: Any) -> Any:
         return _auto_class(config).from_config(
             config, trust_remote_code=False, **options
         )
+
+
+def skeleton_of(config: Any) -> nn.Module:
+    """The model of `config` without weights, on the meta device.
+
+    Raises:
+        SpecError: transformers cannot build one.
+        LayoutError: the family is refused by name.
+    """
+    with torch.device("meta"):
+        model: nn.Module = build(config)
+    return model
 
 
 def is_native(config: Any) -> bool:

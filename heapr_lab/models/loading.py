@@ -1,7 +1,6 @@
 """Load models and tokenizers from the hub, a folder, or the bundled lab model."""
 
 import logging
-import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import LayoutError, SpecError, whole_number
 from heapr_lab.models.families import refuse_by_name, refuse_to_stream
 from heapr_lab.models.file_reader import open_streamed, refuse_format
 from heapr_lab.models.folders import (
@@ -22,12 +21,13 @@ from heapr_lab.models.folders import (
     read_config,
     read_tokenizer,
     read_weights,
+    skeleton_of,
 )
+from heapr_lab.models.footprint import Work, sizes_of
 from heapr_lab.models.layerwise import LayerByLayer
-from heapr_lab.models.memory import larger_than_memory, size_of
+from heapr_lab.models.memory import size_of, why_streamed
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.paper_models import hub_id
-from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import silent
 from heapr_lab.storage import paths
@@ -48,6 +48,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     stream: bool | str = "auto",
     host_memory: int | str | None = None,
+    seq_len: int = 2048,
 ) -> tuple[nn.Module, Any]:
     """A causal language model in eval mode, and its tokenizer.
 
@@ -59,12 +60,13 @@ def load_model(
         dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else
             `float32`, `bfloat16`, ... or a torch dtype.
         stream: whether decoder layers stay on disk and are read one at a time when they
-            run; `auto` does so where the weights in a local folder are larger than 80 %
-            of the free memory, and logs the numbers, and where they are quantised in
-            FP8 or MXFP4.
+            run; `auto` does so where the weights are larger than 80 % of the free
+            memory, or the scores of one window do not fit, and logs the numbers, and
+            where they are quantised in FP8 or MXFP4. It loads a pruned checkpoint.
         host_memory: of a streamed model, for the states of its layers, in bytes or as
             "16GB"; those beyond it go to files in the cache's folder. By default half
             of what is free.
+        seq_len: tokens of the windows that scores are measured on, for `auto`.
 
     Raises:
         SpecError: the device or the model is not available, the model's files are
@@ -75,6 +77,7 @@ def load_model(
     if stream not in (True, False, "auto"):
         raise SpecError(f"stream is {stream!r}, expected True, False or 'auto'")
     check_device(device)
+    length = whole_number(seq_len, name="seq_len", least=1)
     budget = None if host_memory is None else size_of(host_memory, least=0)
     path = _resolve(name_or_path)
     on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
@@ -86,9 +89,13 @@ def load_model(
     refuse_by_name(config)
     refuse_format(path, config)
     tokenizer = read_tokenizer(path)
-    if stream is True or (
-        stream == "auto" and _has_to_stream(path, config, chosen, device)
-    ):
+    if stream == "auto":
+        free = _free_memory(device)
+        why = _why_streamed(config, chosen, free, length, on_gpu=on_gpu)
+        if why is not None:
+            logger.warning("%s", why)
+        stream = why is not None
+    if stream:
         default = "cuda" if on_gpu else "cpu"
         placed = torch.device(default if device == "auto" else device)
         return _streamed(path, chosen, placed, budget), tokenizer
@@ -120,34 +127,21 @@ def _streamed(
     return model
 
 
-def _has_to_stream(
-    path: str, config: Any, dtype: str | torch.dtype, device: str
-) -> bool:
-    """Whether weights are quantised, or need more memory than there is."""
-    folder, quantised = Path(path), quantisation(config)
-    if quantised in DEQUANTISED:
-        logger.warning(
-            "the weights are in %s: they are dequantised when they are read from disk, "
-            "one decoder layer at a time", quantised,
-        )  # fmt: skip
-        return True
-    if quantised or not any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        return False
-    stored, _ = read_source(folder)
+def _why_streamed(
+    config: Any, dtype: str | torch.dtype, free: int, seq_len: int, *, on_gpu: bool
+) -> str | None:
+    """Why `auto` streams a model; None if it is pruned, or has no routed experts."""
+    if quantisation(config) not in (None, *DEQUANTISED):
+        return None
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
     assert isinstance(dtype, torch.dtype)
-    tensors = [t for found in stored.values() for t in found.values()]
-    needed = sum(math.prod(t.shape) for t in tensors) * dtype.itemsize
-    free = _free_memory(device)
-    if not larger_than_memory(needed, free):
-        return False
-    logger.warning(
-        "the weights need %.1f GB and %.1f GB are free: decoder layers are read from "
-        "disk, one at a time (stream=False loads them all)",
-        needed / 1e9, free / 1e9,
-    )  # fmt: skip
-    return True
+    kind = "cuda" if on_gpu else "cpu"
+    try:
+        sizes = sizes_of(skeleton_of(config))
+    except LayoutError:
+        return None
+    return why_streamed(config, sizes, Work(1, seq_len, 0, dtype.itemsize, kind), free)
 
 
 def _free_memory(device: str) -> int:

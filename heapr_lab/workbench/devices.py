@@ -1,5 +1,6 @@
 """How fast devices compute and read: stated by their makers, or measured here."""
 
+import functools
 import os
 import statistics
 import tempfile
@@ -12,6 +13,7 @@ import psutil
 import torch
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.footprint import PROCESS
 
 THIS = "this"
 """Name of the present machine, which is measured."""
@@ -34,7 +36,7 @@ class Device:
     kind: str
     """cpu or cuda."""
     memory: float
-    """Bytes."""
+    """Bytes: of a measured device, what is free and what the process holds."""
     flops: float
     """Operations per second in products of matrices, as far as they are reached."""
     fresh: float
@@ -105,20 +107,36 @@ def measured(
     *,
     clock: _Clock = time.perf_counter,
 ) -> Device:
-    """A device of the present machine, in `dtype`, timed by `clock` in seconds."""
+    """A device of the present machine, in `dtype`, timed by `clock` in seconds.
+
+    A process measures it once; the free memory is of now.
+    """
     dtype = dtype or (torch.float32 if on.type == "cpu" else torch.bfloat16)
     if on.type == "cuda":
-        memory, name = torch.cuda.mem_get_info(on)[0], torch.cuda.get_device_name(on)
+        free, name = torch.cuda.mem_get_info(on)[0], torch.cuda.get_device_name(on)
     else:
-        memory, name = psutil.virtual_memory().available, "this processor"
+        free, name = psutil.virtual_memory().available, "this processor"
+    flops, fresh, disk = _rates(on, dtype, clock)
     return Device(
         name=name,
         kind=on.type,
-        memory=float(memory),
-        flops=_product_flops(on, dtype, clock),
-        fresh=_fresh_bytes(on, clock),
-        disk=_disk_bytes(clock),
+        memory=free + PROCESS[on.type],
+        flops=flops,
+        fresh=fresh,
+        disk=disk,
         source=f"measured in {str(dtype).removeprefix('torch.')}",
+    )
+
+
+@functools.cache
+def _rates(
+    on: torch.device, dtype: torch.dtype, clock: _Clock
+) -> tuple[float, float, float]:
+    """The rates of a `Device`: flops, fresh and disk."""
+    return (
+        _product_flops(on, dtype, clock),
+        _fresh_bytes(on, clock),
+        _disk_bytes(clock),
     )
 
 

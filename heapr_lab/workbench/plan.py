@@ -15,17 +15,28 @@ from typing import Any
 import psutil
 import torch
 
-from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.importance.collect import TOKENS_PER_BATCH
-from heapr_lab.models.folders import DEQUANTISED, quantisation
+from heapr_lab.importance.streamed_pass import EXTRA_STATES
+from heapr_lab.models.families import refuse_to_stream
+from heapr_lab.models.folders import skeleton_of
+from heapr_lab.models.footprint import (
+    IN_MEMORY,
+    PROCESS,
+    STREAMED,
+    Sizes,
+    Work,
+    activation_bytes,
+    device_parts,
+    sizes_of,
+)
 from heapr_lab.models.likelihood import (
     LOGITS_AT_ONCE,
     TOKENS_AT_LEAST,
     input_device,
 )
 from heapr_lab.models.loading import check_dtype, config_of
-from heapr_lab.models.memory import larger_than_memory, size_of
+from heapr_lab.models.memory import gigabytes, size_of, why_streamed
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.repr_html import card_html
 from heapr_lab.workbench.devices import (
@@ -34,16 +45,6 @@ from heapr_lab.workbench.devices import (
     find_device,
     kind_of,
     measured,
-)
-from heapr_lab.workbench.footprint import (
-    IN_MEMORY,
-    STREAMED,
-    Sizes,
-    Work,
-    activation_bytes,
-    device_parts,
-    host_bytes,
-    sizes_of,
 )
 
 INFEASIBLE = "infeasible"
@@ -55,6 +56,8 @@ _SLOWEST = 1e10
 _ATOM_BYTES = 36
 """Of a row of an importance table as parquet; 32 to 41 were measured, 36.2 of 262,144
 rows."""
+_INDEX_BYTES = 4
+"""Of the number of an expert that a token is routed to."""
 _STORED = {"fp8": 1.0, "fbgemm_fp8": 1.0, "mxfp4": 17 / 32}
 """Bytes of a quantised parameter on disk; with mxfp4, a scale for each 32."""
 _ACTIVATIONS, _WEIGHTS = 3.0, 2.0
@@ -193,7 +196,8 @@ def plan(
         device_memory: its memory, in bytes or with a unit ("24GB"); by default what is
             free here, or what the named GPU has.
         host_memory: memory for the layer inputs of a streamed pass; by default what is
-            free here. Without a GPU the two memories are one.
+            free here. Without a GPU the two memories are one. What is free includes
+            what this process holds already.
         dtype: of the weights in memory; `auto` is the checkpoint's own on a GPU and
             float32 on the CPU.
         stream: whether to stream; `auto` does where `load_model` does.
@@ -201,7 +205,8 @@ def plan(
     Raises:
         SpecError: there is no such model, device, type or size, or the weights are in
             a format that cannot be measured.
-        LayoutError: the model has no routed experts that can be measured.
+        LayoutError: the model has no routed experts that can be measured, or cannot be
+            streamed.
     """
     if stream not in (True, False, "auto"):
         raise SpecError(f"stream is {stream!r}, expected True, False or 'auto'")
@@ -219,14 +224,16 @@ def plan(
     kind = getattr(torch, dtype, own if on == "cuda" else torch.float32)
     placed = find_device(device, kind)
     if host is None:
-        host = int(psutil.virtual_memory().available)
+        held = PROCESS[on] if on == "cpu" else 0
+        host = int(psutil.virtual_memory().available + held)
     if room is None:
         room = host if on == "cpu" else int(placed.memory)
     work = Work(asked, length, 0, kind.itemsize, on)
-    if stream == "auto":  # by the rule of `load_model`
-        weights = sizes.architecture.n_parameters * work.itemsize
-        quantised = quantisation(config) in DEQUANTISED
-        stream = quantised or larger_than_memory(weights, room)
+    if stream == "auto":
+        free = room - PROCESS[on]
+        stream = why_streamed(config, sizes, work, free) is not None
+    if stream:
+        refuse_to_stream(config, type(skeleton).__name__)
     return _planned(
         Limits(room, host),
         sizes,
@@ -294,7 +301,7 @@ def _planned(
 ) -> Plan:
     works = {engine: _fitted(sizes, work, engine, limits) for engine in _ENGINES}
     parts = {e: _whole(device_parts(sizes, own, e)) for e, own in works.items()}
-    kept = round(host_bytes(sizes, work))
+    kept = round(_host_bytes(sizes, work))
     on_disk = _beyond(limits, work, parts[STREAMED], kept)
     engine, why = _engine(limits, parts, stream)
     read = _read_bytes(sizes, engine, stored, on_disk)
@@ -367,7 +374,8 @@ def _engine(
     asked = STREAMED if stream else IN_MEMORY
     if needed[asked] > limits.device:
         short = gigabytes(needed[asked] - limits.device)
-        remedy = "; give --stream" if needed[STREAMED] <= limits.device else ""
+        fits = needed[STREAMED] <= limits.device
+        remedy = "; open it with stream=True (--stream)" if fits else ""
         return INFEASIBLE, (
             f"{asked} needs {gigabytes(needed[asked])} and {room}: {short} are missing"
             f"{remedy}"
@@ -375,6 +383,16 @@ def _engine(
     if not stream:
         return IN_MEMORY, f"all layers need {whole}, {room}"
     return STREAMED, f"all layers need {whole}, one at a time {streamed}, and {room}"
+
+
+def _host_bytes(sizes: Sizes, work: Work) -> float:
+    """Of a streamed pass: the states between layers, and the experts of every token."""
+    inputs = (
+        (len(sizes.layers) + EXTRA_STATES) * sizes.architecture.d_model * work.itemsize
+    )
+    shapes = sizes.architecture.layers.values()
+    choices = sum(shape.top_k for shape in shapes) * _INDEX_BYTES
+    return float(work.n_tokens * (inputs + choices))
 
 
 def _flops(sizes: Sizes, work: Work, engine: str) -> dict[str, float]:
@@ -461,17 +479,6 @@ def _stored_bytes(config: Any) -> float | None:
             "the checkpoint that is not quantised"
         )
     return _STORED[method]
-
-
-def gigabytes(n_bytes: float) -> str:
-    """A size as text.
-
-    Example:
-        >>> gigabytes(1.25e10), gigabytes(2e6)
-        ('12.5 GB', '0.002 GB')
-    """
-    large = n_bytes / 1e9
-    return f"{large:,.0f} GB" if large >= 100 else f"{large:.3g} GB"
 
 
 def duration(seconds: float) -> str:

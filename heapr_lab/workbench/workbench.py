@@ -577,6 +577,7 @@ def open_workbench(
         dtype=dtype,
         stream=stream,
         host_memory=host_memory,
+        seq_len=chosen.seq_len,
     )
     name = "lab model" if name_or_path == LAB else hub_id(str(name_or_path))
     return Workbench(model, tokenizer, name=name, profile=chosen)

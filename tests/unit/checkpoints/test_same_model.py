@@ -13,12 +13,11 @@ from tiny_folder import write_model
 
 from heapr_lab.checkpoints.same_model import own_mask, own_table
 from heapr_lab.checkpoints.slice_files import squared_norms
-from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.folders import read_weights
+from heapr_lab.models.folders import read_weights, skeleton_of
 from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.selection import select
 from heapr_lab.storage.hashing import digest

@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.uniform import skeleton_of, stock_config
+from heapr_lab.checkpoints.uniform import stock_config
+from heapr_lab.models.folders import skeleton_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune
 
@@ -252,7 +253,7 @@ from transformers import AutoConfig
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.checkpoints.slice_files import slice_files
-from heapr_lab.checkpoints.uniform import skeleton_of
+from heapr_lab.models.folders import skeleton_of
 folder = Path(sys.argv[1])
 skeleton = skeleton_of(AutoConfig.from_pretrained(folder / "source"))
 keep = KeepMask.read(folder / "keep.parquet")

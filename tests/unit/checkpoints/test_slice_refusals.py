@@ -11,8 +11,8 @@ from keeps import random_keep
 from safetensors.torch import load_file, save_file
 from sliced_files import INDEX, SINGLE, slice_files, sliced, source_of
 
-from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.folders import skeleton_of
 from heapr_lab.pruning.masks import KeepMask
 
 

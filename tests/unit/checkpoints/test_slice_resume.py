@@ -8,8 +8,8 @@ from keeps import random_keep
 from sliced_files import slice_files, sliced, source_of
 
 from heapr_lab.checkpoints.slice_files import PROGRESS_NAME
-from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.models.folders import skeleton_of
 
 
 class StopError(Exception):

@@ -19,10 +19,15 @@ from heapr_lab.checkpoints.gguf import write_gguf
 from heapr_lab.checkpoints.same_model import own_table
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.checkpoints.slice_folder import prune_folder
-from heapr_lab.checkpoints.uniform import skeleton_of
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.lab_model.run_folder import begin_from
-from heapr_lab.models.folders import build, read_config, read_tokenizer, read_weights
+from heapr_lab.models.folders import (
+    build,
+    read_config,
+    read_tokenizer,
+    read_weights,
+    skeleton_of,
+)
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.workbench.workbench import open_workbench

@@ -1,13 +1,17 @@
 """What a run needs, from a configuration: against measurements and slow counts."""
 
+import itertools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plan_table
+import psutil
 import pytest
 import torch
 from families import tiny_model
@@ -21,6 +25,15 @@ from heapr_lab.importance.collect import TOKENS_PER_BATCH, collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models import likelihood
 from heapr_lab.models.experts import find_experts
+from heapr_lab.models.footprint import (
+    IN_MEMORY,
+    PROCESS,
+    STREAMED,
+    Work,
+    device_parts,
+    sizes_of,
+    weight_bytes,
+)
 from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.memory import size_of
@@ -31,14 +44,6 @@ from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench import devices
 from heapr_lab.workbench import plan as planning
 from heapr_lab.workbench.devices import Device, find_device, measured
-from heapr_lab.workbench.footprint import (
-    IN_MEMORY,
-    STREAMED,
-    Work,
-    device_parts,
-    sizes_of,
-    weight_bytes,
-)
 from heapr_lab.workbench.plan import INFEASIBLE, Plan, plan, plan_if_long
 
 CONFIGS = paths.project_dir() / "tests" / "data" / "shapes"
@@ -285,11 +290,22 @@ def test_a_plan_is_shown_and_is_json() -> None:
 
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates are positive and finite; the source says what was measured."""
+    """Rates are positive and finite, and measured once; memory is that of now."""
     monkeypatch.setattr(devices, "_SECONDS", 0.01)
     monkeypatch.setattr(devices, "_FILE_BYTES", 2**20)
     monkeypatch.setattr(devices, "_COPY_BYTES", 2**20)
-    found = measured(torch.device("cpu"))
+    ticks = itertools.count()
+
+    def clock() -> float:
+        next(ticks)
+        return time.perf_counter()
+
+    found = measured(torch.device("cpu"), clock=clock)
+    looked = next(ticks)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9))
+    again = measured(torch.device("cpu"), clock=clock)
+    assert next(ticks) == looked + 1
+    assert again == replace(found, memory=9 + PROCESS["cpu"])
     assert found.kind == "cpu"
     assert min(found.memory, found.flops, found.fresh, found.disk) > 0
     assert found.source == "measured in float32"

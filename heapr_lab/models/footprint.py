@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from heapr_lab.importance.streamed_pass import EXTRA_STATES
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.moments import MAXIMA, SUMS
@@ -22,7 +21,7 @@ from heapr_lab.models.streamed import decoder_layers
 
 IN_MEMORY, STREAMED = "in memory", "streamed"
 
-_PROCESS = {"cpu": 0.51e9, "cuda": 0.5e9}
+PROCESS = {"cpu": 0.51e9, "cuda": 0.5e9}
 """Python with torch and transformers after a pass over a tiny model, measured; a CUDA
 context, stated."""
 _ALLOCATOR = {"cpu": 1.3, "cuda": 1.1}
@@ -33,7 +32,7 @@ are streamed are larger, and are given back. The factor of CUDA is an assumption
 """
 _READING = 0.3
 """Of a layer, what reading it takes for a moment: measured with bfloat16 files."""
-_SUM_BYTES, _INDEX_BYTES, _STATE_BYTES = 8, 4, 4
+_SUM_BYTES, _STATE_BYTES = 8, 4
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def device_parts(sizes: Sizes, work: Work, engine: str) -> Mapping[str, float]:
     """Bytes on the device by what they are for; their sum is the peak."""
     streamed, factor = engine == STREAMED, _ALLOCATOR[work.kind]
     parts = {
-        "process": _PROCESS[work.kind],
+        "process": PROCESS[work.kind],
         "weights": weight_bytes(sizes, work, streamed=streamed),
         "activations": activation_bytes(sizes, work, streamed=streamed),
         "sums": sums_bytes(sizes),
@@ -161,13 +160,3 @@ def activation_bytes(sizes: Sizes, work: Work, *, streamed: bool) -> float:
 def sums_bytes(sizes: Sizes) -> float:
     """The running sums of every atom."""
     return float(sizes.n_atoms * len(SUMS + MAXIMA) * _SUM_BYTES)
-
-
-def host_bytes(sizes: Sizes, work: Work) -> float:
-    """Of a streamed pass: the states between layers, and the experts of every token."""
-    inputs = (
-        (len(sizes.layers) + EXTRA_STATES) * sizes.architecture.d_model * work.itemsize
-    )
-    shapes = sizes.architecture.layers.values()
-    choices = sum(shape.top_k for shape in shapes) * _INDEX_BYTES
-    return float(work.n_tokens * (inputs + choices))
