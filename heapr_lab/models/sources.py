@@ -19,10 +19,21 @@ class Source:
     """Size of its safetensors files."""
     dtype: torch.dtype | None
     """Type of its weights in its configuration; None if that does not say."""
+    dequantised_from: str | None = None
+    """The format of weights that are dequantised when they are read."""
 
     def bytes_per_parameter(self, n_parameters: int) -> float:
         """Its size over the number of parameters of the model that it holds."""
         return self.n_bytes / n_parameters
+
+    def bytes_per_kept(self, n_parameters: int) -> float:
+        """The same of what is written of it when it is pruned.
+
+        Dequantised weights are written in bfloat16.
+        """
+        if self.dequantised_from is not None:
+            return torch.bfloat16.itemsize
+        return self.bytes_per_parameter(n_parameters)
 
     @property
     def dtype_name(self) -> str:
@@ -36,7 +47,14 @@ def read_source(folder: Path) -> Source:
     Raises:
         SpecError: its configuration is damaged.
     """
-    return Source(folder, weights_bytes(folder), read_config(folder).dtype)
+    config = read_config(folder)
+    method = quantisation(config)
+    return Source(
+        folder,
+        weights_bytes(folder),
+        config.dtype,
+        method if method in DEQUANTISED else None,
+    )
 
 
 def source_of(model: Any) -> Source | None:

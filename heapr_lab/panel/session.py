@@ -164,14 +164,15 @@ class PruningSession:
         columns = self.table.frame.columns
         if "architecture" not in self.table.metadata or "tokens" not in columns:
             return None
-        size = None
-        if self.workbench is not None:
-            size = self.workbench.stored_bytes_per_parameter(self.table)
-        return savings_of(keep, self.table, bytes_per_parameter=size)
+        if self.workbench is None:
+            return savings_of(keep, self.table)
+        return self.workbench.savings_of(keep, self.table)
 
     def bytes_are(self) -> str:
         """The kind of the bytes in `savings`: of files, or an estimate."""
         source = None if self.workbench is None else self.workbench.source
+        if source is not None and source.dequantised_from is not None:
+            return f"{source.dequantised_from} files, pruned in bfloat16: an estimate"
         if source is not None:
             return f"{source.dtype_name} files, pruned: an estimate"
         size = self.table.architecture.bytes_per_parameter

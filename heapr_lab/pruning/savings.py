@@ -38,6 +38,7 @@ def savings_of(
     *,
     seq_len: int | None = None,
     bytes_per_parameter: float | None = None,
+    bytes_per_kept: float | None = None,
 ) -> pd.DataFrame:
     """One row: parameters, bytes and operations per token, before and after pruning.
 
@@ -51,6 +52,8 @@ def savings_of(
             `context_length` of the table.
         bytes_per_parameter: of the checkpoint; by default that of the
             measured model, which may have been loaded in a wider dtype.
+        bytes_per_kept: of the pruned checkpoint, where it is another: weights that were
+            quantised are not when they are written.
     """
     model, tokens = table.architecture, table.expert_tokens()
     seq_len = seq_len or context_length(table)
@@ -66,7 +69,7 @@ def savings_of(
             "parameters_after": [parameters[1]],
             "parameter_reduction": [1 - parameters[1] / parameters[0]],
             "bytes_before": [round(parameters[0] * size)],
-            "bytes_after": [round(parameters[1] * size)],
+            "bytes_after": [round(parameters[1] * (bytes_per_kept or size))],
             "bytes_per_parameter": [size],
             "flops_before": [flops[0]],
             "flops_after": [flops[1]],

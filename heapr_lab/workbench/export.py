@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
 from heapr_lab.checkpoints.save import save_pruned, structure_of
 from heapr_lab.checkpoints.slice_folder import prune_folder
@@ -22,7 +21,6 @@ from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.sources import (
     Source,
     dtype_name,
-    is_dequantised,
     weights_bytes,
 )
 from heapr_lab.models.streamed import stream_of
@@ -236,16 +234,19 @@ def savings(
         written: folder of the pruned checkpoint, if it was written; `bytes_after` is
             then the size of its files. `bytes_after_is` names the source.
     """
-    each = None
+    each = kept = None
     if source is not None:
-        each = source.bytes_per_parameter(table.architecture.n_parameters)
-    row = savings_of(keep, table, seq_len=seq_len, bytes_per_parameter=each).iloc[0]
+        n_parameters = table.architecture.n_parameters
+        each = source.bytes_per_parameter(n_parameters)
+        kept = source.bytes_per_kept(n_parameters)
+    row = savings_of(
+        keep, table, seq_len=seq_len, bytes_per_parameter=each, bytes_per_kept=kept
+    ).iloc[0]
     whole = ("parameters_before", "parameters_after", "bytes_before", "bytes_after")
     numbers = {str(name): float(value) for name, value in row.items()}
     numbers |= {name: round(numbers[name]) for name in (*whole, "seq_len")}
     origin = f"an estimate, {numbers['bytes_per_parameter']:.4g} bytes per parameter"
-    if source is not None and is_dequantised(source.folder):
-        numbers["bytes_after"] = numbers["parameters_after"] * torch.bfloat16.itemsize
+    if source is not None and source.dequantised_from is not None:
         origin = "an estimate, in bfloat16"
     if written is not None:
         numbers["bytes_after"] = weights_bytes(written)

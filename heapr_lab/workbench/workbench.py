@@ -473,16 +473,21 @@ class Workbench:
 
     def savings(self, setting: Setting) -> pd.DataFrame:
         """One row: the parameters, bytes and FLOPs that `setting` saves."""
-        keep, table = self.keep(setting), self.table_of(setting)
-        size = self.stored_bytes_per_parameter(table)
-        saved = savings_of(keep, table, bytes_per_parameter=size)
+        keep = self.keep(setting)
+        saved = self.savings_of(keep, self.table_of(setting))
         return saved.assign(**self.columns(setting, keep))
 
-    def stored_bytes_per_parameter(self, table: ImportanceTable) -> float | None:
-        """Bytes per parameter in the model's files; None if not on this machine."""
+    def savings_of(self, keep: KeepMask, table: ImportanceTable) -> pd.DataFrame:
+        """The same of any mask, with the bytes of files if they are on this machine."""
         if self.source is None:
-            return None
-        return self.source.bytes_per_parameter(table.architecture.n_parameters)
+            return savings_of(keep, table)
+        n_parameters = table.architecture.n_parameters
+        return savings_of(
+            keep,
+            table,
+            bytes_per_parameter=self.source.bytes_per_parameter(n_parameters),
+            bytes_per_kept=self.source.bytes_per_kept(n_parameters),
+        )
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
         """The columns of a row of results that describe how its model was made."""

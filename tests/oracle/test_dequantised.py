@@ -19,9 +19,14 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.folders import quantisation, read_config
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.streamed import stream_of
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.export import savings
+from heapr_lab.workbench.settings import PROFILES
+from heapr_lab.workbench.workbench import Workbench
 
 WINDOWS = CalibrationSet.from_ids(
     torch.randint(0, 48, (5, 16), generator=torch.Generator().manual_seed(0))
@@ -137,6 +142,29 @@ def test_it_is_scored_pruned_and_saved(
     kind = method["quantization_config"]["quant_method"]
     assert f"dequantised from {kind}" in manifest["weights"]
     assert f"dequantised from {kind}" in (folder / "README.md").read_text()
+
+
+def test_the_panel_estimates_what_is_written(
+    quantised: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Bytes before are those of the quantised files, bytes after of bfloat16 ones."""
+    model, tokenizer = load_model(quantised[0], device="cpu", dtype="float32")
+    bench = Workbench(model, tokenizer, name="tiny", profile=PROFILES["small"])
+    table = collect_statistics(model, WINDOWS)
+    session = PruningSession(table, workbench=bench)
+    session.choose(Selection(0.5))
+    shown = session.savings()
+    assert shown is not None
+    folder = save_pruned(prune(model, session.keep), tmp_path / "pruned")
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    written = sum(tensor.nbytes for file in files for tensor in file.values())
+    row = shown.iloc[0]
+    assert row.bytes_before == (quantised[0] / "model.safetensors").stat().st_size
+    assert row.bytes_after == pytest.approx(written, rel=0.01)
+    told = savings(session.keep, table, source=bench.source)
+    assert told["bytes_after"] == row.bytes_after
+    assert told["bytes_after_is"] == "an estimate, in bfloat16"
+    assert session.bytes_are().endswith(" files, pruned in bfloat16: an estimate")
 
 
 @pytest.mark.parametrize("options", [(), ("--method", "paper")])

@@ -69,6 +69,10 @@ def test_bytes_are_those_of_the_checkpoint_if_it_is_named() -> None:
     names = ("bytes_before", "bytes_after", "bytes_per_parameter")
     assert [row[name] for name in names] == [53, 47, 0.53]
     assert row["bytes_before"] == int(row["bytes_before"])
+    (row,) = savings_of(
+        KEEP, table(), bytes_per_parameter=0.53, bytes_per_kept=2
+    ).to_dict("records")
+    assert [row[name] for name in names] == [53, 176, 0.53]
 
 
 def test_the_context_is_that_of_the_windows() -> None:
