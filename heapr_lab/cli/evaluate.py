@@ -59,6 +59,7 @@ def evaluate(
         against=against is not None,
     )
     from heapr_lab.checkpoints.same_model import own_mask
+    from heapr_lab.models.streamed import refuse_streamed
     from heapr_lab.pruning.masks import KeepMask
 
     if mask is not None:
@@ -66,6 +67,11 @@ def evaluate(
     preflight.check_corpora(names_in(corpora), split="test")
     preflight.check_tasks(names_in(tasks))
     bench = open_bench(model, profile, seq_len, device, dtype, stream, host_memory)
+    if generation or against is not None:
+        refuse_streamed(
+            bench.model,
+            remedy="leave --generation and --against out, or give --no-stream",
+        )
     keep = None if mask is None else own_mask(mask, bench.identity, name=model)
     rows = []
     for corpus in names_in(corpora):
@@ -132,10 +138,7 @@ def _pair(
         return bench.model, prune(bench.model, keep)
     model: Any = bench.model
     dense, tokenizer = load_model(
-        against,
-        device=str(model.device),
-        dtype=model.dtype,
-        seq_len=bench.profile.seq_len,
+        against, device=str(model.device), dtype=model.dtype, stream=False
     )
     if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(bench.tokenizer):
         raise SpecError(

@@ -51,7 +51,9 @@ def generate(
     from heapr_lab.text.corpora import load_corpus
     from heapr_lab.workbench.workbench import open_workbench
 
-    bench = open_workbench(model, profile=profile, device=device, dtype=dtype)
+    bench = open_workbench(
+        model, profile=profile, device=device, dtype=dtype, stream=False
+    )
     drawn: dict[str, Any] = {
         "n_new": n_tokens or bench.profile.seq_len,
         "temperature": temperature,

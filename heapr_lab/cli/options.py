@@ -117,7 +117,7 @@ Stream = Annotated[
     typer.Option(
         "--stream/--no-stream",
         help="Keep decoder layers on disk and read them one at a time [default: where "
-        "the weights do not fit].",
+        "the scores do not fit].",
     ),
 ]
 HostMemory = Annotated[

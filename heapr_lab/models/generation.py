@@ -72,8 +72,11 @@ def continuations(
         SpecError: the prompts are not windows of the model's tokens, a number is not
             positive, or the model is streamed.
     """
-    remedy = "text is written from a model in memory alone (own_text=0 needs none)"
-    refuse_streamed(model, remedy=remedy)
+    refuse_streamed(
+        model,
+        remedy="load it with stream=False (--no-stream) to write text, or calibrate "
+        "without text of its own, with own_text=0 (--own-text 0)",
+    )
     whole_number(n_new, name="n_new")
     windows = token_windows(prompts, least=1)
     check_fits(model, windows)

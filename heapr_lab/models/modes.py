@@ -88,7 +88,7 @@ def copied(model: nn.Module, memo: dict[int, object]) -> nn.Module:
         SpecError: this thread is in a pass with gradients on the model, or it is
             streamed.
     """
-    refuse_streamed(model, remedy="load it with stream=False")
+    refuse_streamed(model, remedy="load it with stream=False to copy it")
     with _taking_turns(model):
         modes = _own_modes(model)
         twin = copy.deepcopy(model, memo)

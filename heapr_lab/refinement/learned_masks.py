@@ -82,7 +82,7 @@ def learn_mask(
         LayoutError: the model's experts cannot be masked exactly.
     """
     check_positive(n_steps=n_steps, batch_size=batch_size, learning_rate=learning_rate)
-    refuse_streamed(model, remedy="gates are trained with the whole model in memory")
+    refuse_streamed(model, remedy="load it with stream=False to train gates")
     layers = find_experts(model)
     check_table(model, layers, table)
     start = select(table, ratio=ratio, estimator=estimator)

@@ -15,6 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.modes import differentiating
+from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.refinement.distillation import Teacher, check_positive
 from heapr_lab.refinement.students import note_change
@@ -54,7 +55,8 @@ def recover(
         `pruned`.
 
     Raises:
-        SpecError: `pruned` has no sliced experts, or a number is not positive.
+        SpecError: `pruned` has no sliced experts or is streamed, or a number is not
+            positive.
     """
     check_positive(n_steps=n_steps, batch_size=batch_size, learning_rate=learning_rate)
     weights = expert_weights(pruned)
@@ -94,8 +96,13 @@ def expert_weights(pruned: nn.Module) -> list[nn.Parameter]:
     """The weights of the routed experts, layer by layer.
 
     Raises:
-        SpecError: the model has no sliced experts.
+        SpecError: the model has no sliced experts, or is streamed.
     """
+    refuse_streamed(
+        pruned,
+        remedy="make it from a dense model that is loaded with stream=False to train "
+        "it",
+    )
     found = [
         parameter
         for module in sliced_experts(pruned).values()

@@ -12,6 +12,7 @@ from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
 from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Progress
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -45,8 +46,8 @@ def lessons(
         progress: called with (decoder layers done, decoder layers in all).
 
     Raises:
-        SpecError: `pruned` was not made from `dense`, there is only one window, or a
-            mask, autocast or hook changes what `dense` computes.
+        SpecError: `pruned` was not made from `dense` or is streamed, there is only one
+            window, or a mask, autocast or hook changes what `dense` computes.
     """
     refuse_disturbed(dense, remedy="begin again with the dense model")
     students = _students(pruned, dense)
@@ -61,8 +62,13 @@ def _students(pruned: nn.Module, dense: nn.Module) -> dict[str, RaggedExperts]:
     """The sliced experts of `pruned` by their names, which are those of `dense`.
 
     Raises:
-        SpecError: it has none, or was not made from `dense`.
+        SpecError: it has none, or was not made from `dense`, or is streamed.
     """
+    refuse_streamed(
+        pruned,
+        remedy="make it from a dense model that is loaded with stream=False "
+        "(--no-stream) to fit biases or distil",
+    )
     found = sliced_experts(pruned)
     expected = {layer.name: layer.n_experts for layer in find_experts(dense)}
     if {name: len(own.heapr_widths) for name, own in found.items()} != expected:

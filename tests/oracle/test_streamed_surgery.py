@@ -1,5 +1,6 @@
 """Pruning and saving streamed models, against the same of models in memory."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from safetensors import safe_open
 from tiny_folder import write_tokenizer
 
 from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance import activation_grams
 from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.generation import continuations
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.streamed import stream_of
@@ -21,6 +24,10 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.iterative import prune_in_rounds
+from heapr_lab.refinement.layer_distillation import distill_layers
+from heapr_lab.refinement.learned_masks import learn_mask
+from heapr_lab.refinement.output_bias import add_output_bias
+from heapr_lab.refinement.recovery import recover
 from heapr_lab.text.calibration import CalibrationSet
 
 REFUSED = {"hy_v4", "glm_moe_dsa", "deepseek_v4"}
@@ -173,3 +180,24 @@ def test_the_dense_model_stays_what_it_was(tmp_path: Path) -> None:
         window_nll(dense, WINDOWS.ids), window_nll(in_memory, WINDOWS.ids)
     )
     assert stream_of(pruned).n_bytes_read > 0  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    """Training weights that are on disk, and writing text; the message says what to do.
+
+    Biases of a streamed model were fitted to weights that were dropped, and its logits
+    were not finite.
+    """
+    _, model = both("qwen3_moe", tmp_path)
+    table = collect_statistics(model, WINDOWS)
+    pruned = prune(model, select(table, ratio=0.4))
+    refused: dict[str, Callable[[], object]] = {
+        "to train gates": lambda: learn_mask(model, table, WINDOWS, ratio=0.4),
+        "to write text": lambda: continuations(model, WINDOWS.ids, n_new=2),
+        "to fit biases": lambda: add_output_bias(pruned, model, WINDOWS),
+        "or distil": lambda: distill_layers(pruned, model, WINDOWS, n_steps=1),
+        "to train it": lambda: recover(pruned, model, WINDOWS, n_steps=1, batch_size=1),
+    }
+    for what, run in refused.items():
+        with pytest.raises(SpecError, match=f"on disk.*stream=False.* {what}"):
+            run()

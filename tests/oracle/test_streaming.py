@@ -27,7 +27,6 @@ from heapr_lab.evaluation.perplexity import (
 from heapr_lab.importance import two_sweeps
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models import file_reader, loading
-from heapr_lab.models.generation import continuations
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.streamed import Stream, stream_of
@@ -36,7 +35,6 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
-from heapr_lab.refinement.learned_masks import learn_mask
 from heapr_lab.text.calibration import CalibrationSet
 
 REFUSED = {"hy_v4", "glm_moe_dsa", "deepseek_v4"}
@@ -433,14 +431,8 @@ def test_auto_streams_what_does_not_fit(
     assert stream_of(load_model(folder, device="cpu", stream=False)[0]) is None
 
 
-def test_what_cannot_be_done_is_refused(folder: Path) -> None:
-    """Training weights that are on disk, writing text, and streams of another kind."""
-    model, _ = load_model(folder, device="cpu", stream=True)
-    table = collect_statistics(model, WINDOWS)
-    with pytest.raises(SpecError, match="whole model in memory"):
-        learn_mask(model, table, WINDOWS, ratio=0.4)
-    with pytest.raises(SpecError, match="in memory alone"):
-        continuations(model, WINDOWS.ids, n_new=2)
+def test_streams_of_another_kind_are_refused(folder: Path) -> None:
+    """Before anything is loaded."""
     with pytest.raises(SpecError, match="expected True, False or 'auto'"):
         load_model(folder, stream="yes")
 
@@ -481,6 +473,8 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
     said = refused(*best, "--bias", "--stream", *text_of(tmp_path))
     assert "--no-stream" in said
     assert not (tmp_path / "best").exists()
+    written = ("--mask", mask, "--corpora", text, "--generation", "--stream", *TINY)
+    assert "--no-stream" in refused("evaluate", tmp_path / "moe", *written)
 
 
 def test_compress_writes_the_same_checkpoint(
