@@ -1,13 +1,14 @@
 """`heapr-lab compare`: compression methods side by side."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from heapr_lab.cli import options, preflight
-from heapr_lab.cli.console import names_in, print_facts
+from heapr_lab.cli.console import names_in, print_facts, say
 from heapr_lab.cli.opening import open_bench
 from heapr_lab.errors import SpecError
 from heapr_lab.models.paper_models import hub_id
@@ -15,7 +16,12 @@ from heapr_lab.models.paper_models import hub_id
 if TYPE_CHECKING:
     import pandas as pd
 
-_COLUMNS = ("method", "ratio", "achieved", "dataset", "perplexity", "parameters")
+    from heapr_lab.workbench.comparison import Entry
+    from heapr_lab.workbench.workbench import Workbench
+
+_LABELS = ("method", "ratio", "achieved_ratio", "dataset")
+_NOT_SHOWN = {"compresses", "nll", "bytes", "routed_flops", "parameters"}
+_PRESET = "paper-table1"
 
 
 def compare(
@@ -29,19 +35,45 @@ def compare(
     listed: Annotated[
         bool, typer.Option("--list", help="List the methods, and run none.")
     ] = False,
-    names: Annotated[
-        str, typer.Option("--methods", help="Methods, separated by commas.")
-    ] = "heapr,compress,reap",
-    ratios: Annotated[
-        str,
+    preset: Annotated[
+        str | None,
         typer.Option(
-            help="Shares of the routed experts' parameters to remove, such as 0.2,0.4."
+            metavar=_PRESET,
+            help="Defaults for the options below: the methods, ratios and text of the "
+            "paper's Table 1, which is printed beside the results.",
         ),
-    ] = "0.2,0.4",
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--methods",
+            help="Methods, separated by commas [default: heapr,compress,reap].",
+        ),
+    ] = None,
+    ratios: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of the routed experts' parameters to remove [default: "
+            "0.2,0.4]."
+        ),
+    ] = None,
     corpora: Annotated[
-        str,
-        typer.Option(help="Corpora whose test splits are used, separated by commas."),
-    ] = "pydocs",
+        str | None,
+        typer.Option(
+            help="Corpora whose test splits are used, separated by commas [default: "
+            "pydocs]."
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks whose accuracy is measured, separated by commas, as in "
+            "`evaluate` [default: none]."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of items of each task.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,7 +83,13 @@ def compare(
             "given several times.",
         ),
     ] = None,
-    corpus: options.Corpus = "pydocs",
+    corpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Calibration text: a corpus, a file, or a mixture of them [default: "
+            "pydocs]."
+        ),
+    ] = None,
     n_sequences: options.Sequences = None,
     seq_len: options.SeqLen = None,
     seed: Annotated[
@@ -71,22 +109,138 @@ def compare(
     if listed:
         _list(as_json=as_json)
         return
-    name, tests = _given(model), names_in(corpora)
+    name = _given(model)
+    asked = _asked(name, preset).given(names, ratios, corpora, tasks, corpus)
     from heapr_lab.text.calibration_spec import Calibration
-    from heapr_lab.workbench.comparison import compare_methods, entries
+    from heapr_lab.workbench.comparison import entries
 
-    wanted = entries(names_in(names), _numbers(ratios), _settings(settings or []))
-    _check_asked(wanted, tests)
-    calibration = Calibration(corpus, n_sequences, seed=seed)
-    preflight.check_corpora([corpus], split="train")
-    preflight.check_corpora(tests, split="test")
+    wanted = entries(asked.names, asked.ratios, _settings(settings or []))
+    _check_asked(wanted, [*asked.corpora, *asked.tasks])
+    calibration = Calibration(asked.corpus, n_sequences, seed=seed)
+    preflight.check_corpora([asked.corpus], split="train")
+    preflight.check_corpora(asked.corpora, split="test")
+    preflight.check_tasks(asked.tasks)
     bench = open_bench(name, profile, seq_len, device, dtype, stream, host_memory)
-    frame = compare_methods(bench, wanted, tests, calibration=calibration)
+    measured = {"calibration": calibration, "tasks": asked.tasks, "limit": limit}
+    if preset is None:
+        _ordinary(bench, name, wanted, asked.corpora, as_json=as_json, **measured)
+    else:
+        _as_table1(bench, name, wanted, asked.corpora, as_json=as_json, **measured)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is compared, on what text."""
+
+    names: Sequence[str] = ("heapr", "compress", "reap")
+    ratios: Sequence[float] = (0.2, 0.4)
+    corpora: Sequence[str] = ("pydocs",)
+    tasks: Sequence[str] = ()
+    corpus: str = "pydocs"
+
+    def given(
+        self,
+        names: str | None,
+        ratios: str | None,
+        corpora: str | None,
+        tasks: str | None,
+        corpus: str | None,
+    ) -> "_Asked":
+        """With the options that are given in place of the defaults."""
+        return _Asked(
+            self.names if names is None else names_in(names),
+            self.ratios if ratios is None else _numbers(ratios),
+            self.corpora if corpora is None else names_in(corpora),
+            self.tasks if tasks is None else names_in(tasks),
+            self.corpus if corpus is None else corpus,
+        )
+
+
+def _asked(model: str, preset: str | None) -> _Asked:
+    """The defaults, or those of the preset for the model.
+
+    Raises:
+        SpecError: there is no such preset.
+    """
+    if preset is None:
+        return _Asked()
+    if preset != _PRESET:
+        raise SpecError(f"--preset is {preset!r}, expected {_PRESET}")
+    from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+    from heapr_lab.experiments import table1
+
+    here = [name for name in table1.methods_of_table1().values() if name]
+    ratios = table1.ratios_of_table1(model)
+    tasks = [*PAPER_TASKS]
+    return _Asked(here, ratios, table1.CORPORA, tasks, table1.CALIBRATED_ON)
+
+
+def _ordinary(
+    bench: "Workbench",
+    name: str,
+    wanted: "Sequence[Entry]",
+    corpora: Sequence[str],
+    *,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compare, and print a line for each method, ratio, corpus and task."""
+    from heapr_lab.workbench.comparison import compare_methods
+
+    frame = compare_methods(bench, wanted, corpora, **options)
     if as_json:
-        rows = frame.to_dict("records")
-        print_facts({"model": name, "results": rows}, as_json=True)
+        print_facts({"model": name, "results": frame.to_dict("records")}, as_json=True)
     else:
         typer.echo(_table(frame))
+
+
+def _as_table1(
+    bench: "Workbench",
+    name: str,
+    wanted: "Sequence[Entry]",
+    corpora: Sequence[str],
+    *,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compare what can be compared, and print it beside the paper's own table."""
+    from heapr_lab.experiments import table1
+    from heapr_lab.workbench.comparison import compare_methods
+
+    missing = [k for k, found in table1.methods_of_table1().items() if found is None]
+    refused: list[dict[str, Any]] = []
+
+    def refuse(entry: "Entry", error: Exception) -> None:
+        say(f"{entry.label} is left out: {error}")
+        row = {"method": entry.method.name, "ratio": entry.ratio}
+        refused.append(row | {"reason": str(error)})
+
+    frame = compare_methods(bench, wanted, corpora, refused=refuse, **options)
+    calibration = options["calibration"]
+    made_of = table1.Measured(
+        name,
+        bench.profile,
+        bench.calibration_set(calibration),
+        calibration.corpus,
+        table1.n_items_of(frame),
+    )
+    published = table1.published_rows(made_of)
+    if as_json:
+        facts = {"model": name, "preset": _PRESET, "results": frame.to_dict("records")}
+        facts |= {"refused": refused, "not_here": missing}
+        facts |= {"published": published.to_dict("records")}
+        print_facts(facts, as_json=True)
+        return
+    typer.echo(_aligned(table1.as_table1(frame)))
+    for row in refused:
+        typer.echo(f"{row['method']} at {row['ratio']:.2%}: {row['reason']}")
+    if missing:
+        typer.echo(f"Methods of the table that are not here: {', '.join(missing)}")
+    shown, notes = table1.with_notes(published)
+    typer.echo("\nPublished in the paper:")
+    typer.echo(_aligned(shown, digits=2))
+    for note in notes:
+        typer.echo(f"Not comparable, {note}")
 
 
 def _given(model: str | None) -> str:
@@ -113,14 +267,24 @@ def _check_asked(*lists: Sequence[Any]) -> None:
 
 
 def _table(frame: "pd.DataFrame") -> str:
-    shown = frame.rename(columns={"achieved_ratio": "achieved"})[list(_COLUMNS)]
-    formats: Any = {
-        "ratio": "{:.2%}".format,
-        "achieved": "{:.2%}".format,
-        "perplexity": "{:.4f}".format,
-        "parameters": "{:,}".format,
+    measured = [name for name in frame if name not in {*_LABELS, *_NOT_SHOWN}]
+    return _aligned(frame[[*_LABELS, *measured, "parameters"]])
+
+
+def _aligned(frame: "pd.DataFrame", *, digits: int = 4) -> str:
+    """The table as text; what was not measured is a dash."""
+    shown = frame.rename(columns={"achieved_ratio": "achieved"})
+    exact: Mapping[str, str] = {
+        "ratio": "{:.2%}",
+        "achieved": "{:.2%}",
+        "parameters": "{:,}",
+        "n_items": "{:.0f}",
     }
-    text: str = shown.to_string(index=False, formatters=formats)
+    formats: Any = {
+        name: exact.get(str(name), f"{{:.{digits}f}}").format
+        for name in shown.select_dtypes("number")
+    }
+    text: str = shown.to_string(index=False, formatters=formats, na_rep="–")
     return text
 
 

@@ -56,6 +56,8 @@ Examples:
   heapr-lab compare --list
   heapr-lab compare lab --methods heapr,reap,naee --ratios 0.2,0.4
   heapr-lab compare ./my_moe --methods camera-p --set camera-p.alpha=0.95 --json
+  heapr-lab compare ./my_moe --methods heapr,reap --tasks arc_easy,piqa --limit 200
+  heapr-lab compare qwen1.5-moe-a2.7b-chat --preset paper-table1
 """
 GENERATE_EXAMPLES = """\b
 Examples:

@@ -1,13 +1,14 @@
 """Compression methods side by side: fitted to the same windows, through the cache."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from heapr_lab import methods
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity, exp_nll
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import Compression
@@ -25,6 +26,10 @@ METHODS_SCHEMA = 1
 DENSE = "dense"
 """The name of the model without compression in the table."""
 
+Watch = Callable[[str, int, int], None]
+"""Called with (what is done, done, total) during each fit and each measurement; an
+exception it raises ends the comparison."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -34,6 +39,11 @@ class Entry:
     ratio: float
     options: Mapping[str, Any]
     """The value of each of its options."""
+
+    @property
+    def label(self) -> str:
+        """One line for people, such as `reap at 25%`."""
+        return f"{self.method.name} at {100 * self.ratio:.4g}%"
 
 
 def entries(
@@ -67,10 +77,14 @@ def compare_methods(
     wanted: Sequence[Entry],
     corpora: Sequence[str],
     *,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
     calibration: Calibration | None = None,
     progress: Progress | None = None,
+    watch: Watch | None = None,
+    refused: Callable[[Entry, HeaprLabError], None] | None = None,
 ) -> pd.DataFrame:
-    """Perplexity and size of the model, compressed in each of the ways.
+    """Perplexity, accuracy and size of the model, compressed in each of the ways.
 
     Results are cached one by one, so an interrupted comparison continues where it was.
     What several methods measure is measured once.
@@ -79,15 +93,22 @@ def compare_methods(
         bench: the model, which is not changed.
         wanted: methods and ratios, of `entries`.
         corpora: corpora on whose test splits perplexity is measured.
+        tasks: tasks whose accuracy is measured, as in `Workbench.task_results`.
+        limit: only the first `limit` items of each task, as there.
         calibration: the text that methods are fitted to, by default that of the
             default corpus; its seed is also that of methods that draw numbers.
         progress: called with (results done, in all); by default a bar is shown.
+        watch: called during each fit and each measurement; by default bars are shown.
+        refused: called with a method and ratio that cannot be fitted, and why; by
+            default that ends the comparison.
 
     Returns:
-        A row for each method, ratio and corpus, those of the dense model first, with
-        `method`, `compresses`, `ratio`, `achieved_ratio` (both of the routed experts'
-        parameters), `dataset`, `perplexity`, `nll` [nats per token], `parameters`,
-        `bytes`, and `routed_flops` of a mean token.
+        A row for each method, ratio, corpus and task, those of the dense model first,
+        with `method`, `compresses`, `ratio`, `achieved_ratio` (both of the routed
+        experts' parameters), `dataset`, `perplexity`, `nll` [nats per token],
+        `parameters`, `bytes`, and `routed_flops` of a mean token. Rows of tasks have,
+        in place of perplexity, a column for each metric of the harness, such as `acc`
+        and `acc_norm`, its standard error, `acc_stderr`, and `n_items`.
 
     Raises:
         SpecError: a ratio is infeasible for a method.
@@ -96,108 +117,186 @@ def compare_methods(
     asked = calibration or Calibration()
     windows = bench.calibration_set(asked)
     shared = Measurements(bench.model, windows, measure=bench.measure)
+    tests = {corpus: bench.test_windows(corpus) for corpus in corpora}
+    items = {task: bench.task_key(task, limit) for task in tasks}
+    run = _Run(bench, shared, asked.seed, tests, items, limit, watch)
     rows = []
-    total = (1 + len(wanted)) * len(corpora)
+    total = (1 + len(wanted)) * (len(tests) + len(items))
     with progress_bar("methods", "result", also=progress) as bar:
-        for row in _rows(bench, wanted, corpora, shared=shared, seed=asked.seed):
+        for row in run.rows(wanted, refused):
             rows.append(row)
             bar(len(rows), total)
     return pd.DataFrame(rows)
 
 
-def _rows(
-    bench: Workbench,
-    wanted: Sequence[Entry],
-    corpora: Sequence[str],
-    *,
-    shared: Measurements,
-    seed: int,
-) -> Iterator[dict[str, Any]]:
-    """The rows of the table, one after the other."""
-    tests = {corpus: bench.test_windows(corpus) for corpus in corpora}
-    whole = shared.architecture
-    size = round(whole.n_parameters * whole.bytes_per_parameter)
-    for corpus, windows in tests.items():
-        dense = bench.perplexity(None, windows)
-        yield {
-            **_labels(DENSE, "", 0.0, corpus),
-            "achieved_ratio": 0.0,
-            "nll": dense.nll,
-            "perplexity": dense.value,
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What all results of a comparison have in common."""
+
+    bench: Workbench
+    shared: Measurements
+    seed: int
+    tests: Mapping[str, CalibrationSet]
+    tasks: Mapping[str, Mapping[str, Any]]
+    """By name, what determines the items."""
+    limit: int | None
+    watch: Watch | None
+
+    def rows(
+        self,
+        wanted: Sequence[Entry],
+        refused: Callable[[Entry, HeaprLabError], None] | None,
+    ) -> Iterator[dict[str, Any]]:
+        """The rows of the table, one after the other.
+
+        Raises:
+            SpecError: a ratio is infeasible for a method, and nobody asks which.
+            LayoutError: likewise, a method cannot treat the model's experts exactly.
+        """
+        yield from self._dense()
+        for entry in wanted:
+            try:
+                yield from self._compressed(entry)
+            except (SpecError, LayoutError) as error:
+                if refused is None:
+                    raise
+                refused(entry, error)
+
+    def _dense(self) -> Iterator[dict[str, Any]]:
+        whole, bench = self.shared.architecture, self.bench
+        size = round(whole.n_parameters * whole.bytes_per_parameter)
+        sizes = {
             "parameters": whole.n_parameters,
             "bytes": size,
             "routed_flops": whole.routed_flops_per_token(),
         }
-    for entry in wanted:
-        fit = functools.cache(functools.partial(_fitted, entry, shared, seed))
-        for corpus, windows in tests.items():
-            found = _result(bench, entry, windows, shared=shared, seed=seed, fit=fit)
-            labels = _labels(
-                entry.method.name, entry.method.compresses, entry.ratio, corpus
-            )
+        for corpus, windows in self.tests.items():
+            progress = self._watched(f"{DENSE} on {corpus}")
+            found = bench.perplexity(None, windows, progress=progress)
+            losses = {"nll": found.nll, "perplexity": found.value}
+            labels = _labels(DENSE, "", 0.0, corpus)
+            yield {**labels, "achieved_ratio": 0.0, **losses, **sizes}
+        for task in self.tasks:
+            progress = self._watched(f"{DENSE} on {task}")
+            rows = bench.task_results(None, task, limit=self.limit, progress=progress)
+            labels = _labels(DENSE, "", 0.0, task)
+            yield {**labels, "achieved_ratio": 0.0, **sizes, **_metrics(task, rows)}
+
+    def _compressed(self, entry: Entry) -> Iterator[dict[str, Any]]:
+        own = entry.method
+        fit = functools.cache(functools.partial(self._fitted, entry))
+        for corpus in self.tests:
+            found = self._losses(entry, corpus, fit)
+            labels = _labels(own.name, own.compresses, entry.ratio, corpus)
             yield labels | found | {"perplexity": exp_nll(found["nll"])}
+        for task in self.tasks:
+            found = self._accuracies(entry, task, fit)
+            labels = _labels(own.name, own.compresses, entry.ratio, task)
+            yield labels | found | _metrics(task, found.pop("metrics"))
+
+    def _losses(
+        self, entry: Entry, corpus: str, fit: Callable[[], Compression]
+    ) -> dict[str, Any]:
+        windows, model = self.tests[corpus], self.bench.model
+
+        def measure() -> dict[str, Any]:
+            also = self._watched(f"{entry.label} on {corpus}")
+            with progress_bar(windows.label, "window", also=also) as bar:
+                return {
+                    "nll": evaluate_perplexity(model, windows.ids, progress=bar).nll
+                }
+
+        return self._cached(entry, windows.fingerprint, fit, measure)
+
+    def _accuracies(
+        self, entry: Entry, task: str, fit: Callable[[], Compression]
+    ) -> dict[str, Any]:
+        bench, limit = self.bench, self.limit
+
+        def measure() -> dict[str, Any]:
+            also = self._watched(f"{entry.label} on {task}")
+            return {"metrics": bench.run_task(task, limit=limit, progress=also)}
+
+        return self._cached(entry, self.tasks[task], fit, measure)
+
+    def _cached(
+        self,
+        entry: Entry,
+        data: str | Mapping[str, Any],
+        fit: Callable[[], Compression],
+        measure: Callable[[], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """What `measure` finds of one method at one ratio on `data`, and its sizes."""
+        model, method = self.bench.model, entry.method
+        key = {
+            "schema": METHODS_SCHEMA,
+            "model": self.bench.identity,
+            "method": {"name": method.name, "version": method.version},
+            "options": dict(entry.options),
+            "ratio": entry.ratio,
+            "seed": self.seed,
+            "calibration": self.shared.calibration.fingerprint,
+            "data": data,
+        }
+
+        def compute() -> dict[str, Any]:
+            state, made = weights_state(model), fit()
+            with made.apply(model):
+                found = measure()
+            saved = made.savings(model)
+            check_unchanged(model, state)
+            return {
+                "achieved_ratio": made.achieved_ratio,
+                **found,
+                "parameters": saved.parameters[1],
+                "bytes": saved.bytes[1],
+                "routed_flops": saved.routed_flops[1],
+            }
+
+        found: dict[str, Any] = cache.cached_json("methods", key, compute)
+        return found
+
+    def _fitted(self, entry: Entry) -> Compression:
+        also = self._watched(entry.label)
+        with progress_bar(entry.label, "step", also=also) as bar:
+            return entry.method.fit(
+                self.shared.model,
+                self.shared.calibration,
+                ratio=entry.ratio,
+                seed=self.seed,
+                shared=self.shared,
+                progress=bar,
+                **entry.options,
+            )
+
+    def _watched(self, label: str) -> Progress | None:
+        return None if self.watch is None else functools.partial(self.watch, label)
 
 
 def _labels(
-    method: str, compresses: str, ratio: float, corpus: str
+    method: str, compresses: str, ratio: float, dataset: str
 ) -> dict[str, str | float]:
     return {
         "method": method,
         "compresses": compresses,
         "ratio": ratio,
-        "dataset": corpus,
+        "dataset": dataset,
     }
 
 
-def _fitted(entry: Entry, shared: Measurements, seed: int) -> Compression:
-    label = f"{entry.method.name} at {entry.ratio:.0%}"
-    with progress_bar(label, "step") as bar:
-        return entry.method.fit(
-            shared.model,
-            shared.calibration,
-            ratio=entry.ratio,
-            seed=seed,
-            shared=shared,
-            progress=bar,
-            **entry.options,
-        )
+def _metrics(task: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The columns of a task: its metrics, their standard errors, its items.
 
-
-def _result(
-    bench: Workbench,
-    entry: Entry,
-    windows: CalibrationSet,
-    *,
-    shared: Measurements,
-    seed: int,
-    fit: Any,
-) -> dict[str, Any]:
-    """What is cached of one method at one ratio on one corpus."""
-    key = {
-        "schema": METHODS_SCHEMA,
-        "model": bench.identity,
-        "method": {"name": entry.method.name, "version": entry.method.version},
-        "options": dict(entry.options),
-        "ratio": entry.ratio,
-        "seed": seed,
-        "calibration": shared.calibration.fingerprint,
-        "data": windows.fingerprint,
-    }
-
-    def compute() -> dict[str, Any]:
-        state = weights_state(bench.model)
-        made: Compression = fit()
-        with made.apply(bench.model), progress_bar(windows.label, "window") as bar:
-            result = evaluate_perplexity(bench.model, windows.ids, progress=bar)
-        saved = made.savings(bench.model)
-        check_unchanged(bench.model, state)
-        return {
-            "achieved_ratio": made.achieved_ratio,
-            "nll": result.nll,
-            "parameters": saved.parameters[1],
-            "bytes": saved.bytes[1],
-            "routed_flops": saved.routed_flops[1],
-        }
-
-    found: dict[str, Any] = cache.cached_json("methods", key, compute)
+    Raises:
+        SpecError: it is a group of several tasks.
+    """
+    found: dict[str, Any] = {"n_items": rows[0]["n"]}
+    for row in rows:
+        if row["metric"] in found:
+            raise SpecError(
+                f"{task} is a group with several values of {row['metric']}, expected "
+                "a single task: name its tasks one by one"
+            )
+        found[row["metric"]] = row["value"]
+        found[f"{row['metric']}_stderr"] = row["stderr"]
     return found

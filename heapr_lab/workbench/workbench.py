@@ -412,33 +412,50 @@ class Workbench:
                 for `continuation`. Results are cached for exactly these items.
             progress: called with (requests done, in all) if it is computed.
         """
-        asked, key = self._asked(task, limit)
+        data = digest(self.task_key(task, limit))
 
         def compute() -> list[dict[str, Any]]:
-            with self._pruned(keep), progress_bar(task, "choice") as bar:
-                frame = run_tasks(
-                    self.model,
-                    self.tokenizer,
-                    [asked],
-                    limit=limit,
-                    batch_size=64,
-                    progress=progress or bar,
-                )
-            rows: list[dict[str, Any]] = frame[_OF_TASKS].to_dict("records")
-            return rows
+            with self._pruned(keep):
+                return self.run_task(task, limit=limit, progress=progress)
 
-        key |= {"task": task, "tokenizer": self.tokenizer_id}
-        return list(self._evaluated("tasks", keep, digest(key), compute))
+        return list(self._evaluated("tasks", keep, data, compute))
 
-    def _asked(self, task: str, limit: int | None) -> tuple[Any, dict[str, Any]]:
-        """The task in the form the harness takes, and the cache key of its items."""
-        name, _, corpus = task.partition(":")
-        if name != CONTINUATION:
-            return task, items_fingerprint(task, limit=limit) | {"n_items": limit}
-        text = load_corpus(corpus or DEFAULT_CORPUS, split="test")
+    def run_task(
+        self,
+        task: str,
+        *,
+        limit: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[dict[str, Any]]:
+        """As `task_results`, of what the model computes now, without the cache."""
+        with progress_bar(task, "choice") as bar:
+            frame = run_tasks(
+                self.model,
+                self.tokenizer,
+                [self._asked(task, limit)],
+                limit=limit,
+                batch_size=64,
+                progress=progress or bar,
+            )
+        rows: list[dict[str, Any]] = frame[_OF_TASKS].to_dict("records")
+        return rows
+
+    def task_key(self, task: str, limit: int | None) -> dict[str, Any]:
+        """What determines the items of a task and their tokens, in cache keys."""
+        corpus, asked = _corpus_of(task), {"task": task, "tokenizer": self.tokenizer_id}
+        if corpus is None:
+            return items_fingerprint(task, limit=limit) | {"n_items": limit} | asked
+        text = load_corpus(corpus, split="test")
         n_items = limit or self.profile.n_items
-        made = continuation_task(text, n_items=n_items)
-        return made, {"corpus": text.fingerprint, "n_items": n_items}
+        return {"corpus": text.fingerprint, "n_items": n_items} | asked
+
+    def _asked(self, task: str, limit: int | None) -> Any:
+        """The task in the form the harness takes."""
+        corpus = _corpus_of(task)
+        if corpus is None:
+            return task
+        text = load_corpus(corpus, split="test")
+        return continuation_task(text, n_items=limit or self.profile.n_items)
 
     def evaluate(
         self,
@@ -541,6 +558,12 @@ def _cached_table(
         read=ImportanceTable.read,
         write=lambda path, table: table.write(path),
     )
+
+
+def _corpus_of(task: str) -> str | None:
+    """The corpus of a continuation task; None for the tasks of the harness."""
+    name, _, corpus = task.partition(":")
+    return (corpus or DEFAULT_CORPUS) if name == CONTINUATION else None
 
 
 def _row(

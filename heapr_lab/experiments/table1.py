@@ -1,0 +1,155 @@
+"""Table 1 of the paper on any model: its methods, ratios and text, and its rows.
+
+The rows of rivals in the paper are quoted from other papers, which calibrated them on
+text of their own; here all of them are fitted to the same windows.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from string import ascii_lowercase
+from typing import Any
+
+import pandas as pd
+
+from heapr_lab import methods
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.figures.paper import paper_table
+from heapr_lab.models.paper_models import PAPER_MODELS
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.comparison import DENSE
+from heapr_lab.workbench.settings import PROFILES, Profile
+
+PRESET = "paper-table1"
+CALIBRATED_ON = "wikitext2"
+CORPORA = ("wikitext2", "ptb")
+RATIOS = (0.2, 0.25, 0.4, 0.5)
+"""The ratios for models that are not in the paper: all of its own."""
+_ORIGINAL = "Original"
+"""The paper's name of the dense model."""
+_OURS = "HEAPr"
+"""The paper's own method, the only one whose rows its authors measured."""
+
+
+def methods_of_table1() -> dict[str, str | None]:
+    """By their names in the paper, the names of the methods here, None if missing."""
+    here = {_plain(name): name for name in methods.names()}
+    named = paper_table("main_results")["method"].drop_duplicates()
+    return {name: here.get(_plain(name)) for name in named if name != _ORIGINAL}
+
+
+def _plain(name: str) -> str:
+    """A name without what differs between spellings.
+
+    Example:
+        >>> _plain("D^2-MoE"), _plain("d2-moe")
+        ('d2moe', 'd2moe')
+    """
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def ratios_of_table1(model: str) -> tuple[float, ...]:
+    """The ratios that the paper has for the model of that hub id, or `RATIOS`."""
+    rows = paper_table("main_results")
+    own = rows[rows["model"].map(PAPER_MODELS).eq(model) & rows["ratio"].gt(0)]
+    return tuple(own["ratio"].drop_duplicates().astype(float)) or RATIOS
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a comparison was made of, to tell where it differs from the paper."""
+
+    model: str
+    """Its hub id or folder."""
+    profile: Profile
+    calibration: CalibrationSet
+    corpus: str
+    """Of the calibration."""
+    n_items: Mapping[str, int]
+    """By task, the items that were evaluated."""
+
+    def differences(self, row: Mapping[str, Any]) -> list[str]:
+        """Why a published row is not comparable with what was measured."""
+        found = [] if PAPER_MODELS[row["model"]] == self.model else ["another model"]
+        if row["method"] != _ORIGINAL:
+            found += self._calibrated(row["method"])
+        whole = PROFILES["paper"]
+        if (self.profile.seq_len, self.profile.n_test) != (whole.seq_len, whole.n_test):
+            found.append("perplexity of other windows")
+        partly = [
+            f"{task} {n:,} of {PAPER_TASKS[task][1]:,}"
+            for task, n in self.n_items.items()
+            if task in PAPER_TASKS and n != PAPER_TASKS[task][1]
+        ]
+        return found + ([f"other items: {', '.join(partly)}"] if partly else [])
+
+    def _calibrated(self, method: str) -> list[str]:
+        """Why the calibration of a published method is another one."""
+        if method != _OURS:
+            return ["quoted by the paper from another one, calibrated there"]
+        whole, own = PROFILES["paper"], self.calibration
+        same = (own.n_sequences, own.seq_len) == (whole.n_sequences, whole.seq_len)
+        return [] if same and self.corpus == CALIBRATED_ON else ["other calibration"]
+
+
+def published_rows(measured: Measured) -> pd.DataFrame:
+    """The rows of the paper for the model, or for all of its models if it has another.
+
+    Returns:
+        The columns of `main_results.csv`, `published` (true), and `not_comparable`:
+        the reasons, empty if there is none.
+    """
+    rows = paper_table("main_results")
+    own = rows[rows["model"].map(PAPER_MODELS).eq(measured.model)]
+    shown = (rows if own.empty else own).reset_index(drop=True)
+    reasons = [measured.differences(row) for row in shown.to_dict("records")]
+    return shown.assign(published=True, not_comparable=["; ".join(r) for r in reasons])
+
+
+def with_notes(published: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The rows of the paper for readers, and notes.
+
+    In place of each reason in `not_comparable` there is a letter, which the note of the
+    reason begins with.
+    """
+    reasons = [text.split("; ") if text else [] for text in published["not_comparable"]]
+    letters = dict(
+        zip(dict.fromkeys(itertools.chain(*reasons)), ascii_lowercase, strict=False)
+    )
+    marks = [", ".join(letters[reason] for reason in own) for own in reasons]
+    shown = published.drop(columns=["published", "not_comparable"])
+    notes = [f"{letter}: {reason}" for reason, letter in letters.items()]
+    return shown.assign(**{"not comparable": marks}), notes
+
+
+def as_table1(results: pd.DataFrame) -> pd.DataFrame:
+    """Results of `compare_methods` in the columns of the paper's table.
+
+    Returns:
+        A row for each method and ratio, the dense model first: `method`, `ratio`,
+        `achieved_ratio`, the perplexity of each corpus, as `wikitext2_ppl`, the
+        accuracy (`acc`) of each task, `average` where all seven of the paper are
+        measured, and `parameters`.
+    """
+    lines: dict[tuple[str, float], dict[str, Any]] = {}
+    for row in results.to_dict("records"):
+        labels = {name: row[name] for name in ("method", "ratio", "achieved_ratio")}
+        line = lines.setdefault((row["method"], row["ratio"]), labels)
+        if pd.notna(row.get("perplexity")):
+            line[f"{row['dataset']}_ppl"] = row["perplexity"]
+        else:
+            line[row["dataset"]] = row.get("acc")
+    frame = pd.DataFrame(lines.values())
+    if {*PAPER_TASKS} <= {*frame.columns}:
+        frame["average"] = frame[[*PAPER_TASKS]].mean(axis=1, skipna=False)
+    sizes = results.drop_duplicates(["method", "ratio"])["parameters"]
+    return frame.assign(parameters=sizes.to_numpy())
+
+
+def n_items_of(results: pd.DataFrame) -> dict[str, int]:
+    """By task, the number of items in results of `compare_methods`."""
+    dense = results[results["method"].eq(DENSE)]
+    if "n_items" not in dense:
+        return {}
+    of_tasks = dense.dropna(subset="n_items").set_index("dataset")["n_items"]
+    return {str(task): int(n) for task, n in of_tasks.items()}
