@@ -1,7 +1,8 @@
-"""The tab that compares saved selections, in a chart and a table to export."""
+"""The tab that compares saved selections and methods, in a chart and a table."""
 
 import itertools
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from heapr_lab.figures import rows_text, save_figure, styled, write_table
 from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.jobs import alert, status
+from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import drawn_png
 from heapr_lab.panel.session import PruningSession
@@ -26,7 +28,10 @@ from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import rows_digest
 
-_NOTHING_YET = "Nothing pinned yet. Pin saves the current selection."
+_NOTHING_YET = (
+    "Nothing pinned yet. Pin saves the current selection; Run methods adds others."
+)
+_FAILED = "Nothing is shown: the last run failed. Pin, or run other methods."
 _SET_BY_CONTROLS = (
     "ratio",
     "estimator",
@@ -37,6 +42,8 @@ _SET_BY_CONTROLS = (
     "of",
     "min_atoms",
 )
+_N_COLORS = 7
+"""Of the style."""
 _SHORT = {
     "achieved_ratio": "removed",
     "parameter_reduction": "parameters saved",
@@ -56,12 +63,22 @@ class Pin:
 
 
 class CompareTab(ipw.VBox):
-    """Pins the current selection, shows all pins and exports them."""
+    """Pins the current selection, runs methods, shows all of them and exports them."""
 
-    def __init__(self, session: PruningSession) -> None:
-        """Lay the tab out for `session`; nothing is pinned."""
+    def __init__(
+        self, session: PruningSession, *, corpora: Sequence[str] = ("pydocs",)
+    ) -> None:
+        """Lay the tab out for `session`; nothing is pinned.
+
+        Args:
+            session: whose selections and model are compared.
+            corpora: on whose test splits methods can be measured.
+        """
         self.session = session
         self.pins: list[Pin] = []
+        self.runs = MethodRuns(
+            session, corpora=corpora, show=self._changed, hide=self._failed
+        )
         self.label = ipw.Text("A", description="label", layout={"width": "200px"})
         self.pin_button = ipw.Button(
             description="Pin",
@@ -69,7 +86,7 @@ class CompareTab(ipw.VBox):
             tooltip="save the current selection",
         )
         self.clear_button = ipw.Button(
-            description="Clear", tooltip="remove all pins", disabled=True
+            description="Clear", tooltip="remove all pins and methods", disabled=True
         )
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.chart = ipw.Image(
@@ -93,6 +110,7 @@ class CompareTab(ipw.VBox):
         super().__init__(
             [
                 ipw.HBox([self.label, self.pin_button, self.clear_button], layout=wrap),
+                self.runs,
                 self.message,
                 self.chart,
                 self.table,
@@ -112,35 +130,49 @@ class CompareTab(ipw.VBox):
         self._pinned([old for old in self.pins if old.label != label] + [pin])
 
     def clear(self, _button: ipw.Button | None = None) -> None:
-        """Remove all pins."""
+        """Remove all pins and methods."""
+        self.runs.rows = []
         self._pinned([])
 
     def _pinned(self, pins: list[Pin]) -> None:
         self.pins = pins
-        self.exported.value = status("")  # the files are of other pins
         self.label.value = _next_label(pins)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.exported.value = status("")  # the files are of other rows
         self.refresh()
 
     def refresh(self) -> None:
-        """Show all pins, with the evaluations made meanwhile."""
-        self.clear_button.disabled = self.export_button.disabled = not self.pins
-        self.chart.layout.display = None if self.pins else "none"
-        if not self.pins:
-            self.message.value = status(_NOTHING_YET)
-            self.table.value = ""
+        """Show all pins and methods, with the evaluations made meanwhile."""
+        if not self.pins and not self.runs.rows:
+            self._show_nothing(_NOTHING_YET)
             return
         frame = self.frame()
         self.chart.value = drawn_png(lambda: self.figure(frame))
+        self.chart.layout.display = None
         self.message.value = status(_message(frame))
         self.table.value = _html_table(frame)
+        self.clear_button.disabled = self.export_button.disabled = False
+
+    def _failed(self) -> None:
+        self._show_nothing(_FAILED)
+        self.clear_button.disabled = not self.pins and not self.runs.rows
+
+    def _show_nothing(self, why: str) -> None:
+        self.message.value = status(why)
+        self.chart.layout.display, self.chart.value = "none", b""
+        self.table.value = ""
+        self.clear_button.disabled = self.export_button.disabled = True
 
     def frame(self) -> pd.DataFrame:
         """One row for each pin: its selection, its savings and its losses.
 
         Evaluations add columns `Δloss CORPUS` (nats per token, of the masked model) and
-        `accuracy TASK`; FLOPs are counted at `seq_len` tokens.
+        `accuracy TASK`; FLOPs are counted at `seq_len` tokens. Rows of methods, which
+        come last, have `method`, its ratio, savings and losses.
         """
-        rows = []
+        rows: list[dict[str, Any]] = []
         for pin in self.pins:
             keep = self.session.keep_of(pin.selection)
             row = {"label": pin.label, **_settings(pin.selection)}
@@ -151,7 +183,7 @@ class CompareTab(ipw.VBox):
                 row |= {f"{n}_reduction": _reduction(saved, n) for n in names}
                 row["seq_len"] = int(saved["seq_len"].iloc[0])
             rows.append(row | _measured(self.session.points, pin.selection))
-        return pd.DataFrame(rows)
+        return pd.DataFrame([*rows, *self.runs.rows])
 
     def layers(self) -> pd.DataFrame:
         """Removed share of each layer, a row for each pin and layer."""
@@ -165,32 +197,36 @@ class CompareTab(ipw.VBox):
     def figure(self, frame: pd.DataFrame) -> Figure:
         """Removed share by layer, and Δloss against parameters saved.
 
-        A pin has one colour in both; in the right one a corpus has one marker.
+        A row has one colour in both; in the right one a corpus has one marker. Without
+        pins there is only the right one.
         """
         figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        _plot_layers(left, self.layers())
+        *left, right = figure.subplots(1, 2 if self.pins else 1, squeeze=False)[0]
+        for ax in left:
+            _plot_layers(ax, self.layers())
         _plot_losses(right, frame)
-        handles = _pin_handles([pin.label for pin in self.pins])
-        figure.legend(handles=handles, loc="outside right upper", title="pins")
+        handles = _handles(frame["label"].tolist(), n_pins=len(self.pins))
+        title = "compared" if self.runs.rows else "pins"
+        figure.legend(handles=handles, loc="outside right upper", title=title)
         return figure
 
     def export(self, folder: Path | str) -> list[Path]:
-        """Write the figure and the tables of all pins, with their provenance.
+        """Write the figure and the tables of all rows, with their provenance.
 
         Returns:
             The files: PNG, PDF, CSV, Markdown, LaTeX, parquet.
 
         Raises:
-            SpecError: nothing is pinned.
+            SpecError: nothing is pinned, and no method was run.
         """
-        if not self.pins:
+        if not self.pins and not self.runs.rows:
             raise SpecError("nothing is pinned, so there is nothing to export")
         folder, frame = Path(folder), self.frame()
         provenance = {
             "importance": self.session.table.metadata.get("spec_hash"),
             "model": (self.session.table.metadata.get("spec") or {}).get("model"),
             "pins": [{"label": p.label, **p.selection.to_dict()} for p in self.pins],
+            "methods": [row["label"] for row in self.runs.rows],
             "data": rows_digest(rows_text(frame)),
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -255,18 +291,27 @@ def _message(frame: pd.DataFrame) -> str:
         ]
         text = ", ".join(losses) or "not evaluated"
         parts.append(f"{row['label']}: {row['achieved_ratio']:.1%} removed, {text}")
-    return f"{len(frame)} pinned. {'; '.join(parts)}."
+    n_methods = int(frame["method"].notna().sum()) if "method" in frame else 0
+    counted = [f"{len(frame) - n_methods} pinned"]
+    counted += [f"{n_methods} of methods"] if n_methods else []
+    return f"{', '.join(counted)}. {'; '.join(parts)}."
 
 
 def _pin_look(number: int) -> dict[str, Any]:
-    """Colour and line of a pin, the same in every plot."""
-    return {"color": f"C{number}", "ls": LINE_STYLES[number % len(LINE_STYLES)]}
+    """Colour and line of a row, the same in every plot; colours repeat in pale."""
+    rounds, _ = divmod(number, _N_COLORS)
+    line = LINE_STYLES[number % len(LINE_STYLES)]
+    return {"color": f"C{number}", "ls": line, "alpha": 0.45**rounds}
 
 
-def _pin_handles(labels: list[str]) -> list[Line2D]:
+def _handles(labels: list[str], *, n_pins: int) -> list[Line2D]:
+    """Of the legend; methods have no line, because their layers are not drawn."""
+    looks = [_pin_look(number) for number in range(len(labels))]
+    for look in looks[n_pins:]:
+        look["ls"] = "none"
     return [
-        Line2D([], [], label=label, marker="o", ms=4, **_pin_look(number))
-        for number, label in enumerate(labels)
+        Line2D([], [], label=label, marker="o", ms=4, **look)
+        for label, look in zip(labels, looks, strict=True)
     ]
 
 
@@ -282,42 +327,51 @@ def _plot_layers(ax: Axes, layers: pd.DataFrame) -> None:
 def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
     """Δloss against the savings; without evaluations, only the savings."""
     names = [str(name) for name in frame.columns if str(name).startswith("Δloss ")]
-    saved = "parameter_reduction" if "parameter_reduction" in frame else None
+    known = "parameter_reduction" in frame
+    known = known and bool(frame["parameter_reduction"].notna().all())
+    saved = "parameter_reduction" if known else None
     across = frame[saved or "achieved_ratio"]
     drawn = frame[names] if names else pd.DataFrame({"": 0.0}, index=frame.index)
     for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
         for number, (x, y) in enumerate(zip(across, drawn[corpus], strict=True)):
-            ax.plot([x], [y], marker, color=_pin_look(number)["color"], ls="none")
+            ax.plot([x], [y], marker, **_pin_look(number) | {"ls": "none"})
         shown = corpus.removeprefix("Δloss ")
         ax.plot([], [], marker, color="0.4", ls="none", label=shown or "_nolegend_")
     ax.set_xlabel("parameters saved" if saved else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_ylabel(f"Δloss, masked [{PER_TOKEN}] ↓" if names else "not evaluated yet")
+    what = "Δloss" if "method" in frame else "Δloss, masked"
+    ax.set_ylabel(f"{what} [{PER_TOKEN}] ↓" if names else "not evaluated yet")
     ax.margins(0.15)
     if names:
         ax.legend(fontsize=8)
 
 
 def _html_table(frame: pd.DataFrame) -> str:
-    shown = frame.copy()
-    multiples = shown["multiple"].astype("Int64").astype(object)
-    shown["multiple"] = multiples.where(multiples.notna(), "–")
+    context = int(frame["seq_len"].max()) if "seq_len" in frame else None
+    shown = frame.drop(columns=["seq_len", "method"], errors="ignore")
+    shown = shown.drop(columns=_dull(shown))
     for name in shown.columns:
         if str(name).endswith(("_reduction", "_ratio")):
-            shown[name] = shown[name].map("{:.1%}".format)
-    # As displayed: no layers are an empty text, no multiple is a dash.
-    plain = _settings(Selection(0.0)) | {"multiple": "–"}
-    dull = [
-        name
-        for name, value in plain.items()
-        if name != "ratio" and shown[name].eq(value).all()
-    ]
-    context = int(shown.pop("seq_len").iloc[0]) if "seq_len" in shown else None
+            shown[name] = shown[name].map("{:.1%}".format, na_action="ignore")
+    if "multiple" in shown:
+        shown["multiple"] = shown["multiple"].map("{:.0f}".format, na_action="ignore")
     short = dict(_SHORT)
     if context is not None:
         short["flops_reduction"] += f", {at_context(context)}"
-    text = table_html(shown.drop(columns=dull).rename(columns=short))
+    text = table_html(shown.rename(columns=short))
     note = (
         "Columns that have the same default value for all pins are only in the files."
     )
     return f"{text}<small>{note}</small>"
+
+
+def _dull(frame: pd.DataFrame) -> list[str]:
+    """The settings that have their default in all rows that have settings."""
+    plain = _settings(Selection(0.0))
+    return [
+        name
+        for name, value in plain.items()
+        if name != "ratio"
+        and name in frame
+        and (frame[name].eq(value) | frame[name].isna()).all()
+    ]

@@ -53,8 +53,8 @@ class EvaluateTab(ipw.VBox):
         self._on_points = on_points
         self._picture = LossPicture()
         self._drawn: Selection | None = None
-        self.corpora = _multiple("corpora", corpora, list(corpora)[:1])
-        self.tasks = _multiple("tasks", tasks, [])
+        self.corpora = several_of("corpora", corpora, list(corpora)[:1])
+        self.tasks = several_of("tasks", tasks, [])
         self.job = Job(
             "Evaluate", self._evaluate, tooltip="measure the dense and the masked model"
         )
@@ -120,9 +120,10 @@ class EvaluateTab(ipw.VBox):
         self._on_points()
 
 
-def _multiple(
+def several_of(
     name: str, options: Sequence[str], value: Sequence[str]
 ) -> ipw.SelectMultiple:
+    """A list of options of which several can be chosen."""
     return ipw.SelectMultiple(
         options=list(options),
         value=list(value),

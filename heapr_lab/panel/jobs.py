@@ -53,6 +53,8 @@ class Job(ipw.VBox):
             tooltip: what pressing it does.
         """
         self.work = work
+        self.blocked: Callable[[], str] = str
+        """Why the work cannot start now; empty if it can."""
         self.button = ipw.Button(
             description=name, button_style="primary", tooltip=tooltip or name
         )
@@ -75,8 +77,12 @@ class Job(ipw.VBox):
         return self._worker is not None and self._worker.is_alive()
 
     def start(self, _button: ipw.Button | None = None) -> None:
-        """Start the work unless it is running, as the button does."""
+        """Start the work unless it is running or blocked, as the button does."""
         if self.running:
+            return
+        why = self.blocked()
+        if why:
+            self.error.value = alert(why)
             return
         self._stop.clear()
         self._left = TimeLeft()

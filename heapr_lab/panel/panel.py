@@ -16,6 +16,7 @@ from heapr_lab.panel.evaluate_tab import EvaluateTab
 from heapr_lab.panel.export_tab import ExportTab
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import STALE, failure, stale_style, status
+from heapr_lab.panel.method_runs import jobs_in, take_turns
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.planned import PlannedPanel
@@ -74,7 +75,7 @@ class Explorer(ipw.VBox):
             session, corpora=corpora, tasks=tasks, on_points=self._on_points
         )
         self.inspection = InspectTab(session)
-        self.comparison = CompareTab(session)
+        self.comparison = CompareTab(session, corpora=corpora)
         self.export = ExportTab(session)
         self.tabs = ipw.Tab(
             [
@@ -94,6 +95,7 @@ class Explorer(ipw.VBox):
             ],
             titles=TABS,
         )
+        take_turns(self.comparison.runs.job, jobs_in(self.tabs))
         super().__init__(
             [stale_style(), self.controls, self.status, self.error, self.tabs]
         )

@@ -109,6 +109,39 @@ def test_inspects_a_text(page: "sync_api.Page") -> None:
     assert panel.root.get_by_role("alert").count() == 0
 
 
+def test_methods_run_next_to_a_pin(page: "sync_api.Page") -> None:
+    """Two methods and a pin in one picture; a refused ratio takes the picture away."""
+    panel, _ = panels(page)
+    panel.open("Compare")
+    panel.button("Pin").click()
+    expect(panel.root.get_by_text("1 pinned. A: ")).to_be_visible()
+    before = panel.source()
+    names = panel.root.get_by_role("listbox", name="methods")
+    names.select_option(["heapr", "frequency"])
+    panel.enter("remove", "50%")
+    panel.button("Run methods").click()
+    shown = panel.root.get_by_text("1 pinned, 2 of methods. A: ")
+    expect(shown).to_be_visible(timeout=TIMEOUT)
+    panel.changes_from(before)
+    assert panel.pixels().std() > 0.01
+    row = panel.root.get_by_role("row").filter(has_text="frequency 50%")
+    expect(row).to_contain_text("50.0%")
+    panel.enter("remove", "50")
+    panel.button("Run methods").click()
+    expect(panel.root.get_by_role("alert")).to_contain_text("expected a fraction")
+    expect(panel.root.locator("img:visible")).to_have_count(0)
+    assert nameless(panel.root) == []
+    panel.button("Clear").click()
+    expect(panel.root.get_by_text("Nothing pinned yet")).to_be_visible()
+    panel.enter("remove", "50%")
+    panel.button("Run methods").click()
+    expect(panel.root.get_by_text("0 pinned, 2 of methods.")).to_be_visible(
+        timeout=TIMEOUT
+    )
+    assert panel.root.get_by_role("alert").count() == 0
+    panel.button("Clear").click()
+
+
 def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None:
     """Two pins in one chart and as files; the model is written, and loads again."""
     panel, _ = panels(page)

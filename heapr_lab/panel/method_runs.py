@@ -1,0 +1,173 @@
+"""The part of the panel that runs compression methods, and the rows they give."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import ipywidgets as ipw
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.panel.controls import read_ratio
+from heapr_lab.panel.evaluate_tab import several_of
+from heapr_lab.panel.jobs import CancelledError, Job, Report, status
+from heapr_lab.panel.session import PruningSession
+
+_REDUCED = {
+    "parameters": "parameter_reduction",
+    "bytes": "bytes_reduction",
+    "routed_flops": "routed_flops_reduction",
+}
+_FIRST = ("heapr", "reap")
+
+
+class MethodRuns(ipw.VBox):
+    """Methods, a ratio, corpora, and a button that fits and measures them.
+
+    Attributes:
+        rows: of every method and ratio, as in `CompareTab.frame`.
+    """
+
+    def __init__(
+        self,
+        session: PruningSession,
+        *,
+        corpora: Sequence[str],
+        show: Callable[[], None],
+        hide: Callable[[], None],
+    ) -> None:
+        """Lay it out.
+
+        Args:
+            session: whose model and calibration are used.
+            corpora: on whose test splits perplexity can be measured.
+            show: called in the measuring thread when there are new rows.
+            hide: called there when a method fails: what is shown is not its result.
+        """
+        self.session = session
+        self.rows: list[dict[str, Any]] = []
+        self._show, self._hide = show, hide
+        names = _methods(session)
+        self.methods = several_of(
+            "methods", names, [name for name in _FIRST if name in names]
+        )
+        # Named unlike the box above the tabs.
+        self.ratio = ipw.Text(
+            "25%", description="remove", layout={"width": "160px"},
+            tooltip="share of the routed experts' parameters, such as 25% or 0.25",
+        )  # fmt: skip
+        self.corpora = several_of("corpora", corpora, list(corpora)[:1])
+        self.job = Job(
+            "Run methods", self._run, tooltip="fit the methods and measure perplexity"
+        )
+        if session.workbench is None:
+            self.job.button.disabled = True
+            self.job.text.value = status("methods need a model, not a table alone")
+        choices = [self.methods, self.ratio, self.corpora]
+        super().__init__(
+            [ipw.HBox(choices, layout={"flex_flow": "row wrap"}), self.job]
+        )
+
+    def _run(self, report: Report) -> None:
+        try:
+            found = self._measured(report)
+        except CancelledError:
+            raise
+        except Exception:
+            self._hide()
+            raise
+        new = {row["label"]: row for row in method_rows(found)}
+        self.rows = [row for row in self.rows if row["label"] not in new]
+        self.rows += new.values()
+        self._show()
+
+    def _measured(self, report: Report) -> pd.DataFrame:
+        """The table of `compare_methods` for what is chosen.
+
+        Raises:
+            SpecError: nothing is chosen, or there is no model.
+        """
+        from heapr_lab.workbench.comparison import compare_methods, entries
+
+        names, corpora = self.methods.value, self.corpora.value
+        ratio, bench = read_ratio(self.ratio.value), self.session.workbench
+        if not names or not corpora or bench is None:
+            raise SpecError("nothing to compare: select methods and corpora")
+        done, total = 0, (1 + len(names)) * len(corpora)
+
+        def reached(n_done: int, _total: int) -> None:
+            nonlocal done
+            done = n_done
+
+        def watch(label: str, part: int, whole: int) -> None:
+            report(done, total, f"{label}, step {part} of {whole}, result")
+
+        return compare_methods(
+            bench,
+            entries(names, [ratio]),
+            corpora,
+            calibration=self.session.calibration,
+            progress=reached,
+            watch=watch,
+        )
+
+
+def method_rows(found: pd.DataFrame) -> list[dict[str, Any]]:
+    """For each method and ratio of `compare_methods`, a row as in `CompareTab.frame`.
+
+    Savings and Δloss [nats per token] are against the dense model.
+    """
+    first, *others = [
+        rows for _, rows in found.groupby(["method", "ratio"], sort=False)
+    ]
+    losses = first.set_index("dataset")["nll"]
+    return [_row(first.iloc[0], rows, losses) for rows in others]
+
+
+def _row(dense: pd.Series, rows: pd.DataFrame, losses: pd.Series) -> dict[str, Any]:
+    own = rows.iloc[0]
+    reduced = {name: 1 - own[size] / dense[size] for size, name in _REDUCED.items()}
+    return {
+        "label": f"{own['method']} {100 * own['ratio']:.4g}%",
+        "method": own["method"],
+        "ratio": own["ratio"],
+        "achieved_ratio": own["achieved_ratio"],
+        **reduced,
+        **{
+            f"Δloss {row.dataset}": row.nll - losses[row.dataset]
+            for row in rows.itertuples()
+        },
+    }
+
+
+def take_turns(job: Job, jobs: Iterable[Job]) -> None:
+    """Let `job` run only while no other of `jobs` does, and the other way round.
+
+    A method that drops experts changes the model in all threads while it is measured.
+    """
+
+    def busy(jobs: Sequence[Job]) -> str:
+        running = [each.button.description for each in jobs if each.running]
+        return f"wait until {running[0]} has ended, or cancel it" if running else ""
+
+    others = [other for other in jobs if other is not job]
+    job.blocked = functools.partial(busy, others)
+    for other in others:
+        other.blocked = functools.partial(busy, [job])
+
+
+def jobs_in(widget: ipw.Widget) -> Iterator[Job]:
+    """Every job in a widget, however deep."""
+    if isinstance(widget, Job):
+        yield widget
+    for child in getattr(widget, "children", ()):
+        yield from jobs_in(child)
+
+
+def _methods(session: PruningSession) -> tuple[str, ...]:
+    """The methods, where there is a model: with a table alone torch is not needed."""
+    if session.workbench is None:
+        return ()
+    from heapr_lab import methods
+
+    return methods.names()

@@ -1,0 +1,186 @@
+"""The Compare tab runs methods: beside saved selections, in turn, until cancelled."""
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.colors import to_hex
+from random_tables import random_table
+
+from heapr_lab import methods
+from heapr_lab.panel.compare_tab import CompareTab
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.storage.files import read_frame
+from heapr_lab.workbench.comparison import compare_methods, entries
+
+
+def press(tab: CompareTab, *names: str, ratio: str = "50%") -> str:
+    """What stands below the button after these methods were run."""
+    tab.runs.methods.value = names
+    tab.runs.ratio.value = ratio
+    tab.runs.job.button.click()
+    tab.runs.job.wait(60)
+    return str(tab.runs.job.error.value)
+
+
+def test_methods_stand_next_to_saved_settings(panel: Explorer, tmp_path: Path) -> None:
+    """One table, one picture, one export; numbers are those of `compare_methods`."""
+    tab, bench = panel.comparison, panel.session.workbench
+    assert tab.runs.methods.options == methods.names()
+    panel.controls.ratio.value = "0.25"
+    tab.pin_button.click()
+    assert press(tab, "heapr", "reap") == ""
+    frame = tab.frame()
+    assert frame["label"].tolist() == ["A", "heapr 50%", "reap 50%"]
+    assert frame["achieved_ratio"].tolist() == [0.25, 0.5, 0.5]
+    (corpus,) = tab.runs.corpora.value
+    assert bench is not None
+    direct = compare_methods(
+        bench,
+        entries(["heapr", "reap"], [0.5]),
+        [corpus],
+        calibration=panel.session.calibration,
+    )
+    losses = direct["nll"] - direct["nll"][0]
+    assert frame[f"Δloss {corpus}"].tolist()[1:] == losses.tolist()[1:]
+    saved = 1 - direct["parameters"] / direct["parameters"][0]
+    assert frame["parameter_reduction"].tolist()[1:] == saved.tolist()[1:]
+    saved = 1 - direct["routed_flops"] / direct["routed_flops"][0]
+    assert frame["routed_flops_reduction"].tolist()[1:] == saved.tolist()[1:]
+    assert "1 pinned, 2 of methods. A: 25.0% removed" in tab.message.value
+    assert bytes(tab.chart.value).startswith(b"\x89PNG")
+    firsts = re.findall(r"<tr[^>]*>\s*<td[^>]*>([^<]*)", tab.table.value)
+    assert firsts == ["A", "heapr 50%", "reap 50%"]
+    assert "50.0%" in tab.table.value
+    assert "nan" not in tab.table.value.lower()
+    figure = tab.figure(frame)
+    left, right = figure.axes
+    assert len(left.get_lines()) == 1  # the pin alone has layers
+    dots = [line for line in right.get_lines() if len(line.get_xdata())]
+    assert len({dot.get_color() for dot in dots}) == 3
+    assert "masked" not in right.get_ylabel()
+    (legend,) = figure.legends
+    lines = [handle.get_linestyle() for handle in legend.get_lines()]
+    assert lines == ["-", "None", "None"]
+    tab.export(tmp_path)
+    found, metadata = read_frame(tmp_path / "comparison.parquet")
+    assert found["label"].tolist() == frame["label"].tolist()
+    assert metadata["methods"] == ["heapr 50%", "reap 50%"]
+
+
+def test_many_rows_look_different(panel: Explorer) -> None:
+    """No two of twelve have the same colour and strength."""
+    tab = panel.comparison
+    rows = [f"method {number}" for number in range(12)]
+    numbers = {"achieved_ratio": 0.5, "parameter_reduction": 0.1, "Δloss pydocs": 0.2}
+    tab.runs.rows = [{"label": row, "method": row, **numbers} for row in rows]
+    (ax,) = tab.figure(tab.frame()).axes
+    dots = [line for line in ax.get_lines() if len(line.get_xdata())]
+    looks = {(to_hex(dot.get_color()), dot.get_alpha()) for dot in dots}
+    assert len(dots) == len(looks) == 12
+
+
+def test_methods_need_no_pin(panel: Explorer) -> None:
+    """A second run adds to the first, the same again replaces it; Clear removes all."""
+    tab = panel.comparison
+    press(tab, "heapr")
+    press(tab, "heapr", "random", ratio="25%")
+    press(tab, "heapr")
+    labels = ["heapr 25%", "random 25%", "heapr 50%"]
+    assert tab.frame()["label"].tolist() == labels
+    (alone,) = tab.figure(tab.frame()).axes
+    assert "Δloss" in alone.get_ylabel()
+    tab.clear_button.click()
+    assert tab.runs.rows == []
+    assert "Nothing pinned yet" in tab.message.value
+    assert tab.chart.layout.display == "none"
+    assert tab.export_button.disabled
+
+
+@pytest.mark.parametrize(
+    ("names", "ratio", "message"),
+    [
+        (("reap",), "75%", "the largest possible ratio"),
+        (("heapr",), "25", "expected a fraction"),
+        ((), "25%", "select methods and corpora"),
+    ],
+)
+def test_an_error_clears_the_old_picture(
+    panel: Explorer, names: tuple[str, ...], ratio: str, message: str
+) -> None:
+    """Nothing that is shown could be taken for the result; what was made comes back."""
+    tab = panel.comparison
+    press(tab, "heapr")
+    assert tab.chart.value
+    error = press(tab, *names, ratio=ratio)
+    assert message in error
+    assert 'role="alert"' in error
+    assert (tab.chart.value, tab.table.value) == (b"", "")
+    assert tab.chart.layout.display == "none"
+    assert tab.export_button.disabled
+    assert "the last run failed" in tab.message.value
+    assert press(tab, "frequency") == ""
+    assert tab.frame()["label"].tolist() == ["heapr 50%", "frequency 50%"]
+    assert bytes(tab.chart.value).startswith(b"\x89PNG")
+    assert not tab.export_button.disabled
+
+
+def test_a_run_is_cancelled_and_others_wait(panel: Explorer) -> None:
+    """Progress names the method; Cancel ends it within a fit, and nothing is added."""
+    tab, others = panel.comparison, panel.evaluation.job
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(change: Any) -> None:  # the run stands still until Cancel was pressed
+        if "ean at 50%" in change["new"]:
+            reached.set()
+            assert go_on.wait(60)
+
+    tab.runs.job.text.observe(hold, names="value")
+    tab.runs.methods.value, tab.runs.ratio.value = ("ean",), "0.5"
+    tab.runs.job.button.click()
+    assert reached.wait(60)
+    others.button.click()
+    assert "wait until Run methods has ended" in others.error.value
+    assert not others.running
+    tab.runs.job.cancel_button.click()
+    go_on.set()
+    tab.runs.job.wait(60)
+    assert "cancelled" in tab.runs.job.text.value
+    assert tab.runs.job.error.value == ""
+    assert tab.runs.rows == []
+    others.button.click()
+    others.wait(60)
+    assert others.error.value == ""
+    assert press(tab, "ean") == ""
+    assert tab.frame()["label"].tolist() == ["ean 50%"]
+
+
+def test_methods_wait_for_other_work(panel: Explorer) -> None:
+    """A method that drops experts would change what is being evaluated."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(change: Any) -> None:
+        if " of " in change["new"]:
+            reached.set()
+            assert go_on.wait(60)
+
+    panel.controls.ratio.value = "0.65"
+    panel.evaluation.job.text.observe(hold, names="value")
+    panel.evaluation.job.button.click()
+    assert reached.wait(60)
+    assert "wait until Evaluate has ended" in press(panel.comparison, "reap")
+    go_on.set()
+    panel.evaluation.job.wait(60)
+    assert panel.evaluation.job.error.value == ""
+
+
+def test_a_table_alone_has_no_methods() -> None:
+    """The button is off, and text says why; pins work as before."""
+    panel = explore(random_table(2, 4, 16))
+    tab = panel.comparison
+    assert tab.runs.job.button.disabled
+    assert "need a model" in tab.runs.job.text.value
+    tab.pin_button.click()
+    assert "1 pinned. A: 25.0% removed" in tab.message.value
