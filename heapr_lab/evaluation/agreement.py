@@ -86,12 +86,42 @@ def evaluate_agreement(
     windows = token_windows(prompts)
     size = len(windows) * n_new
     parts = Parts(2 * size, progress)
-    texts = []
-    for model in (dense, pruned):
-        options: Any = {"n_new": n_new, "batch_size": batch_size, "progress": parts}
-        texts.append(continuations(model, windows, **options))
-        parts.end(size)
-    wanted, written = texts
+    options: Any = {"n_new": n_new, "batch_size": batch_size, "progress": parts}
+    wanted = continuations(dense, windows, **options)
+    parts.end(size)
+    return agreement_with(wanted, pruned, windows, tokenizer, **options)
+
+
+def agreement_with(
+    wanted: list[torch.Tensor],
+    pruned: nn.Module,
+    prompts: Any,
+    tokenizer: Any,
+    *,
+    n_new: int = 64,
+    batch_size: int = 16,
+    progress: Progress | None = None,
+) -> Agreement:
+    """As `evaluate_agreement`, with what the dense model wrote.
+
+    Args:
+        wanted: the dense model's tokens after each prompt, as `continuations` gives
+            them.
+        pruned: as there, or the dense model with a mask or another edit around the
+            call.
+        prompts: as there.
+        tokenizer: as there.
+        n_new: that `wanted` was made with.
+        batch_size: as there.
+        progress: called with (tokens done, tokens in all), of the pruned model.
+
+    Raises:
+        SpecError: as there.
+    """
+    windows = token_windows(prompts)
+    written = continuations(
+        pruned, windows, n_new=n_new, batch_size=batch_size, progress=progress
+    )
     forced = [
         _predicted(pruned, prompt, tokens)
         for prompt, tokens in zip(windows, wanted, strict=True)
