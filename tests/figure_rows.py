@@ -233,6 +233,48 @@ def measured_models() -> pd.DataFrame:
     return pd.concat([own, other, own.assign(equal="flops", delta_nll=2.0)])
 
 
+def measured_methods() -> pd.DataFrame:
+    """Two models and seeds: atoms removed in three ways, one of them compensated.
+
+    And experts dropped, which one model refuses at 50 %.
+    """
+    losses = {
+        # variant: kind, Δloss of model a at 25 and 50 %, seconds
+        "random": ("atoms", 0.3, 1.2, 0.1),
+        "heapr": ("atoms", 0.1, 0.4, 4.0),
+        "heapr + compensation": ("atoms", 0.05, 0.2, 9.0),
+        "reap": ("experts", 0.2, 0.6, 2.0),
+    }
+    rows = []
+    for variant, (kind, *both, seconds) in losses.items():
+        for ratio, loss in zip((0.25, 0.5), both, strict=True):
+            for model, times in (("a", 1), ("b", 3)):
+                for seed, more in ((0, 0.0), (1, 0.02)):
+                    label = {"model": model, "seed": seed, "variant": variant}
+                    row = {**label, "ratio": ratio, "kind": kind, "refused": None}
+                    if variant == "reap" and ratio == 0.5 and model == "b":
+                        rows.append(row | {"refused": "too many"})
+                        continue
+                    row |= {
+                        "achieved_ratio": ratio,
+                        "delta_nll pydocs": times * loss + more,
+                        "delta_nll ptb": 2 * times * loss,
+                        "delta_nll c4": 4 * times * loss,
+                        "agreement pydocs": 0.75,
+                        "parameters_saved": ratio / 2,
+                        "routed_flops_saved": ratio,
+                    }
+                    if seed == 0:
+                        row |= {"accuracy": 0.4, "accuracy_dense": 0.5}
+                        row |= {"tokens_per_second": 30.0}
+                        row |= {"tokens_per_second_dense": 20.0}
+                        if ratio == 0.25:
+                            cost = {"fit_seconds": times * seconds}
+                            row |= cost | {"fit_peak_bytes": 2e6}
+                    rows.append(row)
+    return pd.DataFrame(rows)
+
+
 def measured_growth() -> pd.DataFrame:
     """Rows as `benchmarks/growth.py` writes them: two of the first shape, two others.
 

@@ -55,6 +55,16 @@ from heapr_lab.figures.layers import (
     plot_widths,
     widths_data,
 )
+from heapr_lab.figures.methods import (
+    figure_methods,
+    method_costs_data,
+    methods_data,
+    methods_table,
+    plot_method_costs,
+    plot_methods,
+    published_table,
+    rankings_table,
+)
 from heapr_lab.figures.paper import paper_label, paper_table
 from heapr_lab.figures.pareto import (
     figure_pareto,

@@ -27,6 +27,7 @@ from heapr_lab.figures import (
     damage,
     growth,
     layers,
+    methods,
     pareto,
     quality,
     scores,
@@ -87,6 +88,13 @@ KINDS: Mapping[str, Kind] = {
         layers.layer_ratios_data, layers.plot_layer_ratios, layers.figure_layer_ratios
     ),
     "main": Kind(tables.main_data, tables.plot_main, tables.figure_main),
+    "method_costs": Kind(methods.method_costs_data, methods.plot_method_costs),
+    "methods": Kind(
+        methods.methods_data,
+        methods.plot_methods,
+        methods.figure_methods,
+        panel=("group",),
+    ),
     "models": Kind(
         quality.models_data,
         quality.plot_models,

@@ -41,6 +41,8 @@ def display_of(kind: str) -> Display:
         "growth": (rows.measured_growth(),),
         "layer_ratios": ({0.25: rows.Keep(0.4, 0.1), 0.5: rows.Keep(0.7, 0.3)},),
         "main": (results,),
+        "method_costs": (rows.measured_methods(),),
+        "methods": (rows.measured_methods(),),
         "models": (rows.measured_models(),),
         "pareto": (rows.measured_front(),),
         "quality": (rows.measured_quality(),),

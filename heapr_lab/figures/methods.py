@@ -1,0 +1,394 @@
+"""Compression methods side by side: Δloss against the ratio, and against its cost."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.figures.paper import paper_table
+from heapr_lab.figures.style import (
+    COLORS,
+    REFERENCE_GREY,
+    REFERENCE_LINE,
+    figure_with,
+    look,
+    own_axes,
+    show_percent,
+    styled,
+)
+from heapr_lab.importance.estimators import PER_TOKEN
+
+PAPER, OURS = "heapr", "compress"
+_SUFFIX = " + compensation"
+_CORPUS = "pydocs"
+"""The corpus that methods are fitted to."""
+MEASURES = {
+    "pooled": f"Δloss, mean of models\n[{PER_TOKEN}] ↓",
+    "worst": f"Δloss, worst model\n[{PER_TOKEN}] ↓",
+}
+_LINEAR_BELOW = 0.01
+_Ends = dict[str, tuple[float, float, str]]
+"""By method, where its line ends, and its colour."""
+_FONT, _GAP = 5.5, 6.0
+"""Size of the labels of lines, and the least distance between two, in points."""
+
+
+def methods_data(measured: pd.DataFrame) -> pd.DataFrame:
+    """One row for each method and ratio, over models and seeds.
+
+    Args:
+        measured: rows of `benchmarks/methods.py`.
+
+    Returns:
+        Columns variant, group (what it compresses, and whether it is compensated),
+        ratio, achieved_ratio, n_models, n_refused (models on which it was refused),
+        pooled and worst (over models, the mean and the largest Δloss on the corpus that
+        was fitted to, of the mean over seeds), spread (standard deviation of the mean
+        over seeds), other (pooled, on the other corpora), agreement, accuracy_change,
+        parameters_saved, routed_flops_saved, speedup, fit_seconds, fit_peak_bytes
+        (means over models of what was measured, else NaN), and best: whether no method
+        of the group has a lower Δloss, the mean over ratios.
+    """
+    keys = ["variant", "ratio"]
+    rows = [_summary(part) for _, part in measured.groupby(keys, sort=False)]
+    data = pd.DataFrame(rows)
+    return data.assign(best=data["variant"].isin(_best_of_groups(data)))
+
+
+def _summary(part: pd.DataFrame) -> dict[str, Any]:
+    first = part.iloc[0]
+    refused = part["refused"].notna() & part["refused"].ne("")
+    done = part[~refused].dropna(axis=1, how="all")
+    suffix = ", compensated" if first["variant"].endswith(_SUFFIX) else ""
+    row: dict[str, Any] = {
+        "variant": first["variant"],
+        "group": f"{first['kind']}{suffix}",
+        "ratio": first["ratio"],
+        "n_models": done["model"].nunique(),
+        "n_refused": part.loc[refused, "model"].nunique(),
+    }
+    return row | _measures(done) if len(done) else row
+
+
+def _measures(done: pd.DataFrame) -> dict[str, float]:
+    """The numbers of rows that were not refused, of one method at one ratio."""
+    own = done.groupby("model")[f"delta_nll {_CORPUS}"].mean()
+    names = [name for name in done if str(name).startswith("delta_nll ")]
+    others = [name for name in names if not name.endswith(f" {_CORPUS}")]
+    derived = done.assign(
+        accuracy_change=_column(done, "accuracy") - _column(done, "accuracy_dense"),
+        speedup=_column(done, "tokens_per_second")
+        / _column(done, "tokens_per_second_dense"),
+        other=done[others].mean(axis=1),
+        agreement=done[f"agreement {_CORPUS}"],
+        **{name: _column(done, name) for name in ("fit_seconds", "fit_peak_bytes")},
+    )
+    means = derived.groupby("model").mean(numeric_only=True).mean()
+    wanted = (
+        "achieved_ratio", "other", "agreement", "accuracy_change", "parameters_saved",
+        "routed_flops_saved", "speedup", "fit_seconds", "fit_peak_bytes",
+    )  # fmt: skip
+    by_seed = done.groupby("seed")[f"delta_nll {_CORPUS}"].mean()
+    pooled = {"pooled": own.mean(), "worst": own.max(), "spread": by_seed.std()}
+    return pooled | {name: means[name] for name in wanted}
+
+
+def _column(rows: pd.DataFrame, name: str) -> pd.Series:
+    """A column that is only there if it was measured."""
+    return rows[name] if name in rows else pd.Series(np.nan, index=rows.index)
+
+
+def _best_of_groups(data: pd.DataFrame) -> list[str]:
+    """The best method of each group, among those with all models and ratios."""
+    means = _complete(data).groupby(["group", "variant"], sort=False)["pooled"]
+    full = means.mean()[means.count() == data["ratio"].nunique()]
+    return [names[1] for names in full.groupby("group").idxmin()]
+
+
+def _complete(data: pd.DataFrame) -> pd.DataFrame:
+    """The rows with all models, which alone can be compared."""
+    return data[data["n_models"].eq(data["n_models"].max())]
+
+
+# --- Δloss against the ratio ----------------------------------------------------------
+
+
+@styled
+def plot_methods(
+    data: pd.DataFrame, *, measure: str = "pooled", ax: Axes | None = None
+) -> Axes:
+    """A line for each method of a group, with its name at the end.
+
+    HEAPr, `compress` and the best of the group are coloured.
+
+    Args:
+        data: from `methods_data`, of one group; methods that some model refuses have no
+            point at that ratio.
+        measure: "pooled" or "worst".
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ax = own_axes(ax)
+    _label_ends({ax: _draw_lines(ax, data, measure)})
+    return ax
+
+
+def _draw_lines(ax: Axes, data: pd.DataFrame, measure: str) -> _Ends:
+    ends: _Ends = {}
+    ordered = _complete(data).sort_values("achieved_ratio", kind="stable")
+    for name, rows in ordered.groupby("variant", sort=False):
+        color = _color(str(name), best=bool(rows["best"].iloc[0]))
+        width = 0.8 if color == REFERENCE_GREY else 1.6
+        x, y = rows["achieved_ratio"], rows[measure]
+        ax.plot(x, y, color=color, linewidth=width, marker=".", markersize=3)
+        ends[str(name)] = float(x.iloc[-1]), float(y.iloc[-1]), color
+    ax.axhline(0, **REFERENCE_LINE)
+    ax.set_yscale("symlog", linthresh=_LINEAR_BELOW)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
+    ax.set_xlabel("removed of the routed parameters [%]")
+    ax.set_ylabel(MEASURES[measure])
+    show_percent(ax.xaxis)
+    return ends
+
+
+def _color(name: str, *, best: bool) -> str:
+    """Of a few methods their own colour, of most grey."""
+    if name in (PAPER, OURS):
+        return look(name).color
+    return COLORS[2] if best else REFERENCE_GREY
+
+
+def _label_ends(ends: Mapping[Axes, _Ends]) -> None:
+    """The names to the right of each Axes, moved apart where they would overlap."""
+    for ax in list(ends)[:1]:
+        figure_with(ax).draw_without_rendering()  # which places all Axes
+    for ax, own in ends.items():
+        gap = _GAP / 72 * ax.figure.dpi / ax.bbox.height
+        free = -np.inf
+        for name, (x, y, color) in sorted(own.items(), key=lambda item: item[1][1]):
+            pixel = ax.transData.transform((x, y))
+            free = max(ax.transAxes.inverted().transform(pixel)[1], free + gap)
+            ax.annotate(
+                name.removesuffix(_SUFFIX),
+                (x, y),
+                xytext=(1.03, free),
+                textcoords="axes fraction",
+                color=color,
+                fontsize=_FONT,
+                va="center",
+                annotation_clip=False,
+            )
+
+
+@styled
+def figure_methods(data: pd.DataFrame) -> Figure:
+    """A row for each group: mean and worst model; at the bottom Δloss against cost."""
+    groups, ends = list(data["group"].drop_duplicates()), {}
+    figure = plt.figure(figsize=(7, 2.1 * len(groups) + 2.8))
+    heights = [*[2.1] * len(groups), 2.8]
+    grid = figure.add_gridspec(len(heights), len(MEASURES), height_ratios=heights)
+    for column, measure in enumerate(MEASURES):
+        first = None
+        for place, group in enumerate(groups):
+            first = ax = figure.add_subplot(
+                grid[place, column], sharex=first, sharey=first
+            )
+            ends[ax] = _draw_lines(ax, data[data["group"].eq(group)], measure)
+            ax.set_title(group)
+            if place < len(groups) - 1:
+                ax.set_xlabel("")
+    plot_method_costs(_with_front(data), ax=figure.add_subplot(grid[-1, :]))
+    _label_ends(ends)
+    return figure
+
+
+# --- Δloss against cost ---------------------------------------------------------------
+
+
+def method_costs_data(measured: pd.DataFrame) -> pd.DataFrame:
+    """What fitting takes, and what it gains, at the ratio that was timed.
+
+    Args:
+        measured: rows of `benchmarks/methods.py`.
+
+    Returns:
+        Columns variant, group, ratio, fit_seconds, fit_peak_bytes, pooled, best, and
+        efficient: whether no other method has less Δloss in less time.
+    """
+    return _with_front(methods_data(measured))
+
+
+def _with_front(data: pd.DataFrame) -> pd.DataFrame:
+    columns = [
+        "variant", "group", "ratio", "fit_seconds", "fit_peak_bytes", "pooled", "best",
+    ]  # fmt: skip
+    rows = _complete(data).dropna(subset=["fit_seconds", "pooled"])[columns]
+    rows = rows.sort_values(["fit_seconds", "pooled"], ignore_index=True)
+    before = rows["pooled"].cummin().shift(fill_value=np.inf)
+    return rows.assign(efficient=rows["pooled"] < before)
+
+
+@styled
+def plot_method_costs(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Δloss against seconds of fitting; those on the Pareto front are joined and named.
+
+    Args:
+        data: from `method_costs_data`.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ax = own_axes(ax)
+    front = data[data["efficient"]]
+    ax.step(
+        front["fit_seconds"],
+        front["pooled"],
+        where="post",
+        color=REFERENCE_GREY,
+        linewidth=1,
+        label="Pareto front",
+    )
+    for row in data.itertuples():
+        named = row.efficient or row.best or row.variant in (PAPER, OURS)
+        color = _color(row.variant, best=row.best)
+        face = color if row.efficient else "white"
+        point = (row.fit_seconds, row.pooled)
+        ax.plot(*point, marker="o", color=color, markerfacecolor=face, markersize=4)
+        if named:
+            ax.annotate(
+                row.variant,
+                point,
+                xytext=(3, 3),
+                textcoords="offset points",
+                fontsize=_FONT,
+                color=color,
+            )
+    ax.set_xscale("log")
+    ax.set_yscale("symlog", linthresh=_LINEAR_BELOW)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
+    ratio = f"{data['ratio'].iloc[0]:.0%} removed" if len(data) else ""
+    ax.set_xlabel("fitting, CPU time of one thread [s] ↓")
+    ax.set_ylabel(MEASURES["pooled"])
+    ax.set_title(ratio)
+    ax.legend()
+    return ax
+
+
+# --- tables ---------------------------------------------------------------------------
+
+
+def methods_table(data: pd.DataFrame) -> pd.DataFrame:
+    """`methods_data` for readers: a row for each method, the best of a group first.
+
+    The columns after the ratios are of the ratio at which fitting was timed.
+    """
+    timed = data.loc[data["fit_seconds"].notna(), "ratio"]
+    at = timed.iloc[0] if len(timed) else data["ratio"].max()
+    rows = []
+    for name, own in data.groupby("variant", sort=False):
+        by_ratio = own.set_index("ratio")
+        row: dict[str, Any] = {"compresses": own["group"].iloc[0], "method": name}
+        for ratio in sorted(data["ratio"].unique()):
+            loss = by_ratio["pooled"].get(ratio, np.nan)
+            row[f"Δloss at {ratio:.0%} [{PER_TOKEN}] ↓"] = loss
+        row["refused by, models"] = int(own["n_refused"].max())
+        if at in by_ratio.index:
+            row |= _more(by_ratio.loc[at], f"at {at:.0%}")
+        rows.append(row)
+    table = pd.DataFrame(rows)
+    order = ["compresses", f"Δloss at {at:.0%} [{PER_TOKEN}] ↓"]
+    return table.sort_values(order, kind="stable", ignore_index=True)
+
+
+def _more(row: pd.Series, at: str) -> dict[str, Any]:
+    return {
+        f"± over seeds, {at}": row["spread"],
+        f"worst model {at} ↓": row["worst"],
+        f"other corpora {at} ↓": row["other"],
+        "same next token [%] ↑": 100 * row["agreement"],
+        "accuracy, change [%] ↑": 100 * row["accuracy_change"],
+        "parameters saved [%] ↑": 100 * row["parameters_saved"],
+        "routed FLOPs saved [%] ↑": 100 * row["routed_flops_saved"],
+        "speed [× dense] ↑": row["speedup"],
+        "fitting [s] ↓": row["fit_seconds"],
+        "memory of fitting [MB] ↓": row["fit_peak_bytes"] / 1e6,
+    }
+
+
+def published_table() -> pd.DataFrame:
+    """The paper's rows on the methods that it compares, marked as published.
+
+    Columns source, model, ratio, method, perplexity (WikiText-2), accuracy (the mean of
+    the seven tasks; NaN where the paper omits one), and relative, the perplexity
+    divided by the dense model's.
+    """
+    table = paper_table("main_results")
+    perplexity = table["wikitext2_ppl"].astype(float)
+    dense = table[table["method"].eq("Original")].set_index("model")["wikitext2_ppl"]
+    tasks = table[list(PAPER_TASKS)].astype(float)
+    return pd.DataFrame(
+        {
+            "source": "published, not measured here",
+            "model": table["model"],
+            "ratio": table["ratio"],
+            "method": table["method"],
+            "perplexity": perplexity,
+            "accuracy": tasks.mean(axis=1, skipna=False),
+            "relative": perplexity / table["model"].map(dense.astype(float)),
+        }
+    )
+
+
+def rankings_table(data: pd.DataFrame) -> pd.DataFrame:
+    """The order of methods in the paper beside that in `methods_data`.
+
+    One row for each published model and ratio and each method that was measured here:
+    its published perplexity divided by the dense model's, its Δloss here at the nearest
+    ratio, both ranks among these methods (1 is best), and whether they agree.
+    """
+    ours = {_plain(name): name for name in data["variant"]}
+    ratios = np.sort(data["ratio"].unique())
+    found = []
+    complete = _complete(data)
+    for _, rows in published_table().query("ratio > 0").groupby(["model", "ratio"]):
+        nearest = ratios[np.abs(ratios - rows["ratio"].iloc[0]).argmin()]
+        at = complete[complete["ratio"].eq(nearest)]
+        losses = at.set_index("variant")["pooled"]
+        names = rows["method"].map(_plain).map(ours)
+        known = rows.assign(name=names)[names.isin(losses.index)]
+        if len(known) > 1:
+            known = known.assign(here=losses.loc[known["name"]].to_numpy())
+            found.append(_ranked(known, nearest))
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+
+
+def _ranked(known: pd.DataFrame, nearest: float) -> pd.DataFrame:
+    ranks = {name: known[name].rank().astype(int) for name in ("relative", "here")}
+    return pd.DataFrame(
+        {
+            "published model": known["model"],
+            "published ratio": known["ratio"],
+            "method": known["name"],
+            "published perplexity ÷ dense ↓": known["relative"],
+            "rank there": ranks["relative"],
+            "ratio here": nearest,
+            "Δloss here ↓": known["here"],
+            "rank here": ranks["here"],
+            "same rank": ranks["relative"].eq(ranks["here"]),
+        }
+    )
+
+
+def _plain(name: str) -> str:
+    """A method's name without case, hyphens and accents: D^2-MoE is d2moe."""
+    plain = "".join(char for char in name.lower() if char.isalnum())
+    return plain.removesuffix("like")

@@ -1,0 +1,149 @@
+"""Compression methods side by side: rows, lines with names, the front, and tables."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from figure_rows import measured_methods
+
+from heapr_lab import figures
+from heapr_lab.figures.methods import COLORS, REFERENCE_GREY
+
+
+def at(data: pd.DataFrame, variant: str, ratio: float) -> pd.Series:
+    """The row of one method and ratio."""
+    found = data[data["variant"].eq(variant) & data["ratio"].eq(ratio)]
+    assert len(found) == 1
+    return found.iloc[0]
+
+
+def test_rows_are_over_models_and_seeds() -> None:
+    """HEAPr at 25 %: (0.11 + 0.31) / 2 on pydocs, 3 · (0.2 + 0.6) / 2 on the others."""
+    row = at(figures.methods_data(measured_methods()), "heapr", 0.25)
+    assert row["group"] == "atoms"
+    assert row["n_models"] == 2
+    assert row["n_refused"] == 0
+    expected = {
+        "pooled": 0.21,
+        "worst": 0.31,
+        "spread": np.std([0.2, 0.22], ddof=1),
+        "other": 0.6,
+        "agreement": 0.75,
+        "accuracy_change": -0.1,
+        "parameters_saved": 0.125,
+        "routed_flops_saved": 0.25,
+        "speedup": 1.5,
+        "fit_seconds": 8.0,
+        "fit_peak_bytes": 2e6,
+    }
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(value), name
+
+
+def test_what_a_model_refuses_is_counted_and_not_drawn() -> None:
+    """REAP at 50 % is of one model alone: in the rows, but no point of the line."""
+    data = figures.methods_data(measured_methods())
+    row = at(data, "reap", 0.5)
+    assert (row["n_models"], row["n_refused"]) == (1, 1)
+    assert row["pooled"] == pytest.approx(0.61)
+    ax = figures.plot_methods(data[data["group"].eq("experts")])
+    (line,) = [own for own in ax.get_lines() if own.get_marker() == "."]
+    assert line.get_xdata() == pytest.approx([0.25])
+    assert not data[data["group"].eq("experts")]["best"].any()
+
+
+def test_nothing_is_refused_if_the_column_is_empty() -> None:
+    """As it is where a table without any refusal was read from a file."""
+    measured = measured_methods().query("variant == 'heapr'")
+    data = figures.methods_data(measured.assign(refused=np.nan))
+    pd.testing.assert_frame_equal(data, figures.methods_data(measured))
+    assert data["n_refused"].eq(0).all()
+
+
+def test_the_best_and_heapr_are_coloured_and_all_are_named() -> None:
+    """Random is grey; names stand in the order of the losses, and do not overlap."""
+    data = figures.methods_data(measured_methods())
+    assert set(data.loc[data["best"], "variant"]) == {"heapr", "heapr + compensation"}
+    ax = figures.plot_methods(data[data["group"].eq("atoms")], measure="worst")
+    heights = {text.get_text(): text.xyann[1] for text in ax.texts}
+    assert list(heights) == ["heapr", "random"]
+    assert heights["heapr"] < heights["random"]
+    colors = {text.get_text(): text.get_color() for text in ax.texts}
+    assert colors == {"heapr": figures.look("heapr").color, "random": REFERENCE_GREY}
+    alone = figures.plot_methods(data[data["group"].eq("atoms, compensated")])
+    (text,) = alone.texts
+    assert (text.get_text(), text.get_color()) == ("heapr", COLORS[2])
+
+
+def test_names_of_equal_lines_are_moved_apart() -> None:
+    """Eight methods with the same loss have eight heights."""
+    own = figures.methods_data(measured_methods()).query("variant == 'heapr'")
+    names = [f"method {number}" for number in range(8)]
+    data = pd.concat([own.assign(variant=name) for name in names])
+    heights = sorted(text.xyann[1] for text in figures.plot_methods(data).texts)
+    assert min(np.diff(heights)) > 0.02
+
+
+def test_every_group_has_a_row_of_panels() -> None:
+    """Mean and worst model of three groups, and the costs below."""
+    figure = figures.figure_methods(figures.methods_data(measured_methods()))
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    groups = ["atoms", "atoms, compensated", "experts"]
+    assert titles == [*groups, *groups, "25% removed"]
+    assert len({ax.get_ylim() for ax in figure.axes[:3]}) == 1  # to be compared
+
+
+def test_the_front_is_of_methods_that_none_beats() -> None:
+    """Random, then REAP, HEAPr and compensated: each is slower and better."""
+    data = figures.method_costs_data(measured_methods())
+    order = ["random", "reap", "heapr", "heapr + compensation"]
+    assert data["variant"].tolist() == order
+    assert data["efficient"].all()
+    slow = measured_methods()
+    slow.loc[slow["variant"].eq("reap"), "fit_seconds"] *= 10
+    data = figures.method_costs_data(slow).set_index("variant")
+    assert data["efficient"].to_dict() == {
+        "random": True,
+        "heapr": True,
+        "heapr + compensation": True,
+        "reap": False,
+    }
+    ax = figures.plot_method_costs(data.reset_index())
+    assert {text.get_text() for text in ax.texts} == set(order) - {"reap"}
+
+
+def test_the_table_has_a_row_for_each_method() -> None:
+    """Best first within what is compressed, with what was measured at 25 %."""
+    table = figures.methods_table(figures.methods_data(measured_methods()))
+    assert table["method"].tolist() == [
+        "heapr",
+        "random",
+        "heapr + compensation",
+        "reap",
+    ]
+    row = table.iloc[0]
+    assert row["Δloss at 50% [nats per token] ↓"] == pytest.approx(0.81)
+    assert row["worst model at 25% ↓"] == pytest.approx(0.31)
+    assert row["memory of fitting [MB] ↓"] == pytest.approx(2)
+    assert table["refused by, models"].tolist() == [0, 0, 0, 1]
+
+
+def test_published_rows_are_marked_and_ranked_beside_ours() -> None:
+    """NAEE is behind HEAPr in the paper; here it is made to be in front."""
+    published = figures.published_table()
+    assert published["source"].eq("published, not measured here").all()
+    assert published.query("method == 'Original'")["relative"].eq(1).all()
+    measured = measured_methods()
+    reap = measured["variant"].eq("reap")
+    measured = measured[~(reap & measured["ratio"].eq(0.5))].copy()
+    measured.loc[reap, "variant"] = "naee"
+    measured.loc[reap, "delta_nll pydocs"] = 0.001
+    table = figures.rankings_table(figures.methods_data(measured))
+    assert set(table["method"]) == {"naee", "heapr"}
+    own = table[table["published ratio"].eq(0.2)].set_index("method")
+    assert own.loc["heapr", ["rank there", "rank here"]].tolist() == [1, 2]
+    assert own.loc["naee", "published perplexity ÷ dense ↓"] == pytest.approx(
+        9.44 / 6.38
+    )
+    assert not own["same rank"].any()
+    alone = measured[measured["variant"].eq("random")]
+    assert figures.rankings_table(figures.methods_data(alone)).empty
