@@ -1,0 +1,57 @@
+"""benchmarks/method_twins.py: the restatements are those of ours, on a tiny model."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+
+from benchmarks import method_twins
+from heapr_lab.models.expert_calls import iter_expert_calls
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.oracle
+
+IDS = tiny_ids(n_sequences=6, seq_len=10)
+WINDOWS = CalibrationSet.from_ids(IDS)
+
+
+def model_of(family: str) -> Any:
+    """A tiny model of eight experts, of which one in eight is one."""
+    sizes = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
+    return tiny_model(family, **sizes)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_the_plain_layer_is_the_models(family: str) -> None:
+    """Its experts, routing and output equal what the model's own layers did."""
+    model = model_of(family)
+    layers = method_twins.layers_of(model, IDS)
+    for layer, (_, calls) in zip(layers, iter_expert_calls(model, IDS), strict=True):
+        x = torch.cat(layer.inputs)
+        torch.testing.assert_close(x, calls.hidden_states)
+        # the family's router computes the softmax in float32
+        torch.testing.assert_close(layer.output(x), calls.output, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["naee", "reap"])
+def test_restatements_find_what_ours_find(name: str) -> None:
+    """The same experts are kept in every layer."""
+    model = model_of("qwen3_moe")
+    found: Any = method_twins.fitted(name, model, WINDOWS)
+    assert found.kept == method_twins.TWINS[name](model, IDS, 1)
+    assert all(len(own) == 7 for own in found.kept.values())
+
+
+def test_merging_leaves_one_expert_less() -> None:
+    """The merged W_down of eight experts are those of seven clusters."""
+    merged = method_twins.hc_smoe(model_of("qwen3_moe"), IDS, 1)
+    assert [len(own) for own in merged.values()] == [7, 7]
+
+
+def test_methods_with_gradients_are_found_by_what_they_do() -> None:
+    """HEAPr computes them, and so does a method of the same statistics; REAP not."""
+    model = model_of("qwen3_moe")
+    names = ("heapr", "fisher-moe-like", "reap")
+    found = [method_twins.by_gradients(name, model, WINDOWS) for name in names]
+    assert found == [True, True, False]
