@@ -117,6 +117,20 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 table=figures.beyond_table,
             ),
             Benchmark(
+                "methods",
+                "methods.py",
+                "Every method on the same models and text",
+                table=figures.methods_table,
+                data=figures.methods_data,
+                figure=figures.figure_methods,
+                stem="15_methods",
+            ),
+            Benchmark(
+                "method_twins",
+                "method_twins.py",
+                "Methods beside plain restatements of their public code",
+            ),
+            Benchmark(
                 "solves",
                 "solves.py",
                 "What compress costs at true widths",

@@ -33,7 +33,7 @@ def _sources(name: str, kind: str) -> list[str]:
 def test_the_notebooks_are_there_and_listed() -> None:
     """The README of the folder has a row for each notebook."""
     readme = (FOLDER / "README.md").read_text()
-    assert [name[:2] for name in NAMES] == [f"{number:02d}" for number in range(11)]
+    assert [name[:2] for name in NAMES] == [f"{number:02d}" for number in range(12)]
     assert [name for name in NAMES if f"]({name})" not in readme] == []
 
 
@@ -135,10 +135,10 @@ def _number(stem: str) -> int:
 def test_reproduce_makes_every_figure_and_table(stranger: Clone) -> None:
     """The main job on the small profile, with nothing but what is tracked."""
     drawn = {path.stem for path in stranger.figures.glob("*.png")}
-    assert {_number(name) for name in drawn} == set(range(1, 15))
+    assert {_number(name) for name in drawn} == set(range(1, 16))
     assert {path.stem for path in stranger.figures.glob("*.pdf")} == drawn
     tables = {_number(path.stem) for path in stranger.figures.glob("*_table.csv")}
-    assert tables == {0, 5, 6, 8, 9, 10, 11, 12, 13, 14}
+    assert tables == {0, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15}
     assert all(path.stat().st_size > 0 for path in stranger.figures.glob("*_table.*"))
     assert "perplexity, dense" in stranger.output
 
