@@ -1,6 +1,7 @@
 """Compression methods side by side: Δloss against the ratio, and against its cost."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -145,9 +146,10 @@ def _draw_lines(ax: Axes, data: pd.DataFrame, measure: str) -> _Ends:
     ordered = _complete(data).sort_values("achieved_ratio", kind="stable")
     for name, rows in ordered.groupby("variant", sort=False):
         color = _color(str(name), best=bool(rows["best"].iloc[0]))
-        width = 0.8 if color == REFERENCE_GREY else 1.6
+        front = color != REFERENCE_GREY
+        line = {"linewidth": 1.6 if front else 0.8, "zorder": 3 if front else 2}
         x, y = rows["achieved_ratio"], rows[measure]
-        ax.plot(x, y, color=color, linewidth=width, marker=".", markersize=3)
+        ax.plot(x, y, color=color, marker=".", markersize=3, **line)
         ends[str(name)] = float(x.iloc[-1]), float(y.iloc[-1]), color
     ax.axhline(0, **REFERENCE_LINE)
     ax.set_yscale("symlog", linthresh=_LINEAR_BELOW)
@@ -170,21 +172,31 @@ def _label_ends(ends: Mapping[Axes, _Ends]) -> None:
     for ax in list(ends)[:1]:
         figure_with(ax).draw_without_rendering()  # which places all Axes
     for ax, own in ends.items():
+        to_axes = ax.transData + ax.transAxes.inverted()
+        ordered = sorted(own.items(), key=lambda item: item[1][1])
+        heights = [float(to_axes.transform(end[:2])[1]) for _, end in ordered]
         gap = _GAP / 72 * ax.figure.dpi / ax.bbox.height
-        free = -np.inf
-        for name, (x, y, color) in sorted(own.items(), key=lambda item: item[1][1]):
-            pixel = ax.transData.transform((x, y))
-            free = max(ax.transAxes.inverted().transform(pixel)[1], free + gap)
+        places = _apart(heights, gap)
+        for (name, (x, y, color)), height in zip(ordered, places, strict=True):
             ax.annotate(
                 name.removesuffix(_SUFFIX),
                 (x, y),
-                xytext=(1.03, free),
+                xytext=(1.03, height),
                 textcoords="axes fraction",
                 color=color,
                 fontsize=_FONT,
                 va="center",
                 annotation_clip=False,
             )
+
+
+def _apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights at least `gap` apart, moved up, then down from the top (1)."""
+    places = list(itertools.accumulate(heights, lambda low, own: max(own, low + gap)))
+    down = itertools.accumulate(
+        reversed(places), lambda high, own: min(own, high - gap), initial=1.0 + gap
+    )
+    return list(down)[:0:-1]
 
 
 @styled

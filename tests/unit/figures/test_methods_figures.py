@@ -6,7 +6,7 @@ import pytest
 from figure_rows import measured_methods
 
 from heapr_lab import figures
-from heapr_lab.figures.methods import COLORS, REFERENCE_GREY
+from heapr_lab.figures.methods import COLORS, REFERENCE_GREY, _apart
 
 
 def at(data: pd.DataFrame, variant: str, ratio: float) -> pd.Series:
@@ -81,6 +81,14 @@ def test_names_of_equal_lines_are_moved_apart() -> None:
     data = pd.concat([own.assign(variant=name) for name in names])
     heights = sorted(text.xyann[1] for text in figures.plot_methods(data).texts)
     assert min(np.diff(heights)) > 0.02
+    assert max(heights) <= 1
+
+
+def test_names_stand_between_their_lines_and_the_top() -> None:
+    """Moved up by what is missing, and down again where there is no more room."""
+    assert _apart([0.1, 0.2, 0.5], 0.25) == pytest.approx([0.1, 0.35, 0.6])
+    assert _apart([0.5, 0.9, 0.9, 0.9], 0.25) == pytest.approx([0.25, 0.5, 0.75, 1])
+    assert _apart([], 0.25) == []
 
 
 def test_every_group_has_a_row_of_panels() -> None:
