@@ -56,8 +56,7 @@ class ExpertsLayer:
     @property
     def down(self) -> torch.Tensor:
         """W_down of every expert, (E, D, I), a view."""
-        weight: torch.Tensor = filled(self.module).down_proj
-        return weight.transpose(1, 2) if self.module.is_transposed else weight
+        return self.oriented(filled(self.module).down_proj)
 
     @property
     def up_rows(self) -> torch.Tensor:
@@ -65,9 +64,24 @@ class ExpertsLayer:
 
         Rows are in the family's own order; `atom_rows` gives those of an atom.
         """
-        name = "gate_up_proj" if self.gated else "up_proj"
-        weight: torch.Tensor = getattr(filled(self.module), name)
-        return weight.transpose(1, 2) if self.module.is_transposed else weight
+        return self.oriented(getattr(filled(self.module), self._up_name))
+
+    @property
+    def projections(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The parameters of which `up_rows` and `down` are views."""
+        module = filled(self.module)
+        return getattr(module, self._up_name), module.down_proj
+
+    @property
+    def _up_name(self) -> str:
+        return "gate_up_proj" if self.gated else "up_proj"
+
+    def oriented(self, projection: torch.Tensor) -> torch.Tensor:
+        """A tensor like one of `projections` as `up_rows` and `down` have it; a view.
+
+        Shapes: (E, out, in), whatever the module's own.
+        """
+        return projection.transpose(1, 2) if self.module.is_transposed else projection
 
     @property
     def up_bias(self) -> torch.Tensor | None:
@@ -133,12 +147,25 @@ class ExpertsLayer:
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def _halves(self, rows: torch.Tensor, end: str) -> dict[str, torch.Tensor]:
-        """The rows (2I, …) of W_gate and W_up, or all as those of W_up."""
+        """The rows (2I, …) of W_gate and W_up, or all as those of W_up; views."""
+        names = ("gate", "up") if self.gated else ("up",)
+        parts = self.by_atom(rows.movedim(0, -1)).movedim(-2, 0).unbind(-1)
+        return {f"{name}{end}": part for name, part in zip(names, parts, strict=True)}
+
+    def by_atom(self, rows: torch.Tensor) -> torch.Tensor:
+        """Values of the rows of `up_rows`, as gate and up of each atom.
+
+        Shapes: rows (..., 2I) with a gate, else (..., I); result (..., I, 2) or
+        (..., I, 1).
+        """
         if not self.gated:
-            return {f"up{end}": rows}
-        concatenated = self.module.is_concatenated
-        gate, up = rows.chunk(2) if concatenated else (rows[::2], rows[1::2])
-        return {f"gate{end}": gate, f"up{end}": up}
+            return rows[..., None]
+        found: torch.Tensor
+        if self.module.is_concatenated:
+            found = rows.unflatten(-1, (2, -1)).transpose(-1, -2)
+        else:
+            found = rows.unflatten(-1, (-1, 2))
+        return found
 
     @torch.no_grad()
     def squared_norms(self) -> dict[str, torch.Tensor]:
@@ -147,13 +174,10 @@ class ExpertsLayer:
         # vector_norm needs no copy as large as the weights.
         rows = torch.linalg.vector_norm(self.up_rows, dim=-1, dtype=wide)
         down = torch.linalg.vector_norm(self.down, dim=1, dtype=wide)
-        rows, norms = rows.square(), {"w_down_sq": down.square()}  # rows (E, 2I or I)
-        if not self.gated:
-            return norms | {"w_up_sq": rows}
-        halves = rows.unflatten(1, (2, -1) if self.module.is_concatenated else (-1, 2))
-        axis = 1 if self.module.is_concatenated else 2
-        gate, up = halves.unbind(axis)
-        return norms | {"w_up_sq": up, "w_gate_sq": gate}
+        squares = self.by_atom(rows.square()).unbind(-1)  # each (E, I)
+        names = ("w_gate_sq", "w_up_sq") if self.gated else ("w_up_sq",)
+        of_rows = dict(zip(reversed(names), reversed(squares), strict=True))
+        return {"w_down_sq": down.square()} | of_rows
 
 
 @torch.no_grad()  # views that autograd records, made in two threads, can deadlock it
