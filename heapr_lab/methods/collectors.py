@@ -7,7 +7,7 @@ before its routing weight p.
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -26,6 +26,7 @@ from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.text.calibration import CalibrationSet
 
 _ROWS_AT_ONCE = 4096
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,12 @@ class Measurements:
             self._collected |= collect(self.model, self.calibration, new, progress)
         return self._collected[collector.name]
 
-    def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What `compute` returned for `name`, computed when it is first asked for."""
+    def once(self, name: str, measure: Callable[[], T]) -> T:
+        """What `measure` returned when it was first asked for by that name."""
         if name not in self._once:
-            self._once[name] = compute()
-        return self._once[name]
+            self._once[name] = measure()
+        found: T = self._once[name]
+        return found
 
     @functools.cached_property
     def portfolio(self) -> Portfolio:

@@ -126,7 +126,7 @@ def step(found: Compression, name: str, model: nn.Module) -> float:
     atoms = sum(layer.n_experts * layer.d_inter for layer in layers)
     if name == "heapr-expert":
         return layers[0].d_inter / atoms
-    if name == "minitron":
+    if name in ("minitron", "intdim-e"):
         return sum(layer.n_experts for layer in layers) / atoms
     if isinstance(found, AtomCompression):
         return len(layers) / atoms
