@@ -45,7 +45,7 @@ class LayerLoss:
         """
         self._axis, self._inputs = axis.of_router(), calls.hidden_states
         self._n_experts = axis.layer.n_experts
-        weights, index = _routed(axis.router, calls)
+        _, weights, index = routed_anew(axis.router, calls)
         self._dense = self._dispersed(index, weights, range(self._n_experts))
         outputs = [
             expert_output(axis.layer, self._inputs, expert).double()
@@ -71,14 +71,18 @@ class LayerLoss:
         return whole.scatter_add_(1, numbers[index], weights.double())
 
 
-def _routed(router: nn.Module, calls: ExpertCalls) -> tuple[torch.Tensor, torch.Tensor]:
-    """The router's own weights and experts (T, K), which must be those of `calls`.
+def routed_anew(
+    router: nn.Module, calls: ExpertCalls
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the router makes of the experts' inputs: logits, weights, experts (T, K).
+
+    The experts must be those of `calls`.
 
     Raises:
         LayoutError: they are not, so that tokens cannot be routed anew.
     """
     try:
-        _, weights, index = router(calls.hidden_states)
+        logits, weights, index = router(calls.hidden_states)
         mine, given = index.sort(1).values, calls.top_k_index.sort(1).values
         same = float((mine == given).all(1).double().mean())
     except (TypeError, ValueError, RuntimeError):
@@ -89,7 +93,7 @@ def _routed(router: nn.Module, calls: ExpertCalls) -> tuple[torch.Tensor, torch.
             f"experts that its block used for {same:.1%} of the tokens, expected at "
             f"least {_SAME:.0%}: naee cannot route tokens anew; use reap or frequency"
         )
-    return weights, index
+    return logits, weights, index
 
 
 def best_subset(loss: LayerLoss, n_experts: int, n_gone: int, *, most: int) -> Subset:

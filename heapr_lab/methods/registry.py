@@ -8,13 +8,23 @@ from heapr_lab.errors import SpecError
 from heapr_lab.methods.atoms import ATOMS
 from heapr_lab.methods.camera import CAMERA
 from heapr_lab.methods.experts import EXPERTS
+from heapr_lab.methods.hc_smoe import HC_SMOE
 from heapr_lab.methods.intdim import INTDIM
 from heapr_lab.methods.method import Method
 from heapr_lab.methods.naee import NAEE
+from heapr_lab.methods.sub_moe import SUB_MOE
 
 GROUP = "heapr_lab.methods"
 """The entry-point group of plug-ins; each entry is a `Method`."""
-_OURS = (*ATOMS, *INTDIM, CAMERA, *EXPERTS, NAEE)
+_OURS = (
+    *ATOMS,
+    *INTDIM,
+    CAMERA,
+    *EXPERTS,
+    NAEE,
+    HC_SMOE,
+    SUB_MOE,
+)
 
 
 def found() -> Mapping[str, Method]:

@@ -15,8 +15,13 @@ from transformers import AutoModelForCausalLM
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Measurements
-from heapr_lab.methods.compression import AtomCompression, Compression
+from heapr_lab.methods.compression import (
+    AtomCompression,
+    Compression,
+    ExpertComposition,
+)
 from heapr_lab.methods.method import KINDS, Method
+from heapr_lab.models.composed_experts import tensors_of
 from heapr_lab.models.expert_axes import find_expert_axes
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.text.calibration import CalibrationSet
@@ -78,12 +83,29 @@ def applied(found: Compression, model: nn.Module) -> torch.Tensor:
 
 def same(one: Compression, other: Compression) -> bool:
     """Whether two compressions remove the same and change the same weights."""
+    if isinstance(one, ExpertComposition) and isinstance(other, ExpertComposition):
+        return one.kept == other.kept and same_experts(one, other)
     if not isinstance(one, AtomCompression) or not isinstance(other, AtomCompression):
         return one.kept == other.kept  # type: ignore[attr-defined]
     downs, others = one.downs or {}, other.downs or {}
     equal = downs.keys() == others.keys()
     equal = equal and all(torch.equal(downs[k], others[k]) for k in downs)
     return equal and one.keep == other.keep
+
+
+def same_experts(one: ExpertComposition, other: ExpertComposition) -> bool:
+    """Whether the same experts share tensors, whose values differ by round-off only."""
+    plans, others = (
+        {layer: own.plan for layer, own in found.compositions.items()}
+        for found in (one, other)
+    )
+    return plans == others and all(
+        torch.allclose(a, b, **CLOSE)
+        for layer, own in one.compositions.items()
+        for a, b in zip(
+            tensors_of(own), tensors_of(other.compositions[layer]), strict=True
+        )
+    )
 
 
 def test_every_method_is_described() -> None:

@@ -1,0 +1,252 @@
+"""What methods that merge experts have in common: features, groups and averages.
+
+The experts of a group are replaced by one. The router stays as it is, so each expert of
+the group is that one, whose matrices are stored once.
+
+Shapes: E n_experts, I d_inter, D d_expert; T tokens of all windows; F numbers of each
+atom; f an expert's output before its routing weight.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import nn
+
+from heapr_lab.errors import HeaprLabError, LayoutError
+from heapr_lab.methods.collectors import Collector, expert_output
+from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.method import Request
+from heapr_lab.methods.naee import routed_anew
+from heapr_lab.models.architecture import LayerShape, expert_shares
+from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.models.expert_calls import ExpertCalls
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.streamed import refuse_streamed
+from heapr_lab.pruning.composing import dense_composition
+
+Matrices = dict[str, torch.Tensor]
+"""What `ExpertsLayer.expert` returns."""
+Groups = Sequence[Sequence[int]]
+"""The experts of each group of a layer."""
+Merge = Callable[[ExpertsLayer, Sequence[int]], Matrices]
+"""What a group of experts of a layer becomes."""
+
+NOT_TRAINED = "Nothing is trained afterwards."
+NEVER_ROUTED = (
+    "A group of experts that no calibration token reaches becomes their mean; in the "
+    "authors' code it becomes 0."
+)
+
+# --- what is measured -------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class MeanOutputs:
+    """Means of each expert's output over all tokens of the layer, in float64.
+
+    A token counts for every expert, whether or not it is routed there.
+    """
+
+    plain: torch.Tensor
+    """The mean of f, (E, D)."""
+    gated: torch.Tensor | None
+    """The mean of f times the softmax of the router's logits, (E, D); None where the
+    logits cannot be computed from the experts' inputs."""
+
+
+def _mean_outputs(
+    model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
+) -> MeanOutputs:
+    logits = router_logits(model, layer, calls)
+    weights = torch.ones(2, layer.n_experts, len(calls.output), dtype=torch.float64)
+    if logits is not None:
+        weights[1] = logits.softmax(1).T.cpu()
+    sums = torch.zeros(2, layer.n_experts, layer.d_expert, dtype=torch.float64)
+    start = 0
+    for part in calls.batches():
+        some = weights[:, :, start : start + len(part.output)]
+        for expert in range(layer.n_experts):
+            f = expert_output(layer, part.hidden_states, expert).double().cpu()
+            sums[:, expert] += some[:, expert] @ f
+        start += len(part.output)
+    plain, gated = sums / len(calls.output)
+    return MeanOutputs(plain, None if logits is None else gated)
+
+
+def router_logits(
+    model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
+) -> torch.Tensor | None:
+    """The router's logits of every token, (T, E), in float64.
+
+    None where the router cannot be run on the experts' inputs.
+    """
+    try:
+        axes = {own.layer.layer: own for own in find_expert_axes(model)}
+        logits, _, _ = routed_anew(axes[layer.layer].router, calls)
+    except HeaprLabError:
+        return None
+    return logits.double() if logits.shape[1:] == (layer.n_experts,) else None
+
+
+def _logit_cosines(
+    model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
+) -> np.ndarray | None:
+    logits = router_logits(model, layer, calls)
+    if logits is None:
+        return None
+    units = logits / logits.norm(dim=0).clamp_min(torch.finfo(logits.dtype).tiny)
+    found: np.ndarray = (units.T @ units).cpu().numpy()
+    return found
+
+
+MEAN_OUTPUTS = Collector("mean outputs on all tokens", _mean_outputs)
+"""`MeanOutputs` of each layer."""
+LOGIT_COSINES = Collector("cosines of the router's logits", _logit_cosines)
+"""Cosines between the columns (T,) of the router's logits of each layer, (E, E); None
+where they cannot be computed from the experts' inputs."""
+
+
+def logit_cosines(request: Request) -> dict[int, np.ndarray]:
+    """The cosines between experts' router logits over all tokens, (E, E), by layer.
+
+    Raises:
+        LayoutError: a layer's router cannot be run on the experts' inputs.
+    """
+    found = request.measured.collected(LOGIT_COSINES, request.progress)
+    for layer, own in found.items():
+        if own is None:
+            raise LayoutError(
+                f"the router of layer {layer} does not give, from the inputs of the "
+                f"experts, the experts that tokens were routed to: {request.method} "
+                "needs its logits; use hc-smoe or sub-moe-like"
+            )
+    return found
+
+
+def ranked(request: Request) -> pd.DataFrame:
+    """The rows of `expert_statistics`, those of the most used experts first.
+
+    Ties go by the summed routing weight, then by the norm of the weights, so that the
+    numbers of experts do not matter. With the columns `share`, of its layer's routed
+    tokens, and `norm`, Σ w² of the expert.
+    """
+    frame = request.measured.experts(request.progress)
+    shares = expert_shares(frame, request.measured.architecture.layers)
+    norms = [
+        sum(own.double().sum(1).cpu() for own in layer.squared_norms().values())
+        for layer in find_experts(request.model)
+    ]
+    frame = frame.assign(
+        share=np.concatenate([shares[k] for k in sorted(shares)]),
+        norm=np.concatenate(norms),
+    )
+    order = ["share", "sum_p", "norm"]
+    return frame.sort_values(order, ascending=False, kind="stable")
+
+
+# --- groups -----------------------------------------------------------------------
+
+
+def n_groups(shape: LayerShape, ratio: Fraction) -> int:
+    """The number of different experts that a layer is left with: E − ⌊ratio · E⌋."""
+    return shape.n_experts - int(ratio * shape.n_experts)
+
+
+def groups_of(labels: Sequence[int]) -> Groups:
+    """The experts with equal labels, each group ascending, in order of its first."""
+    numbers = list(labels)
+    return [
+        [expert for expert, own in enumerate(numbers) if own == label]
+        for label in dict.fromkeys(numbers)
+    ]
+
+
+def merged(
+    request: Request, groups: Mapping[int, Groups], merge: Merge
+) -> ExpertComposition:
+    """The compression in which each group of experts is what `merge` makes of it.
+
+    Layers in which every expert is a group of its own are unchanged, as are such
+    experts elsewhere.
+
+    Raises:
+        SpecError: the model is streamed.
+    """
+    compositions = {}
+    for layer in find_experts(request.model):
+        own = groups[layer.layer]
+        if len(own) < layer.n_experts:
+            matrices = [merge_group(layer, group, merge) for group in own]
+            of = {expert: i for i, group in enumerate(own) for expert in group}
+            index = tuple(of[expert] for expert in range(layer.n_experts))
+            compositions[layer.layer] = dense_composition(matrices, index)
+    shapes = request.measured.architecture.layers
+    return ExpertComposition(request.made, compositions, shapes)
+
+
+def merge_group(layer: ExpertsLayer, group: Sequence[int], merge: Merge) -> Matrices:
+    """The matrices of a group; a single expert's are its own."""
+    return layer.expert(group[0]) if len(group) == 1 else merge(layer, group)
+
+
+def refuse_streamed_merge(request: Request) -> None:
+    """Check that all experts are in memory.
+
+    Raises:
+        SpecError: the model is streamed.
+    """
+    refuse_streamed(request.model, remedy="load it with stream=False to merge experts")
+
+
+# --- averages ---------------------------------------------------------------------
+
+
+def averaged(matrices: Sequence[Matrices], weights: Sequence[float]) -> Matrices:
+    """The weighted mean of experts, matrix by matrix; the plain one if all weigh 0."""
+    total = sum(weights)
+    parts = [w / total if total else 1 / len(weights) for w in weights]
+    return {
+        name: _weighted([own[name] for own in matrices], parts) for name in matrices[0]
+    }
+
+
+def _weighted(tensors: Sequence[torch.Tensor], parts: Sequence[float]) -> torch.Tensor:
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    total = torch.zeros_like(tensors[0], dtype=wide)
+    for tensor, part in zip(tensors, parts, strict=True):
+        total += part * tensor.to(wide)
+    return total.to(tensors[0].dtype)
+
+
+Cost = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the atoms (I, F) of two experts, as `atoms_of`, to the cost (I, I) of pairing
+those of the first with those of the second."""
+
+
+def atoms_of(matrices: Matrices) -> torch.Tensor:
+    """All weights of each atom of an expert, (I, F), in float64.
+
+    They are its rows of W_gate and W_up, their biases, and its column of W_down.
+    """
+    down = {"down": matrices["down"].T}
+    rows = {name: own for name, own in matrices.items() if not name.startswith("down")}
+    parts = [own if own.dim() == 2 else own[:, None] for own in (rows | down).values()]
+    return torch.cat([part.double() for part in parts], dim=1)
+
+
+def aligned(matrices: Matrices, like: Matrices, cost: Cost) -> Matrices:
+    """The same expert, with its atoms in the order of those of `like` at least cost."""
+    costs = cost(atoms_of(like), atoms_of(matrices)).cpu().numpy()
+    order = torch.from_numpy(linear_sum_assignment(costs)[1]).to(matrices["up"].device)
+    return {name: _permuted(name, own, order) for name, own in matrices.items()}
+
+
+def _permuted(name: str, tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    if name == "down_bias":
+        return tensor
+    return tensor[:, order] if name == "down" else tensor[order]

@@ -1,0 +1,88 @@
+"""What methods that merge experts measure and make, by loops over tokens."""
+
+import copy
+from typing import Any
+
+import torch
+from families import tiny_ids
+from keeps import logits_of
+from oracles.token_by_token import atom_activations, matrices
+from text_models import experts_calls
+from torch import nn
+
+from heapr_lab import methods
+from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.text.calibration import CalibrationSet
+
+IDS = tiny_ids(n_sequences=6, seq_len=10)
+WINDOWS = CalibrationSet.from_ids(IDS)
+FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2")
+SIX = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6)
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+IN_SINGLE = {"rtol": 1e-5, "atol": 1e-6}
+"""Where a router computes its softmax in float32."""
+
+
+def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
+    """What the method finds."""
+    return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
+
+
+def check(found: Any, model: nn.Module, expected: nn.Module) -> None:
+    """Check the logits against those of a model made by hand, not the dense ones."""
+    by_hand = logits_of(expected, IDS)
+    assert (by_hand - logits_of(model, IDS)).abs().max() > 1e-3
+    with found.apply(model):
+        torch.testing.assert_close(logits_of(model, IDS), by_hand, **CLOSE)
+
+
+def outputs_of(layer: ExpertsLayer, x: torch.Tensor) -> torch.Tensor:
+    """Every expert's output for every token x (T, D), one after the other (E, T, D)."""
+    rows = []
+    for expert in range(layer.n_experts):
+        w: Any = matrices(layer.module, expert)
+        bias = 0 if w["b_down"] is None else w["b_down"]
+        h = [atom_activations(layer.module, token, w) for token in x]
+        rows.append(torch.stack([w["W_down"] @ own + bias for own in h]))
+    return torch.stack(rows).detach()
+
+
+def logits_by_hand(model: nn.Module, number: int, x: torch.Tensor) -> torch.Tensor:
+    """The router's logits (T, E) of tokens x (T, D)."""
+    axes = {own.layer.layer: own for own in find_expert_axes(model)}
+    router: Any = axes[number].router
+    bias = getattr(router, "bias", None)
+    return (x @ router.weight.T + (0 if bias is None else bias)).detach()
+
+
+def counted(model: nn.Module) -> dict[int, dict[int, int]]:
+    """By layer and expert, the number of tokens that are routed to it."""
+    return {
+        number: {e: int((index == e).sum()) for e in range(6)}
+        for number, (_, index, _) in experts_calls(model, IDS).items()
+    }
+
+
+def mean_by_hand(experts: list[dict[str, Any]], weights: list[float]) -> dict[str, Any]:
+    """The weighted mean of matrices."""
+    return {
+        name: sum(w * own[name] for w, own in zip(weights, experts, strict=True))
+        / sum(weights)
+        for name in experts[0]
+    }
+
+
+def replaced(model: nn.Module, new: dict[tuple[int, int], Any]) -> nn.Module:
+    """A copy with other matrices in place of those of experts, by layer and expert."""
+    twin = copy.deepcopy(model)
+    for layer in find_experts(twin):
+        for expert in range(layer.n_experts):
+            for name, value in new.get((layer.layer, expert), {}).items():
+                layer.expert(expert)[name].copy_(value)
+    return twin
+
+
+def sets(groups: Any) -> set[frozenset[int]]:
+    """Groups without their order."""
+    return {frozenset(own) for own in groups}

@@ -1,0 +1,228 @@
+"""Methods that merge experts against loops over tokens and experts."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_model
+from merging_by_hand import (
+    CLOSE,
+    FAMILIES,
+    IDS,
+    IN_SINGLE,
+    SIX,
+    WINDOWS,
+    check,
+    counted,
+    fitted,
+    logits_by_hand,
+    mean_by_hand,
+    outputs_of,
+    replaced,
+    sets,
+)
+from text_models import experts_calls
+
+from heapr_lab import methods
+from heapr_lab.errors import SpecError
+from heapr_lab.methods import collectors, hc_smoe, merging, sub_moe
+from heapr_lab.methods.collectors import Measurements, collect
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.loading import load_model
+
+pytestmark = pytest.mark.oracle
+
+NAMES = ("hc-smoe", "sub-moe-like")
+
+
+# --- what is measured -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+def test_what_is_measured(family: str) -> None:
+    """Mean outputs and the router's cosines, by a loop over all tokens and experts."""
+    model = tiny_model(family)
+    asked = {own.name: own for own in (merging.MEAN_OUTPUTS, merging.LOGIT_COSINES)}
+    outputs, cosines = collect(model, WINDOWS, asked).values()
+    calls = experts_calls(model, IDS)
+    for layer in find_experts(model):
+        x = calls[layer.layer][0]
+        f, logits = outputs_of(layer, x), logits_by_hand(model, layer.layer, x)
+        found, p = outputs[layer.layer], logits.softmax(1).T[:, :, None]
+        torch.testing.assert_close(found.plain, f.mean(1), **CLOSE)
+        torch.testing.assert_close(found.gated, (p * f).mean(1), **IN_SINGLE)
+        for i, j in itertools.product(range(4), repeat=2):
+            a, b = logits[:, i], logits[:, j]
+            expected = float(a @ b / a.norm() / b.norm())
+            assert cosines[layer.layer][i, j] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_text_is_read_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the four together, once their collectors are expected."""
+    model, passes = tiny_model("qwen3_moe", **SIX), []
+    original = collectors.iter_expert_calls
+
+    def counted_pass(*args: Any, **options: Any) -> Any:
+        passes.append(1)
+        return original(*args, **options)
+
+    monkeypatch.setattr(collectors, "iter_expert_calls", counted_pass)
+    shared = Measurements(model, WINDOWS)
+    for name in NAMES:
+        shared.expect(methods.get(name).collectors)
+    for name, ratio in itertools.product(NAMES, (0.2, 0.4)):
+        fitted(name, model, ratio, shared=shared)
+    assert passes == [1]
+
+
+# --- HC-SMoE ----------------------------------------------------------------------
+
+
+def linked_by_hand(features: torch.Tensor, number: int) -> set[frozenset[int]]:
+    """Average linkage: all pairs of groups, all pairs of their rows."""
+    groups = [frozenset({e}) for e in range(len(features))]
+    while len(groups) > number:
+        means = {
+            (a, b): np.mean(
+                [float((features[i] - features[j]).norm()) for i in a for j in b]
+            )
+            for a, b in itertools.combinations(groups, 2)
+        }
+        a, b = min(means, key=lambda pair: means[pair])
+        groups = [own for own in groups if own not in (a, b)] + [a | b]
+    return set(groups)
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_average_linkage_by_hand(number: int) -> None:
+    """On six rows, for every number of groups and several draws."""
+    for seed in range(10):
+        rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
+        found = hc_smoe.average_linkage(rows, number)
+        assert sets(found) == linked_by_hand(rows.double(), number)
+        assert [min(own) for own in found] == sorted(min(own) for own in found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hc_smoe_by_hand(family: str) -> None:
+    """Three groups of six experts, each the mean weighted by routed tokens."""
+    model = tiny_model(family, **SIX)
+    calls, tokens, new = experts_calls(model, IDS), counted(model), {}
+    for layer in find_experts(model):
+        number = layer.layer
+        means = outputs_of(layer, calls[number][0]).mean(1)
+        for group in linked_by_hand(means, 3):
+            experts = [layer.expert(e) for e in group]
+            mean = mean_by_hand(experts, [tokens[number][e] for e in group])
+            new |= {(number, e): mean for e in group}
+    found = fitted("hc-smoe", model, 0.5)
+    check(found, model, replaced(model, new))
+    assert found.achieved_ratio == 0.5
+
+
+def test_a_group_without_tokens_is_the_plain_mean() -> None:
+    """By hand: of 1 and 3 it is 2, with weights 1 and 3 it is 2.5."""
+    one, three = ({"up": torch.full((1, 1), value)} for value in (1.0, 3.0))
+    assert merging.averaged([one, three], [0.0, 0.0])["up"].item() == 2.0
+    assert merging.averaged([one, three], [1.0, 3.0])["up"].item() == 2.5
+
+
+# --- Sub-MoE ----------------------------------------------------------------------
+
+
+def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
+    """Lloyd's rounds until nothing moves, by loops."""
+    labels: list[int] = []
+    while True:
+        before, labels = labels, []
+        for row in units:
+            far = [float((row - centre).norm()) for centre in centres]
+            labels.append(int(np.argmin(far)))
+        if labels == before:
+            return labels
+        centres = torch.stack(
+            [
+                torch.stack(
+                    [u for u, own in zip(units, labels, strict=True) if own == c]
+                ).mean(0)
+                for c in range(len(centres))
+            ]
+        )
+
+
+def spread_by_hand(units: torch.Tensor, number: int, first: int) -> list[int]:
+    """Each next row is the one whose nearest centre is farthest."""
+    centres = [first]
+    while len(centres) < number:
+        nearest = {
+            e: max(float(units[e] @ units[c]) for c in centres)
+            for e in range(len(units))
+            if e not in centres
+        }
+        centres.append(min(nearest, key=lambda e: nearest[e]))
+    return centres
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_k_means_by_hand(number: int) -> None:
+    """On six rows, for every number of groups and several draws."""
+    for seed in range(10):
+        rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed)).double()
+        units = rows / rows.norm(dim=1, keepdim=True)
+        centres = units[spread_by_hand(units, number, seed % 6)]
+        labels = k_means_by_hand(units, centres)
+        expected = [np.flatnonzero(np.array(labels) == c).tolist() for c in set(labels)]
+        found = sub_moe.directions(rows, number, first=seed % 6)
+        assert sets(found) == sets(expected)
+
+
+def test_equal_directions_are_still_as_many_groups() -> None:
+    """Where k-means would leave a group empty."""
+    rows = torch.tensor([[1.0, 0.0]] * 4 + [[0.0, 1.0]])
+    assert len(sub_moe.directions(rows, 4, first=0)) == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sub_moe_by_hand(family: str) -> None:
+    """Three groups, each U Σ · Σ f V of the decomposition of its matrices together."""
+    model = tiny_model(family, **SIX)
+    calls, tokens, new = experts_calls(model, IDS), counted(model), {}
+    for layer in find_experts(model):
+        k, means = layer.layer, outputs_of(layer, calls[layer.layer][0]).mean(1)
+        units = means / means.norm(dim=1, keepdim=True)
+        first = max(tokens[k], key=lambda e: tokens[k][e])
+        assert sorted(tokens[k].values())[-2] < tokens[k][first]
+        centres = units[spread_by_hand(units, 3, first)]
+        labels = np.array(k_means_by_hand(units, centres))
+        for label in range(3):
+            group = np.flatnonzero(labels == label).tolist()
+            shares = np.array([tokens[k][e] for e in group]) / sum(
+                tokens[k][e] for e in group
+            )
+            whole = {
+                name: by_decomposition([layer.expert(e)[name] for e in group], shares)
+                for name in ("gate", "up", "down")
+            }
+            new |= {(k, e): whole for e in group}
+    check(fitted("sub-moe-like", model, 0.5), model, replaced(model, new))
+
+
+def by_decomposition(experts: list[torch.Tensor], shares: np.ndarray) -> torch.Tensor:
+    """Sub-MoE's merge of matrices (out, in)."""
+    u, s, v = torch.linalg.svd(torch.cat(experts, dim=1), full_matrices=False)
+    parts = v.chunk(len(experts), dim=1)
+    mean = sum(f * own for f, own in zip(shares.tolist(), parts, strict=True))
+    return u @ torch.diag(s) @ mean
+
+
+# --- refusals ---------------------------------------------------------------------
+
+
+def test_streamed_models_are_refused() -> None:
+    """Before any text is read."""
+    model, _ = load_model("lab", stream=True)
+    for name in NAMES:
+        with pytest.raises(SpecError, match="stream=False"):
+            fitted(name, model, 0.25)
