@@ -10,8 +10,10 @@ from heapr_lab.methods.camera import CAMERA
 from heapr_lab.methods.experts import EXPERTS
 from heapr_lab.methods.hc_smoe import HC_SMOE
 from heapr_lab.methods.intdim import INTDIM
+from heapr_lab.methods.mc_smoe import MC_SMOE
 from heapr_lab.methods.method import Method
 from heapr_lab.methods.naee import NAEE
+from heapr_lab.methods.ream import REAM
 from heapr_lab.methods.sub_moe import SUB_MOE
 
 GROUP = "heapr_lab.methods"
@@ -24,6 +26,8 @@ _OURS = (
     NAEE,
     HC_SMOE,
     SUB_MOE,
+    MC_SMOE,
+    REAM,
 )
 
 

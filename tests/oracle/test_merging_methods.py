@@ -26,7 +26,7 @@ from merging_by_hand import (
 from text_models import experts_calls
 
 from heapr_lab import methods
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.methods import collectors, hc_smoe, merging, sub_moe
 from heapr_lab.methods.collectors import Measurements, collect
 from heapr_lab.models.experts import find_experts
@@ -34,7 +34,7 @@ from heapr_lab.models.loading import load_model
 
 pytestmark = pytest.mark.oracle
 
-NAMES = ("hc-smoe", "sub-moe-like")
+NAMES = ("hc-smoe", "mc-smoe", "sub-moe-like", "ream-like")
 
 
 # --- what is measured -------------------------------------------------------------
@@ -218,6 +218,25 @@ def by_decomposition(experts: list[torch.Tensor], shares: np.ndarray) -> torch.T
 
 
 # --- refusals ---------------------------------------------------------------------
+
+
+def test_what_is_refused_by_name() -> None:
+    """Too much, groups that are too small, streamed models, unknown logits."""
+    model = tiny_model("qwen3_moe", **SIX)
+    with pytest.raises(SpecError, match=r"largest possible ratio is 0\.833333"):
+        fitted("mc-smoe", model, 0.95)
+    with pytest.raises(SpecError, match="give at least 2"):
+        fitted("ream-like", model, 0.34, group_size=1)
+    assert fitted("hc-smoe", model, 0.95).achieved_ratio == pytest.approx(5 / 6)
+    odd: Any = tiny_model("minimax_m2")
+    with torch.no_grad():
+        for name, own in odd.named_buffers():
+            if "correction" in name:
+                own.copy_(torch.tensor([9.0, 0, 0, 0]))
+    for name in ("mc-smoe", "ream-like"):
+        with pytest.raises(LayoutError, match=f"{name} needs its logits"):
+            fitted(name, odd, 0.25)
+    assert fitted("hc-smoe", odd, 0.25).achieved_ratio == 0.25
 
 
 def test_streamed_models_are_refused() -> None:

@@ -146,7 +146,7 @@ def step(found: Compression, name: str, model: nn.Module) -> float:
     """The share of a unit: an atom or an expert in each group that is rounded."""
     layers = find_experts(model)
     atoms = sum(layer.n_experts * layer.d_inter for layer in layers)
-    if name == "heapr-expert":
+    if name in ("heapr-expert", "mc-smoe"):
         return layers[0].d_inter / atoms
     if name in ("minitron", "intdim-e"):
         return sum(layer.n_experts for layer in layers) / atoms
@@ -245,6 +245,6 @@ def reloaded(folder: Path) -> Any:
 def test_too_much_is_refused(fitted: Fitted) -> None:
     """Fewer experts than a token is routed to: the largest possible ratio is named."""
     model, _, _ = fitted
-    for name in ("reap", "naee"):
+    for name in ("reap", "naee", "ream-like"):
         with pytest.raises(SpecError, match=r"largest possible ratio is 0\.666666"):
             methods.get(name).fit(model, WINDOWS, ratio=0.9)

@@ -1,0 +1,207 @@
+"""Methods that align the atoms of experts before merging, against loops."""
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from families import tiny_model
+from keeps import logits_of
+from merging_by_hand import (
+    CLOSE,
+    FAMILIES,
+    IDS,
+    IN_SINGLE,
+    SIX,
+    check,
+    counted,
+    fitted,
+    logits_by_hand,
+    mean_by_hand,
+    outputs_of,
+    replaced,
+    sets,
+)
+from text_models import experts_calls
+from torch import nn
+
+from heapr_lab.methods import mc_smoe, ream
+from heapr_lab.models.composed_experts import composed_experts
+from heapr_lab.models.experts import find_experts
+from heapr_lab.pruning.dropping import drop_experts
+
+pytestmark = pytest.mark.oracle
+
+FOUR_ATOMS = SIX | dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 4)
+
+
+def aligned_by_hand(own: Any, like: Any, cost: Any) -> dict[str, torch.Tensor]:
+    """The atoms in the best of all orders."""
+
+    def ordered(order: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        atoms = list(order)
+        rows = {name: own[name][atoms] for name in ("gate", "up")}
+        return rows | {"down": own["down"][:, atoms]}
+
+    orders = itertools.permutations(range(own["up"].shape[0]))
+    return min((ordered(order) for order in orders), key=lambda new: cost(new, like))
+
+
+# --- MC-SMoE ----------------------------------------------------------------------
+
+
+def test_dominant_experts_by_hand() -> None:
+    """The most used of each layer, though rarely used, then the largest shares."""
+    rows = [(0, 2, 0.5), (0, 1, 0.3), (0, 0, 0.2), (1, 0, 0.1), (1, 1, 0.05)]
+    frame = pd.DataFrame(rows, columns=["layer", "expert", "share"])
+    assert mc_smoe.dominant(frame, 2) == {0: [2], 1: [0]}
+    assert mc_smoe.dominant(frame, 4) == {0: [2, 1, 0], 1: [0]}
+
+
+def test_joined_by_hand() -> None:
+    """Experts 0 and 3 go to the leader, 1 or 2, of their larger cosine."""
+    cosines = np.array(
+        [[1, 0.1, 0.2, 0.9], [0.1, 1, 0, 0.5], [0.2, 0, 1, -1], [0.9, 0.5, -1, 1]]
+    )
+    assert sets(mc_smoe.joined(cosines, [2, 1])) == sets([[0, 2], [1, 3]])
+
+
+def squares(one: Any, other: Any) -> float:
+    """The squared distance of two experts."""
+    return sum(float((one[name] - other[name]).square().sum()) for name in one)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mc_smoe_by_hand(family: str) -> None:
+    """Seven of twelve experts stay; atoms are in the best of all 24 orders."""
+    model = tiny_model(family, **FOUR_ATOMS)
+    calls, tokens = experts_calls(model, IDS), counted(model)
+    p = {  # of experts with equally many tokens, the one with the larger weights
+        (k, e): float(weights[index == e].double().sum())
+        for k, (_, index, weights) in calls.items()
+        for e in range(6)
+    }
+    ordered = sorted(p, key=lambda key: (-tokens[key[0]][key[1]], -p[key]))
+    leaders = [next(key for key in ordered if key[0] == k) for k in calls]
+    leaders += [key for key in ordered if key not in leaders][: 7 - len(leaders)]
+    new = {}
+    for layer in find_experts(model):
+        k, groups = layer.layer, {e: [e] for own, e in leaders if own == layer.layer}
+        logits = logits_by_hand(model, k, calls[k][0])
+        for expert in set(range(6)) - set(groups):
+            near = {
+                e: float(
+                    torch.cosine_similarity(logits[:, e], logits[:, expert], dim=0)
+                )
+                for e in groups
+            }
+            groups[max(near, key=lambda e: near[e])].append(expert)
+        for leader, group in groups.items():
+            like = layer.expert(leader)
+            experts = [aligned_by_hand(layer.expert(e), like, squares) for e in group]
+            mean = mean_by_hand(experts, [tokens[k][e] + 1e-300 for e in group])
+            new |= {(k, e): mean for e in group}
+    found = fitted("mc-smoe", model, 0.42)  # 5 of 12 go
+    check(found, model, replaced(model, new))
+    assert found.achieved_ratio == pytest.approx(5 / 12)
+
+
+@pytest.mark.parametrize("name", ["mc-smoe", "ream-like"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_the_order_of_atoms_does_not_matter(family: str, name: str) -> None:
+    """With the atoms of experts in other orders, merged ones compute the same."""
+    model = tiny_model(family)
+    turned = copy.deepcopy(model)
+    for layer in find_experts(turned):
+        for expert in range(1, layer.n_experts):
+            own = {k: v.clone() for k, v in layer.expert(expert).items()}
+            order = torch.arange(layer.d_inter).roll(expert)
+            for key, target in layer.expert(expert).items():
+                if key != "down_bias":
+                    rows = own[key].T[order].T if key == "down" else own[key][order]
+                    target.copy_(rows)
+    torch.testing.assert_close(logits_of(turned, IDS), logits_of(model, IDS), **CLOSE)
+    one, other = (fitted(name, m, 0.5) for m in (model, turned))
+    with one.apply(model), other.apply(turned):
+        expected, found = logits_of(model, IDS), logits_of(turned, IDS)
+    torch.testing.assert_close(found, expected, **IN_SINGLE)
+    assert (expected - logits_of(model, IDS)).abs().max() > 1e-3
+
+
+# --- REAM -------------------------------------------------------------------------
+
+
+def lengths(one: Any, other: Any) -> float:
+    """The summed distances of atoms, each of length 1."""
+
+    def atoms(own: Any) -> torch.Tensor:
+        rows = torch.cat([own["gate"], own["up"], own["down"].T], dim=1)
+        return rows / rows.norm(dim=1, keepdim=True)
+
+    return float((atoms(one) - atoms(other)).norm(dim=1).sum())
+
+
+def saliency(model: nn.Module) -> dict[int, dict[int, float]]:
+    """The mean of p · ‖f‖ over the tokens routed to each expert."""
+    calls, found = experts_calls(model, IDS), {}
+    for layer in find_experts(model):
+        x, index, weights = calls[layer.layer]
+        f = outputs_of(layer, x)
+        found[layer.layer] = {
+            e: np.mean(
+                [
+                    float(weights[t, s]) * float(f[e, t].norm())
+                    for t, s in (index == e).nonzero().tolist()
+                ]
+            )
+            for e in range(layer.n_experts)
+        }
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ream_by_hand(family: str) -> None:
+    """Four of six experts stay; groups have at most two, in the order of saliency."""
+    model = tiny_model(family, **FOUR_ATOMS)
+    calls, scores, new, kept = experts_calls(model, IDS), saliency(model), {}, {}
+    for layer in find_experts(model):
+        k, x = layer.layer, calls[layer.layer][0]
+        logits = logits_by_hand(model, k, x)
+        gated = (logits.softmax(1).T[:, :, None] * outputs_of(layer, x)).mean(1)
+        columns = logits / logits.norm(dim=0)
+        far = torch.cdist(columns.T, columns.T)
+
+        def near(i: int, j: int, gated: Any = gated, far: Any = far) -> float:
+            cosine = float(torch.cosine_similarity(gated[i], gated[j], dim=0))
+            return ((1 + cosine) / 2 + 1 - float(far[i, j] / far.max())) / 2
+
+        ordered = sorted(scores[k], key=lambda e, k=k: -scores[k][e])
+        left, kept[k] = ordered[4:], tuple(sorted(ordered[:4]))
+        for expert in ordered[:2]:  # the two others stay alone
+            other = max(left, key=lambda e, expert=expert: near(expert, e))
+            left.remove(other)
+            like = layer.expert(expert)
+            both = [like, aligned_by_hand(layer.expert(other), like, lengths)]
+            new[k, expert] = mean_by_hand(both, [scores[k][expert], scores[k][other]])
+        assert not left
+    found = fitted("ream-like", model, 0.34, group_size=2)
+    assert found.kept == kept
+    check(found, model, drop_experts(replaced(model, new), kept))
+    assert not composed_experts(found.materialise(model))  # an ordinary checkpoint
+
+
+def test_large_groups_are_filled_first() -> None:
+    """By hand: the most salient expert takes in both others, as they may be three."""
+    near = np.array([[1, 0.9, 0.1, 0.2], [0.9, 1, 0.8, 0.3], [0.1, 0.8, 1, 0], [0] * 4])
+    assert ream.gathered(near, [0, 2, 1, 3], 2, size=3) == [[0, 1, 3], [2]]
+    assert ream.gathered(near, [0, 2, 1, 3], 2, size=2) == [[0, 1], [2, 3]]
+
+
+def test_saliency_of_unused_experts() -> None:
+    """Is the least positive one; where all are 0 they weigh the same."""
+    raised = ream._raised(np.array([0.0, 3.0, 2.0]))
+    assert raised.tolist() == [2.0, 3.0, 2.0]
+    assert ream._raised(np.zeros(2)).tolist() == [0.0, 0.0]
