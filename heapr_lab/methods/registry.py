@@ -15,6 +15,7 @@ from heapr_lab.methods.method import Method
 from heapr_lab.methods.naee import NAEE
 from heapr_lab.methods.ream import REAM
 from heapr_lab.methods.sub_moe import SUB_MOE
+from heapr_lab.methods.svd import SVD
 
 GROUP = "heapr_lab.methods"
 """The entry-point group of plug-ins; each entry is a `Method`."""
@@ -28,6 +29,7 @@ _OURS = (
     SUB_MOE,
     MC_SMOE,
     REAM,
+    SVD,
 )
 
 

@@ -1,6 +1,7 @@
 """What every registered method promises, on tiny models of four families."""
 
 import copy
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from heapr_lab.methods.compression import (
     ExpertComposition,
 )
 from heapr_lab.methods.method import KINDS, Method
-from heapr_lab.models.composed_experts import tensors_of
+from heapr_lab.models.composed_experts import Composition
 from heapr_lab.models.expert_axes import find_expert_axes
-from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.property
@@ -84,7 +85,7 @@ def applied(found: Compression, model: nn.Module) -> torch.Tensor:
 def same(one: Compression, other: Compression) -> bool:
     """Whether two compressions remove the same and change the same weights."""
     if isinstance(one, ExpertComposition) and isinstance(other, ExpertComposition):
-        return one.kept == other.kept and same_experts(one, other)
+        return same_experts(one, other)
     if not isinstance(one, AtomCompression) or not isinstance(other, AtomCompression):
         return one.kept == other.kept  # type: ignore[attr-defined]
     downs, others = one.downs or {}, other.downs or {}
@@ -94,18 +95,31 @@ def same(one: Compression, other: Compression) -> bool:
 
 
 def same_experts(one: ExpertComposition, other: ExpertComposition) -> bool:
-    """Whether the same experts share tensors, whose values differ by round-off only."""
-    plans, others = (
-        {layer: own.plan for layer, own in found.compositions.items()}
-        for found in (one, other)
-    )
-    return plans == others and all(
-        torch.allclose(a, b, **CLOSE)
-        for layer, own in one.compositions.items()
-        for a, b in zip(
-            tensors_of(own), tensors_of(other.compositions[layer]), strict=True
+    """Whether experts have the same plans and, to rounding, the same products."""
+    mine, others = one.compositions, other.compositions
+    return one.kept == other.kept and all(
+        mine[k].plan == others[k].plan
+        and all(
+            torch.allclose(left, right, **CLOSE)
+            for left, right in zip(
+                multiplied(mine[k]), multiplied(others[k]), strict=True
+            )
         )
+        for k in mine.keys() | others.keys()
     )
+
+
+def multiplied(composition: Composition) -> Iterator[torch.Tensor]:
+    """Every matrix of every expert, its factors multiplied out."""
+    for own in composition.projections.values():
+        for expert in range(max(len(own.dense.of), len(own.left.of))):
+            dense, left, right = (
+                part.tensors[part.of[expert]]
+                if part.of and part.of[expert] >= 0
+                else torch.zeros(1, 1, dtype=torch.float64)
+                for part in (own.dense, own.left, own.right)
+            )
+            yield dense + left @ right
 
 
 def test_every_method_is_described() -> None:
@@ -148,11 +162,19 @@ def step(found: Compression, name: str, model: nn.Module) -> float:
     atoms = sum(layer.n_experts * layer.d_inter for layer in layers)
     if name in ("heapr-expert", "mc-smoe"):
         return layers[0].d_inter / atoms
+    if methods.get(name).compresses == "low rank":
+        return rank_step(layers[0])
     if name in ("minitron", "intdim-e"):
         return sum(layer.n_experts for layer in layers) / atoms
     if isinstance(found, AtomCompression):
         return len(layers) / atoms
     return len(layers) * layers[0].d_inter / atoms
+
+
+def rank_step(layer: ExpertsLayer) -> float:
+    """The share of a rank in one of the three matrices of each expert."""
+    d_expert, d_inter = layer.d_expert, layer.d_inter
+    return (d_expert + d_inter) / (3 * d_expert * d_inter)
 
 
 def test_ratio_zero_changes_nothing(fitted: Fitted) -> None:

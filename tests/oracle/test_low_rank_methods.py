@@ -1,0 +1,191 @@
+"""Methods of low rank against single tokens and decompositions as papers write them."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from oracles.token_by_token import atom_activations
+from oracles.token_by_token import matrices as by_hand
+from text_models import experts_calls
+from torch import nn
+
+from heapr_lab import methods
+from heapr_lab.errors import SpecError
+from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.low_rank import MOMENTS, ranks_of, truncated
+from heapr_lab.models.architecture import LayerShape
+from heapr_lab.models.composed_experts import Projection
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.oracle
+
+IDS = tiny_ids(n_sequences=6, seq_len=10)
+WINDOWS = CalibrationSet.from_ids(IDS)
+FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss")
+SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
+DAMPING = 1e-6
+NAMES = ("gate", "up", "down")
+
+Inputs = dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor, float]]]
+
+
+def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
+    """What the method finds."""
+    return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
+
+
+def inputs_by_hand(model: nn.Module) -> Inputs:
+    """Of each expert, (x, h, p) of each token routed to it, one after the other."""
+    layers = find_experts(model)
+    found: Inputs = {(k.layer, e): [] for k in layers for e in range(k.n_experts)}
+    calls = experts_calls(model, IDS)
+    for layer in layers:
+        x, index, weights = calls[layer.layer]
+        for token, slot in torch.cartesian_prod(*map(torch.arange, index.shape)):
+            expert = int(index[token, slot])
+            with torch.no_grad():
+                own = by_hand(layer.module, expert)
+                h = atom_activations(layer.module, x[token], own)
+            p = float(weights[token, slot])
+            found[layer.layer, expert].append((x[token].detach(), h, p))
+    return found
+
+
+def moment(tokens: list[Any], name: str, *, d_in: int) -> torch.Tensor:
+    """Σ x xᵀ, token by token; damped."""
+    total = torch.zeros(d_in, d_in, dtype=torch.float64)
+    for x, h, _ in tokens:
+        vector = h if name == "down" else x
+        total += torch.outer(vector, vector)
+    unit = torch.eye(d_in, dtype=torch.float64)
+    return total + DAMPING * total.trace() / d_in * unit if len(tokens) else unit
+
+
+def whitened(matrix: torch.Tensor, rank: int, second: torch.Tensor) -> torch.Tensor:
+    """SVD-LLM as its authors write it: SVD of W S, truncated, times S⁻¹."""
+    root = torch.linalg.cholesky(second)
+    u, s, v = torch.linalg.svd(matrix @ root, full_matrices=False)
+    total = torch.zeros_like(matrix @ root)
+    for i in range(rank):
+        total += s[i] * torch.outer(u[:, i], v[i])
+    return total @ torch.linalg.inv(root)
+
+
+def product(own: Projection, expert: int) -> torch.Tensor:
+    """One matrix of an expert."""
+    total: Any = 0.0
+    if own.dense.of and own.dense.of[expert] >= 0:
+        total = total + own.dense.tensors[own.dense.of[expert]]
+    if own.left.of and own.left.of[expert] >= 0:
+        left = own.left.tensors[own.left.of[expert]]
+        total = total + left @ own.right.tensors[own.right.of[expert]]
+    return total.double()
+
+
+def every_matrix(
+    model: nn.Module, found: ExpertComposition
+) -> Iterator[tuple[ExpertsLayer, int, str, torch.Tensor, torch.Tensor]]:
+    """Layer, expert, projection, its own matrix and the one in its place."""
+    for layer in find_experts(model):
+        own = found.compositions[layer.layer]
+        for expert in range(layer.n_experts):
+            for name in NAMES:
+                matrix = by_hand(layer.module, expert)[f"W_{name}"].detach()
+                new = product(own.projections[name], expert)
+                yield layer, expert, name, matrix, new
+
+
+# --- what they share --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moments(family: str) -> None:
+    """Of inputs and activations, with tokens, weights and outliers."""
+    model = tiny_model(family, **SIX)
+    found = Measurements(model, WINDOWS).collected(MOMENTS)
+    for (layer, expert), tokens in inputs_by_hand(model).items():
+        own = found[layer]
+        assert int(own.tokens[expert]) == len(tokens)
+        assert float(own.weights[expert]) == pytest.approx(sum(p for *_, p in tokens))
+        for name, i in (("up", 0), ("down", 1)):
+            expected = torch.zeros_like(own.of(name)[expert])
+            for token in tokens:
+                expected += torch.outer(token[i], token[i])
+            torch.testing.assert_close(own.of(name)[expert], expected)
+        sizes = [abs(float(value)) for _, h, _ in tokens for value in h]
+        mean = sum(sizes) / max(1, len(sizes))
+        share = sum(size > 2 * mean for size in sizes) / max(1, len(sizes))
+        assert float(own.outliers[expert]) == pytest.approx(share)
+
+
+def test_truncation_is_optimal() -> None:
+    """The error on the inputs is the sum of the squares of what was cut off."""
+    torch.manual_seed(0)
+    for out, into in ((5, 9), (9, 5), (6, 6)):
+        w = torch.randn(out, into, dtype=torch.float64)
+        x = torch.randn(40, into, dtype=torch.float64) * torch.rand(into)
+        second = x.mT @ x
+        for rank in range(1, min(out, into) + 1):
+            left, right = truncated(w, rank, second)
+            assert (left.shape, right.shape) == ((out, rank), (rank, into))
+            error = (x @ (w - left @ right).mT).square().sum()
+            tail = torch.linalg.svdvals(w @ x.mT)[rank:].square().sum()
+            torch.testing.assert_close(error, tail, rtol=1e-5, atol=1e-9)
+            plain = torch.dist(w, torch.matmul(*truncated(w, rank))).square()
+            tail = torch.linalg.svdvals(w)[rank:].square().sum()
+            torch.testing.assert_close(plain, tail)
+
+
+def test_ranks_by_hand() -> None:
+    """A rank costs 24 of the 384 numbers of an expert, and a bias 2 of each atom."""
+    shape = LayerShape(n_experts=4, d_inter=8, d_expert=16)
+    half = Fraction(1, 2)
+    assert ranks_of(shape, half, layer=0) == {"gate": 2, "up": 3, "down": 3}
+    assert ranks_of(shape, half, layer=0, shared=384) == {"gate": 1, "up": 1, "down": 2}
+    biased = LayerShape(n_experts=4, d_inter=8, d_expert=16, atom_biases=2)
+    assert sum(ranks_of(biased, half, layer=0).values()) == (200 - 16) // 24
+    plain = LayerShape(n_experts=4, d_inter=8, d_expert=16, n_matrices=2)
+    assert ranks_of(plain, half, layer=0) == {"up": 2, "down": 3}
+    most = 1 - Fraction(3 * 24, 384)
+    assert ranks_of(shape, most, layer=0) == dict.fromkeys(NAMES, 1)
+    with pytest.raises(SpecError, match=r"layer 5 .* ratio is 0\.8125"):
+        ranks_of(shape, most + Fraction(1, 1000), layer=5)
+
+
+# --- plain SVD --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("whiten", [False, True])
+def test_svd(family: str, whiten: bool) -> None:
+    """Every matrix is the truncated one, with and without whitening."""
+    model = tiny_model(family, **SIX)
+    found = fitted("svd", model, 0.4, whiten=whiten)
+    inputs = inputs_by_hand(model)
+    shapes = found.shapes
+    for layer, expert, name, matrix, new in every_matrix(model, found):
+        rank = ranks_of(shapes[layer.layer], Fraction(2, 5), layer=0)[name]
+        tokens = inputs[layer.layer, expert] if whiten else []
+        second = moment(tokens, name, d_in=matrix.shape[1])
+        expected = whitened(matrix, rank, second)
+        torch.testing.assert_close(new, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_matrix_that_factors_would_not_shrink_stays_dense() -> None:
+    """11 ranks of 21 numbers fit, so up and down have 4, more than their 80 numbers."""
+    model = tiny_model("mixtral", intermediate_size=5, hidden_size=16)
+    found = fitted("svd", model, 0.02)
+    layer = find_experts(model)[0]
+    ranks = ranks_of(found.shapes[layer.layer], Fraction("0.02"), layer=0)
+    assert ranks == {"gate": 3, "up": 4, "down": 4}
+    projections = found.compositions[layer.layer].projections
+    for name in ("up", "down"):
+        own = projections[name]
+        assert [len(part.of) for part in (own.dense, own.left)] == [4, 0]
+        assert torch.equal(own.dense.tensors[1], layer.expert(1)[name])
+    assert found.achieved_ratio == pytest.approx((80 - 3 * 21) / 240)
