@@ -12,6 +12,8 @@ from heapr_lab.methods.hc_smoe import HC_SMOE
 from heapr_lab.methods.intdim import INTDIM
 from heapr_lab.methods.mc_smoe import MC_SMOE
 from heapr_lab.methods.method import Method
+from heapr_lab.methods.moe_pruner import MOE_PRUNER
+from heapr_lab.methods.mone import MONE
 from heapr_lab.methods.naee import NAEE
 from heapr_lab.methods.ream import REAM
 from heapr_lab.methods.sub_moe import SUB_MOE
@@ -30,6 +32,8 @@ _OURS = (
     MC_SMOE,
     REAM,
     SVD,
+    MONE,
+    MOE_PRUNER,
 )
 
 

@@ -1,0 +1,165 @@
+"""MoNE: experts that are rarely used, or nearly constant, become their mean output.
+
+Shapes: E n_experts, D d_expert, f (n, D) an expert's outputs for the n tokens routed to
+it, before their routing weights.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.methods.collectors import Collector, routed_outputs
+from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.method import Method, Request
+from heapr_lab.models.composed_experts import Composition, Projection, Shared
+from heapr_lab.models.expert_calls import ExpertCalls
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.ragged_experts import normalises
+from heapr_lab.pruning.composing import composition_of
+from heapr_lab.pruning.ranking import lowest
+
+SCORES = ("product", "variance", "frequency")
+"""What an expert's score is: its share of the tokens times the deviation of its output,
+or one of the two."""
+SCOPES = ("layer", "global")
+"""Where experts are ranked: within each layer, or all of the model."""
+
+
+@dataclass(frozen=True, eq=False)
+class OutputMoments:
+    """Means and deviations of the outputs of one layer's experts, in float64."""
+
+    frequency: np.ndarray
+    """Tokens routed to each expert over all tokens, (E,)."""
+    deviation: np.ndarray
+    """√(Σ ‖f − mean‖² / (n − 1)), (E,); 0 with fewer than two tokens."""
+    mean: torch.Tensor
+    """The mean output, (E, D); 0 without tokens."""
+
+    def scores(self, kind: str) -> np.ndarray:
+        """The score of each expert, (E,), one of `SCORES`."""
+        one = np.ones(len(self.frequency))
+        share = one if kind == "variance" else self.frequency
+        scores: np.ndarray = share * (one if kind == "frequency" else self.deviation)
+        return scores
+
+
+def _moments_of_layer(
+    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
+) -> OutputMoments:
+    """The moments of a layer; each expert is run twice on its tokens."""
+    counts = torch.bincount(calls.top_k_index.flatten(), minlength=layer.n_experts)
+    means, deviations = [], []
+    for expert, count in enumerate(counts.tolist()):
+        mean = calls.output.new_zeros(layer.d_expert, dtype=torch.float64)
+        for f, _ in routed_outputs(layer, calls, expert):
+            mean += f.double().sum(0) / max(count, 1)
+        squares = sum(
+            float((f.double() - mean).square().sum())
+            for f, _ in routed_outputs(layer, calls, expert)
+        )
+        means.append(mean.cpu())
+        deviations.append((squares / max(count - 1, 1)) ** 0.5)
+    frequency = counts.double().cpu().numpy() / len(calls.output)
+    return OutputMoments(frequency, np.array(deviations), torch.stack(means))
+
+
+OUTPUT_MOMENTS = Collector("output moments", _moments_of_layer)
+"""The `OutputMoments` of each layer."""
+
+
+def with_constants(
+    layer: ExpertsLayer, gone: np.ndarray, values: torch.Tensor
+) -> Composition:
+    """The layer's experts, those of `gone` replaced by constant vectors.
+
+    Shapes: gone bool (E,); values (E, D).
+    """
+    own = composition_of(layer)
+    kept = np.flatnonzero(~gone).tolist()
+    of = [kept.index(e) if e in kept else -1 for e in range(len(gone))]
+
+    def narrowed(part: Shared) -> Shared:
+        return (
+            Shared(tuple(part.tensors[e] for e in kept), tuple(of)) if part.of else part
+        )
+
+    def narrow(p: Projection) -> Projection:
+        return Projection(narrowed(p.dense), bias=narrowed(p.bias))
+
+    outputs = {
+        e: values[e].to(own.down.dense.tensors[0])
+        if gone[e]
+        else own.down.bias.tensors[e]
+        for e in range(len(gone))
+        if gone[e] or own.down.bias.of
+    }
+    places = {e: i for i, e in enumerate(outputs)}
+    bias = Shared(
+        tuple(outputs.values()), tuple(places.get(e, -1) for e in range(len(gone)))
+    )
+    down = Projection(narrowed(own.down.dense), bias=bias)
+    return Composition(narrow(own.up), down, own.gate and narrow(own.gate))
+
+
+def _gone(request: Request, scores: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """Which experts of each layer are replaced: those of the lowest scores."""
+    if request.options["scope"] == "layer":
+        return {k: lowest(s, int(request.ratio * len(s))) for k, s in scores.items()}
+    every = np.concatenate([*scores.values()])
+    found = lowest(every, int(request.ratio * len(every)))
+    ends = np.cumsum([len(own) for own in scores.values()])[:-1]
+    return dict(zip(scores, np.split(found, ends), strict=True))
+
+
+def _mone(request: Request) -> ExpertComposition:
+    """The experts with the lowest scores become constants.
+
+    Raises:
+        SpecError: an option is invalid.
+        LayoutError: an expert's output is normalised, which a constant is not.
+    """
+    for name, values in (("score", SCORES), ("scope", SCOPES)):
+        if request.options[name] not in values:
+            raise SpecError(
+                f"{name} is {request.options[name]!r}, expected one of "
+                f"{', '.join(values)}"
+            )
+    layers = find_experts(request.model)
+    for layer in layers:
+        if normalises(layer.module):
+            raise LayoutError(
+                f"{layer.name} normalises the output of each expert, so that none can "
+                "be replaced by its mean: use reap, which drops experts"
+            )
+    found = request.measured.collected(OUTPUT_MOMENTS, request.progress)
+    scores = {k: own.scores(request.options["score"]) for k, own in found.items()}
+    gone = _gone(request, scores)
+    made = {
+        own.layer: with_constants(own, gone[own.layer], found[own.layer].mean)
+        for own in layers
+        if gone[own.layer].any()
+    }
+    return ExpertComposition(request.made, made, request.measured.architecture.layers)
+
+
+MONE = Method(
+    "mone",
+    "MoNE: experts of rare and steady outputs become their mean output",
+    "Zhang et al. 2025, MoNE, arXiv:2507.00390",
+    "experts",
+    _mone,
+    deviations=(
+        "The score is the share of the tokens times the deviation of the output; "
+        "score=variance and score=frequency take one of them.",
+        "The mean is over the tokens routed to the expert, before routing weights.",
+        "Shared experts are neither ranked nor replaced.",
+        "scope=global ranks the experts of all layers by the same, unscaled score.",
+        "An expert that no calibration token reaches becomes the zero vector.",
+    ),
+    options={"score": "product", "scope": "layer"},
+    collectors=(OUTPUT_MOMENTS,),
+)
