@@ -128,6 +128,7 @@ def compare_methods(
     asked = calibration or Calibration()
     windows = bench.calibration_set(asked)
     shared = Measurements(bench.model, windows, measure=bench.measure)
+    shared.expect(own for entry in wanted for own in entry.method.collectors)
     tests = {corpus: bench.test_windows(corpus) for corpus in corpora}
     items = {task: bench.task_key(task, limit) for task in tasks}
     run = _Run(bench, shared, asked.seed, tests, items, limit, agreement, watch)
