@@ -1,6 +1,6 @@
 """Methods beside plain restatements of what their public code does, in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/method_twins.py [--model unbalanced]
+    OMP_NUM_THREADS=1 python benchmarks/method_twins.py [--model lab]
 
 NAEE, REAP and HC-SMoE are restated from their rules as their public code proceeds, in
 loops over batches, subsets and experts: NAEE runs a layer anew for each subset of its
@@ -138,7 +138,9 @@ def reap(model: Any, ids: torch.Tensor, n_gone: int) -> Kept:
                 sums[number] += float((norms * weights[token, slot]).sum())
                 counts[number] += len(token)
         scores = sums / counts.clamp(min=1)
-        kept[layer.number] = _others(layer, scores.argsort()[:n_gone].tolist())
+        kept[layer.number] = _others(
+            layer, scores.argsort(stable=True)[:n_gone].tolist()
+        )
     return kept
 
 
@@ -241,7 +243,7 @@ def row_of(name: str, other: str, own: float, theirs: float) -> dict[str, Any]:
 def main() -> None:
     """Measure all comparisons and write the table."""
     parser = argparse.ArgumentParser(description="Time methods beside restatements.")
-    parser.add_argument("--model", default="unbalanced")
+    parser.add_argument("--model", default="lab")
     options = parser.parse_args()
     torch.set_num_threads(1)
     bench = open_workbench(

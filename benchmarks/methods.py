@@ -33,7 +33,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,9 @@ class Task:
     ratios: tuple[float, ...] = RATIOS
     costly: bool = False
     """Whether accuracy, speed and the cost of fitting are measured."""
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}, {self.method}, {self.model} model"
 
 
 def tasks(
@@ -344,32 +347,37 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     models, rows = options.models.split(","), Rows(options.name)
     names = options.methods.split(",") if options.methods else list(methods.names())
+    spawn = multiprocessing.get_context("spawn")
     for turn, seed in enumerate(map(int, options.seeds.split(","))):
         if turn:
             names = affordable(names, rows.rows, options.most_seconds)
         wanted = tasks(models, seed, names, costly=not turn)
-        run([own for task in wanted if (own := missing(task, rows))], rows, options)
+        left = [own for task in wanted if (own := missing(task, rows))]
+        with ProcessPoolExecutor(options.workers, mp_context=spawn) as pool:
+            run(left, rows, pool)
 
 
-def run(left: Sequence[Task], rows: Rows, options: argparse.Namespace) -> None:
-    """Measure the tasks, and write the rows of each when it is finished."""
+def run(left: Sequence[Task], rows: Rows, pool: Executor) -> None:
+    """Measure the tasks, and write the rows of each when it is finished.
+
+    One that fails has no rows, so that the next run tries it again.
+    """
     began = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
-        futures = {pool.submit(measure, task): task for task in left}
-        for done, future in enumerate(as_completed(futures), start=1):
+    futures = {pool.submit(measure, task): task for task in left}
+    for done, future in enumerate(as_completed(futures), start=1):
+        minutes = (time.monotonic() - began) / 60
+        logger.info(
+            "%d of %d: %s; %.1f minutes, about %.1f to go",
+            done,
+            len(left),
+            futures[future],
+            minutes,
+            minutes / done * (len(left) - done),
+        )
+        if future.exception() is None:
             rows.add(future.result(), DETAILS)
-            minutes, task = (time.monotonic() - began) / 60, futures[future]
-            logger.info(
-                "seed %d, %d of %d: %s, %s model; %.1f minutes, about %.1f to go",
-                task.seed,
-                done,
-                len(left),
-                task.method,
-                task.model,
-                minutes,
-                minutes / done * (len(left) - done),
-            )
+        else:
+            logger.error("it failed", exc_info=future.exception())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """benchmarks/methods.py: what is left to measure, and the rows of a tiny model."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,15 @@ def test_predictions_are_those_of_the_logits(bench: Workbench) -> None:
             log_p = bench.model(window[None]).logits[0, :-1].log_softmax(-1)
         torch.testing.assert_close(-own, log_p[range(4), window[1:]])
         assert torch.equal(top, log_p.argmax(-1))
+
+
+def test_a_task_that_fails_does_not_stop_the_others(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged and has no rows; those of the others are written."""
+    rows = Rows("methods", tmp_path)
+    broken = script.Task(str(tmp_path / "nothing"), 0, "reap", (0.5,))
+    with ThreadPoolExecutor(1) as pool:
+        script.run([broken, script.Task(tiny, 0, "reap", (0.5,))], rows, pool)
+    assert caplog.text.count("it failed") == 1
+    assert [row["model"] for row in Rows("methods", tmp_path).rows] == [f"{tiny} model"]
