@@ -147,7 +147,10 @@ def _draw_lines(ax: Axes, data: pd.DataFrame, measure: str) -> _Ends:
     for name, rows in ordered.groupby("variant", sort=False):
         color = _color(str(name), best=bool(rows["best"].iloc[0]))
         front = color != REFERENCE_GREY
-        line = {"linewidth": 1.6 if front else 0.8, "zorder": 3 if front else 2}
+        line: dict[str, Any] = {
+            "linewidth": 1.6 if front else 0.8,
+            "zorder": 3 if front else 2,
+        }
         x, y = rows["achieved_ratio"], rows[measure]
         ax.plot(x, y, color=color, marker=".", markersize=3, **line)
         ends[str(name)] = float(x.iloc[-1]), float(y.iloc[-1]), color
