@@ -16,6 +16,7 @@ from heapr_lab.methods.moe_pruner import MOE_PRUNER
 from heapr_lab.methods.mone import MONE
 from heapr_lab.methods.naee import NAEE
 from heapr_lab.methods.ream import REAM
+from heapr_lab.methods.slimming import SLIMMING
 from heapr_lab.methods.sub_moe import SUB_MOE
 from heapr_lab.methods.svd import SVD
 
@@ -34,6 +35,7 @@ _OURS = (
     SVD,
     MONE,
     MOE_PRUNER,
+    SLIMMING,
 )
 
 

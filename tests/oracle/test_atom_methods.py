@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import tiny_ids, tiny_model
-from oracles.token_by_token import matrices
+from oracles.token_by_token import atom_activations, matrices
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab import methods
+from heapr_lab.methods import slimming
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
@@ -98,3 +100,153 @@ def gradient_scores(model: nn.Module, windows: CalibrationSet) -> np.ndarray:
     found = shared.once("intdim", lambda: pytest.fail("measured again"))
     scores: np.ndarray = found[0]
     return scores
+
+
+# --- MoE-Slimming -----------------------------------------------------------------
+
+
+def scaled_by_token(
+    module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
+) -> torch.Tensor:
+    """The experts with α = 0.9 times their outputs, which keep their gradients."""
+    rows = []
+    for x, experts, weights in zip(
+        hidden_states, top_k_index, top_k_weights, strict=True
+    ):
+        total = torch.zeros_like(x)
+        for expert, p in zip(experts.tolist(), weights, strict=True):
+            w = matrices(module, expert)
+            h = atom_activations(module, x, w)
+            z = (w["W_down"] @ h).requires_grad_()
+            z.retain_grad()
+            parts = [F.linear(x, w["W_gate"]), F.linear(x, w["W_up"]), h]
+            module.seen.append((expert, z, torch.stack(parts)))
+            total = total + p * 0.9 * z
+        rows.append(total)
+    return torch.stack(rows)
+
+
+ALL_EXPERTS_FUNCTIONS.register("scaled_by_token", scaled_by_token)
+
+
+def slimming_by_hand(
+    model: Any, layer: Any
+) -> tuple[np.ndarray, np.ndarray, list[float]]:
+    """Saliency (E, I), attribution (E,) and losses, by autograd through the layer."""
+    model.requires_grad_(False)
+    block = model.get_submodule(layer.name.rpartition(".mlp")[0])
+    saliency = [[] for _ in range(layer.n_experts)]  # type: ignore[var-annotated]
+    attribution = [[] for _ in range(layer.n_experts)]  # type: ignore[var-annotated]
+    losses = []
+    for ids in IDS:
+        calls: list[Any] = []
+        hook = block.register_forward_hook(
+            lambda _m, args, options, out, calls=calls: calls.append(
+                (args, options, out)
+            ),
+            with_kwargs=True,
+        )
+        model(ids[None])
+        hook.remove()
+        args, options, dense = calls[0]
+        layer.module.seen = []
+        model.set_experts_implementation("scaled_by_token")
+        changed = block(*args, **options)
+        model.set_experts_implementation("eager")
+        dense, changed = (
+            own[0] if isinstance(own, tuple) else own for own in (dense, changed)
+        )
+        squares = (changed - dense).square().sum(-1)
+        loss = (squares / (dense.square().sum(-1) + 1e-6)).sum()
+        loss.backward()
+        losses.append(loss.item() / len(ids))
+        for expert in range(layer.n_experts):
+            own = [part for part in layer.module.seen if part[0] == expert]
+            if not own:
+                continue
+            terms = torch.stack([z.grad * z.detach() for _, z, _ in own]).numpy()
+            if len(terms) > 2:
+                limit = np.quantile(np.abs(terms), 0.99, axis=0)
+                terms = np.clip(terms, -limit, limit)
+            share = len(own) / len(ids)
+            attribution[expert].append(-terms.mean(0).sum() * share)
+            acts = torch.stack([parts.detach() for *_, parts in own])
+            saliency[expert].append(acts.norm(dim=0).mean(0).numpy())
+        del layer.module.seen
+    return (
+        np.array([np.mean(own, axis=0) for own in saliency]),
+        np.array([np.mean(own) for own in attribution]),
+        losses,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slimming_measures_by_autograd(family: str) -> None:
+    """Saliency, attribution and loss of each layer, token by token."""
+    model = tiny_model(family)
+    shared = Measurements(model, WINDOWS)
+    methods.get("moe-slimming").fit(model, WINDOWS, ratio=0.3, shared=shared)
+    found = shared.once("moe-slimming", lambda: pytest.fail("measured again"))
+    for layer in find_experts(model):
+        saliency, attribution, losses = slimming_by_hand(model, layer)
+        own = found[layer.layer]
+        np.testing.assert_allclose(own.saliency, saliency, rtol=1e-6)
+        np.testing.assert_allclose(own.attribution, attribution, rtol=1e-5, atol=1e-9)
+        assert own.loss == pytest.approx(np.mean(losses), rel=1e-6)
+        assert (attribution > 0).any()
+
+
+def count_by_bisection(groups: Any, weights: Any, n_kept: int) -> list[int]:
+    """Counts at which coverages are s · weight, with the s that keeps `n_kept`."""
+
+    def counts(s: float) -> list[int]:
+        found = []
+        for own, weight in zip(groups, weights, strict=True):
+            goal, covered, count = s * weight * sum(own), 0.0, 0
+            while count < len(own) and covered < goal:
+                covered, count = covered + own[count], count + 1
+            found.append(count)
+        return found
+
+    low, high = 0.0, 2 / min(weights)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(counts(middle)) < n_kept else (low, middle)
+    return counts(high)
+
+
+@pytest.mark.parametrize("n_kept", [3, 17, 40, 47])
+def test_budgets_are_those_of_a_bisection(n_kept: int) -> None:
+    """The lowest thresholds are the atoms that the search keeps, for any budget."""
+    draw = np.random.default_rng(n_kept)
+    groups = [np.sort(draw.random(size))[::-1] for size in (12, 20, 16)]
+    weights = [0.5, 1.1, 1.4]
+    found = slimming.covering(groups, weights, n_kept)
+    assert found == count_by_bisection(groups, weights, n_kept)
+    assert sum(found) == n_kept
+
+
+def test_layers_by_smoothed_losses() -> None:
+    """Four roots; the largest of 1, 1 and 16 is each time clipped to mean + spread."""
+    weights = [1.0, 1.0, 16.0]
+    for _ in range(4):
+        weights = [weight**0.5 for weight in weights]
+        limit = np.mean(weights) + np.std(weights, ddof=1)
+        assert weights[2] > limit
+        weights[2] = limit
+    expected = np.array(weights) / np.mean(weights)
+    np.testing.assert_allclose(slimming.smoothed([1.0, 1.0, 16.0]), expected)
+    assert slimming.smoothed([3.0]).tolist() == [1.0]
+
+
+def test_experts_by_the_roots_of_their_attributions() -> None:
+    """Weights 2 : 1, and none for the expert whose attribution is negative."""
+    saliency = np.array([[4.0, 3, 2, 1], [1, 1, 1, 1.5], [9, 8, 7, 6]])
+    own = slimming.LayerFound(saliency, np.array([4.0, 1.0, -1.0]), 1.0)
+    # Coverage before each atom, over weights of 2/3, 1/3 and 0: 0, .6, 1.05, 1.35;
+    # 0, 1, 1.67, 2.33; 0, and then more than a thousand.
+    kept = slimming.of_experts(own, 5, least=0)
+    assert kept.tolist() == [[1, 1, 0, 0], [1, 0, 0, 1], [1, 0, 0, 0]]
+    emptied = slimming.of_experts(own, 5, least=2)  # 1.05 is the next
+    assert emptied.tolist() == [[1, 1, 1, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
+    assert slimming.of_experts(own, 12, least=5).all()
