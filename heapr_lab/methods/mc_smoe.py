@@ -1,11 +1,13 @@
 """MC-SMoE: rarely used experts join the used one whose routing is most similar."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
@@ -25,15 +27,18 @@ from heapr_lab.methods.merging import (
     refuse_streamed_merge,
 )
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.experts import ExpertsLayer
+from heapr_lab.models.composed_experts import Composition, Projection, Shared
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.pruning.composing import composition_of
 
 
 def _mc_smoe(request: Request) -> ExpertComposition:
     """Experts of all layers compete for being dominant by their share of tokens."""
     refuse_streamed_merge(request)
+    sizes = _sizes(request)
     cosines = logit_cosines(request)
     frame = ranked(request)
-    leaders = dominant(frame, _n_left(request, frame))
+    leaders = _dominant_of(request, frame, sizes)
     groups = {k: joined(cosines[k], leaders[k]) for k in cosines}
     shares = frame.set_index(["layer", "expert"])["share"]
 
@@ -43,25 +48,73 @@ def _mc_smoe(request: Request) -> ExpertComposition:
         experts = [aligned(layer.expert(e), like, mismatch) for e in group]
         return averaged(experts, [float(shares[layer.layer, e]) for e in group])
 
-    return merged(request, groups, merge)
+    found = merged(request, groups, merge)
+    rank = request.options["rank"]
+    return _truncated(found, request.model, rank) if rank else found
 
 
-def _n_left(request: Request, frame: pd.DataFrame) -> int:
-    """The number of different experts in all layers together.
+def _sizes(request: Request) -> dict[int, tuple[int, int]]:
+    """By layer, the numbers that an expert of its stores, before and after.
 
     Raises:
-        SpecError: there would be fewer than layers.
+        SpecError: it would not be fewer with factors of the rank.
     """
-    n_layers, total = frame["layer"].nunique(), len(frame)
-    left = total - int(request.ratio * total)
-    if left < n_layers:
-        most = math.floor((1 - n_layers / total) * 1e6) / 1e6
+    rank, found = request.options["rank"], {}
+    for layer, shape in request.measured.architecture.layers.items():
+        before = after = shape.d_inter * shape.atom_parameters
+        if rank:
+            width = rank_of(rank, shape.d_inter, shape.d_expert)
+            factors = shape.n_matrices * width * (shape.d_inter + shape.d_expert)
+            after = factors + shape.d_inter * shape.atom_biases
+        if not 0 <= rank <= 1 or after > before:
+            raise SpecError(
+                f"rank is {rank}, with which an expert of layer {layer} would store "
+                f"{after} numbers in place of {before}: give a smaller share of the "
+                "full rank, or 0 to store whole matrices"
+            )
+        found[layer] = before, after
+    return found
+
+
+def _dominant_of(
+    request: Request, frame: pd.DataFrame, sizes: dict[int, tuple[int, int]]
+) -> dict[int, list[int]]:
+    """By layer, as many dominant experts as the ratio leaves.
+
+    Raises:
+        SpecError: there would be fewer than layers, or they store too little even if
+            all experts are left.
+    """
+    total = sum(sizes[layer][0] for layer in frame["layer"])
+    budget = math.ceil((1 - request.ratio) * total)
+    stored = by_dominance(frame)["layer"].map({k: own[1] for k, own in sizes.items()})
+    sums = stored.cumsum().to_numpy()
+    number, n_layers = int(np.searchsorted(sums, budget)) + 1, len(sizes)
+    if number > len(frame):
+        alone = 1 - sums[-1] / total
         raise SpecError(
-            f"ratio {float(request.ratio):g} would leave {left} experts in {n_layers} "
-            f"layers, expected at least one in each; the largest possible ratio is "
-            f"{most:g}"
+            f"rank {request.options['rank']} alone removes {alone:.4f} of the experts' "
+            f"parameters, more than ratio {float(request.ratio):g}: give a larger "
+            "rank, or 0"
         )
-    return left
+    if number < n_layers:
+        most = math.floor((1 - sums[n_layers - 1] / total) * 1e6) / 1e6
+        raise SpecError(
+            f"ratio {float(request.ratio):g} would leave {number} experts in "
+            f"{n_layers} layers, expected at least one in each; the largest possible "
+            f"ratio is {most:g}"
+        )
+    return dominant(frame, number)
+
+
+def by_dominance(frame: pd.DataFrame) -> pd.DataFrame:
+    """The most used expert of each layer, then all others.
+
+    Args:
+        frame: columns layer and expert, the most used first.
+    """
+    first = frame.drop_duplicates("layer")
+    return pd.concat([first, frame.drop(index=first.index)])
 
 
 def dominant(frame: pd.DataFrame, number: int) -> dict[int, list[int]]:
@@ -73,10 +126,44 @@ def dominant(frame: pd.DataFrame, number: int) -> dict[int, list[int]]:
         frame: columns layer and expert, the most used first.
         number: how many, at least one for each layer.
     """
-    first = frame.drop_duplicates("layer")
-    others = frame.drop(index=first.index).head(number - len(first))
-    found = pd.concat([first, others])
+    found = by_dominance(frame).head(number)
     return {int(k): own.tolist() for k, own in found.groupby("layer")["expert"]}
+
+
+# --- low rank ---------------------------------------------------------------------
+
+
+def rank_of(share: float, *sizes: int) -> int:
+    """The rank of factors of a matrix: a share of its full rank, at least 1."""
+    return max(1, int(share * min(sizes)))
+
+
+def _truncated(
+    found: ExpertComposition, model: nn.Module, rank: float
+) -> ExpertComposition:
+    """The same with the largest singular values of every matrix only, as factors."""
+    compositions = {}
+    for layer in find_experts(model):
+        own = found.compositions.get(layer.layer) or composition_of(layer)
+        parts = {name: _factors(part, rank) for name, part in own.projections.items()}
+        compositions[layer.layer] = Composition(**parts)
+    return dataclasses.replace(found, compositions=compositions)
+
+
+def _factors(own: Projection, rank: float) -> Projection:
+    pairs = []
+    for matrix in own.dense.tensors:
+        wide = torch.promote_types(matrix.dtype, torch.float32)
+        u, s, v = torch.linalg.svd(matrix.to(wide), full_matrices=False)
+        width = rank_of(rank, *matrix.shape)
+        left, right = u[:, :width] * s[:width], v[:width]
+        pairs.append((left.to(matrix.dtype), right.to(matrix.dtype)))
+    lefts, rights = zip(*pairs, strict=True)
+    of = own.dense.of
+    return Projection(left=Shared(lefts, of), right=Shared(rights, of), bias=own.bias)
+
+
+# --- groups -----------------------------------------------------------------------
 
 
 def joined(cosines: np.ndarray, leaders: Sequence[int]) -> Groups:
@@ -107,9 +194,11 @@ MC_SMOE = Method(
         "Atoms are aligned to those of the group's dominant expert; the authors' code "
         "aligns all experts of a layer to its first.",
         "W_gate and biases are aligned, too, which the authors' experts do not have.",
-        "Experts are merged only (M-SMoE): the second stage, low rank and structured "
-        "sparsity, needs training.",
+        "The second stage is optional: rank is the share of the full rank that all "
+        "matrices keep, with the largest singular values. The authors add a part with "
+        "structured sparsity, which they train.",
         NEVER_ROUTED,
     ),
+    options={"rank": 0.0},
     collectors=(LOGIT_COSINES, EXPERT_SUMS),
 )

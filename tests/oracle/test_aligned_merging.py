@@ -28,6 +28,7 @@ from merging_by_hand import (
 from text_models import experts_calls
 from torch import nn
 
+from heapr_lab.errors import SpecError
 from heapr_lab.methods import mc_smoe, ream
 from heapr_lab.models.composed_experts import composed_experts
 from heapr_lab.models.experts import find_experts
@@ -107,6 +108,42 @@ def test_mc_smoe_by_hand(family: str) -> None:
     found = fitted("mc-smoe", model, 0.42)  # 5 of 12 go
     check(found, model, replaced(model, new))
     assert found.achieved_ratio == pytest.approx(5 / 12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mc_smoe_of_low_rank_by_hand(family: str) -> None:
+    """Eight experts of 3 · 4 · (8 + 16) numbers are half of twelve of 3 · 8 · 16."""
+    model = tiny_model(family, **SIX)
+    merged = fitted("mc-smoe", model, 0.34).materialise(model)
+    new = {}
+    for layer, own in zip(
+        find_experts(model), composed_experts(merged).values(), strict=True
+    ):
+        for e in range(6):
+            new[layer.layer, e] = {
+                name: of_rank(own.get_submodule(f"composed_{name}").part("dense", e), 4)
+                for name in ("gate", "up", "down")
+            }
+    found = fitted("mc-smoe", model, 0.5, rank=0.5)
+    check(found, model, replaced(model, new))
+    assert found.achieved_ratio == 0.5
+
+
+def of_rank(matrix: Any, rank: int) -> torch.Tensor:
+    """The nearest matrix of a rank, by the eigenvectors of Wᵀ W."""
+    wide = matrix.detach()
+    vectors = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -rank:]
+    return wide @ vectors @ vectors.T
+
+
+def test_ranks_that_cannot_be_are_refused() -> None:
+    """They would store more than whole matrices, or too little for the ratio."""
+    model = tiny_model("qwen2_moe", **SIX)
+    with pytest.raises(SpecError, match="store 504 numbers in place of 384"):
+        fitted("mc-smoe", model, 0.5, rank=0.9)
+    with pytest.raises(SpecError, match=r"rank 0\.25 alone removes 0\.6250"):
+        fitted("mc-smoe", model, 0.5, rank=0.25)
+    assert fitted("mc-smoe", model, 0.7, rank=0.25).achieved_ratio == 0.6875
 
 
 @pytest.mark.parametrize("name", ["mc-smoe", "ream-like"])
