@@ -28,6 +28,7 @@ from heapr_lab.models.composed_experts import Composition, Projection, Shared
 from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.ragged_experts import activate
+from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.pruning.composing import Compositions, composition_of
 
 _DAMPING = 1e-6
@@ -204,3 +205,14 @@ def compression_of(
     """The compression with those experts; by default none, the dense model."""
     layers = request.measured.architecture.layers
     return ExpertComposition(request.made, compositions or {}, layers)
+
+
+def refuse_unmade(request: Request) -> None:
+    """Check, before any text is read, that experts can be replaced.
+
+    Raises:
+        SpecError: the model is streamed.
+    """
+    refuse_streamed(
+        request.model, remedy="load it with stream=False to replace experts"
+    )

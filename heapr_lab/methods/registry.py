@@ -7,6 +7,7 @@ from types import MappingProxyType
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.atoms import ATOMS
 from heapr_lab.methods.camera import CAMERA
+from heapr_lab.methods.d2_moe import D2_MOE
 from heapr_lab.methods.experts import EXPERTS
 from heapr_lab.methods.hc_smoe import HC_SMOE
 from heapr_lab.methods.intdim import INTDIM
@@ -36,6 +37,7 @@ _OURS = (
     MONE,
     MOE_PRUNER,
     SLIMMING,
+    D2_MOE,
 )
 
 

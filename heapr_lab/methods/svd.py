@@ -11,6 +11,7 @@ from heapr_lab.methods.low_rank import (
     factored,
     matrices,
     ranks_of,
+    refuse_unmade,
     truncated,
 )
 from heapr_lab.methods.method import Method, Request
@@ -21,9 +22,10 @@ from heapr_lab.pruning.composing import composition_of
 
 def _svd(request: Request) -> ExpertComposition:
     """The same ranks for all experts of a layer."""
-    shapes = request.measured.architecture.layers
+    refuse_unmade(request)
     if not request.ratio:
         return compression_of(request)
+    shapes = request.measured.architecture.layers
     ranks = {k: ranks_of(own, request.ratio, layer=k) for k, own in shapes.items()}
     moments: Mapping[int, Moments] = {}
     if request.options["whiten"]:

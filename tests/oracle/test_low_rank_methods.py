@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.d2_moe import base_of
 from heapr_lab.methods.low_rank import MOMENTS, ranks_of, truncated
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.composed_experts import Projection
@@ -29,6 +31,9 @@ WINDOWS = CalibrationSet.from_ids(IDS)
 FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss")
 SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
 DAMPING = 1e-6
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+IN_SINGLE = {"rtol": 1e-4, "atol": 1e-5}
+"""Gradients pass through routers' softmax, which is computed in float32."""
 NAMES = ("gate", "up", "down")
 
 Inputs = dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor, float]]]
@@ -173,7 +178,7 @@ def test_svd(family: str, whiten: bool) -> None:
         tokens = inputs[layer.layer, expert] if whiten else []
         second = moment(tokens, name, d_in=matrix.shape[1])
         expected = whitened(matrix, rank, second)
-        torch.testing.assert_close(new, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(new, expected, **CLOSE)
 
 
 def test_a_matrix_that_factors_would_not_shrink_stays_dense() -> None:
@@ -189,3 +194,75 @@ def test_a_matrix_that_factors_would_not_shrink_stays_dense() -> None:
         assert [len(part.of) for part in (own.dense, own.left)] == [4, 0]
         assert torch.equal(own.dense.tensors[1], layer.expert(1)[name])
     assert found.achieved_ratio == pytest.approx((80 - 3 * 21) / 240)
+
+
+# --- D²-MoE -----------------------------------------------------------------------
+
+
+def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]:
+    """The mean over windows of the squared gradient of each matrix."""
+    found: dict[tuple[int, int, str], torch.Tensor] = {}
+    layers = find_experts(model)
+    model.requires_grad_(True)
+    for window in IDS:
+        model.zero_grad()
+        logits = model(window[None], use_cache=False).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, window[1:]).backward()
+        for layer in layers:
+            gradients = SimpleNamespace(
+                **{name: own.grad for name, own in layer.module.named_parameters()},
+                has_gate=layer.module.has_gate,
+                has_bias=False,
+                is_transposed=layer.module.is_transposed,
+                is_concatenated=layer.module.is_concatenated,
+            )
+            for expert in range(layer.n_experts):
+                own = by_hand(gradients, expert)
+                for name in NAMES:
+                    key = (layer.layer, expert, name)
+                    square = own[f"W_{name}"].square() / len(IDS)
+                    found[key] = found.get(key, 0) + square
+    model.requires_grad_(False)
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_d2_moe(family: str) -> None:
+    """The base is the weighted mean; differences are those of the whitened SVD."""
+    model = tiny_model(family, **SIX)
+    fisher, inputs = fisher_by_hand(model), inputs_by_hand(model)
+    found = fitted("d2-moe", model, 0.4)
+    for layer, expert, name, matrix, new in every_matrix(model, found):
+        number = layer.layer
+        top = bottom = torch.zeros_like(matrix)
+        for e in range(6):
+            weight = fisher[number, e, name] * len(inputs[number, e])
+            top = top + weight * by_hand(layer.module, e)[f"W_{name}"].detach()
+            bottom = bottom + weight
+        base = top / bottom
+        own = found.compositions[number].projections[name]
+        assert len(own.dense.tensors) == 1
+        torch.testing.assert_close(own.dense.tensors[0], base, **IN_SINGLE)
+        second = moment(inputs[number, expert], name, d_in=matrix.shape[1])
+        rank = len(own.right.tensors[expert])
+        expected = base + whitened(matrix - base, rank, second)
+        torch.testing.assert_close(new, expected, **IN_SINGLE)
+
+
+def test_the_base_where_nothing_is_known() -> None:
+    """Entries without a gradient are the mean, those of one expert its own."""
+    stack = torch.tensor([[[1.0, 2.0]], [[5.0, 8.0]]], dtype=torch.float64)
+    fisher = torch.tensor([[[0.0, 1.0]], [[0.0, 1.0]]], dtype=torch.float64)
+    found = base_of(stack, fisher, torch.tensor([3.0, 1.0]))
+    assert found.tolist() == [[3.0, 3.5]]
+    assert base_of(stack, fisher, torch.tensor([0.0, 1.0])).tolist() == [[3.0, 8.0]]
+
+
+def test_d2_moe_has_room_for_its_base() -> None:
+    """Of 4 experts the base takes a quarter, three ranks of each 72 of 384 numbers."""
+    model = tiny_model("mixtral")
+    most = 1 - (Fraction(1, 4) + Fraction(72, 384))
+    assert fitted("d2-moe", model, float(most)).achieved_ratio == float(most)
+    with pytest.raises(SpecError, match=r"largest possible ratio is 0\.5625"):
+        fitted("d2-moe", model, float(most) + 0.01)
