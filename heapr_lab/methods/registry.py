@@ -14,6 +14,7 @@ from heapr_lab.methods.intdim import INTDIM
 from heapr_lab.methods.mc_smoe import MC_SMOE
 from heapr_lab.methods.method import Method
 from heapr_lab.methods.moe_pruner import MOE_PRUNER
+from heapr_lab.methods.moe_svd import MOE_SVD
 from heapr_lab.methods.mone import MONE
 from heapr_lab.methods.naee import NAEE
 from heapr_lab.methods.ream import REAM
@@ -38,6 +39,7 @@ _OURS = (
     MOE_PRUNER,
     SLIMMING,
     D2_MOE,
+    MOE_SVD,
 )
 
 

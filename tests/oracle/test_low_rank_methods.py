@@ -1,5 +1,6 @@
 """Methods of low rank against single tokens and decompositions as papers write them."""
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.d2_moe import base_of
 from heapr_lab.methods.low_rank import MOMENTS, ranks_of, truncated
+from heapr_lab.methods.moe_svd import Sizes, sizes_of
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.composed_experts import Projection
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -266,3 +268,127 @@ def test_d2_moe_has_room_for_its_base() -> None:
     assert fitted("d2-moe", model, float(most)).achieved_ratio == float(most)
     with pytest.raises(SpecError, match=r"largest possible ratio is 0\.5625"):
         fitted("d2-moe", model, float(most) + 0.01)
+
+
+# --- MoE-SVD ----------------------------------------------------------------------
+
+
+def sensitivity_by_hand(layer: ExpertsLayer, inputs: Inputs) -> float:
+    """Σ f r a, one expert and one activation after the other."""
+    total, n_tokens = 0.0, sum(len(inputs[layer.layer, e]) for e in range(6))
+    for expert in range(layer.n_experts):
+        tokens = inputs[layer.layer, expert]
+        ranks = 0
+        for name in NAMES:
+            matrix = by_hand(layer.module, expert)[f"W_{name}"].detach()
+            values = torch.linalg.eigvalsh(matrix @ matrix.mT).clamp(min=0).sqrt()
+            ranks += sum(float(v) > 0.01 * float(values.max()) for v in values)
+        sizes = [abs(float(value)) for _, h, _ in tokens for value in h]
+        outliers = sum(size > 2 * sum(sizes) / len(sizes) for size in sizes)
+        total += len(tokens) / n_tokens * ranks / 3 * outliers / len(sizes)
+    return total
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_least_sensitive_layers_are_decomposed(family: str) -> None:
+    """Half of the parameters of one of two layers make a quarter of all."""
+    model = tiny_model(family, **SIX)
+    layers, inputs = find_experts(model), inputs_by_hand(model)
+    scores = {own.layer: sensitivity_by_hand(own, inputs) for own in layers}
+    assert len(set(scores.values())) == 2
+    for ratio in (0.25, 0.3):
+        found = fitted("moe-svd-like", model, ratio)
+        assert list(found.compositions) == [min(scores, key=lambda k: scores[k])]
+    assert len(fitted("moe-svd-like", model, 0.31).compositions) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ratio", [0.03, 0.3, 0.7])
+def test_moe_svd(family: str, ratio: float) -> None:
+    """V is that of the expert with most tokens, U the least squares for its inputs."""
+    model = tiny_model(family, **SIX)
+    inputs = inputs_by_hand(model)
+    found = fitted("moe-svd-like", model, ratio)
+    shared_lefts = dense_experts = 0
+    for layer in find_experts(model):
+        if layer.layer not in found.compositions:
+            continue
+        for name in NAMES:
+            own = found.compositions[layer.layer].projections[name]
+            low = [e for e in range(6) if own.left.of and own.left.of[e] >= 0]
+            dense_experts += 6 - len(low)
+            shared_lefts += len(low) - len(own.left.tensors)
+            check_projection(layer, name, own, low, inputs)
+    assert (dense_experts > 0) == (ratio == 0.03)
+    assert (shared_lefts > 0) == (ratio > 0.03)
+
+
+def check_projection(
+    layer: ExpertsLayer, name: str, own: Projection, low: list[int], inputs: Inputs
+) -> None:
+    """One projection of a decomposed layer, against least squares on its tokens."""
+
+    def weight_of(expert: int) -> tuple[int, float]:
+        tokens = inputs[layer.layer, expert]
+        return len(tokens), sum(p for *_, p in tokens)
+
+    low = sorted(low, key=weight_of, reverse=True)
+    for expert in set(range(6)) - set(low):
+        assert weight_of(expert) > weight_of(low[0])
+        assert torch.equal(product(own, expert), layer.expert(expert)[name])
+    if not low:
+        return
+    best = {e: fitted_left(layer, name, e, own, inputs) for e in low}
+    (right,) = own.right.tensors
+    first = layer.expert(low[0])[name]
+    second = moment(inputs[layer.layer, low[0]], name, d_in=first.shape[1])
+    expected = whitened(first, len(right), second)
+    torch.testing.assert_close(best[low[0]] @ right, expected, **CLOSE)
+    kept = low[: len(own.left.tensors)]
+    for expert in low:
+        matrix = layer.expert(expert)[name]
+        second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
+        errors = {
+            e: float(
+                ((matrix - best[e] @ right) @ torch.linalg.cholesky(second)).norm()
+            )
+            for e in kept
+        }
+        nearest = min(errors, key=lambda e: errors[e])
+        torch.testing.assert_close(product(own, expert), best[nearest] @ right, **CLOSE)
+
+
+def fitted_left(
+    layer: ExpertsLayer, name: str, expert: int, own: Projection, inputs: Inputs
+) -> torch.Tensor:
+    """U by least squares on the square root of the moment of the expert's inputs."""
+    (right,) = own.right.tensors
+    matrix = layer.expert(expert)[name]
+    second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
+    rows = torch.linalg.cholesky(second).mT
+    return torch.linalg.lstsq(rows @ right.mT, rows @ matrix.mT).solution.mT
+
+
+def test_sizes_fit_the_budget() -> None:
+    """At most one rank is left over, and every expert has its own U if it can."""
+    for n_experts, out, into in ((6, 8, 16), (6, 16, 8), (4, 5, 5), (8, 3, 40)):
+        dense = n_experts * out * into
+        for budget in range(out + into, dense, 7):
+            own = sizes_of(Fraction(budget), n_experts, out, into)
+            numbers = own.numbers(n_experts, out, into)
+            assert budget - own.lefts * out - into < numbers <= budget
+            assert 1 <= own.rank <= min(out, into)
+            half = math.ceil(min(out, into) / 2)
+            more = Sizes(own.decomposed, own.lefts + 1, half)
+            if own.lefts < own.decomposed:
+                assert more.numbers(n_experts, out, into) > budget
+            more = Sizes(own.decomposed + 1, own.decomposed + 1, min(out, into))
+            if own.decomposed < n_experts:
+                assert more.numbers(n_experts, out, into) < budget
+
+
+@pytest.mark.parametrize("most", [0.0, 1.5])
+def test_the_share_of_a_layer_is_checked(most: float) -> None:
+    """It is more than nothing, and at most all."""
+    with pytest.raises(SpecError, match="most_of_layer"):
+        fitted("moe-svd-like", tiny_model("mixtral"), 0.3, most_of_layer=most)

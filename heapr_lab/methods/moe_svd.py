@@ -1,0 +1,292 @@
+"""MoE-SVD: in the least sensitive layers, experts share a right factor of low rank.
+
+In each projection of such a layer, W_e = U_e V: V is that of the expert to which most
+tokens are routed, U_e is fitted to it, and where the budget is small, experts with
+fewer tokens take the U of others.
+
+Shapes: E n_experts; a matrix is (out, in), U is (out, rank), V is (rank, in).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from heapr_lab.errors import SpecError
+from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.low_rank import (
+    MOMENTS,
+    Moments,
+    composition,
+    compression_of,
+    damped,
+    matrices,
+    refuse_unmade,
+    truncated,
+)
+from heapr_lab.methods.method import Method, Request
+from heapr_lab.models.architecture import LayerShape
+from heapr_lab.models.composed_experts import ABSENT, Composition, Projection, Shared
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+
+_PRINCIPAL = 0.01
+"""A singular value counts if it is larger than this share of the largest."""
+_LEAST_RANK = Fraction(1, 2)
+"""Share of the full rank below which experts share a U rather than lower the rank."""
+
+# --- which layers -----------------------------------------------------------------
+
+
+def sensitivity(layer: ExpertsLayer, moments: Moments) -> float:
+    """S_L = Σ_e f_e r_e a_e.
+
+    f is the expert's share of the routed tokens, r the mean over its matrices of the
+    number of singular values above 1 % of the largest, a its share of outliers.
+    """
+    ranks = torch.stack(
+        [_principal_ranks(matrices(layer, name)) for name in names_of(layer)]
+    )
+    shares = moments.tokens / moments.tokens.sum()
+    return float((shares * ranks.mean(0).cpu() * moments.outliers).sum())
+
+
+def names_of(layer: ExpertsLayer) -> tuple[str, ...]:
+    """The projections of an expert."""
+    return ("gate", "up", "down") if layer.gated else ("up", "down")
+
+
+def _principal_ranks(stack: torch.Tensor) -> torch.Tensor:
+    """The number of large singular values of each matrix, (E,)."""
+    values = torch.linalg.svdvals(stack.double())
+    large: torch.Tensor = values > _PRINCIPAL * values[:, :1]
+    return large.sum(1).double()
+
+
+def chosen(
+    sensitivities: Mapping[int, float],
+    shapes: Mapping[int, LayerShape],
+    ratio: Fraction,
+    most: Fraction,
+) -> tuple[list[int], Fraction]:
+    """The layers to decompose, the least sensitive first, and the ratio of each.
+
+    As few as can lose `ratio` of all parameters if each loses at most `most` of its
+    own; all layers if these are too few.
+    """
+    sizes = {k: own.n_atoms * own.atom_parameters for k, own in shapes.items()}
+    gone, found, size = ratio * sum(sizes.values()), list[int](), 0
+    for layer in sorted(sensitivities, key=lambda k: sensitivities[k]):
+        if size * most >= gone:
+            break
+        found.append(layer)
+        size += sizes[layer]
+    return found, gone / size
+
+
+# --- how large --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one projection of a layer is stored as."""
+
+    decomposed: int
+    """Experts that share V; the others are dense."""
+    lefts: int
+    """Different U."""
+    rank: int
+
+    def numbers(self, n_experts: int, out: int, into: int) -> int:
+        """How many numbers that is."""
+        dense = (n_experts - self.decomposed) * out * into
+        return dense + self.rank * (self.lefts * out + into)
+
+
+def sizes_of(budget: Fraction, n_experts: int, out: int, into: int) -> Sizes:
+    """The sizes that fit `budget` numbers, with at most one rank of it left over.
+
+    All experts are decomposed, but for budgets that the full rank of one V cannot use.
+    Each has its own U if the rank is then at least half the full one.
+    """
+    if budget >= n_experts * out * into:
+        return Sizes(0, 0, 0)
+    full = min(out, into)
+    experts = next(
+        e
+        for e in range(n_experts, 0, -1)
+        if Sizes(e, e, full).numbers(n_experts, out, into) >= budget
+    )
+    room = budget - (n_experts - experts) * out * into
+    if room < out + into and experts < n_experts:
+        return Sizes(experts + 1, experts + 1, full)
+    lefts = math.floor((room / math.ceil(full * _LEAST_RANK) - into) / out)
+    lefts = max(1, min(experts, lefts))
+    return Sizes(experts, lefts, min(full, int(room // (lefts * out + into))))
+
+
+def _layer_sizes(
+    layer: ExpertsLayer, budget: Fraction
+) -> Iterator[tuple[str, Sizes, Fraction]]:
+    """Of each projection its name, its sizes, and the budget that is left after it.
+
+    Raises:
+        SpecError: not even one rank fits.
+    """
+    left, names = budget, names_of(layer)
+    for i, name in enumerate(names):
+        ends = (layer.d_expert, layer.d_inter)
+        out, into = ends if name == "down" else ends[::-1]
+        own = sizes_of(left / (len(names) - i), layer.n_experts, out, into)
+        if own.decomposed and not own.rank:
+            raise SpecError(
+                f"the experts of layer {layer.layer} have room for {int(budget)} "
+                "numbers, expected at least one rank for each projection: choose a "
+                "lower ratio"
+            )
+        left -= own.numbers(layer.n_experts, out, into)
+        yield name, own, left
+
+
+# --- what is stored ---------------------------------------------------------------
+
+
+def shared_right(
+    stack: torch.Tensor, moment: torch.Tensor, order: Sequence[int], sizes: Sizes
+) -> Projection:
+    """The experts' matrices (E, out, in) with one V, and at most `lefts` different U.
+
+    Args:
+        stack: the matrices.
+        moment: of their inputs, (E, in, in).
+        order: the experts, those with the most tokens first; the first stay dense.
+        sizes: how many are dense, of what rank V is, and how many U there are.
+    """
+    dense, low = (
+        order[: len(order) - sizes.decomposed],
+        order[len(order) - sizes.decomposed :],
+    )
+    if not low:
+        return Projection(dense=Shared.own([*stack]))
+    _, right = truncated(stack[low[0]], sizes.rank, moment[low[0]])
+    lefts, inner = _fitted(stack[[*low]], moment[[*low]], right)
+    nearest = _nearest(lefts, inner, sizes.lefts)
+    n_experts, dtype = len(order), stack.dtype
+    return Projection(
+        dense=_placed([stack[e] for e in dense], dense, range(len(dense)), n_experts),
+        left=_placed([*lefts[: sizes.lefts].to(dtype)], low, nearest, n_experts),
+        right=_placed([right.to(dtype)], low, [0] * len(low), n_experts),
+    )
+
+
+def _fitted(
+    stack: torch.Tensor, moment: torch.Tensor, right: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """U of each expert, for which ‖(W − U V) S‖ is least, and V M Vᵀ."""
+    second = damped(moment)
+    inner = right @ second @ right.mT  # (n, rank, rank)
+    outer = stack.double() @ second @ right.mT  # (n, out, rank)
+    return torch.linalg.solve(inner, outer, left=False), inner
+
+
+def _nearest(lefts: torch.Tensor, inner: torch.Tensor, n_kept: int) -> list[int]:
+    """For each expert the one of the first U that changes its outputs least."""
+    found = list(range(n_kept))
+    for own, metric in zip(lefts[n_kept:], inner[n_kept:], strict=True):
+        apart = lefts[:n_kept] - own  # (n_kept, out, rank)
+        found.append(int(((apart @ metric) * apart).sum((1, 2)).argmin()))
+    return found
+
+
+def _placed(
+    tensors: Sequence[torch.Tensor],
+    experts: Sequence[int],
+    index: Sequence[int],
+    n_experts: int,
+) -> Shared:
+    """Tensors of some experts only."""
+    if not tensors:
+        return Shared()
+    of = [ABSENT] * n_experts
+    for expert, number in zip(experts, index, strict=True):
+        of[expert] = number
+    return Shared(tuple(tensors), tuple(of))
+
+
+# --- the method -------------------------------------------------------------------
+
+
+def _moe_svd(request: Request) -> ExpertComposition:
+    """The least sensitive layers decomposed, within one budget."""
+    most = _most(request)
+    refuse_unmade(request)
+    if not request.ratio:
+        return compression_of(request)
+    shapes = request.measured.architecture.layers
+    layers = {own.layer: own for own in find_experts(request.model)}
+    moments = request.measured.collected(MOMENTS, request.progress)
+    scores = {k: sensitivity(own, moments[k]) for k, own in layers.items()}
+    numbers, ratio = chosen(scores, shapes, request.ratio, most)
+    made, left = {}, Fraction(0)
+    for number in numbers:
+        budget = left + _budget(shapes[number], ratio)
+        made[number], left = _composed(layers[number], moments[number], budget)
+    return compression_of(request, made)
+
+
+def _most(request: Request) -> Fraction:
+    """The largest share that one layer loses.
+
+    Raises:
+        SpecError: it is not in (0, 1].
+    """
+    most = request.options["most_of_layer"]
+    if not 0 < most <= 1:
+        raise SpecError(f"most_of_layer is {most!r}, expected a share in (0, 1]")
+    return Fraction(str(most))
+
+
+def _budget(shape: LayerShape, ratio: Fraction) -> Fraction:
+    """Numbers left for the matrices of a layer; biases are kept."""
+    weights = (1 - ratio) * shape.atom_parameters - shape.atom_biases
+    return shape.n_atoms * weights
+
+
+def _composed(
+    layer: ExpertsLayer, moments: Moments, budget: Fraction
+) -> tuple[Composition, Fraction]:
+    """The experts of a layer, and what is left of the budget."""
+    made, left, order = {}, budget, moments.most_routed
+    for name, sizes, remaining in _layer_sizes(layer, budget):
+        stack = matrices(layer, name)
+        made[name] = shared_right(stack, moments.of(name), order, sizes)
+        left = remaining
+    return composition(layer, made), left
+
+
+MOE_SVD = Method(
+    "moe-svd-like",
+    "MoE-SVD: in the least sensitive layers experts share a factor of low rank",
+    "Li et al. 2025, MoE-SVD, ICML 2025, PMLR 267 (li25az)",
+    "low rank",
+    _moe_svd,
+    deviations=(
+        "Built from the abstract and second-hand descriptions; the authors' code is "
+        "not public.",
+        "The fewest of the least sensitive layers that can lose the ratio, each at "
+        "most most_of_layer, are decomposed; the paper has a threshold for S_L.",
+        "Outliers are entries of the atoms' activations above twice their mean, "
+        "principal ranks count singular values above 1 % of the largest, as a mean "
+        "over the expert's matrices.",
+        "Every U is fitted to the shared V by least squares on the expert's inputs; "
+        "an expert's own U belongs to its own V.",
+        "U-matrices are shared only where each expert's own would leave less than half "
+        "the full rank: those with the most tokens are kept, and the other experts use "
+        "the one among them that changes their outputs least.",
+        "Where the full rank of one V would remove more than asked for, the experts "
+        "with the most tokens stay dense.",
+    ),
+    options={"most_of_layer": 0.6},
+    collectors=(MOMENTS,),
+)
