@@ -80,7 +80,7 @@ def _column(name: str) -> Scores:
 
 
 def _reap(frame: pd.DataFrame, request: Request) -> np.ndarray:
-    """`reap_scores`, without end for super experts if they are protected."""
+    """The scores of REAP, infinite for protected experts."""
     scores = reap_scores(frame)
     if request.options["protect_super_experts"]:
         scores[super_experts(frame, n_layers=_n_layers(request))] = np.inf
@@ -88,7 +88,7 @@ def _reap(frame: pd.DataFrame, request: Request) -> np.ndarray:
 
 
 def reap_scores(frame: pd.DataFrame) -> np.ndarray:
-    """The mean of p · ‖f‖ over the tokens routed to each expert of `frame`."""
+    """The mean of p · ‖f‖ over the tokens routed to each expert, (rows of `frame`,)."""
     tokens = np.maximum(frame["tokens"].to_numpy(), 1)
     scores: np.ndarray = frame["sum_p_norm"].to_numpy(dtype=np.float64) / tokens
     return scores

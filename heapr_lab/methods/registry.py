@@ -8,6 +8,8 @@ from heapr_lab.errors import SpecError
 from heapr_lab.methods.atoms import ATOMS
 from heapr_lab.methods.camera import CAMERA
 from heapr_lab.methods.d2_moe import D2_MOE
+from heapr_lab.methods.eep import EEP
+from heapr_lab.methods.evoesap import EVOESAP
 from heapr_lab.methods.experts import EXPERTS
 from heapr_lab.methods.hc_smoe import HC_SMOE
 from heapr_lab.methods.intdim import INTDIM
@@ -40,6 +42,8 @@ _OURS = (
     SLIMMING,
     D2_MOE,
     MOE_SVD,
+    EVOESAP,
+    EEP,
 )
 
 

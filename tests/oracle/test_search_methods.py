@@ -1,18 +1,25 @@
 """Constants, single weights and searches against loops and exhaustive enumeration."""
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import tiny_ids, tiny_model
+from keeps import logits_of
 from oracles.token_by_token import matrices, run
 from text_models import experts_calls
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import eep, evolution
+from heapr_lab.models.expert_axes import find_expert_axes
 from heapr_lab.models.experts import find_experts
+from heapr_lab.pruning.dropping import drop_experts, dropping
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
@@ -200,3 +207,154 @@ def test_what_moe_pruner_refuses() -> None:
     odd = tiny_model("mixtral", intermediate_size=6)
     with pytest.raises(SpecError, match="multiple of 4 weights, found 6"):
         fitted("moe-pruner", odd, 0.5, pattern="2:4")
+
+
+# --- searches ---------------------------------------------------------------------
+
+
+def rejected(model: nn.Module, small: nn.Module) -> float:
+    """1 − Σ min(p, q) of a mean token, from the logits of all windows."""
+    p, q = (logits_of(own, IDS)[:, :-1].softmax(-1) for own in (model, small))
+    return 1 - float(torch.minimum(p, q).sum(-1).mean())
+
+
+def nll(model: nn.Module) -> float:
+    """The mean loss, from the logits of all windows."""
+    logits = logits_of(model, IDS)[:, :-1].flatten(0, 1)
+    return float(torch.nn.functional.cross_entropy(logits, IDS[:, 1:].flatten()))
+
+
+def by_reap(model: nn.Module) -> dict[int, list[int]]:
+    """The experts of each layer, lowest mean p · ‖f‖ first, one token after another."""
+    model.requires_grad_(False)
+    _, records = run(model, IDS)
+    order = {}
+    for layer in find_experts(model):
+        tokens = records[id(layer.module)].tokens
+        scores = [
+            np.mean([float(t.p) * float(t.E.detach().norm()) for t in tokens[e]] or [0])
+            for e in range(layer.n_experts)
+        ]
+        order[layer.layer] = np.argsort(scores).tolist()
+    return order
+
+
+MUCH = {"population": 12, "generations": 12}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fitness", ["acceptance", "loss"])
+def test_evoesap_finds_the_best_allocation(fitness: str, family: str) -> None:
+    """Of all ways in which two layers lose four experts of twelve in all."""
+    model = tiny_model(family, **SIX)
+    order, costs = by_reap(model), {}
+    for numbers in itertools.product(range(5), repeat=2):
+        if sum(numbers) != 4:
+            continue
+        pairs = zip(order.items(), numbers, strict=True)
+        kept = {k: tuple(sorted(own[n:])) for (k, own), n in pairs}
+        small = drop_experts(model, kept)
+        costs[numbers] = (
+            rejected(model, small) if fitness == "acceptance" else nll(small)
+        )
+    best = min(costs, key=lambda numbers: costs[numbers])
+    found = fitted("evoesap-like", model, 0.34, fitness=fitness, **MUCH)
+    gone = [set(range(6)) - set(own) for own in found.kept.values()]
+    assert tuple(map(len, gone)) == best
+    assert all(
+        own == set(ranks[: len(own)])
+        for own, ranks in zip(gone, order.values(), strict=True)
+    )
+
+
+def test_the_fitness_of_a_search_is_that_of_all_logits() -> None:
+    """The loss and the rejection, of the dense model and of a smaller one."""
+    model = tiny_model("qwen2_moe", **SIX)
+    rejection, kept = evolution.Rejection(model, IDS), {0: (0, 2, 3), 1: (1, 4)}
+    assert rejection() == pytest.approx(0, abs=1e-12)
+    small = drop_experts(model, kept)
+    with dropping(model, kept):
+        found, own = rejection(), evolution.loss(model, IDS)
+    assert found == pytest.approx(rejected(model, small), rel=1e-9)
+    assert found > 1e-3
+    assert own == pytest.approx(nll(small), rel=1e-9)
+
+
+def test_layers_that_lose_different_numbers_are_saved(tmp_path: Path) -> None:
+    """In our format, and load with the same logits."""
+    model = tiny_model("qwen3_moe", **SIX)
+    with torch.no_grad():  # a layer without effect loses more experts
+        find_experts(model)[1].down.mul_(1e-3)
+    found = fitted("evoesap-like", model, 0.34, **MUCH)
+    assert {k: len(own) for k, own in found.kept.items()} == {0: 6, 1: 2}
+    with found.apply(model):
+        expected = logits_of(model, IDS)
+    found.save(model, tmp_path / "out", base="tiny")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float64
+    )
+    loaded.set_experts_implementation("eager")
+    torch.testing.assert_close(logits_of(loaded, IDS), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_what_a_search_refuses() -> None:
+    """Too small a population, an unknown fitness, and too large a ratio."""
+    model = tiny_model("mixtral", **SIX)
+    with pytest.raises(SpecError, match="population"):
+        fitted("evoesap-like", model, 0.34, population=4)
+    with pytest.raises(SpecError, match="expected one of acceptance, loss"):
+        fitted("evoesap-like", model, 0.34, fitness="accuracy")
+    with pytest.raises(SpecError, match=r"largest possible ratio is 0\.666666"):
+        fitted("evoesap-like", model, 0.9)
+
+
+def test_shares_are_exact_and_limited() -> None:
+    """Equal weights give equal shares, and every allocation can be reached."""
+    assert evolution.apportioned([1.0, 1.0, 1.0], 6, [4, 4, 4]) == (2, 2, 2)
+    assert evolution.apportioned([0.0, 0.0], 3, [1, 4]) == (1, 2)
+    for wanted in itertools.product(range(4), repeat=3):
+        found = evolution.apportioned(list(map(float, wanted)), sum(wanted), [3, 3, 3])
+        assert found == wanted
+
+
+def test_eep_keeps_the_best_experts_and_does_not_lose_by_merging() -> None:
+    """The sets of the least loss of all; with them, merging lowers the loss further."""
+    model = tiny_model("qwen2_moe")
+    subsets = list(itertools.combinations(range(4), 3))
+    losses = {
+        kept: nll(drop_experts(model, dict(enumerate(kept))))
+        for kept in itertools.product(subsets, repeat=2)
+    }
+    best = min(losses, key=lambda kept: losses[kept])
+    found = fitted("eep", model, 0.25, **MUCH)
+    assert tuple(found.kept.values()) == best
+    with found.apply(model):
+        assert nll(model) < losses[best] - 1e-6
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+def test_eep_combines_router_rows_and_weights(family: str) -> None:
+    """The smaller model, whose tensors are sums over experts, written out."""
+    model = tiny_model(family)
+    axis = find_expert_axes(model)[0]
+    kept, order = (0, 2, 3), (3, 1, 0, 2)
+    plan = eep._Plan(eep.LayerMerger(axis), order, kept)
+    changes = np.random.default_rng(0).normal(size=plan.size).reshape(2, 3, 4)
+    both = plan.coefficients(changes.ravel())
+    for matrix, change in zip(both, changes, strict=True):
+        for row, place in ((0, 2), (1, 0), (2, 1)):  # experts 3, 0 and 2 by rank
+            for column, expert in enumerate(order):
+                own = float(kept[place] == expert) + change[row, column]
+                assert float(matrix[place, expert]) == pytest.approx(own)
+    made = plan.merger.experts(both[1])
+    for k in range(3):
+        for name, projection in made.projections.items():
+            expected = sum(
+                float(both[1, k, e]) * axis.layer.expert(e)[name] for e in range(4)
+            )
+            torch.testing.assert_close(projection.dense.tensors[k], expected)
+    rows = plan.merger.router(both[0])["weight"]
+    expected_rows = sum(
+        both[0, :, e, None] * axis.router.weight[e].detach() for e in range(4)
+    )
+    torch.testing.assert_close(rows, expected_rows)

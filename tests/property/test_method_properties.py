@@ -39,7 +39,12 @@ DRAWN = {"random"}
 """Methods that number atoms, and do not look at them."""
 ORDERED = {"compress"}
 """Methods that hold out windows by their place, which their deviations say."""
-OPTIONS: dict[str, dict[str, Any]] = {"compress": {"quick": True}}
+SMALL = {"population": 5, "generations": 2, "most_windows": 4}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "compress": {"quick": True},
+    "eep": SMALL,
+    "moe-i2-like": SMALL,
+}
 """Options with which a method takes less time."""
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 IN_SINGLE = {"rtol": 1e-4, "atol": 1e-5}
@@ -168,7 +173,7 @@ def step(found: Compression, name: str, model: nn.Module) -> float:
     """The share of a unit: an atom or an expert in each group that is rounded."""
     layers = find_experts(model)
     atoms = sum(layer.n_experts * layer.d_inter for layer in layers)
-    if name in ("heapr-expert", "mc-smoe"):
+    if name in {"heapr-expert", "mc-smoe", "evoesap-like"}:
         return layers[0].d_inter / atoms
     if methods.get(name).compresses == "low rank":
         return rank_step(layers[0])
