@@ -2,11 +2,12 @@
 
 Their checkpoints have a "quantization" named heapr_composed, which is the only hook of
 transformers that may change modules before weights are loaded into them. `import
-heapr_lab` registers it.
+heapr_lab` registers it: this module is imported while transformers is, and by any of
+`ragged_experts` and `composed_experts` before these are complete.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,10 +20,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from heapr_lab.errors import SpecError
-
-# As modules: importing them first imports transformers, which imports this one.
-from heapr_lab.models import composed_experts as composed
 from heapr_lab.models import ragged_experts
+
+if TYPE_CHECKING:
+    from heapr_lab.models.composed_experts import ComposedExperts, Plan
 
 COMPOSED = "heapr_composed"
 FORMAT_VERSION = 1
@@ -82,11 +83,13 @@ class ComposedQuantizer(HfQuantizer):
         Raises:
             ValueError: the plan does not match this model's experts.
         """
+        from heapr_lab.models.composed_experts import plan_from_dict
+
         config = self.quantization_config
         try:
             _narrow(model, config.n_kept)
             for path, plain in config.experts.items():
-                put_experts(model, path, composed.plan_from_dict(plain))
+                put_experts(model, path, plan_from_dict(plain))
         except (SpecError, AttributeError) as error:
             raise ValueError(
                 f"config.json does not fit this {type(model).__name__}: {error}"
@@ -109,14 +112,14 @@ class ComposedQuantizer(HfQuantizer):
         return True
 
 
-def put_experts(
-    model: nn.Module, path: str, plan: "composed.Plan"
-) -> "composed.ComposedExperts":
+def put_experts(model: nn.Module, path: str, plan: "Plan") -> "ComposedExperts":
     """Replace the experts module at `path` by one of `plan`, without values.
 
     Raises:
         SpecError: the plan does not fit the module.
     """
+    from heapr_lab.models import composed_experts as composed
+
     stock: Any = model.get_submodule(path)
     n_experts = stock.down_proj.shape[0]
     d_expert = stock.down_proj.shape[2 if stock.is_transposed else 1]
@@ -146,10 +149,9 @@ def _narrow(model: nn.Module, n_kept: Mapping[str, int]) -> None:
 
 def attach_composed(model: Any, n_kept: Mapping[str, int]) -> None:
     """Make transformers save the composed experts of `model` in the form it loads."""
-    plans = {
-        k: composed.plan_to_dict(own.plan)
-        for k, own in composed.composed_experts(model).items()
-    }
+    from heapr_lab.models.composed_experts import composed_experts, plan_to_dict
+
+    plans = {k: plan_to_dict(own.plan) for k, own in composed_experts(model).items()}
     quantizer = ComposedQuantizer(ComposedConfig(plans, dict(n_kept)))
     model.hf_quantizer = quantizer
     model.config.quantization_config = quantizer.quantization_config

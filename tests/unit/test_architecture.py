@@ -141,3 +141,12 @@ def test_imports_without_torch(module: str) -> None:
     """Wings by name, scores, selections and figures come without importing torch."""
     code = f"import sys, heapr_lab.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "module", ["ragged_experts", "composed_experts", "composed_files", "folders"]
+)
+def test_any_module_of_formats_comes_first(module: str) -> None:
+    """They register with transformers while it is imported, which imports them."""
+    code = f"import heapr_lab.models.{module}"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
