@@ -169,7 +169,8 @@ def shared_right(
     )
     if not low:
         return Projection(dense=Shared.own([*stack]))
-    _, right = truncated(stack[low[0]], sizes.rank, moment[low[0]])
+    _, rows = truncated(stack[low[0]], sizes.rank, moment[low[0]])
+    right = torch.linalg.qr(rows.mT).Q.mT  # of full rank, even if the matrix is not
     lefts, inner = _fitted(stack[[*low]], moment[[*low]], right)
     nearest = _nearest(lefts, inner, sizes.lefts)
     n_experts, dtype = len(order), stack.dtype
