@@ -12,6 +12,7 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.low_rank import truncated
 from heapr_lab.methods.merging import (
     LOGIT_COSINES,
     NEVER_ROUTED,
@@ -50,7 +51,7 @@ def _mc_smoe(request: Request) -> ExpertComposition:
 
     found = merged(request, groups, merge)
     rank = request.options["rank"]
-    return _truncated(found, request.model, rank) if rank else found
+    return _of_low_rank(found, request.model, rank) if rank else found
 
 
 def _sizes(request: Request) -> dict[int, tuple[int, int]]:
@@ -138,29 +139,28 @@ def rank_of(share: float, *sizes: int) -> int:
     return max(1, int(share * min(sizes)))
 
 
-def _truncated(
+def _of_low_rank(
     found: ExpertComposition, model: nn.Module, rank: float
 ) -> ExpertComposition:
     """The same with the largest singular values of every matrix only, as factors."""
     compositions = {}
     for layer in find_experts(model):
         own = found.compositions.get(layer.layer) or composition_of(layer)
-        parts = {name: _factors(part, rank) for name, part in own.projections.items()}
+        parts = {
+            name: _factors(part.dense, part.bias, rank)
+            for name, part in own.projections.items()
+        }
         compositions[layer.layer] = Composition(**parts)
     return dataclasses.replace(found, compositions=compositions)
 
 
-def _factors(own: Projection, rank: float) -> Projection:
-    pairs = []
-    for matrix in own.dense.tensors:
-        wide = torch.promote_types(matrix.dtype, torch.float32)
-        u, s, v = torch.linalg.svd(matrix.to(wide), full_matrices=False)
-        width = rank_of(rank, *matrix.shape)
-        left, right = u[:, :width] * s[:width], v[:width]
-        pairs.append((left.to(matrix.dtype), right.to(matrix.dtype)))
-    lefts, rights = zip(*pairs, strict=True)
-    of = own.dense.of
-    return Projection(left=Shared(lefts, of), right=Shared(rights, of), bias=own.bias)
+def _factors(dense: Shared, bias: Shared, rank: float) -> Projection:
+    pairs = [
+        [factor.to(own.dtype) for factor in truncated(own, rank_of(rank, *own.shape))]
+        for own in dense.tensors
+    ]
+    left, right = (Shared(tuple(own), dense.of) for own in zip(*pairs, strict=True))
+    return Projection(left=left, right=right, bias=bias)
 
 
 # --- groups -----------------------------------------------------------------------
