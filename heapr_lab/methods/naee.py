@@ -125,7 +125,7 @@ def _naee(request: Request) -> ExpertDropping:
             request.model, ids, progress=request.progress
         ):
             number = layer.layer
-            some = _positions(request, layer.n_experts)
+            some = positions(request, layer.n_experts)
             with evaluating(request.model):
                 loss = LayerLoss(axes[number], calls.of(some))
                 kept[number] = best_subset(
@@ -137,7 +137,7 @@ def _naee(request: Request) -> ExpertDropping:
     return dropping_of(request, kept)
 
 
-def _positions(request: Request, n_experts: int) -> torch.Tensor:
+def positions(request: Request, n_experts: int) -> torch.Tensor:
     """The tokens to measure on: the same positions, evenly spaced, of every window."""
     n_windows, length = request.calibration.ids.shape
     most = min(request.options["most_tokens"], _MOST_PRODUCTS // n_experts**2)

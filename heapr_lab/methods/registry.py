@@ -15,6 +15,7 @@ from heapr_lab.methods.hc_smoe import HC_SMOE
 from heapr_lab.methods.intdim import INTDIM
 from heapr_lab.methods.mc_smoe import MC_SMOE
 from heapr_lab.methods.method import Method
+from heapr_lab.methods.moe_i2 import MOE_I2
 from heapr_lab.methods.moe_pruner import MOE_PRUNER
 from heapr_lab.methods.moe_svd import MOE_SVD
 from heapr_lab.methods.mone import MONE
@@ -44,6 +45,7 @@ _OURS = (
     D2_MOE,
     MOE_SVD,
     MOE_PRUNER,
+    MOE_I2,
 )
 
 

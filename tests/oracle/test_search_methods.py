@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import eep, evolution
+from heapr_lab.methods import eep, evolution, moe_i2, naee
 from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.models.expert_calls import iter_expert_calls
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.dropping import drop_experts, dropping
 from heapr_lab.text.calibration import CalibrationSet
@@ -358,3 +359,53 @@ def test_eep_combines_router_rows_and_weights(family: str) -> None:
         both[0, :, e, None] * axis.router.weight[e].detach() for e in range(4)
     )
     torch.testing.assert_close(rows, expected_rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moe_i2_searches_the_best_set_and_truncates(family: str) -> None:
+    """Each layer's set is the exhaustive optimum of NAEE's loss; matrices by SVD."""
+    model = tiny_model(family, **SIX)
+    found = fitted("moe-i2-like", model, 0.5, **MUCH)
+    assert sum(6 - len(own) for own in found.kept.values()) == 3
+    axes = {axis.layer.layer: axis for axis in find_expert_axes(model)}
+    units = 0
+    for layer, calls in iter_expert_calls(model, IDS):
+        kept = found.kept[layer.layer]
+        with torch.no_grad():
+            cost = naee.LayerLoss(axes[layer.layer], calls)
+            assert kept == min(itertools.combinations(range(6), len(kept)), key=cost)
+        made = found.compositions[layer.layer]
+        for name, projection in made.projections.items():
+            for place, expert in enumerate(kept):
+                left = projection.left.tensors[place]
+                rank = left.shape[1]
+                assert 1 <= rank <= 5  # 5 · (8 + 16) < 8 · 16
+                units += rank
+                dense = layer.expert(expert)[name]
+                u, s, v = torch.linalg.svd(dense, full_matrices=False)
+                expected = sum(s[i] * torch.outer(u[:, i], v[i]) for i in range(rank))
+                own = left @ projection.right.tensors[place]
+                torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
+    stored = units * (8 + 16)
+    total = 12 * 3 * 8 * 16
+    assert found.achieved_ratio == pytest.approx(1 - stored / total)
+    assert 0 <= found.achieved_ratio - 0.5 <= 2 * 24 / total
+    assert found.savings(model).routed_flops[1] < found.savings(model).routed_flops[0]
+
+
+def test_moe_i2_spares_the_layer_that_matters() -> None:
+    """A layer without effect on the loss loses more experts than the other."""
+    model = tiny_model("mixtral", **SIX)
+    with torch.no_grad():
+        find_experts(model)[0].down.mul_(1e-3)
+        find_experts(model)[1].down.mul_(10)
+    found = fitted("moe-i2-like", model, 0.5)
+    assert len(found.kept[0]) < len(found.kept[1])
+
+
+def test_ranks_by_hand() -> None:
+    """The largest values, at least one and at most `most` of each list."""
+    values = [np.array([9.0, 8.0, 7.0]), np.array([2.0, 1.0, 0.5])]
+    assert moe_i2.ranks(values, 3, 3) == [2, 1]
+    assert moe_i2.ranks(values, 4, 2) == [2, 2]
+    assert moe_i2.ranks(values, 1, 3) == [1, 0]

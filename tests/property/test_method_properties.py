@@ -180,6 +180,8 @@ def step(found: Compression, name: str, model: nn.Module) -> float:
         return rank_step(layers[0])
     if name in ("minitron", "intdim-e"):
         return sum(layer.n_experts for layer in layers) / atoms
+    if name == "moe-i2-like":  # a singular value of each layer
+        return len(layers) * (8 + 16) / (atoms * 3 * 16)
     if name == "moe-pruner":  # a weight of each row of 16 or, in W_down, of 8
         return 1 / 8
     if isinstance(found, AtomCompression):

@@ -1,0 +1,226 @@
+"""MoE-I²: experts are dropped unevenly, and those that are left become low rank.
+
+Half of what is to be removed are experts: layers whose experts matter less lose more of
+them, and which, a search in each layer decides. The other half are singular values of
+the experts that are left.
+
+Shapes: D d_expert, I d_inter; a unit is one singular value, of D + I parameters.
+"""
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.evolution import (
+    BUDGET,
+    apportioned,
+    check_budget,
+    evolved,
+    judging_windows,
+    loss,
+    random_keys,
+    ranked,
+)
+from heapr_lab.methods.experts import reap_scores
+from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.naee import LayerLoss, Subset, positions
+from heapr_lab.models.composed_experts import Composition, Projection, Shared
+from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.models.expert_calls import iter_expert_calls
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.grouped_linear import accumulating_dtype
+from heapr_lab.models.modes import evaluating
+from heapr_lab.pruning.composing import composition_of
+from heapr_lab.pruning.dropping import dropping
+
+_BY_DROPPING = Fraction(1, 2)
+"""Share of the ratio that is removed as whole experts."""
+
+Order = Mapping[int, tuple[int, ...]]
+"""By layer, its experts from the lowest REAP score."""
+
+
+def rises(request: Request, order: Order, ids: torch.Tensor) -> np.ndarray:
+    """How much the loss rises when one layer loses half of what it may, (layers,)."""
+    shapes, model = request.measured.architecture.layers, request.model
+    dense, found = loss(model, ids), []
+    for layer, own in order.items():
+        spare = shapes[layer].n_experts - shapes[layer].top_k
+        kept = {k: tuple(range(s.n_experts)) for k, s in shapes.items()}
+        kept[layer] = tuple(sorted(own[(spare + 1) // 2 :]))
+        with dropping(model, kept):
+            found.append(max(loss(model, ids) - dense, 0.0))
+    return np.array(found)
+
+
+def _numbers(request: Request, order: Order) -> dict[int, int]:
+    """How many experts each layer loses: the more, the less the loss rises."""
+    shapes = request.measured.architecture.layers
+    total = int(request.ratio * _BY_DROPPING * sum(map(len, order.values())))
+    if not total:
+        return dict.fromkeys(order, 0)
+    rise = rises(request, order, judging_windows(request))
+    weights = 1 / (1 + rise / max(float(rise.mean()), 1e-12))
+    most = [s.n_experts - s.top_k for s in shapes.values()]
+    total = min(total, sum(most))
+    return dict(zip(order, apportioned(weights.tolist(), total, most), strict=True))
+
+
+def best_of_layer(
+    request: Request,
+    order: tuple[int, ...],
+    n_gone: int,
+    cost: Callable[[Subset], float],
+) -> Subset:
+    """The experts that a layer keeps: the best of the sets that evolution tried."""
+
+    def decode(keys: np.ndarray) -> Subset:
+        places = np.argsort(keys, kind="stable")[n_gone:]
+        return tuple(sorted(order[place] for place in places))
+
+    first = np.linspace(0, 1, len(order))
+    return evolved(request, decode, cost, random_keys(request, first))
+
+
+def _kept(request: Request, order: Order) -> dict[int, Subset]:
+    """The experts that each layer keeps, by the change of its output."""
+    axes = {axis.layer.layer: axis for axis in find_expert_axes(request.model)}
+    numbers = _numbers(request, order)
+    kept = {k: tuple(range(len(own))) for k, own in order.items()}
+    if not any(numbers.values()):
+        return kept
+    for layer, calls in iter_expert_calls(request.model, request.calibration.ids):
+        number = layer.layer
+        if numbers[number]:
+            with evaluating(request.model):
+                some = calls.of(positions(request, layer.n_experts))
+                cost = LayerLoss(axes[number], some)
+                kept[number] = best_of_layer(
+                    request, order[number], numbers[number], cost
+                )
+    return kept
+
+
+# --- low rank ---------------------------------------------------------------------
+
+
+def ranks(values: list[np.ndarray], units: int, most: int) -> list[int]:
+    """How many of each list of values are kept: the `units` largest of all.
+
+    At least one and at most `most` of each, as far as units go.
+
+    Example:
+        >>> ranks([np.array([9.0, 1.0]), np.array([5.0, 4.0])], 3, 2)
+        [1, 2]
+    """
+    order = sorted(
+        (place > 0, -float(value), number)
+        for number, own in enumerate(values)
+        for place, value in enumerate(own[:most])
+    )
+    chosen = [number for _, _, number in order[:units]]
+    return [chosen.count(number) for number in range(len(values))]
+
+
+def low_rank(
+    layer: ExpertsLayer, kept: Subset, importance: np.ndarray, units: int
+) -> Composition:
+    """The kept experts, each matrix the nearest of its rank.
+
+    Args:
+        layer: the dense layer.
+        kept: its experts that are left.
+        importance: of each expert, (E,), a factor of its singular values.
+        units: singular values that are left in all.
+    """
+    own = composition_of(layer)
+    most = (layer.d_expert * layer.d_inter - 1) // (layer.d_expert + layer.d_inter)
+    found = {
+        (name, e): torch.linalg.svd(_wide(p.dense.tensors[e]), full_matrices=False)
+        for e in kept
+        for name, p in own.projections.items()
+    }
+    values = [s.cpu().numpy() * importance[e] for (_, e), (_, s, _) in found.items()]
+    rank = dict(zip(found, ranks(values, units, most), strict=True))
+
+    def projection(name: str, p: Projection) -> Projection:
+        left, right = [], []
+        for e in kept:
+            (u, s, v), r = found[name, e], rank[name, e]
+            left.append((u[:, :r] * s[:r]).to(layer.dtype))
+            right.append(v[:r].to(layer.dtype))
+        bias = Shared.own([p.bias.tensors[e] for e in kept]) if p.bias.of else Shared()
+        return Projection(left=Shared.own(left), right=Shared.own(right), bias=bias)
+
+    made = {name: projection(name, p) for name, p in own.projections.items()}
+    return Composition(made["up"], made["down"], made.get("gate"))
+
+
+def _wide(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.to(accumulating_dtype(matrix))
+
+
+def _units(request: Request, kept: Mapping[int, Subset]) -> dict[int, int]:
+    """The singular values that each layer may keep, in proportion to its experts."""
+    shapes = request.measured.architecture.layers
+    sizes = {k: s.d_inter * s.atom_parameters for k, s in shapes.items()}
+    left = {k: len(kept[k]) * size for k, size in sizes.items()}
+    dense = sum(s.n_experts * sizes[k] for k, s in shapes.items())
+    share = (1 - request.ratio) * dense / sum(left.values())
+    biases = {k: len(kept[k]) * s.d_inter * s.atom_biases for k, s in shapes.items()}
+    return {
+        k: max(0, int((share * left[k] - biases[k]) / (s.d_expert + s.d_inter)))
+        for k, s in shapes.items()
+    }
+
+
+def _moe_i2(request: Request) -> ExpertComposition:
+    """Uneven dropping, then low rank.
+
+    Raises:
+        SpecError: an option is invalid.
+    """
+    check_budget(request)
+    find_expert_axes(request.model)  # refused before any text is read
+    shapes = request.measured.architecture.layers
+    if not request.ratio:
+        return ExpertComposition(request.made, {}, shapes)
+    frame = request.measured.experts(request.progress)
+    scores, layers = reap_scores(frame), frame["layer"].to_numpy()
+    kept = _kept(request, ranked(request))
+    units = _units(request, kept)
+    made = {
+        k: low_rank(own, kept[k], scores[layers == k], units[k])
+        for own in find_experts(request.model)
+        for k in (own.layer,)
+    }
+    return ExpertComposition(request.made, made, shapes, kept)
+
+
+MOE_I2 = Method(
+    "moe-i2-like",
+    "MoE-I²: uneven dropping by a search in each layer, then low rank",
+    "Yang et al. 2024, MoE-I², arXiv:2411.01016",
+    "experts",
+    _moe_i2,
+    deviations=(
+        "Built from the abstract. A layer's importance is the rise of the loss when it "
+        "loses half of the experts that it may lose, those of the lowest REAP scores.",
+        "Half of the ratio are experts, in proportion to 1 / (1 + rise / mean rise); "
+        "the rest are singular values.",
+        "The search in each layer is scipy's differential evolution; its fitness is "
+        "NAEE's change of the layer's output. The best set of each layer is taken: the "
+        "block-wise KT-reception field is not included.",
+        "Within a layer the singular values that are kept are the largest after they "
+        "are multiplied by the expert's REAP score, at least one of each matrix.",
+        "Every kept expert becomes low rank, which at a very small ratio removes more "
+        "than is asked for.",
+        "Nothing is trained afterwards.",
+    ),
+    options={**BUDGET, "most_tokens": 4096},
+    collectors=(EXPERT_SUMS,),
+)
