@@ -1,4 +1,4 @@
-"""Constants, single weights and searches against loops and exhaustive enumeration."""
+"""Searches for experts against exhaustive enumeration."""
 
 import itertools
 from pathlib import Path
@@ -9,8 +9,7 @@ import pytest
 import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of
-from oracles.token_by_token import matrices, run
-from text_models import experts_calls
+from oracles.token_by_token import run
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -34,183 +33,6 @@ SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
 def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
     """What the method finds."""
     return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
-
-
-def lowest(scores: dict[Any, float], number: int) -> set[Any]:
-    """The keys of the `number` lowest values, which no tie hides."""
-    ordered = sorted(scores, key=lambda key: scores[key])
-    assert scores[ordered[number - 1]] < scores[ordered[number]]
-    return set(ordered[:number])
-
-
-# --- MoNE -------------------------------------------------------------------------
-
-
-def outputs_by_hand(model: nn.Module) -> dict[tuple[int, int], np.ndarray]:
-    """Of each expert, its outputs (n, D), one token after the other."""
-    model.requires_grad_(False)
-    _, records = run(model, IDS)
-    found = {}
-    for layer in find_experts(model):
-        for expert in range(layer.n_experts):
-            tokens = records[id(layer.module)].tokens[expert]
-            rows = [token.E.detach().numpy() for token in tokens]
-            found[layer.layer, expert] = np.array(rows).reshape(-1, layer.d_expert)
-    return found
-
-
-def mone_scores(outputs: dict[Any, np.ndarray], kind: str) -> dict[Any, float]:
-    """Share of the 60 tokens, deviation of the output, or both."""
-    scores = {}
-    for key, f in outputs.items():
-        deviation = 0.0
-        if len(f) > 1:
-            deviation = float(np.sqrt(np.var(f, axis=0, ddof=1).sum()))
-        share = len(f) / IDS.numel()
-        scores[key] = {"variance": deviation, "frequency": share}.get(
-            kind, share * deviation
-        )
-    return scores
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
-@pytest.mark.parametrize("scope", ["layer", "global"])
-def test_mone_by_a_loop(scope: str, family: str) -> None:
-    """The experts of the lowest scores are the mean of what they put out."""
-    model = tiny_model(family, **SIX)
-    outputs = outputs_by_hand(model)
-    found = fitted("mone", model, 0.34, scope=scope)
-    layers = find_experts(model)
-    scores = mone_scores(outputs, "product")
-    expected = lowest(scores, 4)
-    if scope == "layer":
-        local = [
-            {k: s for k, s in scores.items() if k[0] == own.layer} for own in layers
-        ]
-        expected = {key for own in local for key in lowest(own, 2)}
-    small, constants = found.materialise(model), set()
-    x = torch.randn(3, layers[0].d_expert, dtype=torch.float64)
-    for layer in layers:
-        for expert in range(6):
-            index, p = torch.full((3, 1), expert), torch.ones(3, 1, dtype=torch.float64)
-            after = small.get_submodule(layer.name)(x, index, p).detach()
-            if not torch.equal(after[0], after[1]):
-                torch.testing.assert_close(after, layer.module(x, index, p).detach())
-                continue
-            mean = outputs[layer.layer, expert].mean(0)
-            np.testing.assert_allclose(after[0].numpy(), mean, rtol=1e-6, atol=1e-9)
-            constants.add((layer.layer, expert))
-    assert constants == expected
-
-
-def test_the_scores_of_mone() -> None:
-    """Each kind is that of a loop, and they choose different experts."""
-    model = tiny_model("qwen2_moe", **SIX)
-    outputs = outputs_by_hand(model)
-    chosen = []
-    for kind in ("product", "variance", "frequency"):
-        found = fitted("mone", model, 0.17, score=kind, scope="global")
-        by_hand = lowest(mone_scores(outputs, kind), 2)
-        gone = {
-            (layer, e)
-            for layer, made in found.compositions.items()
-            for e, place in enumerate(made.up.dense.of)
-            if place < 0
-        }
-        assert gone == by_hand
-        chosen.append(gone)
-    assert len({*map(frozenset, chosen)}) > 1
-
-
-def test_mone_may_replace_every_expert_of_a_layer() -> None:
-    """The router stays, so there is no least number; a wrong option is refused."""
-    model = tiny_model("mixtral")
-    found = fitted("mone", model, 0.95)
-    assert found.achieved_ratio == 0.75
-    assert fitted("mone", model, 0.99, scope="global").achieved_ratio == 7 / 8
-    assert found.savings(model).routed_flops[1] < found.savings(model).routed_flops[0]
-    with pytest.raises(SpecError, match="expected one of layer, global"):
-        fitted("mone", model, 0.5, scope="model")
-
-
-# --- MoE-Pruner -------------------------------------------------------------------
-
-
-def pruner_scores(model: nn.Module) -> dict[Any, np.ndarray]:
-    """|W| · ‖p · x‖ of every matrix, one token and slot after the other."""
-    scores = {}
-    calls = experts_calls(model, IDS)
-    _, records = run(model, IDS)
-    for layer in find_experts(model):
-        x, index, weights = calls[layer.layer]
-        for expert in range(layer.n_experts):
-            squares = np.zeros(layer.d_expert)
-            for token, slot in (index == expert).nonzero().tolist():
-                p = float(weights[token, slot])
-                squares += p**2 * x[token].detach().numpy() ** 2
-            inner = np.zeros(layer.d_inter)
-            for own in records[id(layer.module)].tokens[expert]:
-                inner += float(own.p) ** 2 * own.h.detach().numpy() ** 2
-            for name, w in matrices(layer.module, expert).items():
-                if w is None or not name.startswith("W_"):
-                    continue
-                norms = np.sqrt(inner if name == "W_down" else squares)
-                size = np.abs(w.detach().numpy())
-                key = layer.layer, expert, name.removeprefix("W_")
-                scores[key] = size * norms if norms.any() else size
-    return scores
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
-@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "4:8"])
-def test_weights_of_the_lowest_score_are_zero(pattern: str, family: str) -> None:
-    """In each row, or in each group of consecutive weights of it."""
-    model = tiny_model(family)
-    found = fitted("moe-pruner", model, 0.5, pattern=pattern)
-    scores, small = pruner_scores(model), found.materialise(model)
-    for layer in find_experts(small):
-        dense = next(o for o in find_experts(model) if o.layer == layer.layer)
-        for expert in range(layer.n_experts):
-            before = dense.expert(expert)
-            for name, w in layer.expert(expert).items():
-                if name.endswith("_bias"):
-                    assert torch.equal(w, before[name])
-                    continue
-                own = scores[layer.layer, expert, name]
-                group = own.shape[1] if pattern == "unstructured" else int(pattern[2])
-                parts = own.reshape(-1, group)
-                kept = np.zeros_like(parts, dtype=bool)
-                for row, keep in zip(parts, kept, strict=True):
-                    keep[np.argsort(row, kind="stable")[group // 2 :]] = True
-                expected = np.where(kept.reshape(own.shape), before[name].numpy(), 0)
-                np.testing.assert_array_equal(w.numpy(), expected)
-
-
-def test_zeros_are_counted_honestly() -> None:
-    """Fewer parameters, but no fewer bytes or operations, as nothing is packed."""
-    model = tiny_model("mixtral")
-    found = fitted("moe-pruner", model, 0.5)
-    savings = found.savings(model)
-    routed = 2 * 4 * 3 * 8 * 16
-    assert savings.parameters[0] - savings.parameters[1] == routed // 2
-    assert savings.bytes[0] == savings.bytes[1] == 8 * savings.parameters[0]
-    assert savings.routed_flops[0] == savings.routed_flops[1] > 0
-    assert found.achieved_ratio == 0.5
-
-
-def test_what_moe_pruner_refuses() -> None:
-    """A share that the pattern does not remove, and rows that it does not divide."""
-    model = tiny_model("mixtral")
-    with pytest.raises(SpecError, match=r"give ratio 0\.5"):
-        fitted("moe-pruner", model, 0.25, pattern="2:4")
-    with pytest.raises(SpecError, match="expected one of unstructured"):
-        fitted("moe-pruner", model, 0.5, pattern="1:2")
-    odd = tiny_model("mixtral", intermediate_size=6)
-    with pytest.raises(SpecError, match="multiple of 4 weights, found 6"):
-        fitted("moe-pruner", odd, 0.5, pattern="2:4")
-
-
-# --- searches ---------------------------------------------------------------------
 
 
 def rejected(model: nn.Module, small: nn.Module) -> float:
