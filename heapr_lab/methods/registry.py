@@ -37,6 +37,7 @@ _OURS = (
     MONE,
     EVOESAP,
     EEP,
+    MOE_I2,
     HC_SMOE,
     MC_SMOE,
     SUB_MOE,
@@ -45,7 +46,6 @@ _OURS = (
     D2_MOE,
     MOE_SVD,
     MOE_PRUNER,
-    MOE_I2,
 )
 
 
