@@ -84,9 +84,13 @@ class StoredDowns(NewDowns):
 
     def __setitem__(self, number: int, down: torch.Tensor) -> None:
         self._store.put(f"{self._stem}{number}", {"": down})
-        self._numbers.append(number)
+        self._last = {}
+        if number not in self._numbers:
+            self._numbers.append(number)
 
     def __delitem__(self, number: int) -> None:
+        if number not in self._numbers:
+            raise KeyError(number)
         self._numbers.remove(number)
 
     def __iter__(self) -> Iterator[int]:

@@ -1,0 +1,201 @@
+"""What is kept of a streamed model, against a dict that keeps everything."""
+
+import contextlib
+import random
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tiny_folder import write_model
+
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.importance import sweep_store
+from heapr_lab.importance.sweep_store import Group, SweepStore, budget_of, opened
+from heapr_lab.models.loading import load_model
+from heapr_lab.models.streamed import stream_of
+
+EACH = 32
+"""Bytes of a group of four numbers."""
+KEY = {"pass": "first", "batch_size": 2}
+Usage = namedtuple("Usage", "total used free")
+
+
+def group(value: float, n: int = 4) -> Group:
+    """One tensor of n numbers."""
+    return {"x": torch.full((n,), value, dtype=torch.float64)}
+
+
+def value(found: Group) -> float:
+    """The number that all entries of a group are."""
+    (one,) = found["x"].unique().tolist()
+    return float(one)
+
+
+def files(folder: Path) -> set[str]:
+    """Names of the groups in files."""
+    return {path.stem for path in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("budget", [0, 31, 32, 100, 10_000])
+def test_any_order_of_calls(budget: int, durable: bool, tmp_path: Path) -> None:
+    """The last of each name is found, in every section; memory is within the budget."""
+    store, kept = SweepStore(tmp_path, budget=budget, durable=durable), {}
+    drawn, section, written = random.Random(budget), "a", 0
+    for step in range(100):
+        name = f"{drawn.choice(['in', 'out'])}-{drawn.randrange(12)}-"
+        match drawn.randrange(5):
+            case 0:
+                section = drawn.choice(["a", "b"])
+            case 1:
+                store.begin(section)
+                store.drop(name)
+                kept = {k: v for k, v in kept.items() if not _begins(k, section, name)}
+            case _:
+                store.begin(section)
+                own = group(step, drawn.choice([2, 4, 6]))
+                store.put(f"{name}0", own)
+                kept[section, f"{name}0"] = own
+                in_memory = f"{section}-{name}0" in store._memory
+                written += own["x"].nbytes * (durable or not in_memory)
+        held = sum(t.nbytes for g in store._memory.values() for t in g.values())
+        assert held <= budget
+        assert store._room == budget - held
+        assert store.n_bytes_written == written
+    assert kept
+    for part in ("a", "b"):
+        store.begin(part)
+        for number in range(12):
+            for stem in ("in", "out"):
+                name = f"{stem}-{number}-0"
+                assert (name in store) == ((part, name) in kept)
+                if name in store:
+                    assert torch.equal(store.get(name)["x"], kept[part, name]["x"])
+    everywhere = {f"{part}-{name}" for part, name in kept}
+    assert files(tmp_path) <= everywhere
+    assert not durable or files(tmp_path) == everywhere
+
+
+def _begins(key: tuple[str, str], section: str, name: str) -> bool:
+    return key[0] == section and key[1].startswith(name)
+
+
+def test_what_fits_is_in_memory(tmp_path: Path) -> None:
+    """To the last byte; room is given back, and what was put before is not in use."""
+    store = SweepStore(tmp_path, budget=2 * EACH, durable=False)
+    for name, own in {"a": 1.0, "b": 2.0, "c": 3.0}.items():
+        store.put(name, group(own))
+    assert files(tmp_path) == {"-c"}
+    assert store.n_bytes_written == EACH
+    store.put("a", group(4.0))
+    assert files(tmp_path) == {"-c"}
+    store.drop("b")
+    store.put("c", group(5.0))
+    assert [value(store.get(name)) for name in ("a", "c")] == [4.0, 5.0]
+    with pytest.raises(CacheError, match=r"-b\.safetensors is missing: delete"):
+        store.get("b")
+
+
+def test_a_view_is_kept_as_it_is_seen(tmp_path: Path) -> None:
+    """Transposed, and with a gradient: the values, in memory and in a file."""
+    own = torch.arange(6.0).reshape(2, 3).requires_grad_().T
+    for budget in (0, 100):
+        store = SweepStore(tmp_path, budget=budget, durable=False)
+        store.put("a", {"x": own})
+        found = store.get("a")["x"]
+        assert torch.equal(found, own)
+        assert not found.requires_grad
+
+
+def test_there_has_to_be_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the memory that is left, and 90 % of the disk."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1000))
+    store = SweepStore(tmp_path, budget=3 * EACH, durable=False)
+    store.put("a", group(1.0))
+    store.check_room(900 + 2 * EACH, what="the states")
+    with pytest.raises(SpecError, match=r"the states need 9\.65e-07 GB"):
+        store.check_room(901 + 2 * EACH, what="the states")
+
+
+def test_the_budget_is_half_of_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless one is given, which may be nothing."""
+    stream = stream_of(
+        load_model(write_model(tmp_path / "moe"), device="cpu", stream=True)[0]
+    )
+    assert stream is not None
+    free = namedtuple("free", "available")(1001)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    found = []
+    for stream.host_memory in (None, 0, 7):
+        found.append(budget_of(stream))
+    assert found == [500, 0, 7]
+
+
+# --- a pass that goes on -------------------------------------------------------------
+
+
+class _KilledError(Exception):
+    """By the test."""
+
+
+def killed(state: Path, key: dict[str, Any], name: str, own: float) -> None:
+    """A pass that ends after it has kept one group."""
+    with contextlib.suppress(_KilledError), opened(state, key, budget=320) as store:
+        store.put(name, group(own))
+        raise _KilledError
+
+
+def test_an_interrupted_pass_finds_what_it_kept(tmp_path: Path) -> None:
+    """In files, whatever the budget, and without those that were being written."""
+    state = tmp_path / "pass.sweeps"
+    killed(state, KEY, "a", 1.0)
+    (state / ".partial-1-x.safetensors").write_bytes(b"x")
+    killed(state, KEY, "b", 2.0)
+    with opened(state, KEY, budget=0) as store:
+        assert [value(store.get(name)) for name in ("a", "b")] == [1.0, 2.0]
+        assert not list(state.glob(".partial-*"))
+        assert "c" not in store
+    assert not state.exists()
+
+
+def test_another_batch_size_begins_again(tmp_path: Path) -> None:
+    """What was kept is of other batches."""
+    state = tmp_path / "pass.sweeps"
+    killed(state, KEY, "a", 1.0)
+    killed(state, KEY | {"batch_size": 3}, "b", 2.0)
+    with opened(state, KEY | {"batch_size": 3}, budget=0) as store:
+        assert "a" not in store
+        assert "b" in store
+
+
+def test_another_pass_is_refused(tmp_path: Path) -> None:
+    """Nothing of it is removed."""
+    state = tmp_path / "pass.sweeps"
+    killed(state, KEY, "a", 1.0)
+    other = KEY | {"pass": "second"}
+    with pytest.raises(CacheError, match="the state of another pass"):
+        killed(state, other, "b", 2.0)
+    with opened(state, KEY, budget=0) as store:
+        assert value(store.get("a")) == 1.0
+
+
+def test_temporary_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the store, and when a pass ends or is interrupted."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
+    store = sweep_store.temporary(0)
+    store.put("a", group(1.0))
+    assert files(store.folder) == {"-a"}
+    del store
+    assert not list((tmp_path / "sweeps").iterdir())
+    with contextlib.suppress(_KilledError), opened(None, KEY, budget=0) as own:
+        own.put("a", group(1.0))
+        raise _KilledError
+    assert not own.folder.exists()
