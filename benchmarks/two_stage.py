@@ -5,6 +5,20 @@ routed tokens; stage 2 runs the tokens once more and gives each atomic expert th
 of 1/2 e_k^T G e_k. It is the reference for `heapr_lab.importance.collect`, which
 computes the same scores with one forward and one backward pass.
 
+It leaves out what the algorithm does not need. With `as_published` it does the work of
+the authors' code instead (https://github.com/LLIKKE/HEAPr, commit 9c101aa,
+`pruning/pruning_global.py`, read for what it computes), which
+
+- computes the gradients of all weights in stage 1, and throws them away,
+- copies the matrix g g^T of each batch to the CPU and adds it there to G, and divides
+  all of G by the number of tokens each time,
+- runs the head and the loss in stage 2 as well,
+- takes the quadratic form of every column of W_down in G for each batch again.
+
+What still differs: there each expert is three modules of an earlier transformers, the
+loss is a mean over tokens and has no factor of 1/2, which scales all scores alike, the
+model is in training mode in stage 1, and an expert without tokens scores -1, not 0.
+
 Shapes: E n_experts, I d_inter, D d_expert; n routed (token, slot) rows sorted by
 expert. Letters: h atom activation; g = dl/dE_i(x), (n, D), the gradient at an
 expert's output before its routing weight; G (E, D, D); W_down (E, D, I).
@@ -57,6 +71,7 @@ class _Covariances:
             for name, size in sizes.items()
         }
         self.wide = wide
+        self.down = down.detach()
 
     @property
     def state_bytes(self) -> int:
@@ -94,6 +109,41 @@ class _Covariances:
         return 0.5 * means[0] * means[1]
 
 
+class _Published(_Covariances):
+    """What the authors' code accumulates for one layer."""
+
+    def __init__(self, layer: ExpertsLayer) -> None:
+        super().__init__(layer)
+        self.state |= {
+            "G": self.state["G"].cpu(),
+            "mean": torch.zeros_like(self.state["G"], device="cpu"),
+        }
+
+    def add_gradients(self, g: torch.Tensor, tokens: list[int]) -> None:
+        """Stage 1: G_i += g^T g on the CPU, and its mean over the tokens so far."""
+        for expert, rows in enumerate(g.to(self.wide).split(tokens)):
+            if len(rows):
+                self.state["G"][expert].add_((rows.T @ rows).cpu())
+                self.state["tokens"][expert] += len(rows)
+                seen = self.state["tokens"][expert].cpu()
+                self.state["mean"][expert] = self.state["G"][expert] / seen
+
+    def add_activations(self, h: torch.Tensor, tokens: list[int]) -> None:
+        """Stage 2: sum of e_k^T G e_k over the rows of each expert."""
+        for expert, rows in enumerate(h.split(tokens)):
+            if len(rows):
+                columns = self.down[expert].to(self.wide)
+                mean = self.state["mean"][expert].to(columns.device)
+                curvature = ((mean @ columns) * columns).sum(0)
+                self.state["h2"][expert] += curvature * rows.to(self.wide).square().sum(
+                    0
+                )
+
+    def scores(self, _layer: ExpertsLayer) -> torch.Tensor:
+        """Half the mean of the quadratic forms, (E, I)."""
+        return 0.5 * self.state["h2"] / self.state["tokens"].clamp(min=1)[:, None]
+
+
 _covariances: ContextVar[dict[int, _Covariances] | None] = ContextVar(
     "covariances", default=None
 )
@@ -117,7 +167,11 @@ class _Covariance(torch.autograd.Function):
 
 
 def two_stage_scores(
-    model: nn.Module, calibration: CalibrationSet, *, batch_size: int
+    model: nn.Module,
+    calibration: CalibrationSet,
+    *,
+    batch_size: int,
+    as_published: bool = False,
 ) -> TwoStage:
     """Score every atomic expert of `model` by Algorithm 1.
 
@@ -129,18 +183,22 @@ def two_stage_scores(
         model: a transformers causal language model with fused experts.
         calibration: the windows to score on.
         batch_size: windows per pass.
+        as_published: whether to do all the work of the authors' code.
     """
     layers = find_experts(model)
-    covariances = {id(layer.module): _Covariances(layer) for layer in layers}
+    kind = _Published if as_published else _Covariances
+    covariances = {id(layer.module): kind(layer) for layer in layers}
     batches = calibration.ids.to(layers[0].down.device).split(batch_size)
     token = _covariances.set(covariances)
     try:
-        with running(model, IMPLEMENTATION):
+        with running(model, IMPLEMENTATION, weights=as_published):
             for ids in batches:
                 token_nll(model, ids).sum().backward()
+                model.zero_grad()
+            second = token_nll if as_published else final_states
             with torch.no_grad():
                 for ids in batches:
-                    final_states(model, ids)
+                    second(model, ids)
     finally:
         _covariances.reset(token)
     frames = [_frame(layer, covariances[id(layer.module)]) for layer in layers]
@@ -149,14 +207,18 @@ def two_stage_scores(
 
 
 @contextlib.contextmanager
-def running(model: Any, implementation: str) -> Iterator[None]:
-    """Eval mode with an experts implementation and gradients to the inputs only."""
+def running(
+    model: Any, implementation: str, *, weights: bool = False
+) -> Iterator[None]:
+    """Eval mode with an experts implementation and gradients to the inputs only.
+
+    Or to all weights, too.
+    """
     previous = model.config._experts_implementation
     training = model.training
-    required = [p for p in model.parameters() if p.requires_grad]
+    required = {p: p.requires_grad for p in model.parameters()}
     model.eval()
-    for parameter in required:
-        parameter.requires_grad_(False)
+    model.requires_grad_(weights)
     hook = model.get_input_embeddings().register_forward_hook(_require_grad)
     model.set_experts_implementation(implementation)
     try:
@@ -164,14 +226,14 @@ def running(model: Any, implementation: str) -> Iterator[None]:
     finally:
         model.set_experts_implementation(previous)
         hook.remove()
-        for parameter in required:
-            parameter.requires_grad_(True)
+        for parameter, requires_grad in required.items():
+            parameter.requires_grad_(requires_grad)
         model.train(training)
 
 
 def _require_grad(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
     # Stage 2 differentiates nothing; the flag on a leaf has no effect there.
-    return output.requires_grad_(True)
+    return output if output.requires_grad else output.requires_grad_(True)
 
 
 def _experts_forward(

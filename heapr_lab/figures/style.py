@@ -118,6 +118,7 @@ _LOOKS = {
     "in memory": Look("#0072B2", "o", "all layers in memory"),
     "streamed": Look("#D55E00", "s", "a layer at a time from disk"),
     "two_stage": Look("#D55E00", "^", "Algorithm 1, two stages"),
+    "published": Look("#CC79A7", "D", "the same as published"),
 }
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from families import tiny_ids, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.two_stage import two_stage_scores
 from heapr_lab.importance.collect import collect_statistics
@@ -17,11 +18,14 @@ RELATIVE = 1e-9
 @pytest.mark.parametrize(
     "family", ["qwen2_moe", "gpt_oss", "nemotron_h", "deepseek_v3"]
 )
-def test_two_stage_scores_equal_one_pass(family):
+@pytest.mark.parametrize("as_published", [False, True])
+def test_two_stage_scores_equal_one_pass(family, as_published):
     """Algorithm 1 with its matrices gives the scores that one pass gives."""
     model, calibration = tiny_model(family), CalibrationSet.from_ids(tiny_ids())
     table = collect_statistics(model, calibration, batch_size=2)
-    two_stage = two_stage_scores(model, calibration, batch_size=2)
+    two_stage = two_stage_scores(
+        model, calibration, batch_size=2, as_published=as_published
+    )
     where = ["layer", "expert", "atom"]
     np.testing.assert_array_equal(two_stage.scores[where], table.frame[where])
     expected = table.score("heapr").to_numpy()
@@ -34,13 +38,31 @@ def test_two_stage_scores_equal_one_pass(family):
     )
 
 
-def test_two_stage_leaves_the_model_as_it_was():
+@pytest.mark.parametrize("as_published", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_two_stage_leaves_the_model_as_it_was(trained, as_published):
     """Implementation, modes and requirements of gradients are put back."""
-    model = tiny_model("qwen2_moe").train()
-    two_stage_scores(model, CalibrationSet.from_ids(tiny_ids()), batch_size=3)
+    model = tiny_model("qwen2_moe").train().requires_grad_(trained)
+    calibration = CalibrationSet.from_ids(tiny_ids())
+    two_stage_scores(model, calibration, batch_size=3, as_published=as_published)
     assert model.config._experts_implementation == "eager"
     assert model.training
-    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    for parameter in model.parameters():
+        assert parameter.requires_grad == trained
+        assert parameter.grad is None
+
+
+def test_published_work_has_gradients_of_all_weights():
+    """Which is a third more operations in stage 1, and the head in stage 2."""
+    model, calibration = tiny_model("qwen2_moe"), CalibrationSet.from_ids(tiny_ids())
+    counts = {}
+    for as_published in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            two_stage_scores(
+                model, calibration, batch_size=2, as_published=as_published
+            )
+        counts[as_published] = counter.get_total_flops()
+    assert counts[True] > 4 / 3 * counts[False]
 
 
 def test_state_holds_a_matrix_per_expert():
