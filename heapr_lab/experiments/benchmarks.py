@@ -154,7 +154,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             Benchmark(
                 "quality",
                 "quality.py",
-                "Additions one by one, the lab model (ridges of before 2026-11-22)",
+                "Additions one by one, the lab model",
                 table=figures.quality_table,
                 data=figures.quality_data,
                 figure=figures.figure_quality,
