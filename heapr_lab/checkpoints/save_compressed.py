@@ -1,6 +1,6 @@
 """Write a model with fewer or other experts, as an ordinary checkpoint if possible."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
 from heapr_lab.checkpoints.model_card import licence_of
+from heapr_lab.errors import SpecError
 from heapr_lab.models.composed_experts import composed_experts
 from heapr_lab.models.composed_files import attach_composed
 from heapr_lab.storage import files
@@ -60,11 +61,12 @@ def save_compressed(
         `folder`.
 
     Raises:
-        SpecError: `folder` is not empty or not writable.
+        SpecError: `model` was made by neither; or `folder` is not empty or not
+            writable.
         CacheError: the files changed while they were written.
     """
     base = base or model.config._name_or_path
-    kept = getattr(model, "heapr_experts", None)
+    kept = _kept_by(model)
     in_config = kept is None or getattr(model, "heapr_experts_in_config", False)
     n_kept = {} if in_config else model.heapr_n_experts
     stock = in_config and not composed_experts(model)
@@ -78,7 +80,7 @@ def save_compressed(
             "base_model": Path(base).name if Path(base).is_dir() else base,
             "architecture": (model.config.architectures or [None])[0],
             "stock": stock,
-            "experts_kept": kept and {str(k): list(own) for k, own in kept.items()},
+            "experts_kept": None if kept is None else _plain(kept),
             "tokenizer": save_tokenizer(partial, tokenizer, base=base),
             **dict(facts or {}),
             "sha256": checksums_in(partial),
@@ -88,6 +90,25 @@ def save_compressed(
             _card(manifest, Path(base)), encoding="utf-8"
         )
     return Path(folder)
+
+
+def _kept_by(model: Any) -> dict[int, tuple[int, ...]] | None:
+    """The kept experts of each layer of `model`; None if it has all.
+
+    Raises:
+        SpecError: it is not a compressed model.
+    """
+    kept: dict[int, tuple[int, ...]] | None = getattr(model, "heapr_experts", None)
+    if kept is None and not hasattr(model, "heapr_composed"):
+        raise SpecError(
+            f"this {type(model).__name__} does not say which experts it has: expected "
+            "a model that drop_experts or compose_experts returned"
+        )
+    return kept
+
+
+def _plain(kept: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
+    return {str(layer): list(experts) for layer, experts in kept.items()}
 
 
 def _card(manifest: Mapping[str, Any], source: Path) -> str:

@@ -85,9 +85,17 @@ class Compression(abc.ABC):
     def savings(self, model: nn.Module) -> Savings:
         """What it saves, counted exactly."""
 
-    @abc.abstractmethod
     def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
-        """Write the compressed model to a folder that transformers loads."""
+        """Write the compressed model to a folder that transformers loads.
+
+        As `save_compressed`, which takes `options`: an ordinary checkpoint where the
+        family's configuration can express it.
+
+        Raises:
+            SpecError: the folder is not empty, or it was fitted to another model.
+        """
+        facts = _facts(self.made, options)
+        return save_compressed(self.materialise(model), folder, facts=facts, **options)
 
     def _facts(self) -> dict[str, str]:
         made = self.made
@@ -215,15 +223,6 @@ class ExpertDropping(Compression):
             (dense.routed_flops_per_token(), small.routed_flops_per_token()),
         )
 
-    def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
-        """As `save_compressed`: an ordinary checkpoint, if layers keep equally many.
-
-        Raises:
-            SpecError: the folder is not empty, or it was fitted to another model.
-        """
-        facts = _facts(self.made, options)
-        return save_compressed(self.materialise(model), folder, facts=facts, **options)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExpertComposition(Compression):
@@ -306,15 +305,6 @@ class ExpertComposition(Compression):
             mean = np.mean(flops) if self.kept is not None else own @ flops
             total += shape.top_k * float(mean)
         return total
-
-    def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
-        """As `save_compressed`.
-
-        Raises:
-            SpecError: the folder is not empty, or it was fitted to another model.
-        """
-        facts = _facts(self.made, options)
-        return save_compressed(self.materialise(model), folder, facts=facts, **options)
 
 
 def _facts(made: Made, options: dict[str, Any]) -> dict[str, Any]:

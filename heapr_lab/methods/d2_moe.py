@@ -37,7 +37,7 @@ def squared_gradients(request: Request) -> dict[int, Stacks]:
     sums: dict[int, Stacks] = {}
 
     def add(found: WeightGradients) -> None:
-        own = _by_projection(found)
+        own = found.layer.apart(found.up_rows, axis=1) | {"down": found.down}
         squares = {name: g.to(_wide(g)).square() for name, g in own.items()}
         before = sums.get(found.layer.layer, dict.fromkeys(squares, 0))
         sums[found.layer.layer] = {k: before[k] + new for k, new in squares.items()}
@@ -45,14 +45,6 @@ def squared_gradients(request: Request) -> dict[int, Stacks]:
     calibration = request.calibration
     visit_gradients(request.model, calibration, add, progress=request.progress)
     return sums
-
-
-def _by_projection(found: WeightGradients) -> Stacks:
-    """The gradients of W_gate, W_up and W_down apart."""
-    rows = found.layer.by_atom(found.up_rows.mT).unbind(-1)  # (E, D, I) each
-    names = ("gate", "up")[-len(rows) :]
-    ups = {name: own.mT for name, own in zip(names, rows, strict=True)}
-    return ups | {"down": found.down}
 
 
 def _wide(gradient: torch.Tensor) -> torch.dtype:

@@ -15,9 +15,10 @@ from scipy.optimize import differential_evolution
 from torch import nn
 
 from heapr_lab.errors import whole_number
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.methods.experts import reap_scores
 from heapr_lab.methods.method import Request
-from heapr_lab.models.likelihood import final_states, iter_log_probs, token_nll
+from heapr_lab.models.likelihood import final_states, iter_log_probs
 from heapr_lab.models.modes import evaluating
 
 BUDGET = {"population": 8, "generations": 4, "most_windows": 8}
@@ -100,15 +101,14 @@ def judging_windows(request: Request) -> torch.Tensor:
     return request.calibration.ids[order[: request.options["most_windows"]]]
 
 
-def _batches(ids: torch.Tensor) -> list[torch.Tensor]:
-    return list(ids.split(max(1, _TOKENS_AT_ONCE // ids.shape[1])))
+def _at_once(ids: torch.Tensor) -> int:
+    """Windows in a batch."""
+    return max(1, _TOKENS_AT_ONCE // ids.shape[1])
 
 
 def loss(model: nn.Module, ids: torch.Tensor) -> float:
     """The mean loss of each predicted token, in nats."""
-    with evaluating(model):
-        parts = [token_nll(model, part).double().sum() for part in _batches(ids)]
-    return float(sum(parts)) / ids[:, 1:].numel()
+    return evaluate_perplexity(model, ids, batch_size=_at_once(ids)).nll
 
 
 class Rejection:
@@ -125,7 +125,8 @@ class Rejection:
     def _states(self) -> list[torch.Tensor]:
         with evaluating(self._model):
             return [
-                final_states(self._model, part)[:, :-1] for part in _batches(self._ids)
+                final_states(self._model, part)[:, :-1]
+                for part in self._ids.split(_at_once(self._ids))
             ]
 
     def __call__(self) -> float:

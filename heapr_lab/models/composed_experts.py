@@ -10,7 +10,7 @@ Shapes: E n_experts, D d_expert, I atoms of an expert.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,13 +230,6 @@ def _layout(plain: Mapping[str, Any] | None) -> Layout:
     return Layout(shapes, tuple(int(i) for i in plain["of"]))
 
 
-def tensors_of(composition: Composition) -> Iterator[torch.Tensor]:
-    """Every tensor of a composition."""
-    for own in composition.projections.values():
-        for part in PARTS:
-            yield from getattr(own, part).tensors
-
-
 # --- the module -------------------------------------------------------------------
 
 
@@ -285,7 +278,7 @@ class ComposedExperts(nn.Module):
         super().__init__()
         like = module.down_proj
         self.plan = plan
-        self.n_experts = len(like) if not plan else _n_experts(plan)
+        self.n_experts = len(like)
         # Not a submodule, so that its own submodules keep their names.
         self.__dict__["family"] = without_weights(module)
         for name, child in self.family.named_children():
@@ -332,10 +325,6 @@ class ComposedExperts(nn.Module):
                 for parameter, value in pairs:
                     parameter.copy_(value)
         return self
-
-
-def _n_experts(plan: Plan) -> int:
-    return max(len(layout.of) for parts in plan.values() for layout in parts.values())
 
 
 def _fused(family: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -135,22 +135,26 @@ class ExpertsLayer:
         return torch.stack([2 * atoms, 2 * atoms + 1], dim=1).flatten()
 
     def expert(self, expert: int) -> dict[str, torch.Tensor]:
-        """The matrices and biases of one expert, each apart, copied where interleaved.
+        """The matrices and biases of one expert, each apart; views.
 
         `gate` (I, D) with a gate, `up` (I, D), `down` (D, I), and with biases
         `gate_bias` (I,), `up_bias` (I,), `down_bias` (D,).
         """
-        found = self._halves(self.up_rows[expert], "") | {"down": self.down[expert]}
+        found = self.apart(self.up_rows[expert]) | {"down": self.down[expert]}
         if self.up_bias is not None and self.down_bias is not None:
-            found |= self._halves(self.up_bias[expert], "_bias")
-            found |= {"down_bias": self.down_bias[expert]}
+            biases = self.apart(self.up_bias[expert]) | {"down": self.down_bias[expert]}
+            found |= {f"{name}_bias": own for name, own in biases.items()}
         return {name: tensor.detach() for name, tensor in found.items()}
 
-    def _halves(self, rows: torch.Tensor, end: str) -> dict[str, torch.Tensor]:
-        """The rows (2I, …) of W_gate and W_up, or all as those of W_up; views."""
+    def apart(self, rows: torch.Tensor, axis: int = 0) -> dict[str, torch.Tensor]:
+        """Values of the rows of `up_rows`, those of W_gate and of W_up apart; views.
+
+        Shapes: 2I numbers along `axis` with a gate, else I; in the result I, by `gate`,
+        if there is one, and `up`.
+        """
         names = ("gate", "up") if self.gated else ("up",)
-        parts = self.by_atom(rows.movedim(0, -1)).movedim(-2, 0).unbind(-1)
-        return {f"{name}{end}": part for name, part in zip(names, parts, strict=True)}
+        parts = self.by_atom(rows.movedim(axis, -1)).unbind(-1)
+        return {k: own.movedim(-1, axis) for k, own in zip(names, parts, strict=True)}
 
     def by_atom(self, rows: torch.Tensor) -> torch.Tensor:
         """Values of the rows of `up_rows`, as gate and up of each atom.

@@ -98,8 +98,9 @@ def compose_experts(
 ) -> nn.Module:
     """A copy of `model` with other experts; `model` is not changed.
 
-    Where a layer's experts have the family's own shapes, they are in its own module. If
-    this is so in every layer, `save_pretrained` writes an ordinary checkpoint.
+    Its `heapr_composed` is the layers that have them. Where a layer's experts have the
+    family's own shapes, they are in its own module. If this is so in every layer,
+    `save_pretrained` writes an ordinary checkpoint.
 
     Raises:
         SpecError: as `composing`.
@@ -110,11 +111,13 @@ def compose_experts(
         memo: dict[int, object] = {
             id(layer.module): made for layer, made in _made(model, compositions)
         }
-        return copied(model, memo)
-    twin = drop_experts(model, kept)
-    for layer, made in list(_made(twin, compositions)):
-        parent, _, name = layer.name.rpartition(".")
-        twin.get_submodule(parent)._modules[name] = made
+        twin = copied(model, memo)
+    else:
+        twin = drop_experts(model, kept)
+        for layer, made in _made(twin, compositions):
+            parent, _, name = layer.name.rpartition(".")
+            twin.get_submodule(parent)._modules[name] = made
+    twin.__dict__["heapr_composed"] = tuple(compositions)
     return twin
 
 

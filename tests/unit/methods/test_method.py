@@ -12,12 +12,14 @@ from keeps import full_keep, random_keep
 from torch import nn
 
 from heapr_lab import methods
+from heapr_lab.checkpoints.save_compressed import save_compressed
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import collectors
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import Compression, ExpertDropping, Made
 from heapr_lab.methods.method import Method
+from heapr_lab.pruning.dropping import drop_experts
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import read_provenance
@@ -185,6 +187,16 @@ def test_unequal_counts_are_saved(model: nn.Module, tmp_path: Path) -> None:
     assert settings["quant_method"] == "heapr_composed"
     assert list(settings["n_kept"].values()) == [2, 3]
     assert "has 2 to 3 of its experts" in (folder / "README.md").read_text()
+
+
+def test_only_models_without_experts_are_saved(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    """A dense model does not say which experts it has."""
+    with pytest.raises(SpecError, match="does not say which experts it has"):
+        save_compressed(model, tmp_path / "out")
+    copy = drop_experts(model, {0: (0, 1), 1: (2, 3)})
+    assert save_compressed(copy, tmp_path / "out", base="").exists()
 
 
 def test_savings_are_counted_where_they_are(model: nn.Module) -> None:
