@@ -10,7 +10,7 @@ Shapes: B windows, L tokens in each; d_model.
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,9 +120,7 @@ class LayerByLayer:
         args, options = call
         stream = stream_of(block)
         device = next(block.parameters()).device if stream is None else stream.device
-        found = block(states.to(device), *args, **options)
-        output: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        return output
+        return _states_in(block(states.to(device), *args, **options))
 
     # --- how the model calls its layers -------------------------------------------
 
@@ -131,19 +129,67 @@ class LayerByLayer:
     ) -> dict[tuple[int, ...], list[_Call]]:
         """The arguments of every layer besides the states, by shape of the batch.
 
+        With the first window it is checked that layers run one by one give the states
+        of the model, and that their arguments do not depend on states; if not, each
+        shape takes forward passes of the model.
+
         Raises:
             LayoutError: they depend on more than the shape, or give other results.
         """
+        if stream_of(self._model) is not None:
+            return self._by_shape(batches, self._recorded_alone)
+        window = batches[0][:1]
+        called, states, last = self._record(window)
+        for number, call in enumerate(called):
+            states = self._output(number, call, states)
+        if not torch.equal(states, _states_in(last)):
+            raise LayoutError(
+                "decoder layers run one by one give other states than the model"
+            )
+        with contextlib.ExitStack() as contexts:
+            if isinstance(last, torch.Tensor) and self._same_without(window, called):
+                contexts.enter_context(self._unused())
+            return self._by_shape(batches, lambda ids: self._record(ids)[0])
+
+    def _same_without(self, window: torch.Tensor, called: list[_Call]) -> bool:
+        """Whether layers are called with the same if none changes the states."""
+        try:
+            with self._unused():
+                found, _, _ = self._record(window)
+        except (LayoutError, TypeError, ValueError, RuntimeError, LookupError):
+            return False
+        return _same(called, found)
+
+    @contextlib.contextmanager
+    def _unused(self) -> Iterator[None]:
+        """A context in which decoder layers return the states that they are given."""
+        own = [block.__dict__.get("forward") for block in self._blocks]
+        try:
+            for block in self._blocks:
+                block.forward = _unchanged
+            yield
+        finally:
+            for block, forward in zip(self._blocks, own, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
+
+    def _by_shape(
+        self,
+        batches: Sequence[torch.Tensor],
+        record: Callable[[torch.Tensor], list[_Call]],
+    ) -> dict[tuple[int, ...], list[_Call]]:
+        """What `record` finds for each shape.
+
+        Raises:
+            LayoutError: it finds other arguments for another batch of the same shape.
+        """
         calls: dict[tuple[int, ...], list[_Call]] = {}
         checked: set[tuple[int, ...]] = set()
-        streamed = stream_of(self._model) is not None
         for ids, shape in zip(batches, self._shapes, strict=True):
             if shape in checked:
                 continue
-            if streamed:
-                found = self._recorded_alone(ids)
-            else:
-                found, states, last = self._record(ids)
+            found = record(ids)
             if shape in calls:
                 checked.add(shape)
             if not _same(calls.setdefault(shape, found), found):
@@ -151,27 +197,17 @@ class LayerByLayer:
                     "the arguments of decoder layers differ between two batches of one "
                     f"shape, {shape}, so layers cannot be run one by one"
                 )
-            if streamed:
-                continue  # layers were not run
-            for number, call in enumerate(found):
-                states = self._output(number, call, states)
-            if not torch.equal(states, last):
-                raise LayoutError(
-                    "decoder layers run one by one give other states than the model"
-                )
         return calls
 
-    def _record(
-        self, ids: torch.Tensor
-    ) -> tuple[list[_Call], torch.Tensor, torch.Tensor]:
-        """Arguments of each layer, the first one's input and the last one's output.
+    def _record(self, ids: torch.Tensor) -> tuple[list[_Call], torch.Tensor, Any]:
+        """Arguments of each layer, the first one's input and what the last returned.
 
         Raises:
             LayoutError: layers are not called once each, in order, with states first.
         """
         calls: list[_Call] = []
         inputs: list[torch.Tensor] = []
-        outputs: list[torch.Tensor] = []
+        outputs: list[Any] = []
 
         def before(block: nn.Module, args: Any, options: Any) -> None:
             if len(calls) == len(self._blocks) or block is not self._blocks[len(calls)]:
@@ -182,7 +218,7 @@ class LayerByLayer:
             inputs.append(args[0])
 
         def after(_block: nn.Module, _args: Any, found: Any) -> None:
-            outputs.append(found[0] if isinstance(found, tuple) else found)
+            outputs.append(found)
 
         hooks = [
             block.register_forward_pre_hook(before, with_kwargs=True)
@@ -254,6 +290,16 @@ class LayerByLayer:
         finally:
             hook.remove()
         return found[0]
+
+
+def _states_in(returned: Any) -> torch.Tensor:
+    """The states among what a decoder layer returned."""
+    states: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return states
+
+
+def _unchanged(states: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+    return states
 
 
 def _blocks(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[nn.Module]:

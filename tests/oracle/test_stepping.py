@@ -36,23 +36,6 @@ def test_sums_are_those_of_whole_forwards(
         torch.testing.assert_close(own.sums, expected[layer].sums)
 
 
-def test_each_layer_runs_once_for_each_batch() -> None:
-    """One forward's arithmetic, and two batches more to see how layers are called."""
-    model = tiny_model("qwen2_moe")
-    batches = list(WINDOWS.ids.split(2))
-    calls = []
-    last = model.model.layers[-1]
-    hook = last.register_forward_pre_hook(lambda *_: calls.append(1))
-    with evaluating(model):
-        walk = LayerByLayer(model, batches, find_experts(model))
-        recorded = len(calls)
-        for _, run in walk.layers():
-            assert list(run) == list(range(len(batches)))
-    hook.remove()
-    assert recorded == 2 * 2  # two batches, each in the model and by itself
-    assert len(calls) - recorded == len(batches)
-
-
 def test_what_cannot_be_stepped_through_is_refused() -> None:
     """A family whose layers get more than states."""
     (family,) = UNFIT

@@ -1,0 +1,106 @@
+"""Decoder layers run one by one: what is run to find how a model calls them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model
+from torch import nn
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.layerwise import LayerByLayer
+from heapr_lab.models.likelihood import final_states
+from heapr_lab.models.modes import evaluating
+
+IDS = torch.arange(60).view(6, 10) % 48
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    """A model of two layers in float64."""
+    model = tiny_model("qwen3_moe")
+    with evaluating(model):
+        yield model
+
+
+def walk(model: nn.Module) -> LayerByLayer:
+    """A walk over two batches of four and two windows."""
+    return LayerByLayer(model, list(IDS.split(4)), find_experts(model))
+
+
+def finished(model: nn.Module) -> torch.Tensor:
+    """The final states of all windows, by a walk."""
+    found = walk(model)
+    for _, run in found.layers():
+        list(run)
+    pairs = zip(IDS.split(4), found.states, strict=True)
+    return torch.cat([found.finished(ids, states) for ids, states in pairs])
+
+
+def test_only_one_window_is_run_to_begin_with(model: Any) -> None:
+    """It is run twice; every batch then goes through each layer once."""
+    rows: list[int] = []
+    model.model.layers[1].mlp.register_forward_pre_hook(
+        lambda _module, args: rows.append(len(args[0]))
+    )
+    found = walk(model)
+    assert rows == [1, 1]
+    for _, run in found.layers():
+        list(run)
+    assert rows == [1, 1, 4, 2]
+
+
+def test_layers_have_their_own_forward_again(model: Any) -> None:
+    """Also one that somebody else has put in its place, and after an error."""
+    first, second = model.model.layers
+    own = second.forward
+    second.forward = put = lambda *args, **options: own(*args, **options)
+
+    def fail_unless_run(_module: nn.Module, args: Any) -> None:
+        if first.__dict__.get("forward"):
+            raise ValueError("not run")
+
+    for _ in range(2):  # without the error, and with it
+        walk(model)
+        assert "forward" not in first.__dict__
+        assert second.__dict__["forward"] is put
+        second.register_forward_pre_hook(fail_unless_run)
+
+
+def test_arguments_that_depend_on_states(model: Any) -> None:
+    """They are recorded with all layers run: a mask made of a layer's states."""
+    plain = finished(model)
+    body, second = model.model, model.model.layers[1]
+    seen: list[torch.Tensor] = []
+    body.layers[0].register_forward_hook(
+        lambda _module, _args, states: seen.append(states)
+    )
+    own = second.forward
+
+    def forward(states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return own(states, *args, **options) + options["extra"].mean()
+
+    def before(_module: nn.Module, args: Any, options: Any) -> Any:
+        return args, {"extra": seen[-1], **options}
+
+    second.forward = forward
+    second.register_forward_pre_hook(before, with_kwargs=True)
+    with torch.no_grad():
+        expected = torch.cat([final_states(model, ids) for ids in IDS.split(4)])
+    assert not torch.allclose(plain, expected)
+    torch.testing.assert_close(finished(model), expected)
+
+
+def test_arguments_that_depend_on_more_than_the_shape(model: Any) -> None:
+    """Two batches of one shape show it."""
+    numbers = iter(range(1000))
+
+    def before(_module: nn.Module, args: Any, options: Any) -> Any:
+        return args, {**options, "number": next(numbers)}
+
+    model.model.layers[0].register_forward_pre_hook(before, with_kwargs=True)
+    batches = list(IDS.split(3))
+    with pytest.raises(LayoutError, match="differ between two batches of one shape"):
+        LayerByLayer(model, batches, find_experts(model))
