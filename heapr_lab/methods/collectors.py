@@ -21,6 +21,7 @@ from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
 from heapr_lab.models.experts import ExpertsLayer, describe
 from heapr_lab.models.identity import weights_state
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.single_experts import expert_output
 from heapr_lab.progress import Progress
 from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.text.calibration import CalibrationSet
@@ -67,7 +68,7 @@ class Measurements:
         self._measure = measure or functools.partial(collect_statistics, model)
         self._state = weights_state(model)
         self._table: ImportanceTable | None = None
-        self._expected: dict[str, Collector] = {}
+        self._expected = {ROUTED_TOKENS.name: ROUTED_TOKENS}
         self._collected: dict[str, dict[int, Any]] = {}
         self._once: dict[str, Any] = {}
 
@@ -99,6 +100,10 @@ class Measurements:
         """The statistics of every expert, as `expert_statistics`: a forward pass."""
         rows = self.collected(EXPERT_SUMS, progress)
         return pd.DataFrame([row for own in rows.values() for row in own])
+
+    def tokens(self, progress: Progress | None = None) -> dict[int, list[int]]:
+        """The tokens routed to each expert, by layer: a forward pass."""
+        return self.collected(ROUTED_TOKENS, progress)
 
     def expect(self, collectors: Iterable[Collector]) -> None:
         """Measure these, too, in the pass of the first of them that is needed."""
@@ -136,8 +141,13 @@ class Measurements:
 
         Columns layer, expert, tokens.
         """
-        if EXPERT_SUMS.name in self._collected:
-            return self.experts()[["layer", "expert", "tokens"]]
+        if ROUTED_TOKENS.name in self._collected:
+            rows = [
+                {"layer": layer, "expert": expert, "tokens": n}
+                for layer, own in self.tokens().items()
+                for expert, n in enumerate(own)
+            ]
+            return pd.DataFrame(rows)
         return None if self._table is None else self._table.expert_tokens()
 
 
@@ -196,6 +206,17 @@ EXPERT_SUMS = Collector("expert sums", _sums_of_layer)
 """Rows of `expert_statistics` of each layer."""
 
 
+def _tokens_of_layer(
+    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
+) -> list[int]:
+    counts = calls.top_k_index.flatten().bincount(minlength=layer.n_experts)
+    return [int(n) for n in counts]
+
+
+ROUTED_TOKENS = Collector("routed tokens", _tokens_of_layer)
+"""The tokens routed to each expert of each layer; counted in every pass."""
+
+
 def routed_outputs(
     layer: ExpertsLayer, calls: ExpertCalls, expert: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -204,18 +225,8 @@ def routed_outputs(
     for some, own in zip(
         tokens.split(_ROWS_AT_ONCE), slots.split(_ROWS_AT_ONCE), strict=True
     ):
-        f = expert_output(layer, calls.hidden_states[some], expert)
+        f = expert_output(layer, expert, calls.hidden_states[some])
         yield f, calls.top_k_weights[some, own]
-
-
-def expert_output(layer: ExpertsLayer, x: torch.Tensor, expert: int) -> torch.Tensor:
-    """What one expert makes of x (n, D), with routing weight 1, (n, D).
-
-    The family's own code runs it, so biases and norms are included.
-    """
-    index = torch.full((len(x), 1), expert, device=x.device)
-    out: torch.Tensor = layer.module(x, index, x.new_ones(len(x), 1))
-    return out
 
 
 def _sums(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
@@ -224,11 +235,15 @@ def _sums(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float
     for outputs, weights in parts:
         if not len(outputs):
             continue
-        f, p = outputs.double(), weights.double()
-        norms = f.norm(dim=1)
+        f, p = outputs.to(_wide(outputs)), weights.double()
+        norms = f.norm(dim=1).double()
         sums["tokens"] += len(f)
         sums["sum_p"] += float(p.sum())
         sums["sum_norm"] += float(norms.sum())
         sums["sum_p_norm"] += float((p * norms).sum())
         sums["peak"] = max(sums["peak"], float(f.abs().max()))
     return sums
+
+
+def _wide(values: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)

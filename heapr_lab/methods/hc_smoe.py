@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
 
-from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.merging import (
     MEAN_OUTPUTS,
@@ -58,11 +57,10 @@ def merged_by_frequency(
     request: Request, groups: dict[int, Groups]
 ) -> ExpertComposition:
     """Each group becomes the mean of its experts, weighted by their routed tokens."""
-    frame = request.measured.experts(request.progress)
-    tokens = frame.set_index(["layer", "expert"])["tokens"]
+    tokens = request.measured.tokens(request.progress)
 
     def merge(layer: ExpertsLayer, group: Sequence[int]) -> Matrices:
-        counts = [float(tokens[layer.layer, expert]) for expert in group]
+        counts = [float(tokens[layer.layer][expert]) for expert in group]
         return averaged([layer.expert(expert) for expert in group], counts)
 
     return merged(request, groups, merge)
@@ -82,5 +80,5 @@ HC_SMOE = Method(
         "number; the authors' code counts the best two.",
         NEVER_ROUTED,
     ),
-    collectors=(MEAN_OUTPUTS, EXPERT_SUMS),
+    collectors=(MEAN_OUTPUTS,),
 )

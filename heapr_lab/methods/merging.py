@@ -18,14 +18,16 @@ from scipy.optimize import linear_sum_assignment
 from torch import nn
 
 from heapr_lab.errors import HeaprLabError, LayoutError
-from heapr_lab.methods.collectors import Collector, expert_output
+from heapr_lab.methods.collectors import Collector
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Request
 from heapr_lab.methods.naee import routed_anew
 from heapr_lab.models.architecture import LayerShape, expert_shares
-from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.models.expert_axes import expert_axis
 from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.ragged_experts import normalises
+from heapr_lab.models.single_experts import activations, expert_output
 from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.pruning.composing import dense_composition
 
@@ -66,16 +68,40 @@ def _mean_outputs(
     weights = torch.ones(2, layer.n_experts, len(calls.output), dtype=torch.float64)
     if logits is not None:
         weights[1] = logits.softmax(1).T.cpu()
-    sums = torch.zeros(2, layer.n_experts, layer.d_expert, dtype=torch.float64)
-    start = 0
-    for part in calls.batches():
-        some = weights[:, :, start : start + len(part.output)]
-        for expert in range(layer.n_experts):
-            f = expert_output(layer, part.hidden_states, expert).double().cpu()
-            sums[:, expert] += some[:, expert] @ f
-        start += len(part.output)
+    sums = torch.stack(
+        [
+            _summed_outputs(layer, expert, calls, weights[:, expert])
+            for expert in range(layer.n_experts)
+        ],
+        dim=1,
+    )
     plain, gated = sums / len(calls.output)
     return MeanOutputs(plain, None if logits is None else gated)
+
+
+def _summed_outputs(
+    layer: ExpertsLayer, expert: int, calls: ExpertCalls, weights: torch.Tensor
+) -> torch.Tensor:
+    """Sums of an expert's outputs over all tokens with weights (n, T), (n, D).
+
+    W_down is linear: unless a norm follows, it is applied to sums of activations. In
+    float64.
+    """
+    normed = normalises(layer.module)
+    run = expert_output if normed else activations
+    total = torch.zeros(1, dtype=torch.float64)
+    start = 0
+    for part in calls.batches():
+        own = run(layer, expert, part.hidden_states)
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        some = weights[:, start : start + len(own)].to(own)
+        total, start = total + (some @ own).double().cpu(), start + len(own)
+    if normed:
+        return total
+    found = total @ layer.down[expert].double().cpu().T
+    if layer.down_bias is not None:
+        found += weights.sum(1, keepdim=True) * layer.down_bias[expert].double().cpu()
+    return found
 
 
 def router_logits(
@@ -86,8 +112,7 @@ def router_logits(
     None where the router cannot be run on the experts' inputs.
     """
     try:
-        axes = {own.layer.layer: own for own in find_expert_axes(model)}
-        logits, _, _ = routed_anew(axes[layer.layer].router, calls)
+        logits, _, _ = routed_anew(expert_axis(model, layer).router, calls)
     except HeaprLabError:
         return None
     return logits.double() if logits.shape[1:] == (layer.n_experts,) else None

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.methods.collectors import expert_output
 from heapr_lab.methods.compression import ExpertDropping
 from heapr_lab.methods.experts import dropping_of, n_dropped
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.single_experts import expert_output
 
 _MOST_PRODUCTS = 2**25
 """Entries of the Gram matrices of one layer, 256 MB in float64."""
@@ -48,7 +48,7 @@ class LayerLoss:
         _, weights, index = routed_anew(axis.router, calls)
         self._dense = self._dispersed(index, weights, range(self._n_experts))
         outputs = [
-            expert_output(axis.layer, self._inputs, expert).double()
+            expert_output(axis.layer, expert, self._inputs).double()
             for expert in range(self._n_experts)
         ]
         f = torch.stack(outputs, dim=1)  # (T, E, D)

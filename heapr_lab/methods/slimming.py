@@ -24,7 +24,8 @@ from heapr_lab.models.expert_calls import ExpertCalls, recorded
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.modes import differentiating
-from heapr_lab.models.ragged_experts import activate, normalises
+from heapr_lab.models.ragged_experts import activate
+from heapr_lab.models.single_experts import projected_down, projected_up
 from heapr_lab.progress import no_report
 from heapr_lab.pruning.masks import KeepMask
 
@@ -93,18 +94,11 @@ def _run(
     The saliency of an atom is the mean of the norms, over tokens, of its outputs of
     W_gate and W_up and of h.
     """
-    rows = x @ layer.up_rows[expert].T
-    if layer.up_bias is not None:
-        rows = rows + layer.up_bias[expert]
+    rows = projected_up(layer, expert, x)
     h = activate(layer.module, rows)
-    f = h @ layer.down[expert].T
-    if layer.down_bias is not None:
-        f = f + layer.down_bias[expert]
-    if normalises(layer.module):
-        f = layer.module.post_expert_norm(f)
     norms = layer.by_atom(rows.double().norm(dim=0))  # (I, 2 or 1)
     every = torch.cat([norms, h.double().norm(dim=0)[:, None]], dim=1)
-    return every.mean(1), f
+    return every.mean(1), projected_down(layer, expert, h)
 
 
 def clipped_mean(terms: torch.Tensor) -> torch.Tensor:

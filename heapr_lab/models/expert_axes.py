@@ -104,16 +104,19 @@ def find_expert_axes(model: nn.Module, *, values: bool = True) -> list[ExpertAxi
             router is not beside the experts, or weights are not in memory.
         SpecError: the model is streamed.
     """
-    refuse_streamed(model, remedy="load it with stream=False to drop experts")
-    return [_axis_of(model, own, values=values) for own in find_experts(model)]
+    return [expert_axis(model, own, values=values) for own in find_experts(model)]
 
 
-def _axis_of(model: nn.Module, layer: ExpertsLayer, *, values: bool) -> ExpertAxis:
-    """The axis of one layer.
+def expert_axis(
+    model: nn.Module, layer: ExpertsLayer, *, values: bool = True
+) -> ExpertAxis:
+    """The same of one layer of `model`.
 
     Raises:
-        LayoutError: experts cannot be dropped exactly.
+        LayoutError: experts cannot be dropped from it exactly.
+        SpecError: the model is streamed.
     """
+    refuse_streamed(model, remedy="load it with stream=False to drop experts")
     path, _, own_name = layer.name.rpartition(".")
     modules = {
         name: module
