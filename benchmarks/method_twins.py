@@ -106,13 +106,17 @@ def _note(layer: Layer, _module: Any, args: tuple[Any, ...]) -> None:
 
 @torch.no_grad()
 def naee(model: Any, ids: torch.Tensor, n_gone: int) -> Kept:
-    """By layer, the subset whose output is nearest: each is run on every batch."""
+    """By layer, the subset whose output is nearest: each is run on every batch.
+
+    As ours, by one norm over all tokens; the public code adds the norms of batches, so
+    that its choice depends on how windows are batched.
+    """
     kept = {}
     for layer in layers_of(model, ids):
         outputs = [layer.output(x) for x in layer.inputs]
         losses = {
             gone: sum(
-                float((z - layer.output(x, gone)).double().norm())
+                float((z - layer.output(x, gone)).double().square().sum())
                 for x, z in zip(layer.inputs, outputs, strict=True)
             )
             for gone in itertools.combinations(range(layer.n_experts), n_gone)

@@ -72,6 +72,8 @@ N_WINDOWS, N_TEST, N_ITEMS = 48, 12, 60
 N_PROMPTS, N_ROUNDS, AT_ONCE = 4, 3, 8
 MOST_SECONDS = 120.0
 COMPENSATED = " + compensation"
+CHOOSES_WEIGHTS = "compress"
+"""The method that compensates where that is better, and else leaves W_down as it is."""
 DETAILS = {
     "n_windows": N_WINDOWS,
     "n_test": N_TEST,
@@ -307,7 +309,8 @@ def rows_at(case: Case, task: Task, ratio: float) -> Iterator[Row]:
     found, row = attempt(case, task, fit, alone=alone)
     kind = {"kind": methods.get(task.method).compresses}
     yield labels(task, ratio, task.method) | kind | row
-    if isinstance(found, AtomCompression) and found.downs is None:
+    uncompensated = isinstance(found, AtomCompression) and found.downs is None
+    if uncompensated and task.method != CHOOSES_WEIGHTS:
         fit = functools.partial(case.compensated, found, alone=alone)
         _, more = attempt(case, task, fit, alone=alone)
         if "fit_seconds" in more:  # both one after the other

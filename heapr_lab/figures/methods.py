@@ -9,6 +9,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
+from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.transforms import Bbox
 
 from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.figures.paper import paper_table
@@ -48,6 +51,7 @@ def methods_data(measured: pd.DataFrame) -> pd.DataFrame:
     Returns:
         Columns variant, group (what it compresses, and whether it is compensated),
         ratio, achieved_ratio, n_models, n_refused (models on which it was refused),
+        n_seeds (draws of windows),
         pooled and worst (over models, the mean and the largest Δloss on the corpus that
         was fitted to, of the mean over seeds), spread (standard deviation of the mean
         over seeds), other (pooled, on the other corpora), agreement, accuracy_change,
@@ -72,6 +76,7 @@ def _summary(part: pd.DataFrame) -> dict[str, Any]:
         "ratio": first["ratio"],
         "n_models": done["model"].nunique(),
         "n_refused": part.loc[refused, "model"].nunique(),
+        "n_seeds": done["seed"].nunique(),
     }
     return row | _measures(done) if len(done) else row
 
@@ -271,25 +276,21 @@ def plot_method_costs(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         linewidth=1,
         label="Pareto front",
     )
+    names: list[Annotation] = []
     for row in data.itertuples():
-        named = row.efficient or row.best or row.variant in (PAPER, OURS)
         color = _color(row.variant, best=row.best)
         face = color if row.efficient else "white"
         point = (row.fit_seconds, row.pooled)
         ax.plot(*point, marker="o", color=color, markerfacecolor=face, markersize=4)
-        if named:
-            ax.annotate(
-                row.variant,
-                point,
-                xytext=(3, 3),
-                textcoords="offset points",
-                fontsize=_FONT,
-                color=color,
-            )
-    ax.set_xscale("log")
-    ax.set_yscale("symlog", linthresh=_LINEAR_BELOW)
+        if row.efficient or row.best or row.variant in (PAPER, OURS):
+            names.append(_named(ax, row.variant, point, color))
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
+        set_scale = ax.set_xscale if axis is ax.xaxis else ax.set_yscale
+        set_scale("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter(NullFormatter())
+    _lift(ax, names)
     ratio = f"{data['ratio'].iloc[0]:.0%} removed" if len(data) else ""
     ax.set_xlabel("fitting, CPU time of one thread [s] ↓")
     ax.set_ylabel(MEASURES["pooled"])
@@ -298,19 +299,47 @@ def plot_method_costs(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def _named(ax: Axes, name: str, point: tuple[float, float], color: str) -> Annotation:
+    return ax.annotate(
+        name,
+        point,
+        xytext=(4, 4),
+        textcoords="offset points",
+        fontsize=_FONT,
+        color=color,
+        arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.4, "shrinkB": 2},
+    )
+
+
+def _lift(ax: Axes, names: Sequence[Annotation]) -> None:
+    """Move names up until none overlaps one of those before it."""
+    figure_with(ax).draw_without_rendering()  # which places the Axes
+    placed: list[Bbox] = []
+    for name in names:
+        box = Text.get_window_extent(name)  # without its line
+        up = 0.0
+        while box.translated(0, up).count_overlaps(placed):
+            up += 1.0
+        placed.append(box.translated(0, up))
+        x, y = name.get_position()
+        name.set_position((x, y + up * 72 / ax.figure.dpi))
+
+
 # --- tables ---------------------------------------------------------------------------
 
 
 def methods_table(data: pd.DataFrame) -> pd.DataFrame:
     """`methods_data` for readers: a row for each method, the best of a group first.
 
-    The columns after the ratios are of the ratio at which fitting was timed.
+    The columns after the ratios are of the ratio at which fitting was timed. A ratio
+    that some model refuses has no value.
     """
+    data = data.assign(incomplete=~data.index.isin(_complete(data).index))
     timed = data.loc[data["fit_seconds"].notna(), "ratio"]
     at = timed.iloc[0] if len(timed) else data["ratio"].max()
     rows = []
     for name, own in data.groupby("variant", sort=False):
-        by_ratio = own.set_index("ratio")
+        by_ratio = own[~own["incomplete"]].set_index("ratio")
         row: dict[str, Any] = {"compresses": own["group"].iloc[0], "method": name}
         for ratio in sorted(data["ratio"].unique()):
             loss = by_ratio["pooled"].get(ratio, np.nan)
@@ -326,7 +355,8 @@ def methods_table(data: pd.DataFrame) -> pd.DataFrame:
 
 def _more(row: pd.Series, at: str) -> dict[str, Any]:
     return {
-        f"± over seeds, {at}": row["spread"],
+        "draws": int(row["n_seeds"]),
+        f"± over draws, {at}": row["spread"],
         f"worst model {at} ↓": row["worst"],
         f"other corpora {at} ↓": row["other"],
         "same next token [%] ↑": 100 * row["agreement"],

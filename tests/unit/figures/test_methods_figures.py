@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from figure_rows import measured_methods
+from matplotlib.text import Text
 
 from heapr_lab import figures
 from heapr_lab.figures.methods import COLORS, REFERENCE_GREY, _apart
@@ -121,7 +122,8 @@ def test_the_front_is_of_methods_that_none_beats() -> None:
 
 def test_the_table_has_a_row_for_each_method() -> None:
     """Best first within what is compressed, with what was measured at 25 %."""
-    table = figures.methods_table(figures.methods_data(measured_methods()))
+    data = figures.methods_data(measured_methods())
+    table = figures.methods_table(data)
     assert table["method"].tolist() == [
         "heapr",
         "random",
@@ -133,6 +135,23 @@ def test_the_table_has_a_row_for_each_method() -> None:
     assert row["worst model at 25% ↓"] == pytest.approx(0.31)
     assert row["memory of fitting [MB] ↓"] == pytest.approx(2)
     assert table["refused by, models"].tolist() == [0, 0, 0, 1]
+    assert row["draws"] == 2
+    reap = table.iloc[3]
+    assert reap["Δloss at 25% [nats per token] ↓"] == at(data, "reap", 0.25)["pooled"]
+    assert np.isnan(reap["Δloss at 50% [nats per token] ↓"])  # of one model alone
+
+
+def test_names_of_points_do_not_overlap() -> None:
+    """Points at nearly the same place: names are lifted, and lines lead to them."""
+    data = figures.method_costs_data(measured_methods())
+    near = data.assign(fit_seconds=8.0, pooled=0.2, efficient=True)
+    ax = figures.plot_method_costs(near)
+    figure = ax.figure
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in ax.texts]
+    assert len(boxes) == len(data)
+    for place, box in enumerate(boxes):
+        assert not box.count_overlaps(boxes[:place])
 
 
 def test_published_rows_are_marked_and_ranked_beside_ours() -> None:
