@@ -1,12 +1,15 @@
 """D²-MoE: a common base for the experts of a layer, and differences of low rank.
 
 W_e = B + L_e R_e, where every entry of the base B is the mean of the experts' entries,
-weighted with their Fisher information times their tokens.
+weighted with their Fisher information times their tokens. Of B some columns may be
+removed; the differences are those from all of it.
 
 Shapes: E n_experts; a matrix is (out, in).
 """
 
+import dataclasses
 from collections.abc import Mapping
+from fractions import Fraction
 
 import torch
 
@@ -18,6 +21,7 @@ from heapr_lab.methods.low_rank import (
     composition,
     compression_of,
     factored,
+    largest_columns,
     matrices,
     ranks_of,
     refuse_unmade,
@@ -25,8 +29,9 @@ from heapr_lab.methods.low_rank import (
 )
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.composed_experts import Composition, Projection, Shared
+from heapr_lab.models.composed_experts import Composition, Shared
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.pruning.options import exact_ratio
 
 Stacks = dict[str, torch.Tensor]
 """A value of every weight of a layer by projection, (E, out, in) each."""
@@ -66,13 +71,18 @@ def base_of(
 
 
 def _d2_moe(request: Request) -> ExpertComposition:
-    """The same ranks for all differences of a layer."""
+    """The same ranks for all differences of a layer.
+
+    Raises:
+        SpecError: base_ratio is not in [0, 1).
+    """
     refuse_unmade(request)
     if not request.ratio:
         return compression_of(request)
+    removed = exact_ratio(request.options["base_ratio"], name="base_ratio")
     shapes = request.measured.architecture.layers
     ranks = {
-        k: ranks_of(own, request.ratio, layer=k, shared=_base_numbers(own))
+        k: ranks_of(own, request.ratio, layer=k, shared=_base_numbers(own, removed))
         for k, own in shapes.items()
     }
     moments = request.measured.collected(MOMENTS, request.progress)
@@ -81,16 +91,27 @@ def _d2_moe(request: Request) -> ExpertComposition:
     )
     made = {
         own.layer: _composed(
-            own, fisher[own.layer], moments[own.layer], ranks[own.layer]
+            own, fisher[own.layer], moments[own.layer], ranks[own.layer], removed
         )
         for own in find_experts(request.model)
     }
     return compression_of(request, made)
 
 
-def _base_numbers(shape: LayerShape) -> int:
-    """The size of the base of a layer."""
-    return shape.n_matrices * shape.d_inter * shape.d_expert
+def n_columns(n_inputs: int, removed: Fraction) -> int:
+    """The columns of a base that are left, of `n_inputs`."""
+    return n_inputs - int(removed * n_inputs)
+
+
+def _base_numbers(shape: LayerShape, removed: Fraction) -> int:
+    """The size of the base of a layer, with the indices of its columns."""
+    d_expert, d_inter = shape.d_expert, shape.d_inter
+    matrices = [(d_inter, d_expert)] * (shape.n_matrices - 1) + [(d_expert, d_inter)]
+    total = 0
+    for n_outputs, n_inputs in matrices:
+        left = n_columns(n_inputs, removed)
+        total += n_outputs * left + (left if left < n_inputs else 0)
+    return total
 
 
 def _composed(
@@ -98,6 +119,7 @@ def _composed(
     fisher: Stacks,
     moments: Moments,
     ranks: Mapping[str, int],
+    removed: Fraction,
 ) -> Composition:
     """The experts of a layer: a base for each projection, and their differences."""
     made = {}
@@ -105,10 +127,27 @@ def _composed(
         stack = matrices(layer, name)
         base = base_of(stack, fisher[name], moments.tokens).to(stack.dtype)
         apart = truncated(stack.double() - base.double(), rank, moments.of(name))
-        own = factored(layer, apart)
-        dense = Shared((base,), (0,) * layer.n_experts)
-        made[name] = Projection(dense, own.left, own.right)
+        dense, columns = _thinned(base, moments.of(name), removed)
+        own, of = factored(layer, apart), (0,) * layer.n_experts
+        shared = {"dense": Shared((dense,), of)}
+        if columns is not None:
+            shared["columns"] = Shared((columns,), of)
+        made[name] = dataclasses.replace(own, **shared)
     return composition(layer, made)
+
+
+def _thinned(
+    base: torch.Tensor, moments: torch.Tensor, removed: Fraction
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The base without its least columns, and which are left; None if all are.
+
+    Shapes: base (out, in); moments (E, in, in), of the inputs of each expert.
+    """
+    number = n_columns(base.shape[1], removed)
+    if number == base.shape[1]:
+        return base, None
+    sizes = moments.double().diagonal(dim1=1, dim2=2).sum(0).sqrt()
+    return largest_columns(base, sizes, number)
 
 
 D2_MOE = Method(
@@ -118,9 +157,12 @@ D2_MOE = Method(
     "low rank",
     _d2_moe,
     deviations=(
-        "The base is kept whole: the authors' semi-dynamic pruning of its columns, "
-        "which depends on the input, is not included, so that all of the ratio comes "
-        "from the ranks of the differences.",
+        "base_ratio is the share of the base's columns that is removed, those of the "
+        "least ‖W_:j‖ · ‖x_j‖ on the calibration windows. The authors choose a part of "
+        "them anew for each batch of inputs, which saves no stored number and makes a "
+        "token's result depend on the other tokens of its batch.",
+        "base_ratio is 0 by default, where the authors take 0.2, so that all of the "
+        "ratio comes from the ranks of the differences.",
         "Ranks fit the parameters that are left, with the base counted.",
         "The Fisher information is the mean over windows of the squared gradient of a "
         "window's loss, for every entry.",
@@ -129,5 +171,6 @@ D2_MOE = Method(
         "An expert that no calibration token reaches has no weight in the base, and "
         "its difference is decomposed without whitening.",
     ),
+    options={"base_ratio": 0.0},
     collectors=(MOMENTS,),
 )

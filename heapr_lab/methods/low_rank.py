@@ -24,7 +24,12 @@ from heapr_lab.methods.collectors import Collector
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Request
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.composed_experts import Composition, Projection, Shared
+from heapr_lab.models.composed_experts import (
+    INDEX,
+    Composition,
+    Projection,
+    Shared,
+)
 from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.ragged_experts import activate
@@ -178,6 +183,18 @@ def matrices(layer: ExpertsLayer, name: str) -> torch.Tensor:
 
 
 # --- compositions -----------------------------------------------------------------
+
+
+def largest_columns(
+    matrix: torch.Tensor, weights: torch.Tensor, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns (out, number) of the largest norms ‖W_:j‖ · weight_j, and which.
+
+    Shapes: matrix (out, in); weights (in,); the indices (number,) are ascending.
+    """
+    norms = matrix.double().norm(dim=0) * weights
+    chosen = norms.sort(descending=True, stable=True).indices[:number].sort().values
+    return matrix[:, chosen], chosen.to(INDEX)
 
 
 def factored(layer: ExpertsLayer, factors: Factors) -> Projection:

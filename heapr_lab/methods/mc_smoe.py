@@ -12,7 +12,7 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.low_rank import truncated
+from heapr_lab.methods.low_rank import largest_columns, truncated
 from heapr_lab.methods.merging import (
     LOGIT_COSINES,
     NEVER_ROUTED,
@@ -28,6 +28,7 @@ from heapr_lab.methods.merging import (
     refuse_streamed_merge,
 )
 from heapr_lab.methods.method import Method, Request
+from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.composed_experts import Composition, Projection, Shared
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.composing import composition_of
@@ -50,8 +51,8 @@ def _mc_smoe(request: Request) -> ExpertComposition:
         return averaged(experts, [float(shares[layer.layer, e]) for e in group])
 
     found = merged(request, groups, merge)
-    rank = request.options["rank"]
-    return _of_low_rank(found, request.model, rank) if rank else found
+    rank, sparse = request.options["rank"], request.options["sparse"]
+    return _of_low_rank(found, request.model, rank, sparse) if rank else found
 
 
 def _sizes(request: Request) -> dict[int, tuple[int, int]]:
@@ -60,21 +61,35 @@ def _sizes(request: Request) -> dict[int, tuple[int, int]]:
     Raises:
         SpecError: it would not be fewer with factors of the rank.
     """
-    rank, found = request.options["rank"], {}
+    rank, sparse, found = request.options["rank"], request.options["sparse"], {}
+    if not 0 <= sparse <= 1 or (sparse and not rank):
+        raise SpecError(
+            f"sparse is {sparse} and rank {rank}: expected a share of the columns of "
+            "what the factors leave, which there is only with a rank"
+        )
     for layer, shape in request.measured.architecture.layers.items():
         before = after = shape.d_inter * shape.atom_parameters
         if rank:
-            width = rank_of(rank, shape.d_inter, shape.d_expert)
-            factors = shape.n_matrices * width * (shape.d_inter + shape.d_expert)
-            after = factors + shape.d_inter * shape.atom_biases
+            after = _stored(shape, rank, sparse)
         if not 0 <= rank <= 1 or after > before:
             raise SpecError(
-                f"rank is {rank}, with which an expert of layer {layer} would store "
-                f"{after} numbers in place of {before}: give a smaller share of the "
-                "full rank, or 0 to store whole matrices"
+                f"rank is {rank} and sparse {sparse}, with which an expert of layer "
+                f"{layer} would store {after} numbers in place of {before}: give a "
+                "smaller share of the full rank or of the columns, or rank 0 to store "
+                "whole matrices"
             )
         found[layer] = before, after
     return found
+
+
+def _stored(shape: LayerShape, rank: float, sparse: float) -> int:
+    """The numbers that an expert stores as factors, and columns with their indices."""
+    d_expert, d_inter = shape.d_expert, shape.d_inter
+    width = rank_of(rank, d_inter, d_expert)
+    factors = shape.n_matrices * width * (d_inter + d_expert)
+    ups = (shape.n_matrices - 1) * int(sparse * d_expert) * (d_inter + 1)
+    down = int(sparse * d_inter) * (d_expert + 1)
+    return factors + ups + down + d_inter * shape.atom_biases
 
 
 def _dominant_of(
@@ -140,27 +155,37 @@ def rank_of(share: float, *sizes: int) -> int:
 
 
 def _of_low_rank(
-    found: ExpertComposition, model: nn.Module, rank: float
+    found: ExpertComposition, model: nn.Module, rank: float, sparse: float
 ) -> ExpertComposition:
-    """The same with the largest singular values of every matrix only, as factors."""
+    """The same with the largest singular values of every matrix, and some columns."""
     compositions = {}
     for layer in find_experts(model):
         own = found.compositions.get(layer.layer) or composition_of(layer)
         parts = {
-            name: _factors(part.dense, part.bias, rank)
-            for name, part in own.projections.items()
+            name: _factors(part, rank, sparse) for name, part in own.projections.items()
         }
         compositions[layer.layer] = Composition(**parts)
     return dataclasses.replace(found, compositions=compositions)
 
 
-def _factors(dense: Shared, bias: Shared, rank: float) -> Projection:
-    pairs = [
-        [factor.to(own.dtype) for factor in truncated(own, rank_of(rank, *own.shape))]
-        for own in dense.tensors
-    ]
-    left, right = (Shared(tuple(own), dense.of) for own in zip(*pairs, strict=True))
-    return Projection(left=left, right=right, bias=bias)
+def _factors(whole: Projection, rank: float, sparse: float) -> Projection:
+    """Factors of dense matrices, and the largest columns of what these leave."""
+    made = [_split(own, rank, sparse) for own in whole.dense.tensors]
+    dense, columns, left, right = (
+        Shared(tuple(own), whole.dense.of) for own in zip(*made, strict=True)
+    )
+    if not columns.tensors[0].numel():
+        dense = columns = Shared()
+    return Projection(dense, left, right, whole.bias, columns)
+
+
+def _split(matrix: torch.Tensor, rank: float, sparse: float) -> list[torch.Tensor]:
+    """Columns, which they are, and the two factors of a matrix (out, in)."""
+    left, right = truncated(matrix, rank_of(rank, *matrix.shape))
+    number, even = int(sparse * matrix.shape[1]), torch.ones_like(right[0])
+    own, columns = largest_columns(matrix.double() - left @ right, even, number)
+    kind = matrix.dtype
+    return [own.to(kind), columns, left.to(kind), right.to(kind)]
 
 
 # --- groups -----------------------------------------------------------------------
@@ -195,10 +220,11 @@ MC_SMOE = Method(
         "aligns all experts of a layer to its first.",
         "W_gate and biases are aligned, too, which the authors' experts do not have.",
         "The second stage is optional: rank is the share of the full rank that all "
-        "matrices keep, with the largest singular values. The authors add a part with "
-        "structured sparsity, which they train.",
+        "matrices keep, with the largest singular values, and sparse the share of the "
+        "columns that are kept of what these leave, those of the largest norms. The "
+        "authors train both, which also decides which columns stay.",
         NEVER_ROUTED,
     ),
-    options={"rank": 0.0},
+    options={"rank": 0.0, "sparse": 0.0},
     collectors=(LOGIT_COSINES, EXPERT_SUMS),
 )

@@ -4,7 +4,7 @@ Each projection of an expert e is W_e = A_e + L_e R_e: a dense matrix, and a pro
 two factors, any of which may be absent, or be that of other experts, too. So one module
 runs merged experts (A shared by a group), experts of low rank (L_e R_e alone), a common
 base with differences of low rank (A shared by all), and constants (an output bias
-alone).
+alone). Beside factors, A_e may have some columns of its inputs only.
 
 Shapes: E n_experts, D d_expert, I atoms of an expert.
 """
@@ -26,7 +26,9 @@ from heapr_lab.models.ragged_experts import (
     without_weights,
 )
 
-PARTS = ("dense", "left", "right", "bias")
+PARTS = ("dense", "left", "right", "bias", "columns")
+INDEX = torch.int32
+"""The type of `columns`."""
 ABSENT = -1
 
 # --- what an experts module is made of --------------------------------------------
@@ -70,13 +72,16 @@ class Projection:
     """One projection of all experts of a layer: W_e = dense + left · right."""
 
     dense: Shared = field(default_factory=Shared)
-    """(out, in) each."""
+    """(out, in) each, or (out, k) with `columns`."""
     left: Shared = field(default_factory=Shared)
     """(out, rank) each; the rank may differ."""
     right: Shared = field(default_factory=Shared)
     """(rank, in) each."""
     bias: Shared = field(default_factory=Shared)
     """(out,) each."""
+    columns: Shared = field(default_factory=Shared)
+    """The k inputs that `dense` reads, ascending, of type `INDEX`, (k,) each; only
+    beside factors, which tell how many inputs there are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +115,7 @@ Plan = Mapping[str, Mapping[str, Layout]]
 
 
 def n_parameters(plan: Plan) -> int:
-    """Numbers stored for the experts of a layer."""
+    """Numbers stored for the experts of a layer, `columns` among them."""
     return sum(
         math.prod(shape)
         for parts in plan.values()
@@ -125,7 +130,7 @@ def flops_of(plan: Plan, expert: int) -> int:
         layout.shape_of(expert)
         for parts in plan.values()
         for part, layout in parts.items()
-        if part != "bias"
+        if part not in ("bias", "columns")
     ]
     return sum(2 * math.prod(shape) for shape in shapes if shape is not None)
 
@@ -180,16 +185,24 @@ def _ends(
     """The numbers of outputs and of inputs of one projection of an expert.
 
     Raises:
-        SpecError: it has one factor without the other, or their ranks differ.
+        SpecError: it has one factor without the other, or their ranks differ; or some
+            columns without factors, or of another number than its dense matrix.
     """
-    dense, left, right, bias = (parts[part].shape_of(expert) for part in PARTS)
+    dense, left, right, bias, some = (parts[part].shape_of(expert) for part in PARTS)
     if (left is None) != (right is None) or (left and right and left[1] != right[0]):
         raise SpecError(
             f"{name} of expert {expert} has the factors {left} and {right}, expected "
             "(out, rank) and (rank, in), or neither"
         )
+    if some and (dense is None or right is None or dense[1] != some[0]):
+        raise SpecError(
+            f"{name} of expert {expert} has the columns {some} of the matrix {dense} "
+            f"beside the factors {left} and {right}, expected (k,) of (out, k), and "
+            "factors"
+        )
     out = {own[0] for own in (dense, left, bias) if own is not None}
-    into = {own[1] for own in (dense, right) if own is not None}
+    whole = right if some else dense
+    into = {own[1] for own in (whole, right) if own is not None}
     return out, into
 
 
@@ -241,7 +254,11 @@ class ComposedProjection(nn.Module):
         super().__init__()
         self.of = {part: layout.of for part, layout in parts.items()}
         for part, layout in parts.items():
-            tensors = [nn.Parameter(like.new_empty(shape)) for shape in layout.shapes]
+            dtype = INDEX if part == "columns" else like.dtype
+            tensors = [
+                nn.Parameter(like.new_empty(shape, dtype=dtype), dtype != INDEX)
+                for shape in layout.shapes
+            ]
             setattr(self, part, nn.ParameterList(tensors))
 
     def part(self, part: str, expert: int) -> torch.Tensor | None:
@@ -254,8 +271,9 @@ class ComposedProjection(nn.Module):
 
     def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor | None:
         """The projection of x (n, in), (n, out); None for an expert without parts."""
-        dense, left, right, bias = (self.part(part, expert) for part in PARTS)
-        out = None if dense is None else F.linear(x, dense)
+        dense, left, right, bias, some = (self.part(part, expert) for part in PARTS)
+        read = x if some is None else x[:, some]
+        out = None if dense is None else F.linear(read, dense)
         if left is not None and right is not None:
             low = F.linear(F.linear(x, right), left)
             out = low if out is None else out + low

@@ -32,6 +32,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.methods import mc_smoe, ream
 from heapr_lab.models.composed_experts import composed_experts
 from heapr_lab.models.experts import find_experts
+from heapr_lab.pruning.composing import composition_of
 from heapr_lab.pruning.dropping import drop_experts
 
 pytestmark = pytest.mark.oracle
@@ -129,6 +130,33 @@ def test_mc_smoe_of_low_rank_by_hand(family: str) -> None:
     assert found.achieved_ratio == 0.5
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mc_smoe_of_low_rank_and_columns_by_hand(family: str) -> None:
+    """Ten experts of 3 · 2 · 24 numbers, 8 columns of 9 numbers and 2 of 17: 250."""
+    model = tiny_model(family, **SIX)
+    found = fitted("mc-smoe", model, 0.5, rank=0.25, sparse=0.25)
+    assert found.achieved_ratio == 1 - 10 * 250 / (12 * 384)
+    merged = fitted("mc-smoe", model, 0.17).compositions  # 2 of 12 go
+    new: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    for layer in find_experts(model):
+        own = merged.get(layer.layer) or composition_of(layer)
+        for name, part in own.projections.items():
+            for e, place in enumerate(part.dense.of):
+                matrices = new.setdefault((layer.layer, e), {})
+                matrices[name] = with_columns(part.dense.tensors[place])
+    check(found, model, replaced(model, new))
+
+
+def with_columns(matrix: Any) -> torch.Tensor:
+    """Rank 2, and of the rest the quarter of the columns with the largest norms."""
+    low = of_rank(matrix, 2)
+    rest = matrix.detach() - low
+    sizes = [float(rest[:, j].norm()) for j in range(rest.shape[1])]
+    for j in sorted(range(len(sizes)), key=sizes.__getitem__)[-(len(sizes) // 4) :]:
+        low[:, j] += rest[:, j]
+    return low
+
+
 def of_rank(matrix: Any, rank: int) -> torch.Tensor:
     """The nearest matrix of a rank, by the eigenvectors of Wᵀ W."""
     wide = matrix.detach()
@@ -144,6 +172,10 @@ def test_ranks_that_cannot_be_are_refused() -> None:
     with pytest.raises(SpecError, match=r"rank 0\.25 alone removes 0\.6250"):
         fitted("mc-smoe", model, 0.5, rank=0.25)
     assert fitted("mc-smoe", model, 0.7, rank=0.25).achieved_ratio == 0.6875
+    with pytest.raises(SpecError, match="only with a rank"):
+        fitted("mc-smoe", model, 0.5, sparse=0.25)
+    with pytest.raises(SpecError, match=r"sparse 0\.9, with which"):
+        fitted("mc-smoe", model, 0.5, rank=0.5, sparse=0.9)
 
 
 @pytest.mark.parametrize("name", ["mc-smoe", "ream-like"])

@@ -1,5 +1,6 @@
 """Composed experts against matrices multiplied out, in memory and from files."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.models.composed_experts import (
+    INDEX,
     ComposedExperts,
+    ComposedProjection,
     Composition,
     Projection,
     Shared,
@@ -95,9 +98,25 @@ def constant(layer: ExpertsLayer) -> Composition:
     return Composition(projection(own.up, shortened(own.up)), down, gate)
 
 
+def some_columns(layer: ExpertsLayer) -> Composition:
+    """As `factored`, but of the base every input but the first and the fourth."""
+    made = {}
+    for name, own in factored(layer).projections.items():
+        (base,) = own.dense.tensors
+        columns = torch.tensor([i for i in range(base.shape[1]) if i not in (0, 3)])
+        every = own.dense.of
+        made[name] = dataclasses.replace(
+            own,
+            dense=Shared((base[:, columns],), every),
+            columns=Shared((columns.to(INDEX),), every),
+        )
+    return Composition(**made)
+
+
 KINDS: dict[str, Callable[[ExpertsLayer], Composition]] = {
     "merged": merged,
     "factored": factored,
+    "some columns": some_columns,
     "constant": constant,
 }
 
@@ -132,8 +151,12 @@ def multiplied(
         found = part(own.bias)
         return torch.zeros_like(like) if found is None else found
     total = torch.zeros_like(like)
-    if part(own.dense) is not None:
-        total = total + part(own.dense)
+    dense, columns = part(own.dense), part(own.columns)
+    if dense is not None and columns is None:
+        total = total + dense
+    if dense is not None and columns is not None:
+        for place, column in enumerate(columns.tolist()):
+            total[:, column] += dense[:, place]
     if part(own.left) is not None:
         total = total + part(own.left) @ part(own.right)
     return total
@@ -145,7 +168,7 @@ def made_of(model: nn.Module, kind: str) -> dict[int, Composition]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["merged", "factored"])
+@pytest.mark.parametrize("kind", ["merged", "factored", "some columns"])
 def test_composed_is_multiplied_out(kind: str, family: str, tmp_path: Path) -> None:
     """Applied, materialised and reloaded; counted on the tensors of the files."""
     model = tiny_model(family, **SIX)
@@ -287,6 +310,14 @@ def test_what_does_not_fit_is_refused() -> None:
     half = Projection(left=Shared.own([torch.ones(4, 2)] * 4))
     with pytest.raises(SpecError, match="or neither"):
         compose_experts(model, {0: Composition(half, own.down, own.gate)})
+    some = some_columns(layer).up
+    for wrong in (
+        dataclasses.replace(some, left=Shared(), right=Shared()),
+        dataclasses.replace(some, dense=Shared()),
+        dataclasses.replace(some, columns=Shared((torch.arange(3),), (0,) * 4)),
+    ):
+        with pytest.raises(SpecError, match=r"expected \(k,\) of \(out, k\), and fac"):
+            compose_experts(model, {0: Composition(wrong, own.down, own.gate)})
     with pytest.raises(SpecError, match="inner widths"):
         compose_experts(model, {0: Composition(own.down, own.up, own.gate)})
     with pytest.raises(SpecError, match="another model"):
@@ -306,6 +337,32 @@ def test_counts_by_hand() -> None:
     assert flops_of(plan, 0) == 2 * (12 + 3 + 4 + 12)
     assert flops_of(plan, 1) == 2 * (12 + 3 + 4)
     assert plan_from_dict(plan_to_dict(plan)) == plan
+
+
+def test_columns_are_whole_numbers_in_every_type(tmp_path: Path) -> None:
+    """Operations and numbers by hand; indices are not cast with the weights."""
+    base, left, right = torch.ones(3, 2), torch.ones(3, 1), torch.ones(1, 300)
+    columns = torch.tensor([256, 299], dtype=INDEX)  # 299 is 300 in bfloat16
+    one = (0,)
+    parts = [Shared((own,), one) for own in (base, left, right)]
+    up = Projection(*parts, columns=Shared((columns,), one))
+    plan = Composition(up, Projection(Shared((torch.ones(300, 3),), one))).plan
+    assert n_parameters(plan) == 6 + 2 + 3 + 300 + 900
+    assert flops_of(plan, 0) == 2 * (6 + 3 + 300 + 900)
+    model = tiny_model("qwen3_moe")
+    made = made_of(model, "some columns")
+    half = compose_experts(model, made).bfloat16()
+    half.save_pretrained(tmp_path)
+    tensors = tensors_in(tmp_path)
+    kinds = {own.dtype for name, own in tensors.items() if "columns" in name}
+    assert kinds == {INDEX}
+    x = torch.arange(300.0)[None]
+    module = ComposedProjection(plan["up"], base)
+    for part, value in zip(
+        ("dense", "left", "right", "columns"), (base, left, right, columns), strict=True
+    ):
+        getattr(module, part)[0].data = value
+    assert module(x, 0).tolist() == [[256 + 299 + sum(range(300))] * 3]
 
 
 def test_the_package_loads_it(tmp_path: Path) -> None:

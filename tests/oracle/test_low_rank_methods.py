@@ -22,7 +22,7 @@ from heapr_lab.methods.d2_moe import base_of
 from heapr_lab.methods.low_rank import MOMENTS, ranks_of, truncated
 from heapr_lab.methods.moe_svd import Sizes, sizes_of
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.composed_experts import Projection
+from heapr_lab.models.composed_experts import Projection, n_parameters
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -86,11 +86,15 @@ def whitened(matrix: torch.Tensor, rank: int, second: torch.Tensor) -> torch.Ten
 def product(own: Projection, expert: int) -> torch.Tensor:
     """One matrix of an expert."""
     total: Any = 0.0
-    if own.dense.of and own.dense.of[expert] >= 0:
-        total = total + own.dense.tensors[own.dense.of[expert]]
     if own.left.of and own.left.of[expert] >= 0:
         left = own.left.tensors[own.left.of[expert]]
-        total = total + left @ own.right.tensors[own.right.of[expert]]
+        total = left @ own.right.tensors[own.right.of[expert]]
+    if own.dense.of and own.dense.of[expert] >= 0:
+        dense = own.dense.tensors[own.dense.of[expert]]
+        if not own.columns.of:
+            return (total + dense).double()
+        for place, column in enumerate(own.columns.tensors[0].tolist()):
+            total[:, column] += dense[:, place]
     return total.double()
 
 
@@ -227,12 +231,16 @@ def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]
     return found
 
 
+@pytest.mark.parametrize("base_ratio", [0.0, 0.3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_d2_moe(family: str) -> None:
-    """The base is the weighted mean; differences are those of the whitened SVD."""
+def test_d2_moe(family: str, base_ratio: float) -> None:
+    """The base is the weighted mean; differences are those of the whitened SVD.
+
+    Of the base, the columns with the least norm times that of their inputs are 0.
+    """
     model = tiny_model(family, **SIX)
     fisher, inputs = fisher_by_hand(model), inputs_by_hand(model)
-    found = fitted("d2-moe", model, 0.4)
+    found = fitted("d2-moe", model, 0.4, base_ratio=base_ratio)
     for layer, expert, name, matrix, new in every_matrix(model, found):
         number = layer.layer
         top = bottom = torch.zeros_like(matrix)
@@ -242,11 +250,28 @@ def test_d2_moe(family: str) -> None:
             bottom = bottom + weight
         base = top / bottom
         own = found.compositions[number].projections[name]
-        torch.testing.assert_close(own.dense.tensors, (base,), **IN_SINGLE)
+        gone = least_columns(base, number, name, inputs, base_ratio)
+        left = [column for column in range(matrix.shape[1]) if column not in gone]
+        assert [own.tolist() for own in own.columns.tensors] == [left] * bool(gone)
+        torch.testing.assert_close(own.dense.tensors, (base[:, left],), **IN_SINGLE)
         second = moment(inputs[number, expert], name, d_in=matrix.shape[1])
         rank = len(own.right.tensors[expert])
-        expected = base + whitened(matrix - base, rank, second)
+        thinned = base.clone()
+        thinned[:, gone] = 0
+        expected = thinned + whitened(matrix - base, rank, second)
         torch.testing.assert_close(new, expected, **IN_SINGLE)
+
+
+def least_columns(
+    base: torch.Tensor, layer: int, name: str, inputs: Inputs, share: float
+) -> list[int]:
+    """The columns of least ‖W_:j‖ · ‖x_j‖, one token after the other."""
+    squares = torch.zeros(base.shape[1], dtype=torch.float64)
+    for e in range(6):
+        for x, h, _ in inputs[layer, e]:
+            squares += (h if name == "down" else x).double().square()
+    sizes = base.norm(dim=0) * squares.sqrt()
+    return sorted(sizes.argsort()[: int(share * base.shape[1])].tolist())
 
 
 def test_the_base_where_nothing_is_known() -> None:
@@ -265,6 +290,14 @@ def test_d2_moe_has_room_for_its_base() -> None:
     assert fitted("d2-moe", model, float(most)).achieved_ratio == float(most)
     with pytest.raises(SpecError, match=r"largest possible ratio is 0\.5625"):
         fitted("d2-moe", model, float(most) + 0.01)
+    for share in (0.25, 0.5):
+        found = fitted("d2-moe", model, 0.5, base_ratio=share)
+        files = sum(n_parameters(own.plan) for own in found.compositions.values())
+        dense = sum(own.n_atoms * own.atom_parameters for own in found.shapes.values())
+        assert found.achieved_ratio == 1 - files / dense
+        assert 0.5 <= found.achieved_ratio < 0.5 + 4 * 2 * 24 / dense
+    with pytest.raises(SpecError, match="base_ratio must be in"):
+        fitted("d2-moe", model, 0.5, base_ratio=1.0)
 
 
 # --- MoE-SVD ----------------------------------------------------------------------
