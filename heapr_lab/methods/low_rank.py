@@ -208,12 +208,11 @@ def composition(
 ) -> Composition:
     """The experts of a layer with other matrices and their own biases."""
     own = composition_of(layer).projections
-    return Composition(
-        **{
-            name: dataclasses.replace(made, bias=own[name].bias)
-            for name, made in projections.items()
-        }
-    )
+    parts = {
+        name: dataclasses.replace(made, bias=own[name].bias)
+        for name, made in projections.items()
+    }
+    return Composition(parts["up"], parts["down"], parts.get("gate"))
 
 
 def compression_of(

@@ -164,7 +164,8 @@ def _of_low_rank(
         parts = {
             name: _factors(part, rank, sparse) for name, part in own.projections.items()
         }
-        compositions[layer.layer] = Composition(**parts)
+        experts = Composition(parts["up"], parts["down"], parts.get("gate"))
+        compositions[layer.layer] = experts
     return dataclasses.replace(found, compositions=compositions)
 
 

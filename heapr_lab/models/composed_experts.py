@@ -25,6 +25,7 @@ from heapr_lab.models.ragged_experts import (
     routed_sum,
     without_weights,
 )
+from heapr_lab.models.skipping import Thresholds, scaled, skipped
 
 PARTS = ("dense", "left", "right", "bias", "columns")
 INDEX = torch.int32
@@ -94,6 +95,8 @@ class Composition:
     """W_down (D, I)."""
     gate: Projection | None = None
     """W_gate (I, D), in families with a gate."""
+    skipping: Thresholds = ()
+    """Below which a token's lesser experts are skipped; empty: none is."""
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -291,11 +294,11 @@ class ComposedExperts(nn.Module):
     family: Any
     """The family's own module without weights: activation, gating and norm."""
 
-    def __init__(self, module: Any, plan: Plan) -> None:
+    def __init__(self, module: Any, plan: Plan, skipping: Thresholds = ()) -> None:
         """Allocate the tensors of `plan` in place of the weights of `module`."""
         super().__init__()
         like = module.down_proj
-        self.plan = plan
+        self.plan, self.skipping = plan, skipping
         self.n_experts = len(like)
         # Not a submodule, so that its own submodules keep their names.
         self.__dict__["family"] = without_weights(module)
@@ -310,10 +313,14 @@ class ComposedExperts(nn.Module):
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """The routed experts' weighted sum.
+        """The routed experts' weighted sum; experts that are skipped are not run.
 
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
+        if self.skipping:
+            gone = skipped(top_k_index, top_k_weights, self.skipping)
+            top_k_index = top_k_index.masked_fill(gone, self.n_experts)
+            top_k_weights = scaled(top_k_weights, gone)
         return routed_sum(
             self._expert, self.n_experts, hidden_states, top_k_index, top_k_weights
         )

@@ -434,11 +434,16 @@ def _layer_shape(model: Any, layer: ExpertsLayer) -> LayerShape:
         d_expert=layer.d_expert,
         n_matrices=3 if layer.gated else 2,
         atom_biases=0 if bias is None else bias.shape[1] // layer.d_inter,
-        top_k=_top_k(model),
+        top_k=experts_per_token(model),
     )
 
 
-def _top_k(model: Any) -> int:
+def experts_per_token(model: Any) -> int:
+    """To how many routed experts a token goes, as the configuration says.
+
+    Raises:
+        LayoutError: it does not.
+    """
     config = model.config.get_text_config()
     for name in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"):
         value = getattr(config, name, None)

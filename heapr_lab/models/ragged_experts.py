@@ -126,6 +126,8 @@ def routed_sum(
 ) -> torch.Tensor:
     """The weighted sum of what `run(expert, x)` returns for the tokens routed to each.
 
+    A slot whose index is `n_experts` is not run.
+
     Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
     """
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
@@ -136,7 +138,7 @@ def routed_sum(
     # nothing as large as all routed rows is ever allocated.
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     total = torch.zeros_like(hidden_states, dtype=wide)
-    for expert, own in enumerate(routed):
+    for expert, own in enumerate(routed[:n_experts]):
         if len(own):
             out = run(expert, hidden_states[own]) * p[expert]
             total.index_add_(0, own, out.to(wide))

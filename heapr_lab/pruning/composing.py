@@ -20,9 +20,10 @@ from heapr_lab.models.composed_experts import (
     Shared,
     check_plan,
 )
-from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.experts import ExpertsLayer, experts_per_token, find_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.modes import copied
+from heapr_lab.models.skipping import check_thresholds
 from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.pruning.dropping import KeptExperts, drop_experts, dropping
 
@@ -137,6 +138,9 @@ def _made(
             f"there are experts for the layers {unknown}, the model's MoE layers are "
             f"{list(layers)}: they were made for another model"
         )
+    for own in compositions.values():
+        if own.skipping:
+            check_thresholds(own.skipping, experts_per_token(model))
     return [(layers[k], experts_of(layers[k], own)) for k, own in compositions.items()]
 
 
@@ -153,7 +157,9 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
     except SpecError as error:
         raise SpecError(f"the experts of layer {layer.layer}: {error}") from error
     if not _is_stock(layer, composition):
-        return ComposedExperts(layer.module, plan).fill(composition)
+        return ComposedExperts(layer.module, plan, composition.skipping).fill(
+            composition
+        )
     module: nn.Module = copy.deepcopy(layer.module)
     twin = ExpertsLayer(layer.layer, layer.name, module)
     for expert in range(layer.n_experts):
@@ -166,4 +172,6 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
 
 def _is_stock(layer: ExpertsLayer, composition: Composition) -> bool:
     """Whether each expert has its own dense matrices, of the family's shapes."""
+    if composition.skipping:
+        return False
     return composition.plan == composition_of(layer).plan
