@@ -3,7 +3,7 @@
 import abc
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Savings:
     """Of these parameters, in the dtype in which the model is loaded."""
     routed_flops: tuple[float, float]
     """Operations of the routed experts for a mean token. With fewer experts a token is
-    still routed to as many of them, so only removing atoms changes it."""
+    still routed to as many of them: only removing atoms, or skipping, changes it."""
 
 
 class Compression(abc.ABC):
@@ -236,6 +236,9 @@ class ExpertComposition(Compression):
     kept: KeptExperts | None = None
     """By layer, the experts that are left, in the order of its composition; None if all
     are, with the whole router."""
+    skipped: Mapping[int, float] = field(default_factory=dict)
+    """By layer that skips experts, the share of its tokens' experts that are. It is
+    counted on the calibration text, in the same model before anything is skipped."""
 
     def apply(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
         """As `composing`: `model` changes in all threads until the context ends.
@@ -279,7 +282,8 @@ class ExpertComposition(Compression):
         """Counted on the model with the other experts.
 
         Operations of experts that are left when others are dropped are for equal
-        shares of the tokens.
+        shares of the tokens. Of a layer that skips experts, the measured share
+        `skipped` is taken off.
         """
         dense = describe(model)
         tokens = None if self.kept is not None else self.made.tokens
@@ -303,7 +307,7 @@ class ExpertComposition(Compression):
             n_experts = len(own) if self.kept is None else len(self.kept[layer])
             flops = [flops_of(plan, expert) for expert in range(n_experts)]
             mean = np.mean(flops) if self.kept is not None else own @ flops
-            total += shape.top_k * float(mean)
+            total += shape.top_k * (1 - self.skipped.get(layer, 0.0)) * float(mean)
         return total
 
 

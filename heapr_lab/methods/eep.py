@@ -197,7 +197,7 @@ def _made(
         routers[number] = plan.merger.router(of_router)
         experts[number] = plan.merger.experts(of_experts)
     shapes = request.measured.architecture.layers
-    return MergedByEvolution(request.made, experts, shapes, kept, routers)
+    return MergedByEvolution(request.made, experts, shapes, kept, routers=routers)
 
 
 def _starts(request: Request, size: int) -> np.ndarray:

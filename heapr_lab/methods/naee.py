@@ -6,24 +6,32 @@ is Z − Z_S = Σ_e c_e f_e, where c = w − w_S has an entry for each expert. S
 Gram matrices F = ⟨f_d, f_e⟩ of each token, computed once, ‖Z − Z_S‖² = Σ cᵀ F c needs
 no further run of an expert, for any S.
 
+With the option `skipping`, tokens then skip experts whose weights are small beside that
+of their best one; `models.skipping` has the rule.
+
 Shapes: T tokens, E n_experts, K experts of each token, D d_expert.
 """
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError
-from heapr_lab.methods.compression import ExpertDropping
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.methods.compression import Compression, ExpertComposition
 from heapr_lab.methods.experts import dropping_of, n_dropped
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
+from heapr_lab.models.experts import find_experts
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.single_experts import expert_output
+from heapr_lab.models.skipping import Thresholds, median_ratios, skipped
+from heapr_lab.pruning.composing import dense_composition
+from heapr_lab.pruning.dropping import dropping
 
 _MOST_PRODUCTS = 2**25
 """Entries of the Gram matrices of one layer, 256 MB in float64."""
@@ -113,7 +121,56 @@ def best_subset(loss: LayerLoss, n_experts: int, n_gone: int, *, most: int) -> S
     return kept
 
 
-def _naee(request: Request) -> ExpertDropping:
+def _naee(request: Request) -> Compression:
+    """The best subsets of experts; with `skipping`, tokens skip some of them.
+
+    Raises:
+        SpecError: too few experts would be left, or there is none to skip.
+        LayoutError: tokens cannot be routed to fewer experts.
+    """
+    if not request.options["skipping"]:
+        return dropping_of(request, _best_subsets(request))
+    for layer, shape in request.measured.architecture.layers.items():
+        if shape.top_k < 2:
+            raise SpecError(
+                f"a token has {shape.top_k} expert in layer {layer}, expected at least "
+                "2 for skipping=True, which never skips the best: use skipping=False"
+            )
+    return _with_skipping(request, _best_subsets(request))
+
+
+def _with_skipping(request: Request, kept: Mapping[int, Subset]) -> ExpertComposition:
+    """The experts of `kept`, some of which each token skips."""
+    thresholds, shares = _measured(request, kept)
+    made = {}
+    for layer in find_experts(request.model):
+        number = layer.layer
+        own = dense_composition([layer.expert(e) for e in kept[number]])
+        made[number] = replace(own, skipping=thresholds[number])
+    shapes = request.measured.architecture.layers
+    return ExpertComposition(request.made, made, shapes, kept, shares)
+
+
+def _measured(
+    request: Request, kept: Mapping[int, Subset]
+) -> tuple[dict[int, Thresholds], dict[int, float]]:
+    """The thresholds of each layer, and the share of its slots that they skip.
+
+    Measured on all calibration tokens, in the model without the dropped experts.
+    """
+    thresholds, shares = {}, {}
+    with dropping(request.model, kept):
+        for layer, calls in iter_expert_calls(
+            request.model, request.calibration.ids, progress=request.progress
+        ):
+            routing = calls.top_k_index, calls.top_k_weights
+            thresholds[layer.layer] = median_ratios(calls.top_k_weights)
+            gone = skipped(*routing, thresholds[layer.layer])
+            shares[layer.layer] = float(gone.double().mean())
+    return thresholds, shares
+
+
+def _best_subsets(request: Request) -> dict[int, Subset]:
     """The subset of each layer's experts that changes its output least."""
     axes = {axis.layer.layer: axis for axis in find_expert_axes(request.model)}
     layers = request.measured.architecture.layers
@@ -134,7 +191,7 @@ def _naee(request: Request) -> ExpertDropping:
                     gone[number],
                     most=request.options["most_subsets"],
                 )
-    return dropping_of(request, kept)
+    return kept
 
 
 def positions(request: Request, n_experts: int) -> torch.Tensor:
@@ -159,7 +216,10 @@ NAEE = Method(
         "At most most_tokens tokens are measured on, evenly spaced in every window, "
         "and fewer where their Gram matrices would exceed 256 MB.",
         "The layer-wise variant: each layer is measured on the dense model's inputs.",
-        "Dynamic skipping of experts at inference is not included.",
+        "Dynamic skipping is the option skipping. Each expert of a token but the best "
+        "is compared to the best with the median of its own rank, and the weights of "
+        "those left are scaled to the sum of before; the paper has two experts of a "
+        "token, whose weights sum to 1.",
     ),
-    options={"most_subsets": 2000, "most_tokens": 4096},
+    options={"most_subsets": 2000, "most_tokens": 4096, "skipping": False},
 )

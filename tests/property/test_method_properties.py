@@ -104,6 +104,7 @@ def same_experts(one: ExpertComposition, other: ExpertComposition) -> bool:
     mine, others = one.compositions, other.compositions
     return one.kept == other.kept and all(
         mine[k].plan == others[k].plan
+        and mine[k].skipping == pytest.approx(others[k].skipping, rel=1e-6)
         and all(
             torch.allclose(left, right, **CLOSE)
             for left, right in zip(
@@ -217,12 +218,7 @@ def test_the_same_seed_gives_the_same_result(fitted: Fitted) -> None:
 def test_the_order_of_experts_does_not_matter(fitted: Fitted) -> None:
     """With permuted experts and router rows the compressed function is the same."""
     model, before, _ = fitted
-    permuted = copy.deepcopy(model)
-    for axis in find_expert_axes(permuted):
-        order = torch.tensor([4, 2, 0, 5, 1, 3])
-        for module, name in axis.tensors:
-            tensor = getattr(module, name)
-            tensor.data = tensor.data[order]
+    permuted = with_permuted_experts(model)
     dense = logits_of(model, IDS)
     torch.testing.assert_close(logits_of(permuted, IDS), dense, **IN_SINGLE)
     for name, found in fit_all(permuted, WINDOWS).items():
@@ -231,6 +227,17 @@ def test_the_order_of_experts_does_not_matter(fitted: Fitted) -> None:
             again = applied(found, permuted)
             torch.testing.assert_close(again, expected, **IN_SINGLE)
             assert (again - dense).abs().max() > 1e-3
+
+
+def with_permuted_experts(model: nn.Module) -> nn.Module:
+    """A copy that computes the same, with other numbers of its experts."""
+    permuted = copy.deepcopy(model)
+    for axis in find_expert_axes(permuted):
+        order = torch.tensor([4, 2, 0, 5, 1, 3])
+        for module, name in axis.tensors:
+            tensor = getattr(module, name)
+            tensor.data = tensor.data[order]
+    return permuted
 
 
 def test_the_order_of_windows_does_not_matter(fitted: Fitted) -> None:
@@ -288,3 +295,25 @@ def test_too_much_is_refused(fitted: Fitted) -> None:
     for name in ("reap", "naee", "ream-like"):
         with pytest.raises(SpecError, match=r"largest possible ratio is 0\.666666"):
             methods.get(name).fit(model, WINDOWS, ratio=0.9)
+
+
+@pytest.mark.parametrize("ratio", [0.0, RATIO])
+def test_skipping_keeps_the_promises(fitted: Fitted, ratio: float) -> None:
+    """NAEE with skipping: repeatable, and of no order of windows or experts."""
+    model, _, _ = fitted
+
+    def skipping(other: nn.Module, windows: CalibrationSet = WINDOWS) -> Compression:
+        own = {"ratio": ratio, "skipping": True}
+        return methods.get("naee").fit(other, windows, **own)
+
+    found, plain = skipping(model), fit("naee", model, ratio=ratio)
+    assert same(found, skipping(model))
+    assert same(found, skipping(model, CalibrationSet.from_ids(WINDOWS.ids.flip(0))))
+    assert not same(found, skipping(model, CalibrationSet.from_ids(WINDOWS.ids[:2])))
+    logits = applied(found, model)
+    assert (logits - applied(plain, model)).abs().max() > 1e-3
+    permuted = with_permuted_experts(model)
+    again = applied(skipping(permuted), permuted)
+    torch.testing.assert_close(again, logits, **IN_SINGLE)
+    assert found.achieved_ratio == plain.achieved_ratio
+    assert bool(found.achieved_ratio) == bool(ratio)
