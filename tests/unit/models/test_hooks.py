@@ -24,7 +24,7 @@ N_ROUNDS = 25
 IDS = tiny_ids()
 SINGLE_INSIDE = {
     "qwen3_next", "laguna", "deepseek_v4", "kimi_linear", "mimo_v2_flash", "axk1",
-    "axk2", "flint", "qwen4_exp_text",
+    "axk2", "flint", "qwen4_exp_text", "gemma4_text",
 }  # fmt: skip
 """Families that compute a part of their layers in float32, whatever their type."""
 
