@@ -76,6 +76,7 @@ def front_blocks(
         "summary": as_block(_front_summary(summary)),
         "claims": as_block(claims_by_corpus(claims)),
         "better": as_block(better_table(measured)),
+        "methods": as_block(figures.best_methods_table(measured["methods"])),
         "commands": as_block(figures.commands_table(measured["beyond"])),
     }
 

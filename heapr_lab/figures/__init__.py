@@ -56,6 +56,7 @@ from heapr_lab.figures.layers import (
     widths_data,
 )
 from heapr_lab.figures.methods import (
+    best_methods_table,
     figure_methods,
     method_costs_data,
     methods_data,
