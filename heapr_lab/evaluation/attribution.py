@@ -1,0 +1,345 @@
+"""First-order attribution: which removed atoms, at which tokens, change the loss.
+
+Let ℓ(s) be the loss while h of every removed atom is multiplied by 1 − s: of the dense
+model at s = 0, of the pruned one at s = 1. Then Δℓ = ∫ ℓ'(s) ds from 0 to 1, where
+
+    ℓ'(s) = −Σ h · ∂ℓ/∂h̃ = −Σ ⟨∂ℓ/∂y, w_down · h⟩,     h̃ = (1 − s) · h,
+
+over the removed atoms and the tokens routed to them; y is the output of the expert.
+The terms of the integral are integrated gradients (Sundararajan et al. 2017), which add
+up to Δℓ; with one value of s they are attribution patching. By the midpoint rule one
+forward and one backward pass, at s = ½, are wrong by ℓ'''/24 in all. The gradient of
+the dense model is wrong by ℓ''/2, and a trained model has ℓ' ≈ 0, so that this is most
+of Δℓ; the gradient of the pruned model is as wrong in the other direction. So s = ½ it
+is. Where ℓ is quadratic, the attribution of a layer is the mean of what its removal
+alone costs and of what restoring it in the pruned model gains: its Shapley value.
+
+A token's attribution is that of what is removed *at* it. The loss that rises may be
+that of any later token.
+
+Shapes: B windows of L tokens; E n_experts, I d_inter; n routed rows of a call, sorted
+by expert. Units: nats per predicted token, of which there are B · (L − 1).
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from heapr_lab.errors import CoverageError, HeaprLabError, SpecError, whole_number
+from heapr_lab.evaluation.passages import as_float64, routed_experts
+from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.grouped_linear import accumulating_dtype
+from heapr_lab.models.hooks import masked, observed
+from heapr_lab.models.likelihood import check_fits, input_device, token_nll
+from heapr_lab.models.modes import differentiating
+from heapr_lab.models.streamed import refuse_streamed
+from heapr_lab.progress import Progress, no_report
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import keeps_of
+from heapr_lab.text.calibration import token_windows
+
+
+@dataclass(frozen=True, eq=False)
+class Attribution:
+    """First-order attribution of Δloss to what a mask removes, in nats per token."""
+
+    keep: KeepMask
+    """The mask of the pruned model."""
+    atoms: Mapping[int, np.ndarray]
+    """By layer, of each atom (E, I); 0 for kept atoms."""
+    tokens: np.ndarray
+    """Of what is removed at each token in each layer, (B, L, n_layers)."""
+
+    @property
+    def total(self) -> float:
+        """The sum over everything that is removed: the estimate of Δloss."""
+        return float(sum(own.sum() for own in self.atoms.values()))
+
+    def layers(self) -> pd.DataFrame:
+        """Columns layer, n_removed (atoms), first_order."""
+        rows = [(k, own.sum()) for k, own in self.atoms.items()]
+        frame = pd.DataFrame(rows, columns=["layer", "first_order"])
+        frame.insert(1, "n_removed", [(~self.keep.by_layer(k)).sum() for k, _ in rows])
+        return frame
+
+    def experts(self, layer: int) -> pd.DataFrame:
+        """Columns expert, n_removed, first_order; largest absolute value first.
+
+        Raises:
+            SpecError: there is no such layer.
+        """
+        removed = ~self.keep.by_layer(layer)
+        columns = {
+            "expert": np.arange(len(removed)),
+            "n_removed": removed.sum(1),
+            "first_order": self.atoms[layer].sum(1),
+        }
+        return _largest_first(pd.DataFrame(columns), ["expert"])
+
+
+def attribute_loss(
+    model: nn.Module,
+    keep: KeepMask,
+    ids: Any,
+    *,
+    steps: int = 1,
+    progress: Progress | None = None,
+) -> Attribution:
+    """What each removed atom, and what is removed at each token, adds to the loss.
+
+    Every window is a batch of its own.
+
+    Args:
+        model: the dense model, which must be in memory; it is not changed.
+        keep: the kept atoms of the pruned model.
+        ids: token ids in windows, (B, L).
+        steps: values of s, evenly spread; the total approaches Δloss with more, as far
+            as the routing of later layers does not jump.
+        progress: called with (passes done, passes in all); what it raises ends the
+            work.
+
+    Raises:
+        SpecError: `keep` is of another model, `steps` is not positive, the ids are not
+            windows of the model's tokens, or the model is streamed.
+        CoverageError: a layer did not take part in a backward pass once.
+        HeaprLabError: a gradient is not finite.
+    """
+    n_steps = whole_number(steps, name="steps")
+    with differentiating(model):  # also within inference mode, whose tensors are frozen
+        return _attributed(_Run(model, keep, ids), n_steps, progress or no_report)
+
+
+def _attributed(run: "_Run", n_steps: int, report: Progress) -> Attribution:
+    n_windows, seq_len = run.windows.shape
+    removed = [~kept for kept in keeps_of(run.layers, run.keep)]
+    sums = [_Sums(own, seq_len) for own in removed]
+    seen = [_Observer(own, one.take) for own, one in zip(removed, sums, strict=True)]
+    tokens = np.zeros((n_windows, seq_len, len(sums)))
+    passes = itertools.product(range(n_windows), range(n_steps))
+    for done, (window, step) in enumerate(passes, start=1):
+        run.backward(run.layers, seen, window=window, s=(step + 0.5) / n_steps)
+        tokens[window] += np.stack([own.taken() for own in sums], axis=1)
+        report(done, n_windows * n_steps)
+    scale = n_steps * run.n_predicted
+    pairs = zip(run.layers, sums, strict=True)
+    atoms = {layer.layer: own.atoms.numpy() / scale for layer, own in pairs}
+    return Attribution(run.keep, atoms, tokens / scale)
+
+
+def attribute_token(
+    model: nn.Module, keep: KeepMask, ids: Any, *, layer: int, position: int
+) -> pd.DataFrame:
+    """The removed atoms that one token is routed to in a layer, with their attribution.
+
+    One forward and one backward pass at s = ½. The rows add up to what
+    `attribute_loss` has for the token in the layer.
+
+    Args:
+        model: the dense model, which must be in memory.
+        keep: the kept atoms of the pruned model.
+        ids: token ids of one window, (1, L).
+        layer: number of a MoE layer.
+        position: index of the token, from 0.
+
+    Returns:
+        Columns expert, atom, p, h (in the half-pruned model), first_order; largest
+        absolute value first.
+
+    Raises:
+        SpecError: there is no such layer or position, or as `attribute_loss`.
+        CoverageError: the layer did not take part in the pass once.
+        HeaprLabError: a gradient is not finite.
+    """
+    with differentiating(model):
+        run = _Run(model, keep, ids)
+        removed = torch.from_numpy(~keep.by_layer(layer))
+        _check_token(run, position)
+        own = _OfToken(removed, position)
+        chosen = [one for one in run.layers if one.layer == layer]
+        run.backward(chosen, [_Observer(removed, own.take)], window=0, s=0.5)
+    frame = pd.concat(own.frames, ignore_index=True)
+    frame["first_order"] /= run.n_predicted
+    return _largest_first(frame, ["expert", "atom"])
+
+
+def _check_token(run: "_Run", position: int) -> None:
+    n_windows, seq_len = run.windows.shape
+    if n_windows != 1 or not 0 <= position < seq_len:
+        raise SpecError(
+            f"position is {position} of {n_windows} windows of {seq_len} tokens, "
+            f"expected 0 to {seq_len - 1} of one window"
+        )
+
+
+def _largest_first(frame: pd.DataFrame, ties: list[str]) -> pd.DataFrame:
+    sizes = frame["first_order"].abs()
+    order = frame.assign(size=sizes).sort_values(
+        ["size", *ties], ascending=[False] + [True] * len(ties), ignore_index=True
+    )
+    return order.drop(columns="size")
+
+
+# --- one pass -----------------------------------------------------------------------
+
+
+class _Run:
+    """Passes of a model whose removed atoms are scaled."""
+
+    def __init__(self, model: nn.Module, keep: KeepMask, ids: Any) -> None:
+        refuse_streamed(
+            model,
+            remedy="gradients of a text need all layers, so load it with stream=False",
+        )
+        self.model, self.keep, self.windows = model, keep, token_windows(ids)
+        check_fits(model, self.windows)
+        self.layers = find_experts(model)
+        self._kept = [kept.double() for kept in keeps_of(self.layers, keep)]
+
+    @property
+    def n_predicted(self) -> int:
+        """Predicted tokens of all windows."""
+        n_windows, seq_len = self.windows.shape
+        return n_windows * (seq_len - 1)
+
+    def backward(
+        self,
+        seen: list[ExpertsLayer],
+        observers: Sequence["_Observer"],
+        *,
+        window: int,
+        s: float,
+    ) -> None:
+        """Show the products of one window to `observers`, one for each of `seen`."""
+        factors = [kept + (1 - s) * (1 - kept) for kept in self._kept]
+        for own in observers:
+            own.begin(1 - s)
+        ids = self.windows[window : window + 1].clone().to(input_device(self.model))
+        # Observers come first: they end the masks of contexts around them.
+        with observed(seen, observers), masked(self.layers, factors):
+            token_nll(self.model, ids).sum().backward()
+        for layer, own in zip(seen, observers, strict=True):
+            own.check(layer.layer)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The routed rows of one call of a layer."""
+
+    products: torch.Tensor
+    """−h · ∂ℓ/∂h̃ in nats, 0 for kept atoms, (n, I) float64."""
+    h: torch.Tensor
+    """(n, I)."""
+    p: torch.Tensor
+    """Routing weights, (n,)."""
+    tokens: torch.Tensor
+    """Position of the token, (n,)."""
+    experts: torch.Tensor
+    """(n,)."""
+
+
+class _Observer:
+    """Hands the products of one layer to `take` in each backward pass."""
+
+    def __init__(self, removed: torch.Tensor, take: Callable[[_Rows], None]) -> None:
+        self._removed, self._take = removed, take
+        self._factor, self._backwards, self._finite = 1.0, 0, True
+
+    def begin(self, factor: float) -> None:
+        """Expect one pass in which h of removed atoms is multiplied by `factor`."""
+        self._factor, self._backwards, self._finite = factor, 0, True
+
+    def check(self, number: int) -> None:
+        """Check that the layer took part in the pass.
+
+        Raises:
+            CoverageError: it did not, or more than once.
+            HeaprLabError: its gradients are not finite.
+        """
+        if self._backwards != 1:
+            raise CoverageError(
+                f"layer {number} took part {self._backwards} times in a backward pass, "
+                "expected once; this model does not run each experts module once per "
+                "forward"
+            )
+        if not self._finite:
+            raise HeaprLabError(
+                f"non-finite gradients in layer {number}: use bfloat16 or float32 "
+                "weights, or check the text"
+            )
+
+    def observe(
+        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
+    ) -> None:
+        """Wait for the gradient of one call; nothing before the first layer has one."""
+        if not h.requires_grad:
+            h.requires_grad_(True)
+        experts = torch.from_numpy(routed_experts(tokens))
+        own = h.detach(), p.detach(), rows, experts
+        h.register_hook(functools.partial(self._products, *own))
+
+    def _products(
+        self,
+        h: torch.Tensor,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        experts: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> None:
+        """Take the products of one call.
+
+        `gradient` is ∂ℓ/∂h, which for removed atoms is their factor times ∂ℓ/∂h̃.
+        """
+        wide = accumulating_dtype(h)
+        found = -(h.to(wide) * gradient.to(wide)).cpu().double() / self._factor
+        self._backwards += 1
+        self._finite = self._finite and bool(torch.isfinite(found).all())
+        found.masked_fill_(~self._removed[experts], 0.0)
+        self._take(_Rows(found, h, p, rows.cpu(), experts))
+
+
+class _Sums:
+    """The products summed for each atom, and for each token of a pass."""
+
+    def __init__(self, removed: torch.Tensor, seq_len: int) -> None:
+        self.atoms = torch.zeros(removed.shape, dtype=torch.float64)
+        self._tokens = torch.zeros(seq_len, dtype=torch.float64)
+
+    def take(self, rows: _Rows) -> None:
+        """Add those of one call."""
+        self.atoms.index_add_(0, rows.experts, rows.products)
+        self._tokens.index_add_(0, rows.tokens, rows.products.sum(1))
+
+    def taken(self) -> np.ndarray:
+        """The sums of the tokens of this pass (L,), which begin again."""
+        found: np.ndarray = self._tokens.numpy().copy()
+        self._tokens.zero_()
+        return found
+
+
+class _OfToken:
+    """The products of one token, each apart."""
+
+    def __init__(self, removed: torch.Tensor, position: int) -> None:
+        self._removed, self._position = removed, position
+        self.frames: list[pd.DataFrame] = []
+
+    def take(self, rows: _Rows) -> None:
+        """Keep those of the token's removed atoms."""
+        for row in (rows.tokens == self._position).nonzero()[:, 0].tolist():
+            expert = int(rows.experts[row])
+            atoms = self._removed[expert].nonzero()[:, 0].numpy()
+            columns = {
+                "expert": expert,
+                "atom": atoms,
+                "p": float(rows.p[row]),
+                "h": as_float64(rows.h[row])[atoms],
+                "first_order": rows.products[row].numpy()[atoms],
+            }
+            self.frames.append(pd.DataFrame(columns))

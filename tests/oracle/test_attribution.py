@@ -1,0 +1,335 @@
+"""Attribution of the loss, against loops over tokens and over pruned copies."""
+
+import copy
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from families import tiny_ids, tiny_model
+from keeps import full_keep, logits_of, random_keep, zeroed_twin
+from oracles import token_by_token
+from text_models import SINGLE, experts_calls
+from torch import nn
+
+from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
+from heapr_lab.evaluation.attribution import attribute_loss, attribute_token
+from heapr_lab.evaluation.restoring import n_runs, restored
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.hooks import masked
+from heapr_lab.models.likelihood import token_nll
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import masking
+
+pytestmark = pytest.mark.oracle
+FAMILIES = ["qwen2_moe", "mixtral", "deepseek_v2", "gpt_oss", "nemotron_h", "kolibri1"]
+CLOSE = {"rtol": 1e-7, "atol": 1e-10}
+
+
+def tolerance(family: str) -> dict[str, float]:
+    """Some routers compute in float32, whatever the model's type."""
+    return CLOSE if family in ("mixtral", "gpt_oss") else SINGLE
+
+
+def scaled_twin(model: nn.Module, keep: KeepMask, factor: float) -> nn.Module:
+    """A copy whose removed columns of W_down are multiplied by `factor`, one by one."""
+    twin = copy.deepcopy(model)
+    for layer in find_experts(twin):
+        for expert, kept in enumerate(keep.by_layer(layer.layer)):
+            W_down = token_by_token.matrices(layer.module, expert)["W_down"]
+            for atom in np.flatnonzero(~kept):
+                W_down.data[:, atom] *= factor
+    return twin
+
+
+def nll_of(model: nn.Module, ids: torch.Tensor) -> float:
+    """Mean nats of the predicted tokens."""
+    logits = logits_of(model, ids)[:, :-1]
+    return float(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+
+
+def by_hand(model: nn.Module, keep: KeepMask, ids: torch.Tensor) -> pd.DataFrame:
+    """−⟨∂ℓ/∂y, removed output⟩ of every atom, token after token, half pruned."""
+    twin, rows = scaled_twin(model, keep, 0.5), []
+    for window, own in enumerate(ids.split(1)):
+        calls = experts_calls(twin, own)
+        _, records = token_by_token.run(twin, own)
+        for layer in find_experts(twin):
+            record, index = records[id(layer.module)], calls[layer.layer][1]
+            for expert, served in record.tokens.items():
+                kept = keep.by_layer(layer.layer)[expert]
+                places = [t for t, own in enumerate(index.tolist()) if expert in own]
+                for place, token in zip(places, served, strict=True):
+                    for atom in np.flatnonzero(~kept):
+                        whole = token.e[atom] / 0.5
+                        value = -float(token.E.grad @ whole)
+                        where = window, layer.layer, place, expert, atom
+                        rows.append((*where, float(token.p), value))
+    names = ["window", "layer", "place", "expert", "atom", "p", "value"]
+    frame = pd.DataFrame(rows, columns=names)
+    frame["value"] /= ids[:, 1:].numel()
+    return frame
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attribution(family: str) -> None:
+    """Atoms, tokens, experts, layers and one token's atoms are those of the loops."""
+    model, ids = tiny_model(family), tiny_ids()
+    keep = random_keep(model)
+    expected = by_hand(model, keep, ids)
+    close = tolerance(family)
+    found = attribute_loss(model, keep, ids)
+    assert expected["value"].abs().max() > 1e-4
+    for layer, values in found.atoms.items():
+        wanted = np.zeros(values.shape)
+        for row in expected[expected["layer"].eq(layer)].itertuples():
+            wanted[row.expert, row.atom] += row.value
+        np.testing.assert_allclose(values, wanted, **close)
+        assert not values[keep.by_layer(layer)].any()
+        experts = found.experts(layer).set_index("expert")["first_order"]
+        np.testing.assert_allclose(experts.sort_index(), wanted.sum(1), **close)
+        assert experts.abs().is_monotonic_decreasing
+    wanted = np.zeros((*ids.shape, len(keep.layers)))
+    for row in expected.itertuples():
+        wanted[row.window, row.place, keep.layers.index(row.layer)] += row.value
+    np.testing.assert_allclose(found.tokens, wanted, **close)
+    layers = found.layers()
+    np.testing.assert_allclose(layers["first_order"], wanted.sum((0, 1)), **close)
+    assert layers["n_removed"].sum() == keep.n_removed
+    assert found.total == pytest.approx(expected["value"].sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attribution_of_a_token(family: str) -> None:
+    """Every removed atom of its experts, largest first, adding up to the token's."""
+    model, ids = tiny_model(family), tiny_ids(n_sequences=1)
+    keep = random_keep(model)
+    layer, place = keep.layers[-1], 3
+    expected = by_hand(model, keep, ids).query("layer == @layer and place == @place")
+    found = attribute_token(model, keep, ids, layer=layer, position=place)
+    assert found["first_order"].abs().is_monotonic_decreasing
+    both = found.merge(expected, on=["expert", "atom"], validate="one_to_one")
+    assert len(both) == len(found) == len(expected)
+    close = tolerance(family)
+    np.testing.assert_allclose(both["first_order"], both["value"], **close)
+    np.testing.assert_allclose(both["p_x"], both["p_y"], **close)
+    whole = attribute_loss(model, keep, ids).tokens[0, place, -1]
+    assert found["first_order"].sum() == pytest.approx(whole, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_total_is_the_derivative(family: str) -> None:
+    """Of the loss by the share that is removed, and so it is for each layer alone."""
+    model, ids = tiny_model(family), tiny_ids(seed=4)
+    keep, step = random_keep(model), 1e-3
+    found = attribute_loss(model, keep, ids)
+    layers = find_experts(model)
+
+    def loss(layer: int | None, change: float) -> float:
+        factors = []
+        for own in layers:
+            moved = change if layer in (None, own.layer) else 0.0
+            kept = torch.from_numpy(keep.by_layer(own.layer).copy()).double()
+            factors.append(kept + (0.5 - moved) * (1 - kept))
+        with masked(layers, factors):
+            return nll_of(model, ids)
+
+    def slope(layer: int | None) -> float:
+        return (loss(layer, step) - loss(layer, -step)) / (2 * step)
+
+    rough = {"rel": 5e-3, "abs": 1e-4}  # routers may compute in float32
+    assert found.total == pytest.approx(slope(None), **rough)
+    for row in found.layers().itertuples():
+        assert row.first_order == pytest.approx(slope(row.layer), **rough)
+
+
+def gentle(family: str) -> tuple[nn.Module, KeepMask, torch.Tensor]:
+    """A model that is nearly quadratic: every expert is used, so no routing jumps."""
+    model = tiny_model(family, num_experts_per_tok=4)
+    with torch.no_grad():
+        for layer in find_experts(model):
+            layer.down.mul_(0.1)
+    return model, random_keep(model), tiny_ids(n_sequences=2)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_shares_add_up_to_the_change(family: str) -> None:
+    """More steps find Δloss; one is closer than the dense or the pruned gradient."""
+    model, keep, ids = gentle(family)
+    change = nll_of(zeroed_twin(model, keep), ids) - nll_of(model, ids)
+    one, many = (attribute_loss(model, keep, ids, steps=n).total for n in (1, 16))
+    assert many == pytest.approx(change, rel=2e-3)
+    # Gradients at both ends, by finite differences: half the second derivative away.
+    step = 0.05  # some routers compute in float32
+    at = {s: nll_of(scaled_twin(model, keep, 1 - s), ids) for s in (0, step, 2 * step)}
+    dense = (4 * at[step] - 3 * at[0] - at[2 * step]) / (2 * step)
+    at = {s: nll_of(scaled_twin(model, keep, s), ids) for s in (0, step, 2 * step)}
+    pruned = (3 * at[0] - 4 * at[step] + at[2 * step]) / (2 * step)
+    assert (dense - change) * (pruned - change) < 0
+    assert abs(one - change) < 0.5 * min(abs(dense - change), abs(pruned - change))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_a_layer_is_between_alone_and_restored(family: str) -> None:
+    """Its first-order share is nearly the mean of its cost and its gain."""
+    model, keep, ids = gentle(family)
+    measured = restored(model, keep, ids)
+    gain = measured.delta_nll - measured.frame["restored_delta"]
+    mean = (measured.frame["alone_delta"] + gain) / 2
+    found = attribute_loss(model, keep, ids).layers()["first_order"]
+    np.testing.assert_allclose(found, mean, rtol=0.01, atol=0.01 * mean.abs().max())
+
+
+def test_the_last_token_costs_nothing() -> None:
+    """Nothing is predicted after it, so what is removed there has no effect."""
+    model, ids = tiny_model("mixtral"), tiny_ids()
+    tokens = attribute_loss(model, random_keep(model), ids).tokens
+    assert not tokens[:, -1].any()
+    assert tokens[:, 0].any()
+
+
+def test_nothing_removed() -> None:
+    """Everything is 0, and two runs are enough to measure it."""
+    model, ids = tiny_model("qwen2_moe"), tiny_ids()
+    keep = full_keep(model)
+    assert attribute_loss(model, keep, ids).total == 0
+    assert n_runs(keep) == 2
+    measured = restored(model, keep, ids)
+    assert not measured.frame[["restored_delta", "alone_delta"]].to_numpy().any()
+
+
+# --- measured -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_restored_layers(family: str) -> None:
+    """Losses of copies with zeroed columns, layer after layer, in any batch size."""
+    model, ids = tiny_model(family), tiny_ids()
+    keep = random_keep(model)
+    dense = nll_of(model, ids)
+    found = restored(model, keep, ids, batch_size=2)
+    assert found.dense_nll == pytest.approx(dense)
+    assert found.pruned_nll == pytest.approx(nll_of(zeroed_twin(model, keep), ids))
+    assert found.frame["layer"].tolist() == list(keep.layers)
+    for row in found.frame.itertuples():
+        own, full = {row.layer}, full_keep(model).arrays
+        for kept_whole, value in (
+            (own, row.restored_delta),
+            (set(keep.layers) - own, row.alone_delta),
+        ):
+            arrays = {k: (full if k in kept_whole else keep.arrays)[k] for k in full}
+            pruned = zeroed_twin(model, KeepMask(arrays))
+            assert value == pytest.approx(nll_of(pruned, ids) - dense, abs=1e-6)
+        assert row.tokens == ids[:, 1:].numel()
+        assert row.n_removed == (~keep.by_layer(row.layer)).sum()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_restored_experts(family: str) -> None:
+    """Likewise for the experts of one layer; those that lose nothing change nothing."""
+    model, ids = tiny_model(family), tiny_ids()
+    keep = random_keep(model)
+    layer, dense = keep.layers[-1], nll_of(model, ids)
+    found = restored(model, keep, ids, layer=layer)
+    assert found.frame["expert"].tolist() == [0, 1, 2, 3]
+    for row in found.frame.itertuples():
+        back, alone = dict(keep.arrays), dict(full_keep(model).arrays)
+        back[layer], alone[layer] = back[layer].copy(), alone[layer].copy()
+        back[layer][row.expert] = True
+        alone[layer][row.expert] = keep.by_layer(layer)[row.expert]
+        for arrays, value in ((back, row.restored_delta), (alone, row.alone_delta)):
+            pruned = zeroed_twin(model, KeepMask(arrays))
+            assert value == pytest.approx(nll_of(pruned, ids) - dense, abs=1e-6)
+    whole = found.frame.iloc[1]  # keeps all its atoms
+    assert whole["restored_delta"] == found.delta_nll
+    assert whole["alone_delta"] == 0
+    some = restored(model, keep, ids, layer=layer, experts=(3, 0)).frame
+    pd.testing.assert_frame_equal(some, found.frame.iloc[[3, 0]].reset_index(drop=True))
+
+
+def test_runs_are_said_beforehand() -> None:
+    """The progress counts to what `n_runs` said, over all windows."""
+    model, ids = tiny_model("qwen2_moe"), tiny_ids()
+    keep, steps = random_keep(model), []
+    runs = n_runs(keep, layer=0)
+    assert runs == 2 + 2 * 3  # expert 1 is whole
+    restored(
+        model, keep, ids, layer=0, batch_size=1,
+        progress=lambda *step: steps.append(step),
+    )  # fmt: skip
+    assert steps == [(n, runs * len(ids)) for n in range(1, runs * len(ids) + 1)]
+
+
+def test_both_can_be_ended() -> None:
+    """By an exception from progress; the model is as it was."""
+    model, ids = tiny_model("qwen2_moe"), tiny_ids()
+    keep, before = random_keep(model), logits_of(model, ids)
+    flags = [own.requires_grad for own in model.parameters()]
+
+    def stop(done: int, _total: int) -> None:
+        if done >= 2:
+            raise KeyboardInterrupt
+
+    for work in (attribute_loss, restored):
+        with pytest.raises(KeyboardInterrupt):
+            work(model, keep, ids, progress=stop)
+        assert torch.equal(logits_of(model, ids), before)
+        assert [own.requires_grad for own in model.parameters()] == flags
+
+
+def test_masks_around_do_not_matter() -> None:
+    """First order is that of the mask that is given, also while another is on."""
+    model, ids = tiny_model("qwen2_moe"), tiny_ids()
+    keep = random_keep(model)
+    expected = attribute_loss(model, keep, ids).tokens
+    with masking(model, random_keep(model, seed=5)), torch.inference_mode():
+        found = attribute_loss(model, keep, ids).tokens
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_what_is_not_there() -> None:
+    """Layers, experts, positions and steps that do not exist are named."""
+    model, ids = tiny_model("qwen2_moe"), tiny_ids()
+    keep = random_keep(model)
+    with pytest.raises(SpecError, match="no layer 7"):
+        restored(model, keep, ids, layer=7)
+    with pytest.raises(SpecError, match="no expert 4, expected 0 to 3"):
+        n_runs(keep, layer=0, experts=(4,))
+    with pytest.raises(SpecError, match="steps must be"):
+        attribute_loss(model, keep, ids, steps=0)
+    with pytest.raises(SpecError, match="position is 9 of 1 windows of 9"):
+        attribute_token(model, keep, ids[:1], layer=0, position=9)
+    with pytest.raises(SpecError, match="of 3 windows"):
+        attribute_token(model, keep, ids, layer=0, position=1)
+    with pytest.raises(SpecError, match="no layer 5"):
+        attribute_token(model, keep, ids[:1], layer=5, position=1)
+    other = random_keep(tiny_model("mixtral", num_hidden_layers=3))
+    for work in (attribute_loss, restored):
+        with pytest.raises(SpecError, match="made for another model"):
+            work(model, other, ids)
+
+
+def test_passes_that_cannot_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that runs twice, and a gradient that is not finite, are errors."""
+    model, ids = tiny_model("qwen2_moe"), tiny_ids()
+    keep = random_keep(model)
+    experts = find_experts(model)[0].module
+    plain = type(experts).forward
+
+    def twice(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        found = plain(self, *args)
+        return (found + plain(self, *args)) / 2 if self is experts else found
+
+    twice.__wrapped__ = plain.__wrapped__  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(experts), "forward", twice)
+        with pytest.raises(CoverageError, match="layer 0 took part 2 times"):
+            attribute_loss(model, keep, ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "heapr_lab.evaluation.attribution.token_nll",
+            lambda *given: token_nll(*given) * float("nan"),
+        )
+        with pytest.raises(HeaprLabError, match="non-finite gradients in layer"):
+            attribute_loss(model, keep, ids)
