@@ -18,10 +18,12 @@ from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
 from heapr_lab.panel.passage_html import (
     contexts_html,
     continuations_html,
+    left_out_html,
     losses_html,
     routing_html,
 )
 from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 
@@ -67,6 +69,7 @@ class InspectTab(ipw.VBox):
 
     Attributes:
         session: it has the model, and the selection of the masked model.
+        why: the section that attributes the change of the loss.
         losses: the last result of `passages.token_losses`; likewise `routes`, `atoms`,
             `contexts` and `continuations` (dense, pruned).
     """
@@ -90,6 +93,14 @@ class InspectTab(ipw.VBox):
             return
         self._build_text()
         self._build_routing()
+        self.why = WhySection(
+            session,
+            text=self.text,
+            layer=self.layer,
+            position=self.position,
+            read=self._passage,
+            pruned=self._pruned,
+        )
         self._build_atom()
         super().__init__(self._rows())
         self.text.observe(self._limit_position, names="value")
@@ -162,10 +173,14 @@ class InspectTab(ipw.VBox):
             _heading("Where pruning hurts the text"),
             self.compare,
             self.compared,
+            _heading("Why it hurts"),
+            self.why,
             _heading("Which experts and atoms serve a token"),
             ipw.HBox([self.layer, self.position]),
             self.route,
             self.routed,
+            self.why.explain,
+            self.why.explained,
             _heading("Inputs that activate an atom"),
             self.nearest,
             ipw.HBox(self._boxes),
@@ -201,6 +216,7 @@ class InspectTab(ipw.VBox):
         """Mark the results that are out of date."""
         for shown in (self.generated, self.compared, self.routed, self.contexts_view):
             shown.check()
+        self.why.check()
 
     def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
         """The current selection and the values of `controls`."""
@@ -249,7 +265,7 @@ class InspectTab(ipw.VBox):
         frames = write("dense", None, 0), write("pruned", keep, n_tokens)
         self.continuations = frames
         view = continuations_html(prompt.text, *frames, pruned=pruned)
-        self.generated.show(_left_out(prompt, "beginning") + view, asked)
+        self.generated.show(left_out_html(prompt.n_left_out, "beginning") + view, asked)
 
     def _work_compare(self, report: Report) -> None:
         from heapr_lab.evaluation.passages import token_losses
@@ -264,7 +280,7 @@ class InspectTab(ipw.VBox):
             progress=lambda done, total: report(done, total, "pruned"),
         )
         view = losses_html(self.losses, pruned=pruned)
-        self.compared.show(_left_out(passage, "end") + view, asked)
+        self.compared.show(left_out_html(passage.n_left_out, "end") + view, asked)
 
     def _work_route(self, report: Report) -> None:
         from heapr_lab.evaluation.activations import atoms_of_token
@@ -281,7 +297,7 @@ class InspectTab(ipw.VBox):
         self.routes = routing(model, passage)
         report(2, 2)
         view = routing_html(self.routes, self.atoms, keep=keep, pruned=pruned, **place)
-        self.routed.show(_left_out(passage, "end") + view, asked)
+        self.routed.show(left_out_html(passage.n_left_out, "end") + view, asked)
 
     def _work_contexts(self, report: Report) -> None:
         from heapr_lab.evaluation.activations import top_contexts
@@ -340,16 +356,6 @@ def _atom_name(row: Any) -> str:
     return (
         f"layer {row.layer}, expert {row.expert}, atom {row.atom} (score "
         f"{row.score:.3g})"
-    )
-
-
-def _left_out(passage: "Passage", part: str) -> str:
-    """A line about the tokens that were not read."""
-    if not passage.n_left_out:
-        return ""
-    return status(
-        f"The text is too long to be read whole: {passage.n_left_out} tokens at its "
-        f"{part} are left out."
     )
 
 

@@ -37,10 +37,20 @@ def table_html(frame: pd.DataFrame) -> str:
     return f'<div style="overflow-x:auto">{text}</div>'
 
 
+def left_out_html(n_tokens: int, part: str) -> str:
+    """A line about the tokens of a text, at its `part`, that were not read."""
+    if not n_tokens:
+        return ""
+    return status(
+        f"The text is too long to be read whole: {n_tokens} tokens at its {part} are "
+        "left out."
+    )
+
+
 # --- views: pieces ----------------------------------------------------------------
 
 
-def _visible(text: str, *, break_: str = "") -> str:
+def visible(text: str, *, break_: str = "") -> str:
     """Escaped text with visible line breaks; `break_` follows a ↵."""
     return html.escape(text).replace("\n", f"↵{break_}") if text else "▯"
 
@@ -50,11 +60,11 @@ def _mark(text: str, title: str) -> str:
     style = f"background:none;color:inherit;border:2px solid rgb({_WORSE})"
     return (
         f'<mark style="{style};border-radius:3px" title="{html.escape(title)}">'
-        f"<b>{_visible(text)}</b></mark>"
+        f"<b>{visible(text)}</b></mark>"
     )
 
 
-def _table(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def rows_html(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table whose cells are HTML."""
     cell = f"text-align:left;padding:2px 12px 2px 0;border-bottom:1px solid {_BORDER}"
     head = "".join(
@@ -75,7 +85,7 @@ def _table(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 def _in_place(before: str, token: str, after: str = "") -> str:
     """A marked token in one line with its context."""
-    around = [_visible(text) if text else "" for text in (before, after)]
+    around = [visible(text) if text else "" for text in (before, after)]
     marked = _mark(token, "the token")
     return f'<span style="{_CODE}">{around[0]}{marked}{around[1]}</span>'
 
@@ -137,16 +147,21 @@ def _loss_token(row: Any) -> str:
             f"(dense {row.dense_nll:.2f}, pruned {row.pruned_nll:.2f})"
         )
         style = _loss_style(row.delta_nll)
-    text = _visible(row.token, break_="\n")
+    text = visible(row.token, break_="\n")
     return f'<span style="{style}" title="{title}">{text}</span>'
 
 
 def _loss_style(change: float) -> str:
     """Background and underline, stronger with every step; none below the first."""
     step = sum(abs(change) >= least for least in _STEPS)
+    return step_style(step, worse=change > 0)
+
+
+def step_style(step: int, *, worse: bool) -> str:
+    """Background and underline of one of three steps; none at 0."""
     if not step:
         return ""
-    color, line = (_WORSE, "solid") if change > 0 else (_BETTER, "dotted")
+    color, line = (_WORSE, "solid") if worse else (_BETTER, "dotted")
     return (
         f"background:rgba({color},{_OPACITY[step - 1]});"
         f"border-bottom:{step}px {line} rgb({color});margin-right:1px"
@@ -178,7 +193,7 @@ def _hurt_most(losses: pd.DataFrame) -> str:
     if not rows:
         return "<p>No token has a higher loss.</p>"
     names = ["position", "Δ [nats]", "dense [nats]", "pruned [nats]", "token, in place"]
-    return _table(f"The {len(rows)} tokens hurt most", names, rows)
+    return rows_html(f"The {len(rows)} tokens hurt most", names, rows)
 
 
 # --- views: continuations ---------------------------------------------------------
@@ -224,7 +239,7 @@ def _continuation(
     name: str, prompt: str, frame: pd.DataFrame, first: int | None
 ) -> str:
     """One column; if this model ended before the other, it says so."""
-    texts = [_visible(text, break_="\n") for text in frame["token"]]
+    texts = [visible(text, break_="\n") for text in frame["token"]]
     if first is not None and first < len(texts):
         texts[first] = _mark(frame["token"].iloc[first], "the first that differs")
     elif first is not None:
@@ -272,12 +287,12 @@ def routing_html(
         f"pruned. Masked model: {pruned}."
     )
     return (
-        f"{status(text)}{_numbered(texts, position)}"
+        f"{status(text)}{numbered(texts, position)}"
         f"{_experts_table(experts, kept)}{_atoms_table(atoms, kept)}"
     )
 
 
-def _numbered(texts: Sequence[str], chosen: int) -> str:
+def numbered(texts: Sequence[str], chosen: int) -> str:
     """The text with the position of every tenth token, and one token marked."""
     parts = []
     for number, text in enumerate(texts):
@@ -288,7 +303,7 @@ def _numbered(texts: Sequence[str], chosen: int) -> str:
         else:
             style = f"border-right:1px solid {_BORDER}"
             name = f'title="position {number}"'
-            parts.append(f'<span style="{style}" {name}>{_visible(text)}</span>')
+            parts.append(f'<span style="{style}" {name}>{visible(text)}</span>')
     return (
         f'<div style="{_CODE};color:{_INK};margin:6px 0;overflow-wrap:anywhere">'
         f"{''.join(parts)}</div>"
@@ -310,7 +325,7 @@ def _experts_table(experts: pd.DataFrame, kept: np.ndarray) -> str:
             ]
         )
     names = ["expert", "routing weight p", "share of its atoms kept", "atoms kept"]
-    return _table("Experts that serve the token", names, rows)
+    return rows_html("Experts that serve the token", names, rows)
 
 
 def _atoms_table(atoms: pd.DataFrame, kept: np.ndarray) -> str:
@@ -326,7 +341,7 @@ def _atoms_table(atoms: pd.DataFrame, kept: np.ndarray) -> str:
         for row in atoms.itertuples()
     ]
     names = ["expert", "atom", "activation h", "|p·h|·‖w_down‖", "share of all", "mask"]
-    return _table(f"The {len(rows)} atoms that add most to the output", names, rows)
+    return rows_html(f"The {len(rows)} atoms that add most to the output", names, rows)
 
 
 # --- views: an atom ---------------------------------------------------------------
@@ -352,4 +367,4 @@ def contexts_html(contexts: pd.DataFrame, *, summary: str) -> str:
     ]
     names = ["activation h", "routing weight p", "window:position", "context"]
     caption = f"The {len(rows)} tokens at which |h| is largest"
-    return f"{status(summary)}{_table(caption, names, rows)}"
+    return f"{status(summary)}{rows_html(caption, names, rows)}"

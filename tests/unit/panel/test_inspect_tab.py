@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from operator import attrgetter
 from typing import Any
 
 import ipywidgets as ipw
@@ -101,7 +102,7 @@ def controls_of(widget: ipw.Widget) -> list[ipw.Widget]:
 def test_every_control_has_a_name(tab: InspectTab) -> None:
     """A screen reader can say what each is, and no two that are set have one name."""
     controls = controls_of(tab)
-    assert len(controls) == 8 + 3 * 4  # what is set; a job has two buttons and a bar
+    assert len(controls) == 9 + 3 * 7  # what is set; a job has two buttons and a bar
     assert all(control.description for control in controls)
     settings = [c.description for c in controls if isinstance(c, ipw.BoundedIntText)]
     assert len(set(settings)) == len(settings) == 6
@@ -259,11 +260,14 @@ def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
         ("compare", "compared"),
         ("route", "routed"),
         ("show_contexts", "contexts_view"),
+        ("why.attribute", "why.attributed"),
+        ("why.measure", "why.measured"),
+        ("why.explain", "why.explained"),
     ],
 )
 def test_cancel(tab: InspectTab, name: str, view: str) -> None:
     """Each ends at its next report; nothing is shown, and all is ready again."""
-    job = getattr(tab, name)
+    job = attrgetter(name)(tab)
     reached, go_on = threading.Event(), threading.Event()
 
     def hold(change: Any) -> None:  # the work stands still until Cancel was pressed
@@ -279,7 +283,7 @@ def test_cancel(tab: InspectTab, name: str, view: str) -> None:
     job.wait(60)
     assert "cancelled" in job.text.value
     assert job.error.value == ""
-    assert getattr(tab, view).value == ""
+    assert attrgetter(view)(tab).value == ""
     assert not job.button.disabled
 
 

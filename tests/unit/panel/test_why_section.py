@@ -1,0 +1,247 @@
+"""Why pruning hurts a text, in the tab that inspects it."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from html_text import cells, marked
+from tiny_folder import write_model, write_text
+
+from heapr_lab.evaluation.attribution import attribute_loss, attribute_token
+from heapr_lab.evaluation.passages import read_passage, token_losses
+from heapr_lab.evaluation.restoring import Restored, n_runs, restored
+from heapr_lab.panel import attribution_html as views
+from heapr_lab.panel.inspect_tab import InspectTab
+from heapr_lab.panel.jobs import STALE, Job, Shown
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.options import Selection
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.workbench import open_workbench
+
+PRUNED = "half of <it>"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> PruningSession:
+    """A tiny model on a bench, measured on a text."""
+    folder = tmp_path_factory.mktemp("why")
+    write_model(folder / "moe")
+    write_text(folder / "text.txt", n_texts=60)
+    bench = open_workbench(str(folder / "moe"), profile="small")
+    calibration = Calibration(str(folder / "text.txt"))
+    table = bench.importance(calibration)
+    return PruningSession(table, workbench=bench, calibration=calibration)
+
+
+@pytest.fixture
+def tab(session: PruningSession) -> InspectTab:
+    """The tab with a short text, half of the model pruned."""
+    session.choose(Selection(ratio=0.5))
+    tab = InspectTab(session)
+    tab.text.value = "the <b>other</b> & 漢"
+    return tab
+
+
+def press(job: Job) -> None:
+    """Press a button and see that it went well."""
+    job.button.click()
+    job.wait(60)
+    assert job.error.value == ""
+
+
+def model_and_ids(tab: InspectTab) -> tuple[Any, torch.Tensor]:
+    """What the tab works on."""
+    bench: Any = tab.session.workbench
+    return bench.model, read_passage(
+        bench.model, bench.tokenizer, text=tab.text.value
+    ).ids
+
+
+def stale(shown: Shown) -> bool:
+    """Whether a result is grey, and says so."""
+    grey = STALE in shown._view._dom_classes
+    assert grey == ("Out of date" in shown.note.value)
+    return grey
+
+
+def test_attribute(tab: InspectTab) -> None:
+    """The layers add up to what is said, beside the measured change; then the map."""
+    model, ids = model_and_ids(tab)
+    press(tab.why.attribute)
+    expected = attribute_loss(model, tab.session.keep, ids)
+    found = tab.why.attribution
+    assert found is not None
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    rows = cells(tab.why.attributed.value)
+    layers = expected.layers()
+    n_layers = len(layers)
+    assert [row[2] for row in rows[:n_layers]] == [
+        f"{value:+.4f}" for value in layers["first_order"]
+    ]
+    page = tab.why.attributed.value
+    assert f"add up to {expected.total:+.4f} nats" in page
+    bench: Any = tab.session.workbench
+    passage = read_passage(model, bench.tokenizer, text=tab.text.value)
+    change = token_losses(model, passage, keep=tab.session.keep)["delta_nll"].mean()
+    assert f"measured, Δ is {change:+.4f}" in page
+    assert len(rows) == n_layers + ids.shape[1]
+    assert rows[n_layers + 3][3] == f"{1000 * expected.tokens[0, 3, 0]:+.2f}"
+
+
+def test_measure_layers(tab: InspectTab) -> None:
+    """As often as was said beforehand, and what the library measures."""
+    model, ids = model_and_ids(tab)
+    runs = n_runs(tab.session.keep)
+    assert f"runs the model {runs} times" in tab.why.note.value
+    steps: list[str] = []
+    tab.why.measure.text.observe(lambda change: steps.append(change["new"]), "value")
+    press(tab.why.measure)
+    assert any(f"{runs} of {runs}" in step for step in steps)
+    expected = restored(model, tab.session.keep, ids)
+    assert tab.why.restored is not None
+    pd.testing.assert_frame_equal(tab.why.restored.frame, expected.frame)
+    shares = attribute_loss(model, tab.session.keep, ids).layers()["first_order"]
+    assert [row[2] for row in cells(tab.why.measured.value)] == [
+        f"{value:+.4f}" for value in shares
+    ]
+
+
+def test_measure_experts(tab: InspectTab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two with most of the chosen layer, each beside its own estimate."""
+    monkeypatch.setattr("heapr_lab.panel.why_section._N_EXPERTS", 2)
+    model, ids = model_and_ids(tab)
+    tab.why.what.value = "experts"
+    tab.layer.value = 1
+    assert "up to 6 times" in tab.why.note.value
+    assert "of layer 1" in tab.why.note.value
+    press(tab.why.measure)
+    shares = attribute_loss(model, tab.session.keep, ids).experts(1).head(2)
+    rows = cells(tab.why.measured.value)
+    assert [int(row[0]) for row in rows] == shares["expert"].tolist()
+    assert [row[2] for row in rows] == [f"{v:+.4f}" for v in shares["first_order"]]
+    assert not stale(tab.why.measured)
+    tab.layer.value = 0
+    assert stale(tab.why.measured)
+
+
+def test_explain(tab: InspectTab) -> None:
+    """The pruned atoms of the token below, and what its experts have together."""
+    model, ids = model_and_ids(tab)
+    tab.layer.value, tab.position.value = 1, 4
+    press(tab.why.explain)
+    expected = attribute_token(model, tab.session.keep, ids, layer=1, position=4)
+    pd.testing.assert_frame_equal(tab.why.atoms, expected)
+    rows = cells(tab.why.explained.value)
+    atoms = [row for row in rows if len(row) == 5]
+    assert [int(row[1]) for row in atoms] == expected["atom"].head(20).tolist()
+    by_expert = expected.groupby("expert")["first_order"].sum()
+    experts = [row for row in rows if len(row) == 4]
+    assert {int(row[0]): row[3] for row in experts} == {
+        expert: f"{1000 * value:+.3f}" for expert, value in by_expert.items()
+    }
+    assert len(marked(tab.why.explained.value)) == 1
+
+
+def test_results_go_out_of_date(tab: InspectTab) -> None:
+    """With the text or the selection all are grey; what made them brings them back."""
+    jobs = tab.why.attribute, tab.why.measure, tab.why.explain
+    shown = tab.why.attributed, tab.why.measured, tab.why.explained
+    for job in jobs:
+        press(job)
+    assert not any(map(stale, shown))
+    text = tab.text.value
+    tab.text.value = "another text"
+    assert all(map(stale, shown))
+    tab.text.value = text
+    assert not any(map(stale, shown))
+    tab.session.choose(Selection(ratio=0.25))
+    tab.refresh()
+    assert all(map(stale, shown))
+    tab.session.choose(Selection(ratio=0.5))
+    tab.refresh()
+    tab.position.value = 3
+    assert [stale(own) for own in shown] == [False, False, True]
+
+
+def test_an_error_leaves_no_result(tab: InspectTab) -> None:
+    """What was shown is gone, and the message is an alert below the button."""
+    pairs = (
+        (tab.why.attribute, tab.why.attributed),
+        (tab.why.measure, tab.why.measured),
+        (tab.why.explain, tab.why.explained),
+    )
+    for job, shown in pairs:
+        press(job)
+        assert shown.value
+    tab.text.value = "a"  # one token: nothing is predicted
+    for job, shown in pairs:
+        job.button.click()
+        job.wait(60)
+        assert 'role="alert"' in job.error.value
+        assert shown.value == ""
+
+
+def test_an_infeasible_selection(tab: InspectTab) -> None:
+    """No number of runs is said, and the buttons say what is wrong."""
+    tab.session.choose(Selection(0.5, exclude_layers=(99,)))
+    tab.refresh()
+    assert tab.why.note.value == ""
+    tab.why.measure.button.click()
+    tab.why.measure.wait(60)
+    assert "no routed experts in layers 99" in tab.why.measure.error.value
+
+
+# --- the views ----------------------------------------------------------------------
+
+
+def layers_of(*values: float) -> pd.DataFrame:
+    """A frame of `Attribution.layers`."""
+    numbers = range(1, 1 + len(values))
+    return pd.DataFrame({"layer": numbers, "n_removed": 5, "first_order": values})
+
+
+def test_map_shows_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the text; the rest is one row, so that columns add up."""
+    monkeypatch.setattr(views, "_N_TOKENS", 2)
+    tokens = np.array([[0.001, 0.0], [-0.008, 0.001], [0.0, 0.0005], [0.0, 0.002]])
+    page = views.attribution_html(
+        layers_of(-0.007, 0.0035), tokens, ["<a", "b\n", "c", ""],
+        change=0.25, pruned=PRUNED,
+    )  # fmt: skip
+    assert cells(page)[2:] == [
+        ["1", "b↵", "-7.00", "-8.00", "+1.00"],
+        ["3", "▯", "+2.00", "+0.00", "+2.00"],
+        ["–", "2 others", "+1.50", "+1.00", "+0.50"],
+    ]
+    assert "add up to -0.0035 nats per token; measured, Δ is +0.2500" in page
+    assert "half of &lt;it&gt;" in page
+    assert 'role="region" tabindex="0" aria-label=' in page
+    assert "2 tokens of 4" in page
+
+
+def test_map_differs_by_more_than_colour() -> None:
+    """Each step of a share of the largest has a thicker line, dotted where better."""
+    tokens = np.array([[1.0, -0.5, 0.3, -0.2, 0.1]])
+    page = views._map([0, 1, 2, 3, 4], tokens, ["a"])
+    lines = [part.split(" rgb")[0] for part in page.split("border-bottom:")[1:]]
+    drawn = [line for line in lines if line[1:3] == "px" and "var" not in line]
+    assert drawn == ["3px solid", "3px dotted", "2px solid", "1px dotted"]
+    nothing = views._map([0], np.zeros((1, 1)), ["a"])
+    assert "px solid rgb" not in nothing
+
+
+def test_measured_is_told_in_text() -> None:
+    """The gain is Δ less what is left of it when a part is restored."""
+    frame = pd.DataFrame(
+        {"layer": [3], "expert": [7], "n_removed": [1234], "restored_delta": [0.125],
+         "alone_delta": [0.0625], "tokens": [9]}
+    )  # fmt: skip
+    page = views.measured_html(
+        Restored(frame, 1.0, 1.5), first_order=np.array([0.25]), pruned=PRUNED
+    )
+    assert cells(page) == [["7", "1,234", "+0.2500", "+0.3750", "+0.1250", "+0.0625"]]
+    assert "Δ is +0.5000 nats" in page
+    assert "Each expert in layer 3 was restored alone" in page
+    assert "half of &lt;it&gt;" in page
