@@ -163,7 +163,7 @@ def _chosen(
     """As `choose`, without what is done afterwards."""
     selection = setting.selection
     if weights == "compress":  # which chooses the estimator
-        selection = replace(selection, estimator="heapr")
+        selection = replace(selection, estimator="heapr", estimator_options=())
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
         uniform_width(keep, stored_dtype(bench))

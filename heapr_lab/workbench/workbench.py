@@ -60,6 +60,7 @@ from heapr_lab.text.calibration import (
 )
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, OWN_TEXT, Calibration
 from heapr_lab.text.corpora import load_corpus
+from heapr_lab.workbench.opening import Opening
 from heapr_lab.workbench.plan import Plan, plan_if_long
 from heapr_lab.workbench.settings import DENSE, Profile, Setting, profile_of
 
@@ -75,7 +76,11 @@ OWN_TEXT_SCHEMA = 1
 
 
 class Workbench:
-    """A model with its importance, masks and evaluations, through the cache."""
+    """A model with its importance, masks and evaluations, through the cache.
+
+    Attributes:
+        opening: how `open_workbench` opened it; None if it did not.
+    """
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, *, name: str, profile: Profile
@@ -92,6 +97,7 @@ class Workbench:
         self.tokenizer = tokenizer
         self.name = name
         self.profile = profile
+        self.opening: Opening | None = None
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
         self._table: tuple[tuple[Any, ...], ImportanceTable] | None = None
         self._portfolio: tuple[tuple[Any, ...], Portfolio] | None = None
@@ -608,4 +614,9 @@ def open_workbench(
         seq_len=chosen.seq_len,
     )
     name = "lab model" if name_or_path == LAB else hub_id(str(name_or_path))
-    return Workbench(model, tokenizer, name=name, profile=chosen)
+    bench = Workbench(model, tokenizer, name=name, profile=chosen)
+    bench.opening = Opening.of(
+        name_or_path, profile=profile, seq_len=seq_len, device=device, dtype=dtype,
+        stream=stream, host_memory=host_memory,
+    )  # fmt: skip
+    return bench
