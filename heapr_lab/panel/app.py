@@ -71,19 +71,19 @@ def panel_source(
         CacheError: the file is not a table.
     """
     if source.endswith(".parquet"):
-        names, shown = "ImportanceTable", _of_table(Path(source))
+        names, shown = "explore", _of_table(Path(source))
     else:
         profile_of(source, profile)
         path = model_folder(source)
         # The kernel starts in another folder, so the path is made absolute.
         name = str(path.absolute()) if Path(source) == path else source
         options = f"profile={profile!r}, device={device!r}, dtype={dtype!r}"
-        names, shown = "open_workbench", f"open_workbench({name!r}, {options})"
+        names, shown = "explore, open_workbench", f"open_workbench({name!r}, {options})"
     lines = [
         "import os",
         f"os.chdir({str(folder)!r})",
         "os.environ['HEAPR_LAB_PROGRESS'] = '0'",  # the page has bars of its own
-        f"from heapr_lab import {names}, explore",
+        f"from heapr_lab import {names}",
         f"explore({shown})",
     ]
     return "\n".join(lines)
@@ -93,7 +93,7 @@ def _of_table(path: Path) -> str:
     if not path.is_file():
         raise SpecError(f"there is no table {path}; make one with `heapr-lab score`")
     ImportanceTable.read(path)
-    return f"ImportanceTable.read({str(path.absolute())!r})"
+    return repr(str(path.absolute()))
 
 
 def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:

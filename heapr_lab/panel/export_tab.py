@@ -9,9 +9,13 @@ import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.jobs import CancelledError, Job, Report, status
+from heapr_lab.panel.same_code import SameCode, dtype_of_files
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.as_command import weight_options
 from heapr_lab.workbench.presets import DEFAULT, METHODS, WEIGHTS
+from heapr_lab.workbench.recipe import Written
 
 _CHOICES = {
     "compress": "the best of several ways (about 8 forward passes)",
@@ -63,32 +67,52 @@ class ExportTab(ipw.VBox):
         self.job = Job("Export", self._export, tooltip="write the pruned model")
         self.note = ipw.HTML(status(""))
         self.command = ipw.HTML()
+        self.code = SameCode(session, self.written, lambda: self._calibration)
         if session.workbench is None:
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
         weights = [self.weights, self.own, self.bias, self.distill]
         controls = [self.folder, *weights, self.gguf]
         row = ipw.HBox(controls, layout={"flex_flow": "row wrap"})
-        super().__init__([row, self.note, self.job, self.command])
+        super().__init__([row, self.note, self.job, self.command, self.code])
         for control in weights:
             control.observe(self.refresh, names="value")
+        for control in (self.folder, self.gguf):
+            control.observe(self.code.refresh, names="value")
         self.refresh()
 
     @property
     def options(self) -> str:
         """The options of the command line that differ from its defaults."""
-        asked = ""
-        usual = round(100 * METHODS[DEFAULT].own_text)
-        if self.weights.value == "compress" and self.own.value != usual:
-            asked += f" --own-text {self.own.value / 100:g}"
-        if self.bias.value:
-            asked += " --bias"
-        if self.distill.value:
-            asked += f" --distill {self.distill.value}"
-        return asked
+        made = Written(
+            self.folder.value, self.weights.value, self.bias.value, self.distill.value
+        )
+        words = weight_options(made, own_text=self._calibration.own_text)
+        return "".join(f" {word}" for word in words)
+
+    def written(self) -> Written:
+        """The checkpoint that Export would write."""
+        return Written(
+            self.folder.value,
+            self.weights.value,
+            self.bias.value,
+            self.distill.value,
+            self.gguf.value,
+            tuple(self._corpora()),
+            dtype_of_files(self.session.workbench),
+        )
+
+    @property
+    def _calibration(self) -> Calibration:
+        """What weights are fitted to: that of the table, with text of the model."""
+        calibration = self.session.calibration
+        if self.weights.value != "compress":
+            return calibration
+        return replace(calibration, own_text=self.own.value / 100)
 
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write, and the method."""
+        self.code.refresh()
         try:
             selection = self.session.selection
         except SpecError:
@@ -135,9 +159,7 @@ class ExportTab(ipw.VBox):
         from heapr_lab.workbench.settings import Setting
 
         bench: Any = self.session.workbench
-        table, calibration = self.session.table, self.session.calibration
-        if weights == "compress":
-            calibration = replace(calibration, own_text=self.own.value / 100)
+        table, calibration = self.session.table, self._calibration
         setting = Setting(selection, calibration)
         after = export.Afterwards(self.bias.value, self.distill.value)
         made = export.choose(

@@ -170,6 +170,7 @@ class Explorer(ipw.VBox):
         if not self.error.value:
             self._show_numbers()
         self.comparison.refresh()
+        self.export.code.refresh()
 
     def _fail(self, error: Exception) -> None:
         self.session.reject(error)
@@ -338,10 +339,10 @@ def session_of(
     Raises:
         SpecError: `source` is of another type.
     """
-    if isinstance(source, PruningSession):
-        return source
     if isinstance(source, str | Path):
         source = _opened(str(source))
+    if isinstance(source, PruningSession):
+        return source
     if isinstance(source, ImportanceTable):
         return PruningSession(source)
     if not hasattr(source, "importance"):
@@ -354,9 +355,9 @@ def session_of(
     return PruningSession(table, workbench=source, calibration=calibration)
 
 
-def _opened(name: str) -> "Workbench | ImportanceTable":
+def _opened(name: str) -> "Workbench | PruningSession":
     if name.endswith(".parquet"):
-        return ImportanceTable.read(name)
+        return PruningSession(ImportanceTable.read(name), file=Path(name))
     from heapr_lab.workbench.workbench import open_workbench
 
     return open_workbench(name)

@@ -8,6 +8,7 @@ import bisect
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,6 +90,7 @@ class PruningSession:
         *,
         workbench: "Workbench | None" = None,
         calibration: Calibration | None = None,
+        file: Path | None = None,
     ) -> None:
         """Start with the default selection.
 
@@ -96,10 +98,12 @@ class PruningSession:
             table: the importance of the atoms.
             workbench: of the model that `table` was measured on; needed to evaluate.
             calibration: that `table` was measured on; by default the workbench's.
+            file: that `table` was read from, if it was.
         """
         self.table = table
         self.workbench = workbench
         self.calibration = calibration or Calibration()
+        self.file = file
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self._selection = Selection(0.25)
         self._rejected: SpecError | None = None

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_tables import small_table
 from tiny_folder import write_model
 from typer.testing import CliRunner
 
@@ -36,6 +37,19 @@ def test_the_kernel_opens_the_model_that_was_asked_for(
     assert f"open_workbench({str(tmp_path / 'moe')!r}, {options})" in code
     assert "open_workbench('lab', " in source("lab", tmp_path)
     compile(code, "cell", "exec")
+
+
+def test_the_kernel_opens_the_table_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the panel can name the file in the code that it offers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEAPR_LAB_PROGRESS", "0")
+    small_table().write("table.parquet")
+    code = source("table.parquet", tmp_path).replace("\nexplore(", "\nshown = explore(")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["shown"].session.file == tmp_path / "table.parquet"
 
 
 def test_what_is_not_there_is_said_before_anything_is_served(tmp_path: Path) -> None:
