@@ -127,14 +127,15 @@ class CompareTab(ipw.VBox):
         except SpecError as error:
             self.message.value = alert(str(error))
             return
-        self._pinned([old for old in self.pins if old.label != label] + [pin])
+        self.show_pins([old for old in self.pins if old.label != label] + [pin])
 
     def clear(self, _button: ipw.Button | None = None) -> None:
         """Remove all pins and methods."""
         self.runs.rows = []
-        self._pinned([])
+        self.show_pins([])
 
-    def _pinned(self, pins: list[Pin]) -> None:
+    def show_pins(self, pins: list[Pin]) -> None:
+        """Show these in place of the pins so far."""
         self.pins = pins
         self.label.value = _next_label(pins)
         self._changed()

@@ -18,6 +18,19 @@ _LAST_STEP: Final = 99
 _BUDGETS = {name: of for of, name in BUDGETS.items()}
 TARGET = "target Δloss"
 """The budget whose ratio is computed from predictions."""
+_SHOWN = (
+    "slider",
+    "ratio",
+    "budget",
+    "estimator",
+    "scope",
+    "granularity",
+    "structure",
+    "multiple",
+    "min_atoms",
+    "excluded",
+)
+"""The controls of a selection."""
 WHOLE_LABEL: Final = {"description_width": "initial"}
 """Style of a control whose label is longer than ipywidgets allows for."""
 
@@ -142,6 +155,13 @@ class Controls(ipw.VBox):
     def to_target(self) -> bool:
         """Whether the ratio is computed from a target loss."""
         return bool(self.budget.value == TARGET)
+
+    def show(self, other: "Controls") -> None:
+        """Show what `other` shows, of the same table, and tell nobody."""
+        for name in _SHOWN:
+            self._quietly(getattr(self, name), getattr(other, name).value)
+        self._wished_scope = other._wished_scope
+        self._lock()
 
     def show_scope(self, scope: str) -> None:
         """Show the scope in use, which some estimators fix."""

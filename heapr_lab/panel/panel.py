@@ -21,6 +21,8 @@ from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.planned import PlannedPanel
 from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session_bar import SessionBar
+from heapr_lab.panel.session_file import SavedSession, read_session
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.text.calibration_spec import Calibration
@@ -43,6 +45,7 @@ class Explorer(ipw.VBox):
     Attributes:
         session: what is shown; its `points` hold all evaluations.
         controls: they set the selection.
+        files: saves and opens sessions.
     """
 
     def __init__(
@@ -96,9 +99,15 @@ class Explorer(ipw.VBox):
             titles=TABS,
         )
         take_turns(self.comparison.runs.job, jobs_in(self.tabs))
-        super().__init__(
-            [stale_style(), self.controls, self.status, self.error, self.tabs]
+        self.files = SessionBar(
+            session,
+            self.controls,
+            self.comparison,
+            self.inspection,
+            refresh=self.refresh,
         )
+        shown = [self.controls, self.status, self.error, self.tabs, self.files]
+        super().__init__([stale_style(), *shown])
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
         self.refresh()
@@ -266,6 +275,7 @@ def explore(
     tasks: Sequence[str] | None = None,
     selection: Selection | None = None,
     calibration: Calibration | None = None,
+    session: Path | str | None = None,
 ) -> Explorer: ...
 
 
@@ -277,6 +287,7 @@ def explore(
     tasks: Sequence[str] | None = None,
     selection: Selection | None = None,
     calibration: Calibration | None = None,
+    session: Path | str | None = None,
 ) -> Explorer | PlannedPanel: ...
 
 
@@ -287,6 +298,7 @@ def explore(
     tasks: Sequence[str] | None = None,
     selection: Selection | None = None,
     calibration: Calibration | None = None,
+    session: Path | str | None = None,
 ) -> Explorer | PlannedPanel:
     """The panel of a model, or of a table alone.
 
@@ -302,23 +314,31 @@ def explore(
         tasks: whose accuracy can be measured; by default those available here.
         selection: the first one; a workbench measures what its estimator needs.
         calibration: what a workbench measures the importance on.
+        session: a file that *Save session* wrote, in place of both: what it has is
+            shown again.
 
     Raises:
-        SpecError: `source` is of another type.
+        SpecError: `source` is of another type, or the session is not of its table.
 
     Example:
         >>> explore("lab")  # doctest: +SKIP
     """
+    saved = None if session is None else read_session(session)
+    if saved is not None:
+        selection, calibration = _first(saved, selection, calibration)
     if isinstance(source, str | Path):
         source = _opened(str(source))
 
     def panel() -> Explorer:
-        session = session_of(source, selection, calibration)
-        session.choose(selection or session.selection)
+        own = session_of(source, selection, calibration)
+        own.choose(selection or own.selection)
         here = {"corpora": corpora, "tasks": tasks}
-        if session.workbench is not None:
+        if own.workbench is not None:
             here = _available(corpora, tasks)
-        return Explorer(session, **{k: v for k, v in here.items() if v is not None})
+        made = Explorer(own, **{k: v for k, v in here.items() if v is not None})
+        if saved is not None:
+            made.files.restore(saved)
+        return made
 
     known = ImportanceTable | PruningSession
     if isinstance(source, known) or not hasattr(source, "long_plan"):
@@ -327,6 +347,19 @@ def explore(
     if plan is None:
         return panel()
     return PlannedPanel(plan, source, calibration=calibration, panel=panel)
+
+
+def _first(
+    saved: SavedSession, selection: Selection | None, calibration: Calibration | None
+) -> tuple[Selection, Calibration]:
+    """What a workbench is asked for, so that it measures the table of `saved`.
+
+    Raises:
+        SpecError: a selection or a calibration is given besides.
+    """
+    if selection is not None or calibration is not None:
+        raise SpecError("a session has a selection and a calibration: give no other")
+    return Selection(0.0, saved.measured_for), saved.calibration
 
 
 def session_of(

@@ -1,0 +1,194 @@
+"""A bar that saves the state of the panel to a file, and opens one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ipywidgets as ipw
+
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.panel.compare_tab import CompareTab, Pin
+from heapr_lab.panel.controls import WHOLE_LABEL, Controls
+from heapr_lab.panel.inspect_tab import InspectTab
+from heapr_lab.panel.jobs import alert, status
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session_file import (
+    INSPECTED,
+    SavedSession,
+    fingerprint_of,
+    read_session,
+    rows_of,
+    write_session,
+)
+
+_OF_TESTS = ("seq_len", "n_test", "n_items")
+
+
+class SessionBar(ipw.VBox):
+    """A file name, a button that saves and one that opens, and what came of it."""
+
+    def __init__(
+        self,
+        session: PruningSession,
+        controls: Controls,
+        comparison: CompareTab,
+        inspection: InspectTab,
+        *,
+        refresh: Callable[[], None],
+    ) -> None:
+        """Lay the bar out.
+
+        Args:
+            session: whose selection, calibration and points are saved.
+            controls: which show the selection.
+            comparison: whose pins are saved.
+            inspection: whose text and numbers are.
+            refresh: called after a file was opened.
+        """
+        self._session, self._controls = session, controls
+        self._comparison, self._inspection = comparison, inspection
+        self._refresh = refresh
+        self._opened: SavedSession | None = None
+        self.file = ipw.Text(
+            "session.json", description="session file", style=WHOLE_LABEL,
+            tooltip="relative to the notebook's folder", layout={"width": "300px"},
+        )  # fmt: skip
+        self.save_button = ipw.Button(
+            description="Save session",
+            tooltip="selection, calibration, pins, evaluations, text",
+        )
+        self.open_button = ipw.Button(
+            description="Open session", tooltip="of the same model and calibration"
+        )
+        self.message = ipw.HTML(status(""))
+        self.save_button.on_click(self._press_save)
+        self.open_button.on_click(self._press_open)
+        row = [self.file, self.save_button, self.open_button]
+        wrap = {"flex_flow": "row wrap"}
+        super().__init__([ipw.HBox(row, layout=wrap), self.message])
+
+    # --- saving -------------------------------------------------------------------
+
+    def saved(self) -> SavedSession:
+        """The state of the panel.
+
+        Raises:
+            SpecError: the settings are infeasible.
+        """
+        session = self._session
+        found = SavedSession(
+            fingerprint_of(session.table),
+            _measured_for(session),
+            self._tests(),
+            session.calibration,
+            session.selection,
+            tuple((pin.label, pin.selection) for pin in self._comparison.pins),
+            rows_of(session.points),
+            self._inspected(),
+        )
+        if session.workbench is None and self._opened is not None:
+            # What only a model can use is passed on.
+            found = replace(
+                found, tests=self._opened.tests, inspected=self._opened.inspected
+            )
+        return found
+
+    def _tests(self) -> dict[str, int | None] | None:
+        bench = self._session.workbench
+        if bench is None:
+            return None
+        return {name: getattr(bench.profile, name) for name in _OF_TESTS}
+
+    def _inspected(self) -> dict[str, Any]:
+        if self._session.workbench is None:
+            return {}
+        return {name: getattr(self._inspection, name).value for name in INSPECTED}
+
+    # --- opening ------------------------------------------------------------------
+
+    def restore(self, saved: SavedSession) -> None:
+        """Show `saved`; the calibration stays, which measured the same table.
+
+        Everything is checked before anything changes.
+
+        Raises:
+            SpecError: it is of another table or of other test data, or a value is
+                infeasible, or has no control.
+        """
+        self._check_same(saved)
+        fresh = self._check_selections(saved)
+        self._check_inspected(saved)
+        self._session.points = saved.frame()
+        self._comparison.show_pins([Pin(*pin) for pin in saved.pins])
+        if self._session.workbench is not None:
+            for name, value in saved.inspected.items():
+                getattr(self._inspection, name).value = value
+        self._controls.show(fresh)
+        self._opened = saved
+        self._refresh()
+
+    def _check_same(self, saved: SavedSession) -> None:
+        own = fingerprint_of(self._session.table)
+        if saved.table != own:
+            raise SpecError(
+                f"the session is of another model, calibration or table: its "
+                f"fingerprint is {saved.table[:12]}, that of the panel {own[:12]}; "
+                "open the panel with the model and the calibration it was saved with"
+            )
+        tests = self._tests()
+        if tests is not None and saved.points and saved.tests != tests:
+            raise SpecError(
+                f"the evaluations of the session are on {saved.tests}, expected "
+                f"{tests}: open the panel with the profile it was saved with"
+            )
+
+    def _check_selections(self, saved: SavedSession) -> Controls:
+        """Controls that show the saved selection.
+
+        Raises:
+            SpecError: it or a pin is infeasible, or a part of it has no control.
+        """
+        for selection in (saved.selection, *(chosen for _, chosen in saved.pins)):
+            self._session.keep_of(selection)
+        fresh = Controls(self._session.table, saved.selection, lambda: None)
+        if fresh.selection != saved.selection:
+            raise SpecError(
+                f"the panel would show {fresh.selection!r} for {saved.selection!r}: it "
+                "has no control for a part of it"
+            )
+        return fresh
+
+    def _check_inspected(self, saved: SavedSession) -> None:
+        if self._session.workbench is None:
+            return
+        for name, value in saved.inspected.items():
+            box = getattr(self._inspection, name)
+            # The text decides on the largest position.
+            most = value if name in {"text", "position"} else box.max
+            if name != "text" and not box.min <= value <= most:
+                raise SpecError(
+                    f"{box.description} is {value}, expected {box.min} to {box.max}"
+                )
+
+    # --- buttons ------------------------------------------------------------------
+
+    def _press_save(self, _button: ipw.Button) -> None:
+        self._tried(lambda: write_session(self.file.value, self.saved()), "Saved to")
+
+    def _press_open(self, _button: ipw.Button) -> None:
+        self._tried(lambda: self.restore(read_session(self.file.value)), "Opened")
+
+    def _tried(self, work: Callable[[], None], done: str) -> None:
+        try:
+            work()
+        except (HeaprLabError, OSError) as error:
+            self.message.value = alert(str(error))
+        else:
+            self.message.value = status(f"{done} {self.file.value}")
+
+
+def _measured_for(session: PruningSession) -> str:
+    """The estimator that the table was measured for: one with an extra pass, if any."""
+    extra = (e for e in session.table.estimators if ESTIMATORS[e].extra_pass)
+    return next(extra, "heapr")

@@ -1,0 +1,313 @@
+"""A session is opened as it was saved, or refused without changing anything."""
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from random_tables import random_table, small_table
+
+from heapr_lab.errors import SpecError
+from heapr_lab.panel.magic import parts_of
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.session_bar import SessionBar
+from heapr_lab.panel.session_file import INSPECTED, VERSION, fingerprint_of
+from heapr_lab.pruning.options import Selection
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.workbench import Workbench, open_workbench
+
+EVALUATED = 60
+
+
+def used(panel: Explorer) -> Explorer:
+    """A panel in which everything that is saved was changed."""
+    controls, tab = panel.controls, panel.inspection
+    controls.ratio.value = "0.25"
+    controls.estimator.value = "shrunk"
+    panel.comparison.pin()
+    panel.comparison.label.value = "aligned <b>"
+    controls.structure.value = "aligned"
+    controls.multiple.value = 2
+    panel.comparison.pin()
+    panel.evaluation.tasks.value = panel.evaluation.tasks.options
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(EVALUATED)
+    controls.ratio.value = "0.375"
+    controls.scope.value = "layer"
+    controls.min_atoms.value = 1
+    controls.excluded.value = "1"
+    controls.granularity.value = "atom"
+    if panel.session.workbench is not None:
+        tab.text.value = "Another text: “größer”, of the model."
+        tab.n_tokens.value, tab.layer.value, tab.position.value = 7, 1, 3
+        tab.atom_layer.value, tab.expert.value, tab.atom.value = 1, 2, 5
+    return panel
+
+
+def state(panel: Explorer) -> dict[str, Any]:
+    """What a person sees of all that is saved."""
+    shown = {name: panel.controls.__dict__[name].value for name in _CONTROLS}
+    tab = panel.inspection
+    boxes = {name: getattr(tab, name).value for name in INSPECTED if hasattr(tab, name)}
+    return shown | {
+        "selection": panel.session.selection,
+        "keep": panel.session.keep.fingerprint,
+        "pins": list(panel.comparison.pins),
+        "compared": panel.comparison.table.value,
+        "points": panel.session.points.to_json(default_handler=repr),
+        "said": (panel.status.value, panel.prediction.value, panel.error.value),
+        "boxes": boxes,
+        "calibration": panel.session.calibration,
+    }
+
+
+_CONTROLS = (
+    "slider", "ratio", "budget", "estimator", "scope", "granularity", "structure",
+    "multiple", "min_atoms", "excluded",
+)  # fmt: skip
+
+
+@pytest.fixture
+def fresh(bench: Workbench, root: Path) -> Callable[..., Explorer]:
+    """Makes a panel of the tiny model and its text."""
+    text = str(root / "text.txt")
+    here = {"corpora": (text,), "tasks": (f"continuation:{text}",)}
+
+    def make(source: Any = bench, **options: Any) -> Explorer:
+        if "session" not in options:
+            options.setdefault("calibration", Calibration(text, seed=3))
+        panel = explore(source, **here, **options)
+        assert isinstance(panel, Explorer)
+        return panel
+
+    return make
+
+
+def save(panel: Explorer, path: Path) -> dict[str, Any]:
+    """The content of the file that the button writes."""
+    panel.files.file.value = str(path)
+    panel.files.save_button.click()
+    assert panel.files.message.value.count("Saved to") == 1
+    return dict(json.loads(path.read_text()))
+
+
+def opened(panel: Explorer, path: Path) -> str:
+    """What the panel says after the file was opened with the button."""
+    panel.files.file.value = str(path)
+    panel.files.open_button.click()
+    return str(panel.files.message.value)
+
+
+def test_a_session_is_opened_as_it_was(
+    fresh: Callable[..., Explorer], tmp_path: Path
+) -> None:
+    """With the button, by name, and again after a second round."""
+    panel, file = used(fresh()), tmp_path / "my session.json"
+    plain = save(panel, file)
+    before = state(panel)
+    assert len(before["pins"]) == 2
+    assert len(panel.session.points) == 4  # dense and pruned, of a corpus and a task
+    again = fresh()
+    assert state(again) != before
+    assert "Opened" in opened(again, file)
+    assert state(again) == before
+    assert state(fresh(session=file)) == before
+    assert save(again, tmp_path / "second.json") == plain
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "my session.json", "second.json"
+    ]  # fmt: skip
+    again.comparison.pin()  # the next label is free
+    assert len(again.comparison.pins) == 3
+    again.evaluation.job.button.click()  # points can be added to
+    again.evaluation.job.wait(EVALUATED)
+    assert again.evaluation.job.error.value == ""
+    assert len(again.session.points) == 5  # on the corpus alone, by default
+
+
+def test_a_table_of_an_extra_pass_is_measured_again(
+    fresh: Callable[..., Explorer], tmp_path: Path
+) -> None:
+    """Although the selection that was saved last does not need that pass."""
+    panel = fresh(selection=Selection(0.25, "elimination"))
+    panel.comparison.pin()
+    panel.controls.estimator.value = "heapr"
+    save(panel, tmp_path / "s.json")
+    found = fresh(session=tmp_path / "s.json")
+    assert found.session.selection.estimator == "heapr"
+    assert found.comparison.pins[0].selection.estimator == "elimination"
+    assert fingerprint_of(found.session.table) == fingerprint_of(panel.session.table)
+
+
+def test_a_table_alone(
+    fresh: Callable[..., Explorer], tmp_path: Path, folder: Path
+) -> None:
+    """It shows a session of the model, and passes on what only a model can use."""
+    panel = used(fresh())
+    file, table = tmp_path / "s.json", tmp_path / "table.parquet"
+    plain = save(panel, file)
+    panel.session.table.write(table)
+    alone = explore(table, session=file)
+    assert isinstance(alone, Explorer)
+    assert alone.comparison.table.value == panel.comparison.table.value
+    assert save(alone, tmp_path / "again.json") | {"calibration": None} == plain | {
+        "calibration": None
+    }
+    other = explore(folder / "table.parquet")
+    assert "of another model, calibration or table" in opened(other, file)
+
+
+def test_another_model_calibration_or_profile(
+    fresh: Callable[..., Explorer], root: Path, tmp_path: Path
+) -> None:
+    """Refused, with both fingerprints or both amounts of test data."""
+    panel, file = used(fresh()), tmp_path / "s.json"
+    save(panel, file)
+    other = fresh(calibration=Calibration(str(root / "text.txt"), seed=4))
+    before, message = state(other), opened(other, file)
+    own, wanted = (fingerprint_of(p.session.table)[:12] for p in (other, panel))
+    assert own in message
+    assert wanted in message
+    assert state(other) == before
+    small = open_workbench(str(root / "moe"), profile="small")
+    small.profile = small.profile.__class__(**{**vars(small.profile), "n_test": 3})
+    message = opened(fresh(small), file)
+    assert "expected" in message
+    assert "&#x27;n_test&#x27;: 3" in message
+    with pytest.raises(SpecError, match="give no other"):
+        fresh(session=file, selection=Selection(0.5))
+
+
+def _changed(plain: Any, path: tuple[Any, ...], value: Any) -> str:
+    copy = json.loads(json.dumps(plain))
+    *way, last = path
+    place = copy
+    for step in way:
+        place = place[step]
+    if value is KeyError:
+        del place[last]
+    else:
+        place[last] = value
+    return json.dumps(copy)
+
+
+WRONG: list[tuple[tuple[Any, ...], Any]] = [
+    (("version",), VERSION + 1), (("version",), "1"), (("version",), True),
+    (("version",), KeyError), (("kind",), "notebook"), (("kind",), KeyError),
+    (("table",), 5), (("table",), "0" * 64), (("measured_for",), "best"),
+    (("tests",), {"seq_len": 64}), (("tests", "n_test"), "4"), (("tests",), None),
+    (("calibration", "seed"), 0.5), (("calibration", "windows"), 3),
+    (("calibration",), "pydocs"), (("selection", "ratio"), 1.5),
+    (("selection", "ratio"), KeyError), (("selection",), []),
+    (("selection", "price"), 0.5), (("selection", "multiple"), 99),
+    (("selection", "estimator"), "fast"), (("selection", "layer_ratios"), [1]),
+    (("selection", "layer_ratios"), {"0": 0.5}), (("selection", "ratio"), 0.9),
+    (("pins",), {}), (("pins", 0), "A"), (("pins", 0, "label"), 3),
+    (("pins", 1, "selection", "scope"), "nowhere"),
+    (("pins", 1, "selection", "exclude_layers"), [7]),
+    (("points",), None), (("points", 0), 3), (("points", 0, "dataset"), None),
+    (("points", 1, "nll"), "low"), (("points", 1, "nll"), float("nan")),
+    (("points", 1, "summed_score"), KeyError), (("points", 1, "extra"), 1),
+    (("points", 1, "selection"), {"ratio": 2}), (("inspected", "text"), 3),
+    (("inspected", "layer"), 17), (("inspected", "atom"), True),
+    (("inspected", "expert"), KeyError), (("inspected",), []), (("more",), 1),
+]  # fmt: skip
+
+
+def test_a_wrong_file_changes_nothing(
+    fresh: Callable[..., Explorer], tmp_path: Path
+) -> None:
+    """Whichever part is missing or wrong, the panel stays and says so."""
+    file, bad = tmp_path / "s.json", tmp_path / "bad.json"
+    plain, panel = save(used(fresh()), file), fresh()
+    before = state(panel)
+    texts = ["", "{", "[]", "null", "\x80", file.read_text()[:-40], "[" * 10**5]
+    texts += [_changed(plain, *wrong) for wrong in WRONG]
+    for text in texts:
+        bad.write_bytes(text.encode("latin-1", "replace"))
+        message = opened(panel, bad)
+        assert 'role="alert"' in message, text[:200]
+        assert state(panel) == before, text[:200]
+    assert "there is no session" in opened(panel, tmp_path / "none.json")
+    assert "Opened" in opened(panel, file)
+    assert state(panel) != before
+
+
+def test_what_was_found_and_expected_is_said(
+    fresh: Callable[..., Explorer], tmp_path: Path
+) -> None:
+    """Of a version, and of a field."""
+    file = tmp_path / "s.json"
+    plain, panel = save(fresh(), file), fresh()
+    file.write_text(_changed(plain, ("version",), 9))
+    assert "has version 9, expected 1" in opened(panel, file)
+    file.write_text(_changed(plain, ("pins",), KeyError))
+    message = opened(panel, file)
+    assert "a session has calibration, inspected, measured_for, pins" in message
+    assert "found calibration, inspected, measured_for, points" in message
+
+
+def test_only_a_session_is_replaced(tmp_path: Path) -> None:
+    """Not a notebook of the same name; and nothing is left beside it."""
+    panel, file = explore(small_table()), tmp_path / "s.json"
+    file.write_text('{"cells": []}')
+    panel.files.file.value = str(file)
+    panel.files.save_button.click()
+    assert "is no session of the panel" in panel.files.message.value
+    assert file.read_text() == '{"cells": []}'
+    file.unlink()
+    save(panel, file)
+    panel.controls.ratio.value = "0.5"
+    assert save(panel, file)["selection"]["ratio"] == 0.5
+    panel.controls.ratio.value = "half"
+    panel.files.save_button.click()
+    assert "infeasible" in panel.files.message.value
+    assert json.loads(file.read_text())["selection"]["ratio"] == 0.5
+    assert [path.name for path in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_a_fraction_is_not_rounded_in_silence(tmp_path: Path) -> None:
+    """1/3 has no decimal, so it is not saved as another ratio."""
+    panel = explore(small_table())
+    panel.session.choose(Selection(Fraction(1, 3)))
+    panel.files.file.value = str(tmp_path / "s.json")
+    panel.files.save_button.click()
+    assert "a file would change" in panel.files.message.value
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_without_a_record_differ_by_their_numbers() -> None:
+    """One changed number is another table; the same numbers are the same."""
+    table = random_table(2, 2, 4)
+    frame = table.frame
+    assert fingerprint_of(table) == fingerprint_of(random_table(2, 2, 4))
+    other = frame.assign(sum_h2=frame["sum_h2"] + 1e-9)
+    changed = type(table).from_frame(other, **table.metadata)
+    assert fingerprint_of(changed) != fingerprint_of(table)
+    swapped = frame.rename(columns={"sum_h2": "sum_g2", "sum_g2": "sum_h2"})
+    renamed = type(table).from_frame(pd.DataFrame(swapped), **table.metadata)
+    assert fingerprint_of(renamed) != fingerprint_of(table)
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("lab", ("lab", None)), ("a --sessions", ("a --sessions", None)),
+        ("lab --session s.json", ("lab", "s.json")),
+        ("'my moe' --session='a b.json' ", ("'my moe'", "a b.json")),
+    ],
+)  # fmt: skip
+def test_the_magic_takes_a_session(line: str, parts: tuple[str, str | None]) -> None:
+    """After the model, with or without quotes."""
+    assert parts_of(line) == parts
+    with pytest.raises(SpecError, match="needs a file"):
+        parts_of("lab --session")
+
+
+def test_the_bar_is_in_the_panel() -> None:
+    """Below the tabs, so that it is there whichever is open."""
+    panel = explore(small_table())
+    assert isinstance(panel.children[-1], SessionBar)
+    assert panel.children[-1] is panel.files
