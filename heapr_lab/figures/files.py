@@ -78,7 +78,11 @@ def save_figure(
 
 
 def write_table(
-    frame: pd.DataFrame, stem: str | Path, *, provenance: dict[str, Any]
+    frame: pd.DataFrame,
+    stem: str | Path,
+    *,
+    provenance: dict[str, Any],
+    latex: str | None = None,
 ) -> list[Path]:
     """Write `frame` as `stem`.csv, `stem`.md and `stem`.tex and return the paths.
 
@@ -90,13 +94,14 @@ def write_table(
         frame: the table; its index is not written.
         stem: path without a suffix; its folder is created.
         provenance: plain data that says where the numbers come from.
+        latex: the LaTeX, if it is not that of `table_latex`.
     """
     rows = rows_text(frame)
     said = mark(provenance | {"data": rows_digest(rows)})
     texts = {
         "csv": rows,
         "md": f"{table_markdown(frame)}\n<!-- {said} -->\n",
-        "tex": f"% {said}\n{table_latex(frame)}",
+        "tex": f"% {said}\n{latex or table_latex(frame)}",
     }
     return write_files(stem, {name: text.encode() for name, text in texts.items()})
 
@@ -148,8 +153,12 @@ def table_latex(frame: pd.DataFrame) -> str:
 
 
 def _latex_row(cells: list[str]) -> str:
-    escaped = ["".join(_LATEX.get(letter, letter) for letter in c) for c in cells]
-    return " & ".join(escaped) + r" \\"
+    return " & ".join(map(latex_text, cells)) + r" \\"
+
+
+def latex_text(text: str) -> str:
+    """`text` as LaTeX shows it."""
+    return "".join(_LATEX.get(letter, letter) for letter in text)
 
 
 def _cells(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], list[bool]]:

@@ -18,6 +18,7 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.figures import rows_text, save_figure, styled, write_table
 from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS
 from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.panel.comparison_latex import comparison_latex
 from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
@@ -234,7 +235,12 @@ class CompareTab(ipw.VBox):
         paths = save_figure(
             self.figure(frame), folder / "comparison", provenance=provenance
         )
-        paths += write_table(frame, folder / "comparison", provenance=provenance)
+        paths += write_table(
+            frame,
+            folder / "comparison",
+            provenance=provenance,
+            latex=comparison_latex(frame),
+        )
         whole = folder / "comparison.parquet"
         files.write_frame(whole, frame, {"kind": "comparison", **provenance})
         return [*paths, whole]
