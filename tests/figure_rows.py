@@ -7,6 +7,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
+from heapr_lab.pruning.mask_diff import ScoredMask
+from heapr_lab.pruning.masks import KeepMask
+
 RATIOS = (0.2, 0.5)
 
 DENSE = {"wikitext2": 20.0, "continuation": 0.5}
@@ -303,6 +306,14 @@ def measured_growth() -> pd.DataFrame:
             costs["bytes_ratio"] = costs["peak_bytes"] / costs["plan_bytes"]
             rows.append(shape | {"way": way} | costs)
     return pd.DataFrame(rows)
+
+
+def scored_masks() -> tuple[ScoredMask, ScoredMask]:
+    """Of 10 atoms in two layers, A removes those of the lowest scores, B others."""
+    scores = np.arange(10.0)
+    a = KeepMask({2: [[False] * 3 + [True]], 5: [[True] * 3, [True] * 3]})
+    b = KeepMask({2: [[True, False, False, False]], 5: [[False, True, True]] * 2})
+    return ScoredMask("A", a, scores), ScoredMask("B", b, scores[::-1].copy())
 
 
 def lines_of(ax: plt.Axes) -> dict[str, np.ndarray]:

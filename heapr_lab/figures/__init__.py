@@ -55,6 +55,11 @@ from heapr_lab.figures.layers import (
     plot_widths,
     widths_data,
 )
+from heapr_lab.figures.mask_diff import (
+    figure_mask_diff,
+    mask_diff_data,
+    plot_mask_diff,
+)
 from heapr_lab.figures.methods import (
     best_methods_table,
     figure_methods,

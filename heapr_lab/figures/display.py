@@ -27,6 +27,7 @@ from heapr_lab.figures import (
     damage,
     growth,
     layers,
+    mask_diff,
     methods,
     pareto,
     quality,
@@ -88,6 +89,12 @@ KINDS: Mapping[str, Kind] = {
         layers.layer_ratios_data, layers.plot_layer_ratios, layers.figure_layer_ratios
     ),
     "main": Kind(tables.main_data, tables.plot_main, tables.figure_main),
+    "mask_diff": Kind(
+        mask_diff.mask_diff_data,
+        mask_diff.plot_mask_diff,
+        mask_diff.figure_mask_diff,
+        panel=("shown",),
+    ),
     "method_costs": Kind(methods.method_costs_data, methods.plot_method_costs),
     "methods": Kind(
         methods.methods_data,

@@ -15,7 +15,7 @@ _SHARES = {
 }
 """Columns that are shares, with the names that they get."""
 _LEFT_OUT = ["ratio", "seq_len", "method"]
-"""What was asked for rather than reached, what the caption says, what the label does."""
+"""Asked for rather than reached; said by the caption; said by the label."""
 
 
 def comparison_latex(frame: pd.DataFrame) -> str:

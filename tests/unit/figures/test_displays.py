@@ -41,6 +41,7 @@ def display_of(kind: str) -> Display:
         "growth": (rows.measured_growth(),),
         "layer_ratios": ({0.25: rows.Keep(0.4, 0.1), 0.5: rows.Keep(0.7, 0.3)},),
         "main": (results,),
+        "mask_diff": rows.scored_masks(),
         "method_costs": (rows.measured_methods(),),
         "methods": (rows.measured_methods(),),
         "models": (rows.measured_models(),),

@@ -1,0 +1,381 @@
+"""Two masks of one model compared: what both remove, and what only one does.
+
+Without torch. Chance is a random mask that removes as many atoms of every layer (or
+expert) as the other does, each atom alike: of N atoms, of which A removes n_A and B
+n_B, both remove a hypergeometric number, with
+
+    mean n_A n_B / N,   variance n_A n_B (N − n_A) (N − n_B) / (N² (N − 1)).
+
+The mean holds for any random mask in which every atom is as likely to be removed. The
+variance is that of single atoms: where whole experts or steps of a width are removed,
+chance varies more, and z is too large.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+import scipy  # its `stats` are imported when they are first used
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.columns import KEYS
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
+
+FATES = ("neither", "a", "b", "both")
+"""Who removes an atom."""
+_COUNTS = ["n_atoms", "removed_a", "removed_b", "both"]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredMask:
+    """A mask, and the scores that it was selected by."""
+
+    label: str
+    """Its name in texts and pictures."""
+    keep: KeepMask
+    scores: np.ndarray
+    """(n_atoms,), in the order of the mask's rows; the lowest are removed first."""
+    within_layer: bool = False
+    """Whether atoms were ranked within their layer."""
+    model: Mapping[str, Any] | None = None
+    """The identity of the measured model; None if it is not known."""
+
+    @classmethod
+    def select(cls, label: str, table: ImportanceTable, selection: Selection) -> Self:
+        """The mask that `selection` selects from `table`, with the scores."""
+        options = dict(selection.estimator_options)
+        return cls(
+            label,
+            select(table, selection),
+            table.scores(selection.estimator, **options),
+            within_layer=selection.scope == "layer",
+            model=(table.metadata.get("spec") or {}).get("model"),
+        )
+
+
+# --- what both remove -------------------------------------------------------------
+
+
+def overlap(a: KeepMask, b: KeepMask, *, by: str = "layer") -> pd.DataFrame:
+    """How many atoms A, B and both remove, beside what chance would give.
+
+    Args:
+        a: a mask.
+        b: another mask of the same model.
+        by: "layer", or "expert" for a row for each expert.
+
+    Returns:
+        Columns layer (and expert), n_atoms, removed_a, removed_b, both; jaccard (both ÷
+        either), share_of_a (both ÷ removed_a), share_of_b; of `both` under chance the
+        mean `expected`, the standard deviation `sd`, and z, (both − expected) ÷ sd.
+        What is divided by 0 is missing.
+
+    Raises:
+        SpecError: the masks are of different models, or `by` is another word.
+    """
+    if by not in {"layer", "expert"}:
+        raise SpecError(f"by is {by!r}, expected 'layer' or 'expert'")
+    check_same_model(a, b)
+    parts = [_counts(layer, a, b, by=by) for layer in a.layers]
+    counts = pd.concat(parts, ignore_index=True)
+    return _with_chance(counts, *_chance(counts))
+
+
+def overlap_in_all(by_layer: pd.DataFrame) -> pd.DataFrame:
+    """One row: the overlap in the whole model, given how many each layer loses.
+
+    Layers are independent under chance, so means and variances add up.
+
+    Args:
+        by_layer: from `overlap`.
+
+    Returns:
+        The columns of `overlap` without layer and expert.
+    """
+    sums = by_layer[[*_COUNTS, "expected"]].sum().to_frame().T
+    sd = np.sqrt((by_layer["sd"] ** 2).sum())
+    counts = sums[_COUNTS].astype(np.int64)
+    return _with_chance(counts, sums["expected"], pd.Series([sd]))
+
+
+def overlap_text(a: ScoredMask, b: ScoredMask) -> str:
+    """One or two sentences: the share of the same atoms, and what chance would give.
+
+    Raises:
+        SpecError: the masks are of different models.
+    """
+    found = overlap_in_all(overlap(a.keep, b.keep)).iloc[0]
+    if not found["removed_a"] or not found["removed_b"]:
+        idle = " and ".join(x.label for x in (a, b) if not x.keep.n_removed)
+        return f"Nothing to compare: {idle} removes no atoms."
+    sides = [(a, b, "a")]
+    if found["removed_a"] != found["removed_b"]:
+        sides.append((b, a, "b"))
+    return " ".join(_share_text(*side, found) for side in sides)
+
+
+def _share_text(
+    mine: ScoredMask, other: ScoredMask, side: str, found: pd.Series
+) -> str:
+    removed = found[f"removed_{side}"]
+    return (
+        f"{other.label} removes {found[f'share_of_{side}']:.1%} of the {removed:,.0f} "
+        f"atoms that {mine.label} removes; chance would be "
+        f"{found['expected'] / removed:.1%}."
+    )
+
+
+def _counts(layer: int, a: KeepMask, b: KeepMask, *, by: str) -> pd.DataFrame:
+    gone_a, gone_b = ~a.by_layer(layer), ~b.by_layer(layer)
+    every = np.ones_like(gone_a)
+    masks = np.stack([every, gone_a, gone_b, gone_a & gone_b])
+    counts = pd.DataFrame(masks.sum(axis=2).T, columns=_COUNTS)
+    if by == "layer":
+        counts = counts.sum().to_frame().T
+    else:
+        counts.insert(0, "expert", range(len(counts)))
+    counts.insert(0, "layer", layer)
+    return counts
+
+
+def _chance(counts: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Mean and standard deviation of `both` under chance."""
+    # As floats: products of four counts do not fit 64 bits.
+    total, n_a, n_b, _ = (counts[name].astype(float) for name in _COUNTS)
+    expected = n_a * n_b / total
+    # One atom does not vary: the numerator is 0.
+    variance = expected * (total - n_a) * (total - n_b) / total
+    return expected, np.sqrt(variance / np.maximum(total - 1, 1))
+
+
+def _with_chance(
+    counts: pd.DataFrame, expected: pd.Series, sd: pd.Series
+) -> pd.DataFrame:
+    both = counts["both"]
+    either = counts["removed_a"] + counts["removed_b"] - both
+    return counts.assign(
+        jaccard=_quotient(both, either),
+        share_of_a=_quotient(both, counts["removed_a"]),
+        share_of_b=_quotient(both, counts["removed_b"]),
+        expected=expected,
+        sd=sd,
+        z=_quotient(both - expected, sd),
+    )
+
+
+def _quotient(number: pd.Series, of: pd.Series) -> pd.Series:
+    """The quotient, missing where `of` is 0."""
+    return number / of.where(of > 0).astype(float)
+
+
+# --- ranks ------------------------------------------------------------------------
+
+
+def ranks(a: ScoredMask, b: ScoredMask) -> tuple[np.ndarray, np.ndarray]:
+    """The rank of every atom in A and in B, in (0, 1]: 1 is needed most.
+
+    It is the share of the atoms that are removed before it or with it, by score alone.
+    Both rank all atoms together, or, if one of them ranks within layers, those of each
+    layer. Equal scores rank in the order of the rows, as they do for `select`.
+
+    Shapes: float64 (n_atoms,) each.
+
+    Raises:
+        SpecError: the masks are of different models, or there is not one score for each
+            atom.
+    """
+    _check_scored(a, b)
+    parts = _parts(a, b)
+    found = [
+        np.concatenate([_rank_shares(own.scores[part]) for part in parts])
+        for own in (a, b)
+    ]
+    return found[0], found[1]
+
+
+def rank_agreement(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
+    """Spearman's correlation of the scores within each layer.
+
+    Returns:
+        Columns layer, n_atoms, spearman; missing where the scores of one are all equal.
+
+    Raises:
+        SpecError: as `ranks`.
+    """
+    _check_scored(a, b)
+    rows = [
+        (layer, rows.stop - rows.start, spearman(a.scores[rows], b.scores[rows]))
+        for layer, rows in _rows_of_layers(a.keep).items()
+    ]
+    return pd.DataFrame(rows, columns=["layer", "n_atoms", "spearman"])
+
+
+def rank_agreement_in_all(a: ScoredMask, b: ScoredMask) -> float:
+    """Spearman's correlation of the scores of all atoms.
+
+    If A or B ranks within layers, whose scores cannot be compared: of the layers, the
+    mean weighted by their atoms, without those that have none.
+
+    Raises:
+        SpecError: as `ranks`.
+    """
+    _check_scored(a, b)
+    if not (a.within_layer or b.within_layer):
+        return spearman(a.scores, b.scores)
+    known = rank_agreement(a, b).dropna()
+    if known.empty:
+        return float("nan")
+    return float(np.average(known["spearman"], weights=known["n_atoms"]))
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's correlation of x and y (n,); missing if one of them is constant."""
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return float("nan")
+    return float(scipy.stats.spearmanr(x, y).statistic)
+
+
+def cut(removed: np.ndarray, rank: np.ndarray) -> float:
+    """The highest rank of a removed atom, if all kept ones rank higher, else missing.
+
+    Missing, too, if nothing is removed. Atoms that are protected, removed as whole
+    experts or counted by layer leave no single cut.
+
+    Shapes: bool (n_atoms,), float64 (n_atoms,).
+    """
+    if not removed.any():
+        return float("nan")
+    highest = rank[removed].max()
+    lowest = rank[~removed].min(initial=np.inf)
+    return float(highest) if highest < lowest else float("nan")
+
+
+def rank_points(a: ScoredMask, b: ScoredMask, *, most: int = 20_000) -> pd.DataFrame:
+    """Every atom with its ranks in A and B; of a large model a fixed sample.
+
+    Args:
+        a: a mask with its scores.
+        b: another of the same model.
+        most: atoms to return. Of more, so many are drawn with a fixed seed, each alike.
+
+    Returns:
+        Columns layer, expert, atom, rank_a, rank_b (of `ranks`), removed_by (one of
+        `FATES`), in the order of the rows. `attrs` has `n_atoms`, of which they are
+        drawn, and `cut_a` and `cut_b`, of all atoms.
+
+    Raises:
+        SpecError: as `ranks`.
+    """
+    rank_a, rank_b = ranks(a, b)
+    gone_a, gone_b = ~a.keep.rows, ~b.keep.rows
+    rows = np.arange(len(rank_a))
+    if len(rows) > most:
+        rows = np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
+    points = _atoms(a.keep, rows).assign(rank_a=rank_a[rows], rank_b=rank_b[rows])
+    points["removed_by"] = np.array(FATES)[gone_a[rows] + 2 * gone_b[rows]]
+    cuts = {"cut_a": cut(gone_a, rank_a), "cut_b": cut(gone_b, rank_b)}
+    points.attrs.update(n_atoms=len(rank_a), **cuts)
+    return points
+
+
+def removed_by_one(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
+    """The atoms that only one removes, first those that the other ranks highest.
+
+    Returns:
+        Columns layer, expert, atom, removed_by ("a" or "b"), score_a, score_b, rank_a,
+        rank_b (of `ranks`); by the rank in the mask that keeps the atom, descending.
+
+    Raises:
+        SpecError: as `ranks`.
+    """
+    rank_a, rank_b = ranks(a, b)
+    rows = np.flatnonzero(a.keep.rows != b.keep.rows)
+    by_a = b.keep.rows[rows]
+    found = _atoms(a.keep, rows).assign(
+        removed_by=np.where(by_a, "a", "b"),
+        score_a=a.scores[rows],
+        score_b=b.scores[rows],
+        rank_a=rank_a[rows],
+        rank_b=rank_b[rows],
+    )
+    needed = np.where(by_a, found["rank_b"], found["rank_a"])
+    return found.iloc[np.argsort(-needed, kind="stable")].reset_index(drop=True)
+
+
+def _rank_shares(scores: np.ndarray) -> np.ndarray:
+    found = np.empty(len(scores))
+    order = np.argsort(scores, kind="stable")
+    found[order] = np.arange(1, len(scores) + 1) / len(scores)
+    return found
+
+
+def _rows_of_layers(keep: KeepMask) -> dict[int, slice]:
+    ends = np.cumsum([n_experts * d_inter for n_experts, d_inter in _sizes(keep)])
+    starts = [0, *ends[:-1]]
+    return dict(zip(keep.layers, map(slice, starts, ends), strict=True))
+
+
+def _parts(a: ScoredMask, b: ScoredMask) -> list[slice]:
+    """The rows that are ranked together."""
+    if a.within_layer or b.within_layer:
+        return list(_rows_of_layers(a.keep).values())
+    return [slice(0, a.keep.n_atoms)]
+
+
+def _sizes(keep: KeepMask) -> list[tuple[int, int]]:
+    return list(keep.shapes().values())
+
+
+def _atoms(keep: KeepMask, rows: np.ndarray) -> pd.DataFrame:
+    """Columns layer, expert, atom of some rows (n,) of a mask."""
+    starts = np.array([own.start for own in _rows_of_layers(keep).values()])
+    place = np.searchsorted(starts, rows, side="right") - 1
+    widths = np.array([d_inter for _, d_inter in _sizes(keep)])[place]
+    expert, atom = np.divmod(rows - starts[place], widths)
+    columns = np.array(keep.layers)[place], expert, atom
+    return pd.DataFrame(dict(zip(KEYS, columns, strict=True)))
+
+
+# --- checks -----------------------------------------------------------------------
+
+
+def check_same_model(a: KeepMask, b: KeepMask) -> None:
+    """Check that two masks have the same layers, experts and atoms.
+
+    Raises:
+        SpecError: they differ, so that they are of different models.
+    """
+    if a.shapes() == b.shapes():
+        return
+    raise SpecError(
+        f"the masks are of different models: the second has (experts, atoms) by layer "
+        f"{b.shapes()}, expected those of the first, {a.shapes()}; select both from "
+        "tables of one model"
+    )
+
+
+def _check_scored(a: ScoredMask, b: ScoredMask) -> None:
+    """Check that both are of one model, with a score for each atom.
+
+    Raises:
+        SpecError: they are not.
+    """
+    check_same_model(a.keep, b.keep)
+    for own in (a, b):
+        if own.scores.shape != (own.keep.n_atoms,):
+            raise SpecError(
+                f"the scores of {own.label} have the shape {own.scores.shape}, "
+                f"expected ({own.keep.n_atoms},): one for each atom of the mask"
+            )
+    if a.model is not None and b.model is not None and dict(a.model) != dict(b.model):
+        names = sorted({*a.model, *b.model})
+        differ = [name for name in names if a.model.get(name) != b.model.get(name)]
+        raise SpecError(
+            f"the scores of {a.label} and {b.label} were measured on different models, "
+            f"expected one: they differ in {', '.join(differ)}; measure both on one"
+        )

@@ -1,0 +1,344 @@
+"""Two masks compared: counts, chance, ranks and single atoms, against Python sets."""
+
+import itertools
+import math
+import statistics
+import warnings
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from random_tables import random_table
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.pruning.mask_diff import (
+    ScoredMask,
+    cut,
+    overlap,
+    overlap_in_all,
+    overlap_text,
+    rank_agreement,
+    rank_agreement_in_all,
+    rank_points,
+    ranks,
+    removed_by_one,
+    spearman,
+)
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
+
+SHAPES = {1: (3, 5), 4: (2, 7)}
+"""Of layers that differ, and whose numbers are not their positions."""
+Atom = tuple[int, int, int]
+
+
+def scored(label: str, seed: int, share: float = 0.4, **options: Any) -> ScoredMask:
+    """Random scores, of which the lowest are removed."""
+    rng = np.random.default_rng(seed)
+    scores = rng.choice(40, 29) + rng.integers(0, 2, 29) / 2  # with ties
+    kept = np.ones(29, bool)
+    kept[np.argsort(scores, kind="stable")[: int(share * 29)]] = False
+    like = KeepMask({k: np.ones(shape, bool) for k, shape in SHAPES.items()})
+    return ScoredMask(label, KeepMask.from_rows(like, kept), scores, **options)
+
+
+def atoms() -> list[Atom]:
+    """All atoms, in the order of the rows."""
+    return [
+        (layer, expert, atom)
+        for layer, (n_experts, d_inter) in SHAPES.items()
+        for expert in range(n_experts)
+        for atom in range(d_inter)
+    ]
+
+
+def chance(n: int, n_a: int, n_b: int) -> tuple[float, float]:
+    """Mean and standard deviation of `both`, by counting the masks that give it."""
+    masks = [math.comb(n_a, k) * math.comb(n - n_a, n_b - k) for k in range(n_b + 1)]
+    mean = sum(k * ways for k, ways in enumerate(masks)) / sum(masks)
+    squares = sum((k - mean) ** 2 * ways for k, ways in enumerate(masks))
+    return mean, math.sqrt(squares / sum(masks))
+
+
+def removed(keep: KeepMask) -> set[Atom]:
+    """The removed atoms, one by one."""
+    return {(k, e, i) for k, e, i in atoms() if not keep.by_layer(k)[e, i]}
+
+
+@pytest.mark.parametrize("by", ["layer", "expert"])
+def test_overlap_is_that_of_sets(by: str) -> None:
+    """Every count and quotient; chance by counting masks."""
+    a, b = scored("A", 1), scored("B", 2, share=0.7)
+    found = overlap(a.keep, b.keep, by=by)
+    keys = ["layer", "expert"][: 1 if by == "layer" else 2]
+    places = dict.fromkeys(place[: len(keys)] for place in atoms())
+    assert [*found[keys].itertuples(index=False, name=None)] == [*places]
+    for row, place in zip(found.to_dict("records"), places, strict=True):
+        mine, other, every = (
+            {atom for atom in own if atom[: len(place)] == place}
+            for own in (removed(a.keep), removed(b.keep), set(atoms()))
+        )
+        counts = [len(every), len(mine), len(other), len(mine & other)]
+        names = ["n_atoms", "removed_a", "removed_b", "both"]
+        assert [row[name] for name in names] == counts
+        mean, sd = chance(len(every), len(mine), len(other))
+        assert row["expected"] == pytest.approx(mean)
+        assert row["sd"] == pytest.approx(sd)
+        if mine | other:
+            assert row["jaccard"] == len(mine & other) / len(mine | other)
+        if mine:
+            assert row["share_of_a"] == len(mine & other) / len(mine)
+        if other:
+            assert row["share_of_b"] == len(mine & other) / len(other)
+        if sd:
+            assert row["z"] == pytest.approx((len(mine & other) - mean) / sd)
+
+
+def test_the_whole_model_is_the_sum_of_its_layers() -> None:
+    """Counts and chance, given each layer's numbers: layer by layer."""
+    a, b = scored("A", 1), scored("B", 2, share=0.7)
+    found = overlap_in_all(overlap(a.keep, b.keep)).iloc[0]
+    mine, other = removed(a.keep), removed(b.keep)
+    assert found["both"] == len(mine & other)
+    assert found["jaccard"] == len(mine & other) / len(mine | other)
+    chances = []
+    for layer, (n_experts, d_inter) in SHAPES.items():
+        n_a, n_b = (sum(x[0] == layer for x in own) for own in (mine, other))
+        chances.append(chance(n_experts * d_inter, n_a, n_b))
+    expected = sum(mean for mean, _ in chances)
+    sd = math.hypot(*(sd for _, sd in chances))
+    assert found["expected"] == pytest.approx(expected)
+    assert found["sd"] == pytest.approx(sd)
+    assert found["z"] == pytest.approx((found["both"] - expected) / sd)
+    of_all, _ = chance(29, len(mine), len(other))
+    assert found["expected"] != pytest.approx(of_all)  # layers lose different shares
+
+
+def test_what_is_divided_by_nothing_is_missing() -> None:
+    """A layer of which one removes nothing, and one that both remove whole."""
+    none, whole = np.ones((2, 3), bool), np.zeros((2, 3), bool)
+    some = np.array([[True, False, True], [True, True, True]])
+    a = KeepMask({0: none, 1: whole, 2: none})
+    b = KeepMask({0: some, 1: whole, 2: none})
+    found = overlap(a, b)
+    assert found["share_of_a"].isna().tolist() == [True, False, True]
+    assert found["jaccard"].fillna(-1).tolist() == [0, 1, -1]
+    assert found["z"].isna().all()  # chance cannot vary
+    assert overlap_in_all(found)["share_of_b"].tolist() == [6 / 7]
+
+
+def test_counts_of_large_layers_do_not_overflow() -> None:
+    """2²⁰ atoms of a layer: four such factors are beyond 64 bits."""
+    half = np.ones((64, 16384), bool)
+    half[:, ::2] = False
+    found = overlap(KeepMask({0: half}), KeepMask({0: ~half})).iloc[0]
+    assert (found["both"], found["expected"]) == (0, 2**18)
+    variance = Fraction((2**19) ** 4, 2**40 * (2**20 - 1))
+    assert found["sd"] == pytest.approx(math.sqrt(variance))
+
+
+def test_a_sentence_for_each_side_that_differs() -> None:
+    """One if both remove as many; both shares if not; and if there is nothing."""
+    a, b, more = scored("A", 1), scored("B", 2), scored("C", 2, share=0.7)
+    mine, other = removed(a.keep), removed(b.keep)
+    share = len(mine & other) / 11
+    expected = overlap_in_all(overlap(a.keep, b.keep))["expected"][0] / 11
+    assert overlap_text(a, b) == (
+        f"B removes {share:.1%} of the 11 atoms that A removes; chance would be "
+        f"{expected:.1%}."
+    )
+    text = overlap_text(a, more)
+    assert "of the 11 atoms that A removes" in text
+    assert "of the 20 atoms that C removes" in text
+    none = scored("D", 3, share=0.0)
+    assert overlap_text(a, none) == "Nothing to compare: D removes no atoms."
+
+
+# --- ranks ------------------------------------------------------------------------
+
+
+def rank_by_hand(own: ScoredMask, row: int, among: list[int]) -> float:
+    """The share of `among` that are removed before a row or with it."""
+    mine = own.scores[row], row
+    return sum((own.scores[other], other) <= mine for other in among) / len(among)
+
+
+@pytest.mark.parametrize("within", [(False, False), (False, True), (True, True)])
+def test_ranks_count_what_goes_before(within: tuple[bool, bool]) -> None:
+    """Of all atoms, or of the layer's for both as soon as one ranks in layers."""
+    a = scored("A", 1, within_layer=within[0])
+    b = scored("B", 2, within_layer=within[1])
+    layers = [layer for layer, _, _ in atoms()]
+    for own, found in zip((a, b), ranks(a, b), strict=True):
+        for row, layer in enumerate(layers):
+            among = [k for k, other in enumerate(layers) if other == layer]
+            among = among if any(within) else list(range(29))
+            assert found[row] == pytest.approx(rank_by_hand(own, row, among))
+
+
+def average_ranks(values: list[float]) -> list[float]:
+    """Of equal values, the mean of their places."""
+    return [
+        statistics.mean(
+            place for place, other in enumerate(sorted(values)) if other == value
+        )
+        for value in values
+    ]
+
+
+def test_agreement_is_the_correlation_of_average_ranks() -> None:
+    """By layer and in all, with ties, by the definition of Spearman's correlation."""
+    a, b = scored("A", 1), scored("B", 2)
+    found = rank_agreement(a, b)
+    layers = np.array([layer for layer, _, _ in atoms()])
+    expected = {
+        layer: statistics.correlation(
+            average_ranks(a.scores[layers == layer].tolist()),
+            average_ranks(b.scores[layers == layer].tolist()),
+        )
+        for layer in SHAPES
+    }
+    assert dict(zip(found["layer"], found["n_atoms"], strict=True)) == {1: 15, 4: 14}
+    assert found["spearman"].tolist() == pytest.approx([*expected.values()])
+    whole = [average_ranks(own.scores.tolist()) for own in (a, b)]
+    assert rank_agreement_in_all(a, b) == pytest.approx(statistics.correlation(*whole))
+    inside = scored("B", 2, within_layer=True)
+    mean = (15 * expected[1] + 14 * expected[4]) / 29
+    assert rank_agreement_in_all(a, inside) == pytest.approx(mean)
+
+
+def test_constant_scores_have_no_agreement() -> None:
+    """Missing and silent, in one layer (of which the mean has the others) or in all."""
+    a, b = scored("A", 1, within_layer=True), scored("B", 2)
+    b.scores[:15] = 0.0
+    found = rank_agreement(a, b)["spearman"]
+    assert found.isna().tolist() == [True, False]
+    assert rank_agreement_in_all(a, b) == found[1]
+    b.scores[:] = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert math.isnan(rank_agreement_in_all(a, b))
+        assert math.isnan(spearman(np.ones(1), np.ones(1)))
+
+
+def test_a_cut_exists_only_where_ranks_decide() -> None:
+    """The highest removed rank; none if an atom below it is kept, or all are."""
+    a, b = scored("A", 1), scored("B", 2)
+    rank, _ = ranks(a, b)
+    gone = ~a.keep.rows
+    assert cut(gone, rank) == pytest.approx(11 / 29)
+    assert math.isnan(cut(np.zeros(29, bool), rank))
+    gone[np.argmin(rank)] = False
+    assert math.isnan(cut(gone, rank))
+
+
+def test_points_are_a_fixed_sample_of_all_atoms() -> None:
+    """All if they fit; else the same each time, with ranks and cuts of all."""
+    a, b = scored("A", 1), scored("B", 2)
+    every = rank_points(a, b)
+    assert [*every[["layer", "expert", "atom"]].itertuples(index=False, name=None)] == (
+        atoms()
+    )
+    fates = [
+        {(0, 0): "neither", (1, 0): "a", (0, 1): "b", (1, 1): "both"}[
+            atom in removed(a.keep), atom in removed(b.keep)
+        ]
+        for atom in atoms()
+    ]
+    assert every["removed_by"].tolist() == fates
+    some = rank_points(a, b, most=10)
+    assert len(some) == 10
+    assert some.attrs == every.attrs
+    assert every.attrs["n_atoms"] == 29
+    assert every.attrs["cut_a"] == pytest.approx(11 / 29)
+    pd.testing.assert_frame_equal(some, rank_points(a, b, most=10))
+    pd.testing.assert_frame_equal(some.merge(every), some)
+
+
+def test_atoms_that_one_removes_are_sorted_by_the_others_need() -> None:
+    """Those of the symmetric difference, each with its own scores and ranks."""
+    a, b = scored("A", 1), scored("B", 2, share=0.7)
+    found = removed_by_one(a, b)
+    rows = [*found[["layer", "expert", "atom"]].itertuples(index=False, name=None)]
+    mine, other = removed(a.keep), removed(b.keep)
+    assert set(rows) == mine ^ other
+    assert len(rows) == len(set(rows))
+    needed = []
+    for atom, row in zip(rows, found.itertuples(), strict=True):
+        place = atoms().index(atom)
+        assert row.removed_by == ("a" if atom in mine else "b")
+        assert (row.score_a, row.score_b) == (a.scores[place], b.scores[place])
+        everything = list(range(29))
+        assert row.rank_a == pytest.approx(rank_by_hand(a, place, everything))
+        assert row.rank_b == pytest.approx(rank_by_hand(b, place, everything))
+        needed.append(row.rank_b if atom in mine else row.rank_a)
+    assert needed == sorted(needed, reverse=True)
+
+
+def test_a_selection_brings_its_scores() -> None:
+    """With options of the estimator, and the scope in which atoms are ranked."""
+    table = random_table(2, 2, 4)
+    choice = Selection(0.5, "random", scope="layer", estimator_options=(("seed", 3),))
+    made = ScoredMask.select("A", table, choice)
+    assert made.scores.tolist() == table.score("random", seed=3).tolist()
+    assert made.within_layer
+    assert made.keep.layer_ratios().tolist() == [0.5, 0.5]
+    rank, _ = ranks(made, made)
+    assert cut(~made.keep.rows, rank) == 0.5
+
+
+# --- refusals ---------------------------------------------------------------------
+
+
+def test_masks_of_different_models_are_refused() -> None:
+    """By their shapes, and, where both are known, by what was measured."""
+    a = scored("A", 1, model={"weights": "1", "class": "x"})
+    other = KeepMask({1: np.ones((3, 5), bool), 4: np.ones((2, 6), bool)})
+    with pytest.raises(SpecError, match=r"4: \(2, 6\)\}, expected .*4: \(2, 7\)"):
+        overlap(a.keep, other)
+    b = scored("B", 2, model={"weights": "2", "class": "x"})
+    for compare in (ranks, rank_agreement, rank_points, removed_by_one):
+        with pytest.raises(SpecError, match=r"different models.*differ in weights;"):
+            compare(a, b)
+    assert len(ranks(a, scored("B", 2))[0]) == 29  # of an unknown model
+
+
+def test_what_cannot_be_compared_is_named() -> None:
+    """Too few scores, and an unknown way to count."""
+    a = scored("A", 1)
+    short = ScoredMask("B", a.keep, a.scores[:-1])
+    with pytest.raises(SpecError, match=r"of B have the shape \(28,\), expected \(29,"):
+        rank_agreement(a, short)
+    with pytest.raises(SpecError, match="by is 'atom', expected 'layer' or 'expert'"):
+        overlap(a.keep, a.keep, by="atom")
+
+
+def test_the_model_is_that_of_the_table() -> None:
+    """Tables say what they were measured on."""
+    table = random_table(2, 2, 4)
+    assert ScoredMask.select("A", table, Selection(0.5)).model is None
+    spec = {"model": {"weights": "1"}}
+    known = ImportanceTable.from_frame(table.frame, spec=spec)
+    assert ScoredMask.select("A", known, Selection(0.5)).model == spec["model"]
+
+
+def test_chance_by_every_mask_there_is() -> None:
+    """All masks of three atoms in one layer and one of two in another."""
+    a = KeepMask({0: [[False, False, True]], 1: [[False, True]]})
+    b_rows = [
+        [*first, *second]
+        for first in itertools.product([True, False], repeat=3)
+        for second in itertools.product([True, False], repeat=2)
+        if sum(first) == 2 and sum(second) == 1
+    ]
+    found = [
+        overlap_in_all(overlap(a, KeepMask.from_rows(a, rows))).iloc[0]
+        for rows in b_rows
+    ]
+    both = [row["both"] for row in found]
+    assert len(found) == 6
+    assert found[0]["expected"] == pytest.approx(statistics.mean(both))
+    assert found[0]["sd"] == pytest.approx(statistics.pstdev(both))
