@@ -105,11 +105,22 @@ def check_calibration(session: PruningSession, bench: "Workbench") -> None:
     asked, table = resolved(session.calibration, bench), session.table
     found = calibration_of(table)
     drawn = "seed" in (table.metadata.get("provenance") or {}).get("calibration", {})
-    if found is None or not drawn or _windows(found) != _windows(asked):
+    same = found is not None and drawn and _same_windows(found, asked, session, bench)
+    if not same:
         raise SpecError(
             f"the table was measured on: {describe_calibration(table)}, and the panel "
             f"is calibrated on {asked}: open the panel with the table's calibration"
         )
+
+
+def _same_windows(
+    found: Calibration, asked: Calibration, session: PruningSession, bench: "Workbench"
+) -> bool:
+    """Of the same settings, or, as of a file that was moved, of the same tokens."""
+    if _windows(found) == _windows(asked):
+        return True
+    measured = (session.table.metadata.get("spec") or {}).get("calibration")
+    return measured == bench.calibration_set(asked).fingerprint
 
 
 def resolved(calibration: Calibration, bench: "Workbench") -> Calibration:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from commands import run
 
+from heapr_lab.errors import SpecError
 from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.same_code import check_calibration
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -149,3 +152,18 @@ def test_own_text_is_counted_in_windows(bench: Workbench, root: Path) -> None:
     panel.export.code.selected_index = 0
     panel.export.weights.value = "unchanged"
     assert "--own-text 0.3" in text_of(panel.export.code.command)
+
+
+def test_a_text_that_was_moved_is_the_same(bench: Workbench, root: Path) -> None:
+    """The table in the cache names the old file, whose windows were the same."""
+    text, moved = root / "text.txt", root / "moved.txt"
+    panel = explore(bench, corpora=(), tasks=(), calibration=Calibration(str(text)))
+    table = panel.session.table
+    moved.write_bytes(text.read_bytes())
+    calibration = Calibration(str(moved))
+    session = PruningSession(table, workbench=bench, calibration=calibration)
+    check_calibration(session, bench)
+    moved.write_text("other words. " * 2000, "utf-8")
+    fresh = open_workbench(str(root / "moe"), profile="small")
+    with pytest.raises(SpecError, match="the table was measured on"):
+        check_calibration(session, fresh)
