@@ -1,4 +1,7 @@
-"""Linear maps of tokens sorted by expert: forward and backward, summed in float32."""
+"""Linear maps of tokens sorted by expert: forward and backward, summed in float32.
+
+Shapes: T tokens of width D, n routed rows sorted by expert, E experts of width I.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +45,136 @@ def routed_linear(
     else:
         out = _RoutedLinear.apply(x, weight, tokens.tolist())
     return out if bias is None else out + bias[experts]
+
+
+def gathered_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    rows: torch.Tensor,
+    experts: torch.Tensor,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """The product of each routed token and its expert's matrix.
+
+    On a CPU the tokens of one expert at a time are gathered, which stay in the
+    processor's cache; all of them would be as large as K times the layer's input.
+
+    Shapes: x (T, D); weight (E, out, D); bias (E, out); rows (n,) the token of each
+    row; experts (n,); tokens (E,), those of `rows_of_experts`; out (n, out).
+    """
+    if x.is_cuda:
+        return routed_linear(x[rows], weight, bias, experts, tokens)
+    out: torch.Tensor = _GatheredLinear.apply(x, weight, rows, tokens.tolist())
+    return out if bias is None else out + bias[experts]
+
+
+def scattered_linear(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    p: torch.Tensor,
+    *,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    n_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of p W h over the rows of each token, and the norms ‖W h‖ of all rows.
+
+    No row's output is kept, because the gradient of p is ⟨g, W h⟩ = ⟨Wᵀ g, h⟩.
+
+    Shapes: h (n, I); weight (E, D, I); p (n,); rows (n,) the token of each row; tokens
+    (E,), those of `rows_of_experts`; results (n_tokens, D) and (n,), of which the norms
+    have no gradient.
+    """
+    made: tuple[torch.Tensor, torch.Tensor] = _ScatteredLinear.apply(
+        h, weight, p, rows, tokens.tolist(), n_tokens
+    )
+    return made
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """Row k of the result is W x[rows[k]], with the W of its expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: list[int],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, rows)
+        ctx.tokens, ctx.n_tokens, ctx.dtype = tokens, len(x), x.dtype
+        out = x.new_empty(len(rows), weight.shape[1], dtype=weight.dtype)
+        for w, own, y in _by_expert(tokens, weight, rows, out):
+            torch.mm(x.index_select(0, own).to(w.dtype), w.T, out=y)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        x, weight, rows = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            shape = ctx.n_tokens, weight.shape[2]
+            total = grad.new_zeros(shape, dtype=accumulating_dtype(grad))
+            for w, own, g in _by_expert(ctx.tokens, weight, rows, grad):
+                total.index_add_(0, own, (g @ w).to(total.dtype))
+            grad_x = total.to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+            for w, own, g in _by_expert(ctx.tokens, grad_weight, rows, grad):
+                torch.mm(g.T, x.index_select(0, own).to(w.dtype), out=w)
+        return grad_x, grad_weight, None, None
+
+
+class _ScatteredLinear(torch.autograd.Function):
+    """The sum of p W h over the rows of each token, and the norms of W h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: torch.Tensor,
+        weight: torch.Tensor,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: list[int],
+        n_tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(h, weight, p, rows)
+        ctx.tokens = tokens
+        wide = torch.promote_types(weight.dtype, p.dtype)
+        total = h.new_zeros(n_tokens, weight.shape[1], dtype=wide)
+        norms = h.new_empty(len(h), dtype=accumulating_dtype(weight))
+        for w, x, q, own, sizes in _by_expert(tokens, weight, h, p, rows, norms):
+            y = x.to(w.dtype) @ w.T
+            torch.linalg.vector_norm(y, dim=1, dtype=norms.dtype, out=sizes)
+            total.index_add_(0, own, (y * q[:, None]).to(wide))
+        ctx.mark_non_differentiable(norms)
+        return total, norms
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor, _norms: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        h, weight, p, rows = ctx.saved_tensors
+        grad_h, grad_p = torch.empty_like(h), torch.empty_like(p)
+        inputs = _by_expert(ctx.tokens, weight, h, p, rows, grad_h, grad_p)
+        for w, x, q, own, back_x, back_q in inputs:
+            back = grad.index_select(0, own).to(w.dtype) @ w
+            back_q.copy_((back * x).sum(1, dtype=accumulating_dtype(back)))
+            torch.mul(back, q[:, None], out=back_x)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+            for w, x, q, own in _by_expert(ctx.tokens, grad_weight, h, p, rows):
+                g = grad.index_select(0, own) * q[:, None]
+                torch.mm(g.T.to(w.dtype), x.to(w.dtype), out=w)
+        return grad_h, grad_weight, grad_p, None, None, None
 
 
 class _RoutedLinear(torch.autograd.Function):

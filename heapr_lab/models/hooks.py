@@ -26,8 +26,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import (
     accumulating_dtype,
+    gathered_linear,
     routed_linear,
     rows_of_experts,
+    scattered_linear,
 )
 from heapr_lab.models.moments import LayerMoments
 from heapr_lab.models.ragged_experts import activate, normalises
@@ -297,13 +299,20 @@ def _routed_forward(
     n_slots = top_k_index.shape[-1]
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (n,)
     tokens = rows_of_experts(experts, layer.n_experts)
-    x = hidden_states[order // n_slots]  # (n, D)
+    of_tokens = order // n_slots  # (n,)
     p = top_k_weights.reshape(-1)[order]  # (n,)
 
-    rows = routed_linear(x, layer.up_rows, layer.up_bias, experts, tokens)
+    rows = gathered_linear(
+        hidden_states,
+        layer.up_rows,
+        layer.up_bias,
+        rows=of_tokens,
+        experts=experts,
+        tokens=tokens,
+    )
     h = activate(module, rows)  # (n, I)
     if observer is not None:
-        observer.observe(h, p=p, rows=order // n_slots, tokens=tokens.tolist())
+        observer.observe(h, p=p, rows=of_tokens, tokens=tokens.tolist())
     new = None if edit is None else _like(layer, edit.new_down)
     down = layer.down if new is None else new
     if edit is not None:
@@ -311,13 +320,28 @@ def _routed_forward(
     call = {"probe": probe, "tokens": tokens}
     if probe is not None:
         h = _Accounting.apply(h, p.detach(), call)
-    out = routed_linear(h, down, layer.down_bias, experts, tokens)  # (n, D)
-    if probe is not None:
+    if h.is_cuda or layer.down_bias is not None or normalises(module):
+        out = routed_linear(h, down, layer.down_bias, experts, tokens)  # (n, D)
         call["out_norm"] = out.detach().norm(dim=-1, dtype=accumulating_dtype(out))
+        total = _combined(module, out, p, order, n_slots)
+    else:
+        total, call["out_norm"] = scattered_linear(
+            h, down, p, rows=of_tokens, tokens=tokens, n_tokens=len(hidden_states)
+        )
+    result: torch.Tensor = total.to(hidden_states.dtype)
+    return result
+
+
+def _combined(
+    module: Any, out: torch.Tensor, p: torch.Tensor, order: torch.Tensor, n_slots: int
+) -> torch.Tensor:
+    """The weighted sum of the outputs of each token's experts, (T, D).
+
+    Shapes: out (n, D) and p (n,) sorted by expert; order (n,) the slot of each row.
+    """
     if normalises(module):
         out = module.post_expert_norm(out)
     weighted = out * p[:, None]
     unsorted = torch.empty_like(weighted).index_copy(0, order, weighted)
-    total = unsorted.unflatten(0, (-1, n_slots)).sum(1)
-    result: torch.Tensor = total.to(hidden_states.dtype)
-    return result
+    total: torch.Tensor = unsorted.unflatten(0, (-1, n_slots)).sum(1)
+    return total

@@ -1,0 +1,116 @@
+"""Maps of routed tokens against loops over rows, forward and backward."""
+
+import pytest
+import torch
+
+from heapr_lab.models.grouped_linear import (
+    gathered_linear,
+    rows_of_experts,
+    scattered_linear,
+)
+
+T, D, WIDTH, E, K = 7, 5, 3, 4, 2
+"""Expert 2 has no rows."""
+
+
+def routed(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The token and the expert of each row, sorted by expert; rows of each expert."""
+    generator = torch.Generator().manual_seed(seed)
+    used = torch.tensor([0, 1, 3])
+    chosen = torch.stack(
+        [used[torch.randperm(3, generator=generator)[:K]] for _ in range(T)]
+    )
+    experts, order = torch.sort(chosen.reshape(-1), stable=True)
+    return order // K, experts, rows_of_experts(experts, E)
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Random values with a gradient."""
+    return torch.randn(*shape, dtype=dtype).requires_grad_()
+
+
+def assert_same_gradients(
+    found: torch.Tensor, expected: torch.Tensor, leaves: list[torch.Tensor]
+) -> None:
+    """The same result, and gradients of a random direction."""
+    torch.testing.assert_close(found, expected)
+    direction = torch.randn_like(found)
+    got = torch.autograd.grad(found, leaves, direction)
+    want = torch.autograd.grad(expected, leaves, direction)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gathered_linear(with_bias: bool) -> None:
+    """Each row is its token's, with its expert's matrix; a token has several rows."""
+    rows, experts, tokens = routed()
+    x, weight, bias = leaf(T, D), leaf(E, WIDTH, D), leaf(E, WIDTH)
+    own = bias if with_bias else None
+    found = gathered_linear(x, weight, own, rows=rows, experts=experts, tokens=tokens)
+    expected = torch.stack(
+        [
+            weight[e] @ x[t] + (bias[e] if with_bias else 0)
+            for t, e in zip(rows.tolist(), experts.tolist(), strict=True)
+        ]
+    )
+    assert_same_gradients(found, expected, [x, weight, bias][: 2 + with_bias])
+
+
+def test_scattered_linear() -> None:
+    """The weighted sum over a token's rows, and the norms before the weights."""
+    rows, experts, tokens = routed()
+    h, weight, p = leaf(T * K, WIDTH), leaf(E, D, WIDTH), leaf(T * K)
+    found, norms = scattered_linear(h, weight, p, rows=rows, tokens=tokens, n_tokens=T)
+    expected = torch.zeros(T, D, dtype=torch.float64)
+    for k, (t, e) in enumerate(zip(rows.tolist(), experts.tolist(), strict=True)):
+        out = weight[e] @ h[k]
+        torch.testing.assert_close(norms[k], out.norm())
+        expected = expected.index_add(0, torch.tensor([t]), (p[k] * out)[None])
+    assert_same_gradients(found, expected, [h, weight, p])
+    assert not norms.requires_grad
+
+
+def test_a_token_without_rows_is_zero() -> None:
+    """As a dropped token of a router that drops."""
+    rows, tokens = torch.tensor([0, 2]), torch.tensor([1, 1])
+    h, weight, p = leaf(2, WIDTH), leaf(2, D, WIDTH), leaf(2)
+    total, _ = scattered_linear(h, weight, p, rows=rows, tokens=tokens, n_tokens=3)
+    assert (total[1] == 0).all()
+    x = leaf(3, D)
+    out = gathered_linear(
+        x,
+        leaf(2, WIDTH, D),
+        None,
+        rows=rows,
+        experts=torch.tensor([0, 1]),
+        tokens=tokens,
+    )
+    (grad,) = torch.autograd.grad(out.sum(), [x])
+    assert (grad[1] == 0).all()
+
+
+def test_bfloat16_is_summed_in_single_precision() -> None:
+    """Weights in bfloat16 and routing weights in float32, as under most routers."""
+    rows, experts, tokens = routed()
+    x = leaf(T, D, dtype=torch.bfloat16)
+    up, down = (leaf(*s, dtype=torch.bfloat16) for s in ((E, WIDTH, D), (E, D, WIDTH)))
+    p = leaf(T * K, dtype=torch.float32)
+    h = gathered_linear(x, up, None, rows=rows, experts=experts, tokens=tokens)
+    total, norms = scattered_linear(h, down, p, rows=rows, tokens=tokens, n_tokens=T)
+    assert (h.dtype, total.dtype, norms.dtype) == (
+        torch.bfloat16, torch.float32, torch.float32
+    )  # fmt: skip
+    grads = torch.autograd.grad(total.sum(), [x, up, down, p])
+    wide = [t.detach().double().requires_grad_() for t in (x, up, down, p)]
+    h64 = gathered_linear(
+        wide[0], wide[1], None, rows=rows, experts=experts, tokens=tokens
+    )
+    total64, _ = scattered_linear(
+        h64, wide[2], wide[3], rows=rows, tokens=tokens, n_tokens=T
+    )
+    expected = torch.autograd.grad(total64.sum(), wide)
+    torch.testing.assert_close(total.double(), total64, rtol=0.02, atol=0.02)
+    for one, other in zip(grads, expected, strict=True):
+        assert one.dtype in (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(one.double(), other, rtol=0.03, atol=0.05)
