@@ -208,6 +208,7 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append((name, f"{before:.2f} → {after:.2f}"))
     if not manifest.get("perplexity"):
         rows.append(("perplexity", "not measured"))
+    rows.append(("reloaded", manifest.get("reloaded", "not checked")))
     return rows
 
 

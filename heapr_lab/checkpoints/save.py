@@ -7,7 +7,7 @@ a pruning can be repeated or audited.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ def save_pruned(
     source: Path | None = None,
     facts: Mapping[str, Any] | None = None,
     max_shard_size: str = "5GB",
+    check: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write a model of `prune` with tokenizer, mask, manifest and card.
 
@@ -71,6 +72,8 @@ def save_pruned(
             they were changed besides slicing; by default as `compensate` recorded).
         max_shard_size: largest size of a safetensors file; a streamed model has a file
             for each layer.
+        check: called with the folder when it can be loaded, before it has its name; it
+            returns further facts. If it raises, nothing is left.
 
     Returns:
         `folder`.
@@ -104,6 +107,7 @@ def save_pruned(
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
         facts |= what_is_dropped(_dense_skeleton(model), base)
         facts |= other_parts(model, partial, base=base)
+        facts |= {} if check is None else check(partial)
         describe(
             partial,
             keep,

@@ -90,7 +90,7 @@ def load_model(
     refuse_format(path, config)
     tokenizer = read_tokenizer(path)
     if stream == "auto":
-        free = _free_memory(device)
+        free = free_memory(device)
         why = _why_streamed(config, chosen, free, length, on_gpu=on_gpu)
         if why is not None:
             logger.warning("%s", why)
@@ -102,9 +102,29 @@ def load_model(
     model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
         model.to("cpu" if device == "auto" else device)
+    return _ready(model), tokenizer
+
+
+def load_like(folder: Path, model: Any) -> Any:
+    """The model in `folder`, of the dtype of `model`, on its devices, streamed as it.
+
+    Raises:
+        SpecError: the files are damaged.
+        LayoutError: the model cannot be streamed.
+    """
+    stream = stream_of(model)
+    if stream is not None:
+        return _streamed(str(folder), stream.dtype, stream.device, stream.host_memory)
+    spread = len(getattr(model, "hf_device_map", {})) > 1
+    placement = "auto" if spread else None
+    found = read_weights(folder, dtype=model.dtype, device_map=placement)
+    return _ready(found if spread else found.to(model.device))
+
+
+def _ready(model: Any) -> Any:
     if model.dtype == torch.float64:  # the default, grouped kernels do not support it
         model.set_experts_implementation("eager")
-    return model.eval(), tokenizer
+    return model.eval()
 
 
 def _streamed(
@@ -120,9 +140,7 @@ def _streamed(
     stream = stream_of(model)
     assert stream is not None
     stream.host_memory = budget
-    if model.dtype == torch.float64:
-        model.set_experts_implementation("eager")
-    with evaluating(model):
+    with evaluating(_ready(model)):
         LayerByLayer(model, [torch.zeros(1, 2, dtype=torch.long)])
     return model
 
@@ -144,7 +162,7 @@ def _why_streamed(
     return why_streamed(config, sizes, Work(1, seq_len, 0, dtype.itemsize, kind), free)
 
 
-def _free_memory(device: str) -> int:
+def free_memory(device: str) -> int:
     """Free bytes of a GPU, of all GPUs (`auto`), or of the machine."""
     gpus: list[Any] = [device] if device.startswith("cuda") else []
     if device == "auto" and torch.cuda.is_available():

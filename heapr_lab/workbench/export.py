@@ -41,6 +41,7 @@ from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.storage.hashing import without_nan
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
+from heapr_lab.workbench.reloading import Check, reload_check
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
@@ -363,9 +364,13 @@ def write_checkpoint(
         bench: the dense model, which is not changed.
         facts: the result of `facts_of`.
         corpora: corpora on whose test splits the card's perplexities are measured, with
-            the weights that are written.
+            the weights that are written. On the first, the files are compared with the
+            model in memory.
         base: name of the dense model; by default where it was loaded from.
         report: called with the progress.
+
+    Raises:
+        CacheError: the files, loaded again, have another loss; nothing is left.
     """
     compensation = made.compensation
     downs = None if compensation is None else compensation.downs
@@ -384,6 +389,7 @@ def write_checkpoint(
     else:
         _round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, report) for name in corpora}
+    check = _check(bench, pruned, corpora, report)
     if stream is None and stored != pruned.dtype:
         _cast_for_files(pruned, stored)
     report(1, 1, f"writing {out} in {dtype_name(stored)}")
@@ -394,7 +400,26 @@ def write_checkpoint(
         base=base,
         source=None if source is None else source.folder,
         facts=facts | ({"perplexity": change} if change else {}),
+        check=check,
     )
+
+
+def _check(
+    bench: Workbench, pruned: Any, corpora: Sequence[str], report: Report
+) -> Check | None:
+    """What loads the folder again, if there is held-out text to compare on."""
+    if not corpora:
+        return None
+    corpus = corpora[0]
+    report(0, 1, f"loss on {corpus}, to compare with that of the files")
+    windows = bench.test_windows(corpus)
+    check = reload_check(pruned, windows, like=bench.model, corpus=corpus)
+
+    def reported(folder: Path) -> dict[str, str]:
+        report(0, 1, "loading the files again")
+        return check(folder)
+
+    return reported
 
 
 def _trained(

@@ -1,0 +1,147 @@
+"""What is written is loaded again before it gets its name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_folder import write_model, write_text
+
+from heapr_lab.checkpoints import save
+from heapr_lab.errors import CacheError
+from heapr_lab.models.loading import load_like, load_model
+from heapr_lab.pruning.options import Selection
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench import export, reloading
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a text."""
+    folder = tmp_path_factory.mktemp("reloading")
+    write_model(folder / "moe")
+    write_text(folder / "text.txt", n_texts=60)
+    return folder
+
+
+def write(
+    root: Path, out: Path, *, weights: str = "unchanged", **options: Any
+) -> dict[str, Any]:
+    """Export half of the model; the manifest."""
+    structure = options.pop("structure", "ragged")
+    bench: Workbench = open_workbench(str(root / "moe"), profile="small", **options)
+    text = str(root / "text.txt")
+    setting = Setting(Selection(0.5, structure=structure), Calibration(text))
+    table = bench.importance(setting.calibration)
+    silent: Any = lambda *_args, **_options: None  # noqa: E731
+    made = export.choose(
+        bench, table, setting, weights=weights, after=export.Afterwards(), report=silent
+    )
+    facts = export.facts_of(table, made.keep, source=bench.source)
+    export.write_checkpoint(
+        out, made, bench, facts=facts, corpora=[text], report=silent
+    )
+    found: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weights": "compensated"},
+        {"structure": "uniform"},
+        {"dtype": "float64"},
+        {"dtype": "bfloat16"},
+        {"stream": True},
+    ],
+    ids=str,
+)
+def test_the_card_says_what_was_compared(
+    root: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Each structure, way of weights and dtype; ragged and float32 to every bit."""
+    manifest = write(root, tmp_path / "out", **options)
+    told = manifest["reloaded"]
+    assert told.startswith("Δ nll = ")
+    assert f"on 4 windows of {root / 'text.txt'}" in told
+    if options.get("dtype") != "bfloat16":
+        assert "Δ nll = 0.0000" in told
+    assert f"| reloaded | {told} |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def damage(folder: Path) -> None:
+    """Add a little to one matrix of one expert."""
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if "down_proj" in name)
+    tensors[name] = tensors[name] + 0.05
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_wrong_tensor_leaves_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error has both losses, and there is neither folder nor partial folder."""
+    written = save.save_tokenizer
+
+    def damaging(folder: Path, *args: Any, **options: Any) -> str:
+        damage(folder)
+        return written(folder, *args, **options)
+
+    monkeypatch.setattr(save, "save_tokenizer", damaging)
+    with pytest.raises(CacheError, match=r"is \d+\.\d{6} nats per token in place of"):
+        write(root, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_cannot_be_loaded_leave_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shard that is cut short."""
+    written = save.save_tokenizer
+
+    def cutting(folder: Path, *args: Any, **options: Any) -> str:
+        (path,) = folder.glob("*.safetensors")
+        path.write_bytes(path.read_bytes()[:-64])
+        return written(folder, *args, **options)
+
+    monkeypatch.setattr(save, "save_tokenizer", cutting)
+    with pytest.raises(CacheError, match="cannot be loaded again"):
+        write(root, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_too_large_for_a_second_copy(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written, and the card says that it was not checked, and why."""
+    monkeypatch.setattr(reloading, "free_memory", lambda _device: 1000)
+    told = write(root, tmp_path / "out")["reloaded"]
+    assert told.startswith("not checked: a second copy of ")
+
+
+def test_a_loss_that_is_no_number_is_another(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN is not within any tolerance."""
+    model, _ = load_model(root / "moe")
+    windows: Any = type("Windows", (), {"ids": torch.randint(9, (4, 8))})
+    check = reloading.reload_check(model, windows, like=model, corpus="text")
+    monkeypatch.setattr(reloading, "_loss_of", lambda *_args: float("nan"))
+    with pytest.raises(CacheError, match="is nan nats"):
+        check(root / "moe")
+
+
+def test_load_like(root: Path) -> None:
+    """The same dtype and place, in memory or streamed."""
+    for options in ({"dtype": "float64"}, {"stream": True}, {}):
+        model, _ = load_model(root / "moe", **options)
+        again = load_like(root / "moe", model)
+        assert again.dtype == model.dtype
+        assert (reloading.stream_of(again) is None) == ("stream" not in options)
+        assert not again.training
