@@ -3,7 +3,7 @@
 import itertools
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import drawn_png
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import PruningSession, Way
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import files
@@ -61,6 +61,7 @@ class Pin:
 
     label: str
     selection: Selection
+    way: Way = field(default_factory=Way)
 
 
 class CompareTab(ipw.VBox):
@@ -124,7 +125,7 @@ class CompareTab(ipw.VBox):
         """Save the current selection; it replaces a pin of the same label."""
         label = self.label.value.strip() or _next_label(self.pins)
         try:
-            pin = Pin(label, self.session.selection)
+            pin = Pin(label, self.session.selection, self.session.way)
         except SpecError as error:
             self.message.value = alert(str(error))
             return
@@ -170,7 +171,7 @@ class CompareTab(ipw.VBox):
     def frame(self) -> pd.DataFrame:
         """One row for each pin: its selection, its savings and its losses.
 
-        Evaluations add columns `Δloss CORPUS` (nats per token, of the masked model) and
+        Evaluations add columns `Δloss CORPUS` (nats per token, of the pruned model) and
         `accuracy TASK`; FLOPs are counted at `seq_len` tokens. Rows of methods, which
         come last, have `method`, its ratio, savings and losses.
         """
@@ -178,13 +179,14 @@ class CompareTab(ipw.VBox):
         for pin in self.pins:
             keep = self.session.keep_of(pin.selection)
             row = {"label": pin.label, **_settings(pin.selection)}
+            row["weights"] = pin.way.text
             row["achieved_ratio"] = keep.achieved_ratio
             saved = self.session.savings_of(keep)
             if saved is not None:
                 names = ("parameter", "bytes", "flops", "routed_flops")
                 row |= {f"{n}_reduction": _reduction(saved, n) for n in names}
                 row["seq_len"] = int(saved["seq_len"].iloc[0])
-            rows.append(row | _measured(self.session.points, pin.selection))
+            rows.append(row | _measured(self.session.points, pin))
         return pd.DataFrame([*rows, *self.runs.rows])
 
     def layers(self) -> pd.DataFrame:
@@ -227,7 +229,10 @@ class CompareTab(ipw.VBox):
         provenance = {
             "importance": self.session.table.metadata.get("spec_hash"),
             "model": (self.session.table.metadata.get("spec") or {}).get("model"),
-            "pins": [{"label": p.label, **p.selection.to_dict()} for p in self.pins],
+            "pins": [
+                {"label": p.label, "weights": p.way.text, **p.selection.to_dict()}
+                for p in self.pins
+            ],
             "methods": [row["label"] for row in self.runs.rows],
             "data": rows_digest(rows_text(frame)),
         }
@@ -275,11 +280,11 @@ def _reduction(saved: pd.DataFrame, name: str) -> float:
     return float(row[f"{name}_reduction"])
 
 
-def _measured(points: pd.DataFrame, selection: Selection) -> dict[str, float]:
-    """Δloss and accuracy of exactly this selection, by dataset."""
+def _measured(points: pd.DataFrame, pin: Pin) -> dict[str, float]:
+    """Δloss and accuracy of exactly this selection and these weights, by dataset."""
     found: dict[str, float] = {}
     for row in points.to_dict("records"):
-        if row["selection"] != selection:
+        if (row["selection"], row["weights"]) != (pin.selection, pin.way.text):
             continue
         if pd.notna(row["delta_nll"]):
             found[f"Δloss {row['dataset']}"] = float(row["delta_nll"])
@@ -346,8 +351,7 @@ def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
         ax.plot([], [], marker, color="0.4", ls="none", label=shown or "_nolegend_")
     ax.set_xlabel("parameters saved" if saved else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
-    what = "Δloss" if "method" in frame else "Δloss, masked"
-    ax.set_ylabel(f"{what} [{PER_TOKEN}] ↓" if names else "not evaluated yet")
+    ax.set_ylabel(f"Δloss [{PER_TOKEN}] ↓" if names else "not evaluated yet")
     ax.margins(0.15)
     if names:
         ax.legend(fontsize=8)

@@ -11,7 +11,7 @@ from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
-from heapr_lab.panel.session import PruningSession, Step
+from heapr_lab.panel.session import PruningSession, Step, Way
 from heapr_lab.progress import time_left_text
 from heapr_lab.pruning.options import Selection
 
@@ -21,12 +21,13 @@ _PREDICTED_AT = [hundredths / 100 for hundredths in range(2, 96, 3)]
 _BEYOND = 0.1
 """Ratio up to which predictions are drawn beyond the last measured point."""
 _NOTHING_YET = (
-    "Nothing has been evaluated yet. Evaluate measures the dense and the masked model; "
+    "Nothing has been evaluated yet. Evaluate measures the dense and the pruned model; "
     "with two ratios, losses at other ratios are predicted."
 )
-_MASKED = (
-    "Masked: the dense model without the pruned atoms. A compensated model, which "
-    "Export writes, loses less; its card has the numbers."
+_MADE = (
+    "Masked: the dense model without the pruned atoms. With other weights, what is "
+    "evaluated is what Export writes, before output biases and distillation; compress "
+    "chooses the estimator itself."
 )
 
 
@@ -52,11 +53,11 @@ class EvaluateTab(ipw.VBox):
         self.session = session
         self._on_points = on_points
         self._picture = LossPicture()
-        self._drawn: Selection | None = None
+        self._drawn: tuple[Selection, Way] | None = None
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.tasks = several_of("tasks", tasks, [])
         self.job = Job(
-            "Evaluate", self._evaluate, tooltip="measure the dense and the masked model"
+            "Evaluate", self._evaluate, tooltip="measure the dense and the pruned model"
         )
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "860px"}
@@ -73,24 +74,25 @@ class EvaluateTab(ipw.VBox):
                 self.message,
                 self.chart,
                 self.results,
-                ipw.HTML(f"<small>{_MASKED}</small>"),
+                ipw.HTML(f"<small>{_MADE}</small>"),
             ]
         )
 
     def follow(self) -> None:
         """Draw again if a setting other than the ratio changed the predictions."""
-        if self._drawn != self._way():
+        if self._drawn != self._drawn_for():
             self.refresh()
 
-    def _way(self) -> Selection | None:
+    def _drawn_for(self) -> tuple[Selection, Way] | None:
+        """What predictions depend on, other than the ratio."""
         try:
-            return replace(self.session.selection, ratio=0.0)
+            return replace(self.session.selection, ratio=0.0), self.session.way
         except SpecError:  # nothing is selected, so nothing is predicted
             return None
 
     def refresh(self) -> None:
         """Draw all points again, with the predictions of the current selection."""
-        points, self._drawn = self.session.points, self._way()
+        points, self._drawn = self.session.points, self._drawn_for()
         if points.empty:
             return
         predicted = None
@@ -145,12 +147,12 @@ def _message(points: pd.DataFrame) -> str:
         ]
         before = float(dense["accuracy"].iloc[0])
         return (
-            f"Last point, masked: {removed}, accuracy on {last.dataset} {before:.1%} → "
-            f"{last.accuracy:.1%} (standard error {last.stderr:.1%})."
+            f"Last point, {last.weights}: {removed}, accuracy on {last.dataset} "
+            f"{before:.1%} → {last.accuracy:.1%} (standard error {last.stderr:.1%})."
         )
     return (
-        f"Last point, masked: {removed}, Δloss on {last.dataset} {last.delta_nll:+.4f} "
-        f"{PER_TOKEN}, perplexity {last.perplexity:,.2f}."
+        f"Last point, {last.weights}: {removed}, Δloss on {last.dataset} "
+        f"{last.delta_nll:+.4f} {PER_TOKEN}, perplexity {last.perplexity:,.2f}."
     )
 
 

@@ -11,48 +11,36 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.jobs import CancelledError, Job, Report, status
 from heapr_lab.panel.same_code import SameCode, dtype_of_files
 from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.as_command import weight_options
 from heapr_lab.workbench.presets import DEFAULT, METHODS, WEIGHTS
 from heapr_lab.workbench.recipe import Written
 
-_CHOICES = {
-    "compress": "the best of several ways (about 8 forward passes)",
-    "compensated": "compensate W_down (one forward pass)",
-    "unchanged": "unchanged, as HEAPr",
-}
-_OTHERS = (
-    "Evaluate and Inspect show the masked model, whose weights are not compensated; "
-    "the card gives the perplexities of the written weights."
+_EVALUATED = (
+    "Evaluate measures these weights, before output biases and distillation; the card "
+    "gives the perplexities of what is written."
 )
 
 
 class ExportTab(ipw.VBox):
     """A folder, options and a button; then the code that loads the model."""
 
-    def __init__(self, session: PruningSession) -> None:
-        """Lay the tab out for `session`, whose workbench has the model."""
-        self.session = session
+    def __init__(self, session: PruningSession, bar: WeightsBar) -> None:
+        """Lay the tab out.
+
+        Args:
+            session: whose workbench has the model.
+            bar: the switch of the weights.
+        """
+        self.session, self.weights, self.own = session, bar.weights, bar.own
         self._written: tuple[Path, str, str] | None = None
         self.folder = ipw.Text(
             "pruned", description="folder", continuous_update=False,
             tooltip="a new folder, relative to the notebook's",
         )  # fmt: skip
         wide = {"indent": False, "layout": {"width": "auto"}}
-        self.weights = ipw.Dropdown(
-            options=[(_CHOICES[name], name) for name in WEIGHTS],
-            value=METHODS[DEFAULT].weights,
-            description="weights",
-            tooltip="how the weights that stay are made",
-        )
-        share = session.calibration.own_text or METHODS[DEFAULT].own_text
-        self.own = ipw.IntSlider(
-            round(100 * share), 0, 100, 5, description="own text [%]",
-            continuous_update=False,
-            tooltip="windows that the model writes itself, in addition, so that what "
-            "the corpus does not show is not pruned away",
-        )  # fmt: skip
         self.bias = ipw.Checkbox(
             value=False, description="an output bias for each expert (not uniform)",
             tooltip="for the mean of what was removed: one forward pass", **wide,
@@ -71,7 +59,7 @@ class ExportTab(ipw.VBox):
         if session.workbench is None:
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
-        weights = [self.weights, self.own, self.bias, self.distill]
+        weights = [self.bias, self.distill]
         controls = [self.folder, *weights, self.gguf]
         row = ipw.HBox(controls, layout={"flex_flow": "row wrap"})
         super().__init__([row, self.note, self.job, self.command, self.code])
@@ -105,10 +93,7 @@ class ExportTab(ipw.VBox):
     @property
     def _calibration(self) -> Calibration:
         """What weights are fitted to: that of the table, with text of the model."""
-        calibration = self.session.calibration
-        if self.weights.value != "compress":
-            return calibration
-        return replace(calibration, own_text=self.own.value / 100)
+        return self.session.way.calibration(self.session.calibration)
 
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write, and the method."""
@@ -121,12 +106,11 @@ class ExportTab(ipw.VBox):
             )
             return
         chosen = self.weights.value
-        self.own.disabled = chosen != "compress"
         text = selection.text
         if chosen == "compress":
             text = text.removeprefix(f"{selection.estimator}, ")
         lines = [
-            f"To be written: {text}; weights: {WEIGHTS[chosen]}. {_OTHERS}",
+            f"To be written: {text}; weights: {WEIGHTS[chosen]}. {_EVALUATED}",
             describe_method(selection, weights=chosen, options=self.options),
         ]
         self.note.value = "".join(map(status, lines))
@@ -156,15 +140,14 @@ class ExportTab(ipw.VBox):
         self, folder: Path, selection: Selection, report: Report, *, weights: str
     ) -> None:
         from heapr_lab.workbench import export
-        from heapr_lab.workbench.settings import Setting
 
         bench: Any = self.session.workbench
         table, calibration = self.session.table, self._calibration
-        setting = Setting(selection, calibration)
         after = export.Afterwards(self.bias.value, self.distill.value)
-        made = export.choose(
-            bench, table, setting, weights=weights, after=after, report=report
-        )
+        after.refuse(selection.structure)
+        trained_on = after.windows(bench, calibration, report) if after else None
+        made = self.session.made(selection, self.session.way, report=report)
+        made = replace(made, after=after, trained_on=trained_on)
         if weights == "compress":  # which has measured on its own windows
             table = bench.portfolio(calibration).table("heapr", windows="all")
         facts = export.facts_of(

@@ -23,6 +23,7 @@ from heapr_lab.panel.planned import PlannedPanel
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import SavedSession, read_session
+from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.text.calibration_spec import Calibration
@@ -45,6 +46,7 @@ class Explorer(ipw.VBox):
     Attributes:
         session: what is shown; its `points` hold all evaluations.
         controls: they set the selection.
+        weights: the switch of how weights are made.
         files: saves and opens sessions.
     """
 
@@ -64,6 +66,7 @@ class Explorer(ipw.VBox):
         """
         self.session = session
         self.controls = Controls(session.table, session.selection, self.refresh)
+        self.weights = WeightsBar(session, self._reweighted)
         self.status = ipw.HTML()
         self.error = ipw.HTML()
         # At most as wide as it was drawn: if stretched, its text would blur.
@@ -79,7 +82,7 @@ class Explorer(ipw.VBox):
         )
         self.inspection = InspectTab(session)
         self.comparison = CompareTab(session, corpora=corpora)
-        self.export = ExportTab(session)
+        self.export = ExportTab(session, self.weights)
         self.tabs = ipw.Tab(
             [
                 ipw.VBox(
@@ -104,9 +107,11 @@ class Explorer(ipw.VBox):
             self.controls,
             self.comparison,
             self.inspection,
+            weights=self.weights,
             refresh=self.refresh,
         )
-        shown = [self.controls, self.status, self.error, self.tabs, self.files]
+        shown = [self.controls, self.weights, self.status, self.error, self.tabs]
+        shown.append(self.files)
         super().__init__([stale_style(), *shown])
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
@@ -146,6 +151,13 @@ class Explorer(ipw.VBox):
         self.export.refresh()
         self._refresh_tab()
         self._show_layers()
+
+    def _reweighted(self) -> None:
+        """Follow the switch of the weights; the mask stays."""
+        self.export.refresh()
+        self._refresh_tab()
+        if not self.error.value:
+            self._show_numbers()
 
     def _refresh_tab(self, _change: Any = None) -> None:
         """Update the open tab, if that is expensive; hidden tabs wait."""

@@ -162,8 +162,8 @@ class LossPicture:
     @_alone
     @styled
     def __init__(self) -> None:
-        self.ax = _chart(f"Δloss, masked [{PER_TOKEN}] ↓")
-        self.accuracy = _chart("accuracy, masked [%] ↑")
+        self.ax = _chart(f"Δloss [{PER_TOKEN}] ↓")
+        self.accuracy = _chart("accuracy [%] ↑")
 
     @_alone
     def draw(
@@ -247,13 +247,14 @@ class _Looks:
         return tuple(look[number % len(look)] for look in self._looks)
 
 
-def _way(selection: Selection | None) -> str:
-    return "dense" if selection is None else selection.rules_text
+def _way(selection: Selection | None, weights: str) -> str:
+    return "dense" if selection is None else f"{selection.rules_text}, {weights}"
 
 
 def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """The settings as text, the corpus or task, and the points by ratio."""
-    named = points.assign(way=[_way(found) for found in points["selection"]])
+    found = zip(points["selection"], points["weights"], strict=True)
+    named = points.assign(way=[_way(*both) for both in found])
     named = named.astype({"achieved_ratio": float, "delta_nll": float})
     for (way, dataset), group in named.groupby(["way", "dataset"], sort=False):
         yield str(way), str(dataset), group.sort_values("achieved_ratio")

@@ -26,6 +26,7 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
+    from heapr_lab.workbench.export import Chosen, Report
     from heapr_lab.workbench.workbench import Workbench
 
 _LEAST_TO_PREDICT = 2
@@ -36,9 +37,11 @@ _NO_PREDICTION = (
     "third ratio there is also a range."
 )
 _SHOWN = ("ratio", "scope", "granularity", "structure")
+_MASKED = "masked"
 POINT_COLUMNS = (
     "selection",
     "estimator",
+    "weights",
     *_SHOWN,
     "achieved_ratio",
     "summed_score",
@@ -51,6 +54,30 @@ POINT_COLUMNS = (
     "stderr",
 )
 """Columns of `PruningSession.points`; `selection` is None for the dense model."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the weights that stay are made, in evaluations and in what is exported."""
+
+    weights: str = "unchanged"
+    """A name in `presets.WEIGHTS`."""
+    own_text: float = 0.0
+    """Of `compress`: windows that the model writes itself, as in `Calibration`."""
+
+    @property
+    def text(self) -> str:
+        """The way in points, tables and legends."""
+        if self.weights == "unchanged":
+            return _MASKED
+        own = f", own text {self.own_text:.0%}" if self.own_text else ""
+        return f"{self.weights}{own}"
+
+    def calibration(self, measured_on: Calibration) -> Calibration:
+        """What weights are fitted to: that of the table, with text of the model."""
+        if self.weights != "compress":
+            return measured_on
+        return replace(measured_on, own_text=self.own_text)
 
 
 @dataclass(frozen=True)
@@ -104,9 +131,11 @@ class PruningSession:
         self.workbench = workbench
         self.calibration = calibration or Calibration()
         self.file = file
+        self.way = Way()
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self._selection = Selection(0.25)
         self._rejected: SpecError | None = None
+        self._last_made: tuple[tuple[Selection, Way], Chosen] | None = None
         # Of the selection that is shown, each is computed once.
         self._last_keep = functools.lru_cache(maxsize=1)(self.keep_of)
         self._last_savings = functools.lru_cache(maxsize=1)(self.savings_of)
@@ -229,7 +258,8 @@ class PruningSession:
         if points.empty:
             return points
         same = points["summed_score"].eq(self._score_of(keep))
-        same &= points["achieved_ratio"].eq(keep.achieved_ratio)
+        if self.way.weights != "compress":  # which chooses a mask of its own
+            same &= points["achieved_ratio"].eq(keep.achieved_ratio)
         return points[same].drop_duplicates("dataset", keep="last")
 
     def ratio_for_predicted_loss(self, rise: float, corpus: str) -> float:
@@ -302,6 +332,7 @@ class PruningSession:
         """Points with a loss and the same settings, except for the ratio."""
         same = replace(self.selection, ratio=0.0)
         points = self.points[self.points["nll"].notna()]
+        points = points[points["weights"].eq(self.way.text)]
         alike = [
             s is not None and replace(s, ratio=0.0) == same for s in points.selection
         ]
@@ -323,8 +354,9 @@ class PruningSession:
     ) -> pd.DataFrame:
         """Measure perplexity on the test splits of `corpora`, and accuracy of `tasks`.
 
-        The dense and the masked model are measured; earlier results come from the
-        cache. It may run in any thread.
+        The dense model is measured, and the pruned one with weights of `way`; earlier
+        results of the dense and of the masked model come from the cache. It may run in
+        any thread.
 
         Args:
             corpora: names or paths.
@@ -348,12 +380,14 @@ class PruningSession:
             raise SpecError(
                 "no corpus and no task are selected; select one, such as pydocs"
             )
-        selection = selection or self.selection
+        selection, way = selection or self.selection, self.way
         keep = self.keep_of(selection)
-        masks = (None, keep) if keep.n_removed else (None,)
         score = summed_scores(self.table, keep, selection.estimator)
         parts = [_loss_part(bench, corpus) for corpus in corpora]
         parts += [_accuracy_part(bench, task) for task in tasks]
+        masks: list[Chosen | None] = [None]
+        if keep.n_removed:
+            masks.append(self.made(selection, way, report=_making(progress)))
         clock = _Clock(len(masks) * sum(part.n_windows for part in parts), progress)
         rows: list[dict[str, Any]] = []
         for part in parts:
@@ -363,7 +397,7 @@ class PruningSession:
                 )
                 found = part.measure(mask, clock)
                 clock.end(part.n_windows)
-                row = _point(selection, mask, part.dataset, score=score)
+                row = _point(selection, mask, part.dataset, way=way, score=score)
                 rows.append(row | found)
         new = pd.DataFrame(rows, columns=list(POINT_COLUMNS))
         nll = new["nll"].astype(float)  # the first of each dataset is the dense model
@@ -371,22 +405,57 @@ class PruningSession:
         self._add(new)
         return new
 
+    def made(self, selection: Selection, way: Way, *, report: "Report") -> "Chosen":
+        """The mask of `selection`, or of `compress`, and the new weights, if any.
+
+        What was made last is kept, so that it is exported as it was evaluated.
+        """
+        from heapr_lab.workbench import export
+        from heapr_lab.workbench.settings import Setting
+
+        key = selection, way
+        if self._last_made is None or self._last_made[0] != key:
+            assert self.workbench is not None
+            self._last_made = None  # its weights are not held beside the next ones
+            setting = Setting(selection, way.calibration(self.calibration))
+            found = export.choose(
+                self.workbench, self.table, setting, weights=way.weights, report=report
+            )
+            self._last_made = key, found
+        return self._last_made[1]
+
     def _add(self, new: pd.DataFrame) -> None:
         parts = [part for part in (self.points, new) if len(part)]
-        asked = ["dataset", "selection"]
+        asked = ["dataset", "selection", "weights"]
         together = pd.concat(parts, ignore_index=True)
         self.points = together.drop_duplicates(asked, keep="last", ignore_index=True)
 
 
+def _making(progress: Callable[[Step], None] | None) -> "Report":
+    """Progress of what is done before anything is measured."""
+
+    def report(done: int, total: int, label: str) -> None:
+        if progress is not None:
+            progress(Step(label, done, total, None))
+
+    return report
+
+
 def _point(
-    selection: Selection, mask: KeepMask | None, dataset: str, *, score: float
+    selection: Selection,
+    mask: "Chosen | None",
+    dataset: str,
+    *,
+    way: Way,
+    score: float,
 ) -> dict[str, Any]:
     shown = Selection(0.0) if mask is None else selection
     return {
         "selection": None if mask is None else selection,
         "estimator": "dense" if mask is None else selection.estimator,
+        "weights": "dense" if mask is None else way.text,
         **{name: getattr(shown, name) for name in _SHOWN},
-        "achieved_ratio": 0.0 if mask is None else mask.achieved_ratio,
+        "achieved_ratio": 0.0 if mask is None else mask.keep.achieved_ratio,
         "summed_score": 0.0 if mask is None else score,
         "dataset": dataset,
     }
@@ -399,27 +468,36 @@ class _Part:
     dataset: str
     n_windows: int
     """Size, for the time that is left."""
-    measure: "Callable[[KeepMask | None, _Clock], dict[str, Any]]"
-    """Columns of `points` of one mask."""
+    measure: "Callable[[Chosen | None, _Clock], dict[str, Any]]"
+    """Columns of `points` of one pruned model, or of the dense one."""
 
 
 def _loss_part(bench: "Workbench", corpus: str) -> _Part:
     windows = bench.test_windows(corpus)
 
-    def measure(mask: KeepMask | None, clock: _Clock) -> dict[str, Any]:
-        found = bench.perplexity(mask, windows, progress=clock.parts)
+    def measure(mask: "Chosen | None", clock: _Clock) -> dict[str, Any]:
+        keep, downs = _edit(mask)
+        found = bench.perplexity(keep, windows, downs=downs, progress=clock.parts)
         return {"nll": found.nll, "perplexity": found.value, "n_tokens": found.n_tokens}
 
     return _Part(corpus, windows.n_sequences, measure)
 
 
 def _accuracy_part(bench: "Workbench", task: str) -> _Part:
-    def measure(mask: KeepMask | None, clock: _Clock) -> dict[str, Any]:
-        progress = clock.share_of(_TASK_WINDOWS)
-        found = bench.task_accuracy(mask, task, progress=progress)
+    def measure(mask: "Chosen | None", clock: _Clock) -> dict[str, Any]:
+        progress, (keep, downs) = clock.share_of(_TASK_WINDOWS), _edit(mask)
+        found = bench.task_accuracy(keep, task, downs=downs, progress=progress)
         return {"accuracy": found["value"], "stderr": found["stderr"]}
 
     return _Part(task, _TASK_WINDOWS, measure)
+
+
+def _edit(made: "Chosen | None") -> tuple[KeepMask | None, Any]:
+    """The mask and the new W_down; None where the model is dense, or only masked."""
+    if made is None:
+        return None, None
+    compensation = made.compensation
+    return made.keep, None if compensation is None else compensation.downs
 
 
 def _measured(points: pd.DataFrame) -> tuple[tuple[float, float], ...]:

@@ -21,6 +21,7 @@ from heapr_lab.panel.session_file import (
     rows_of,
     write_session,
 )
+from heapr_lab.panel.weights_bar import WeightsBar
 
 _OF_TESTS = ("seq_len", "n_test", "n_items")
 
@@ -35,6 +36,7 @@ class SessionBar(ipw.VBox):
         comparison: CompareTab,
         inspection: InspectTab,
         *,
+        weights: WeightsBar,
         refresh: Callable[[], None],
     ) -> None:
         """Lay the bar out.
@@ -44,11 +46,12 @@ class SessionBar(ipw.VBox):
             controls: which show the selection.
             comparison: whose pins are saved.
             inspection: whose text and numbers are.
+            weights: whose way is saved.
             refresh: called after a file was opened.
         """
         self._session, self._controls = session, controls
         self._comparison, self._inspection = comparison, inspection
-        self._refresh = refresh
+        self._weights, self._refresh = weights, refresh
         self._opened: SavedSession | None = None
         self.file = ipw.Text(
             "session.json", description="session file", style=WHOLE_LABEL,
@@ -83,14 +86,18 @@ class SessionBar(ipw.VBox):
             self._tests(),
             session.calibration,
             session.selection,
-            tuple((pin.label, pin.selection) for pin in self._comparison.pins),
+            session.way,
+            tuple((pin.label, pin.selection, pin.way) for pin in self._comparison.pins),
             rows_of(session.points),
             self._inspected(),
         )
         if session.workbench is None and self._opened is not None:
             # What only a model can use is passed on.
             found = replace(
-                found, tests=self._opened.tests, inspected=self._opened.inspected
+                found,
+                tests=self._opened.tests,
+                inspected=self._opened.inspected,
+                way=self._opened.way,
             )
         return found
 
@@ -124,6 +131,7 @@ class SessionBar(ipw.VBox):
         if self._session.workbench is not None:
             for name, value in saved.inspected.items():
                 getattr(self._inspection, name).value = value
+            self._weights.show(saved.way)
         self._controls.show(fresh)
         self._opened = saved
         self._refresh()
@@ -149,7 +157,7 @@ class SessionBar(ipw.VBox):
         Raises:
             SpecError: it or a pin is infeasible, or a part of it has no control.
         """
-        for selection in (saved.selection, *(chosen for _, chosen in saved.pins)):
+        for selection in (saved.selection, *(chosen for _, chosen, _ in saved.pins)):
             self._session.keep_of(selection)
         fresh = Controls(self._session.table, saved.selection, lambda: None)
         if fresh.selection != saved.selection:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,17 +13,18 @@ import pandas as pd
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.session import POINT_COLUMNS
+from heapr_lab.panel.session import POINT_COLUMNS, Way
 from heapr_lab.pruning.options import Selection
 from heapr_lab.storage.files import read_json, write_json
 from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.presets import WEIGHTS
 
 KIND = "heapr-lab panel session"
 VERSION = 1
 """Increased whenever files of an older version can no longer be read."""
 INSPECTED = ("text", "n_tokens", "layer", "position", "atom_layer", "expert", "atom")
 """The controls of the Inspect tab whose values are saved."""
-_WORDS = ("estimator", "scope", "granularity", "structure", "dataset")
+_WORDS = ("estimator", "weights", "scope", "granularity", "structure", "dataset")
 """Columns of points that are text; others but `selection` are numbers."""
 _NEEDED = {"selection", *_WORDS, "ratio", "achieved_ratio", "summed_score"}
 
@@ -40,8 +41,10 @@ class SavedSession:
     """Size of the test data of the points; None without a model."""
     calibration: Calibration
     selection: Selection
-    pins: tuple[tuple[str, Selection], ...]
-    """(label, selection) of the Compare tab."""
+    way: Way
+    """How weights are made."""
+    pins: tuple[tuple[str, Selection, Way], ...]
+    """(label, selection, way) of the Compare tab."""
     points: tuple[Mapping[str, Any], ...]
     """Rows of `PruningSession.points`, without what was not measured."""
     inspected: Mapping[str, Any]
@@ -62,7 +65,11 @@ class SavedSession:
             "tests": self.tests,
             "calibration": self.calibration.to_dict(),
             "selection": _plain(self.selection),
-            "pins": [{"label": a, "selection": _plain(b)} for a, b in self.pins],
+            "way": asdict(self.way),
+            "pins": [
+                {"label": label, "selection": _plain(chosen), "way": asdict(way)}
+                for label, chosen, way in self.pins
+            ],
             "points": [_plain_point(row) for row in self.points],
             "inspected": dict(self.inspected),
         }
@@ -84,6 +91,7 @@ class SavedSession:
             _tests(plain["tests"]),
             _read(Calibration.from_dict, plain["calibration"], what="calibration"),
             _selection(plain["selection"]),
+            _way(plain["way"]),
             tuple(_pin(part) for part in _list(plain["pins"], what="pins")),
             tuple(_point(part) for part in _list(plain["points"], what="points")),
             _inspected(plain["inspected"]),
@@ -214,9 +222,22 @@ def _selection(plain: Any) -> Selection:
     return found
 
 
-def _pin(plain: Any) -> tuple[str, Selection]:
-    _check_fields(plain, {"label", "selection"}, what="a pin")
-    return _text(plain["label"]), _selection(plain["selection"])
+def _way(plain: Any) -> Way:
+    _check_fields(plain, {"weights", "own_text"}, what="a way of weights")
+    if plain["weights"] not in WEIGHTS:
+        raise SpecError(
+            f"weights are {plain['weights']!r}, expected one of {', '.join(WEIGHTS)}"
+        )
+    own = _number(plain["own_text"], name="own_text")
+    if not 0 <= own <= 1:
+        raise SpecError(f"own_text is {own}, expected a share from 0 to 1")
+    return Way(plain["weights"], own)
+
+
+def _pin(plain: Any) -> tuple[str, Selection, Way]:
+    _check_fields(plain, {"label", "selection", "way"}, what="a pin")
+    label, chosen = _text(plain["label"]), _selection(plain["selection"])
+    return label, chosen, _way(plain["way"])
 
 
 def _point(plain: Any) -> dict[str, Any]:

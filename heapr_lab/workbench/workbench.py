@@ -44,7 +44,7 @@ from heapr_lab.progress import Progress, progress_bar
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking
+from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.refinement.elimination import PRICES, eliminate, elimination_spec
 from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.repr_html import card_html
@@ -358,9 +358,13 @@ class Workbench:
         keep: KeepMask | None,
         windows: CalibrationSet,
         *,
+        downs: ReplacedDownProj | None = None,
         progress: Progress | None = None,
     ) -> Perplexity:
         """Perplexity of the masked model, or of the dense one where `keep` is None.
+
+        With `downs`, the new W_down of a `Compensation`, it is always measured: what
+        they were fitted with is not part of the cache's keys.
 
         `progress` is called with (windows done, windows in all) if it is computed; by
         default a progress bar is shown.
@@ -368,13 +372,16 @@ class Workbench:
 
         def compute() -> dict[str, Any]:
             # Entered in the thread that runs the model, because masks are per thread.
-            with self._pruned(keep), progress_bar(windows.label, "window") as bar:
+            pruned = self._pruned(keep, downs)
+            with pruned, progress_bar(windows.label, "window") as bar:
                 result = evaluate_perplexity(
                     self.model, windows.ids, progress=progress or bar
                 )
             return {"nll": result.nll, "n_tokens": result.n_tokens}
 
-        found = self._evaluated("perplexity", keep, windows.fingerprint, compute)
+        found = self._evaluated(
+            "perplexity", keep, windows.fingerprint, compute, stored=downs is None
+        )
         return Perplexity(
             value=exp_nll(found["nll"]), nll=found["nll"], n_tokens=found["n_tokens"]
         )
@@ -392,11 +399,17 @@ class Workbench:
         return Divergence(**found)
 
     def task_accuracy(
-        self, keep: KeepMask | None, task: str, *, progress: Progress | None = None
+        self,
+        keep: KeepMask | None,
+        task: str,
+        *,
+        downs: ReplacedDownProj | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Accuracy on the profile's number of items of a task: value, stderr, n."""
+        limit = self.profile.n_items
         rows = self.task_results(
-            keep, task, limit=self.profile.n_items, progress=progress
+            keep, task, limit=limit, downs=downs, progress=progress
         )
         return next(row for row in rows if row["metric"] == "acc")
 
@@ -406,6 +419,7 @@ class Workbench:
         task: str,
         *,
         limit: int | None = None,
+        downs: ReplacedDownProj | None = None,
         progress: Progress | None = None,
     ) -> list[dict[str, Any]]:
         """Every metric of a task: rows of metric, value, stderr, n (items).
@@ -416,15 +430,17 @@ class Workbench:
                 which is named after a colon, or pydocs.
             limit: only the first `limit` items; by default all, or the profile's number
                 for `continuation`. Results are cached for exactly these items.
+            downs: as `perplexity` takes them.
             progress: called with (requests done, in all) if it is computed.
         """
         data = digest(self.task_key(task, limit))
 
         def compute() -> list[dict[str, Any]]:
-            with self._pruned(keep):
+            with self._pruned(keep, downs):
                 return self.run_task(task, limit=limit, progress=progress)
 
-        return list(self._evaluated("tasks", keep, data, compute))
+        stored = downs is None
+        return list(self._evaluated("tasks", keep, data, compute, stored=stored))
 
     def run_task(
         self,
@@ -532,11 +548,21 @@ class Workbench:
             self._windows[key] = compute()
         return self._windows[key]
 
-    def _pruned(self, keep: KeepMask | None) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if keep is None else masking(self.model, keep)
+    def _pruned(
+        self, keep: KeepMask | None, downs: ReplacedDownProj | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        if keep is None:
+            return contextlib.nullcontext()
+        return masking(self.model, keep, downs)
 
     def _evaluated(
-        self, kind: str, keep: KeepMask | None, data: str, compute: Callable[[], Any]
+        self,
+        kind: str,
+        keep: KeepMask | None,
+        data: str,
+        compute: Callable[[], Any],
+        *,
+        stored: bool = True,
     ) -> Any:
         state, identity = self._state_and_identity()
         key = {
@@ -551,7 +577,7 @@ class Workbench:
             check_unchanged(self.model, state)
             return found
 
-        return cache.cached_json(kind, key, of_one_model)
+        return cache.cached_json(kind, key, of_one_model) if stored else of_one_model()
 
 
 def _cached_table(

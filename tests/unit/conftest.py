@@ -29,12 +29,14 @@ def bench(root: Path) -> Workbench:
 
 @pytest.fixture
 def panel(bench: Workbench, root: Path) -> Explorer:
-    """A panel that can evaluate on the text."""
+    """A panel that can evaluate the masked model on the text."""
     text = str(root / "text.txt")
     table = bench.measure(bench.test_windows(text))
     calibration = Calibration(text)
     session = PruningSession(table, workbench=bench, calibration=calibration)
-    return Explorer(session, corpora=(text,), tasks=(f"continuation:{text}",))
+    panel = Explorer(session, corpora=(text,), tasks=(f"continuation:{text}",))
+    panel.weights.weights.value = "unchanged"
+    return panel
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,9 @@ def foretold(bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch) -> E
     session = PruningSession(random_table(2, 4, 16), workbench=bench)
 
     def perplexity(
-        keep: KeepMask | None, windows: Any, *, progress: Any = None
+        keep: KeepMask | None, windows: Any, *, downs: Any, progress: Any = None
     ) -> Perplexity:
+        assert downs is None
         nll = DENSE_NLL
         if keep is not None:
             nll += 0.5 * summed_scores(session.table, keep, "heapr") ** 1.5
@@ -43,7 +44,9 @@ def foretold(bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch) -> E
     monkeypatch.setattr(bench, "perplexity", perplexity)
     write_text(root / "other.txt")
     corpora = (str(root / "text.txt"), str(root / "other.txt"))
-    return Explorer(session, corpora=corpora)
+    panel = Explorer(session, corpora=corpora)
+    panel.weights.weights.value = "unchanged"
+    return panel
 
 
 def press_evaluate(panel: Explorer, *ratios: float) -> None:

@@ -223,6 +223,7 @@ def points_of(*rows: dict[str, Any]) -> pd.DataFrame:
         ratio = 0.25 + 0.01 * number
         plain = {"selection": Selection(ratio), "estimator": "heapr"}
         plain |= {"achieved_ratio": ratio, "dataset": "pydocs"}
+        plain |= {"weights": "masked"}
         loss = 0.1 * (number + 1)
         if "accuracy" not in row:
             plain |= {"nll": 3 + loss, "delta_nll": loss, "perplexity": np.exp(3)}
@@ -246,12 +247,12 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
     lines = [line for line in picture.ax.get_lines() if "paper" not in line.get_label()]
     labels = [line.get_label() for line in lines]
     assert labels == [
-        "pydocs: heapr, global, by atom, ragged",
-        "ptb: heapr, global, by atom, ragged",
-        "pydocs: heapr, global, by atom, uniform, multiples of 8",
-        "pydocs: heapr, global, by atom, ragged, at least 3 atoms each",
-        "pydocs: heapr, global, by atom, ragged, layers 0, 2 not pruned",
-        "pydocs: heapr, global, by atom, ragged, of the parameters (model)",
+        "pydocs: heapr, global, by atom, ragged, masked",
+        "ptb: heapr, global, by atom, ragged, masked",
+        "pydocs: heapr, global, by atom, uniform, multiples of 8, masked",
+        "pydocs: heapr, global, by atom, ragged, at least 3 atoms each, masked",
+        "pydocs: heapr, global, by atom, ragged, layers 0, 2 not pruned, masked",
+        "pydocs: heapr, global, by atom, ragged, of the parameters (model), masked",
     ]
     looks = [(to_hex(line.get_color()), line.get_marker()) for line in lines]
     assert looks[0] == looks[1]  # one choice
@@ -276,7 +277,7 @@ def test_accuracy_is_drawn_in_a_chart_of_its_own() -> None:
     assert np.ptp(segment[:, 1]) == pytest.approx(2 * 5)
     (line,) = [n for n in picture.accuracy.get_lines() if "dense" in n.get_label()]
     assert set(line.get_ydata()) == {70.0}
-    assert picture.accuracy.get_ylabel() == "accuracy, masked [%] ↑"
+    assert picture.accuracy.get_ylabel() == "accuracy [%] ↑"
     assert height_of(picture.draw(points_of({}))) == height_of(alone)
     assert len(picture.accuracy.get_lines()) == 0
 

@@ -1,0 +1,155 @@
+"""One switch of the weights: what is evaluated is what is exported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.models.loading import load_like
+from heapr_lab.panel.panel import Explorer
+from heapr_lab.panel.session import PruningSession, Way
+from heapr_lab.panel.session_file import read_session, write_session
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench import export as exporting
+from heapr_lab.workbench.presets import DEFAULT, METHODS
+from heapr_lab.workbench.workbench import Workbench
+
+
+def press(job: Any) -> None:
+    """Press a button and see that it went well."""
+    job.button.click()
+    job.wait(120)
+    assert job.error.value == ""
+
+
+def last_point(panel: Explorer) -> dict[str, Any]:
+    """The newest point of the session."""
+    return dict(panel.session.points.iloc[-1])
+
+
+def test_the_default_is_that_of_the_command_line(bench: Workbench, root: Path) -> None:
+    """Weights and the share of own text; a table alone has neither, and no switch."""
+    text = Calibration(str(root / "text.txt"))
+    table = bench.importance(text)
+    session = PruningSession(table, workbench=bench, calibration=text)
+    panel = Explorer(session, corpora=(), tasks=())
+    method = METHODS[DEFAULT]
+    assert session.way == Way(method.weights, method.own_text)
+    assert panel.weights.layout.display is None
+    alone = Explorer(PruningSession(table))
+    assert alone.session.way == Way()
+    assert alone.weights.layout.display == "none"
+
+
+@pytest.mark.parametrize("weights", ["compress", "compensated", "unchanged"])
+def test_what_is_evaluated_is_what_is_exported(
+    panel: Explorer, tmp_path: Path, weights: str
+) -> None:
+    """The loss of the files, loaded again, is that of the point and of the card."""
+    panel.weights.weights.value = weights
+    panel.weights.own.value = 0
+    panel.controls.ratio.value = "0.5"
+    press(panel.evaluation.job)
+    point = last_point(panel)
+    names = {"unchanged": "masked"}
+    assert point["weights"] == names.get(weights, weights)
+    assert f"Last point, {point['weights']}:" in panel.evaluation.message.value
+    panel.export.folder.value = str(tmp_path / "out")
+    press(panel.export.job)
+    bench: Any = panel.session.workbench
+    windows = bench.test_windows(panel.evaluation.corpora.value[0])
+    loaded = load_like(tmp_path / "out", bench.model)
+    found = evaluate_perplexity(loaded, windows.ids)
+    assert found.nll == pytest.approx(point["nll"], abs=1e-6)
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert f"→ {point['perplexity']:.2f}" in card
+    dense, _ = panel.session.points["nll"]
+    assert abs(point["nll"] - dense) > 1e-5
+
+
+def test_weights_are_made_once(
+    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all corpora and for Export; again for another ratio or another way."""
+    fitted: list[float] = []
+    original = exporting.fit_compensation
+
+    def fit(model: Any, keep: Any, *args: Any, **options: Any) -> Any:
+        fitted.append(round(keep.achieved_ratio, 2))
+        return original(model, keep, *args, **options)
+
+    monkeypatch.setattr(exporting, "fit_compensation", fit)
+    panel.weights.weights.value = "compensated"
+    panel.controls.ratio.value = "0.5"
+    press(panel.evaluation.job)
+    press(panel.evaluation.job)
+    panel.export.folder.value = str(tmp_path / "out")
+    press(panel.export.job)
+    assert fitted == [0.5]
+    panel.controls.ratio.value = "0.25"
+    press(panel.evaluation.job)
+    assert fitted == [0.5, 0.25]
+    panel.weights.weights.value = "unchanged"
+    press(panel.evaluation.job)
+    assert fitted == [0.5, 0.25]
+    assert last_point(panel)["weights"] == "masked"
+
+
+def test_points_of_one_way_predict_only_it(panel: Explorer) -> None:
+    """Curves stand beside each other; numbers are of the way that is shown."""
+    for weights in ("unchanged", "compensated"):
+        panel.weights.weights.value = weights
+        for ratio in ("0.25", "0.5"):
+            panel.controls.ratio.value = ratio
+            press(panel.evaluation.job)
+    points = panel.session.points
+    assert points["weights"].tolist().count("dense") == 1
+    assert sorted(points["weights"].unique()) == ["compensated", "dense", "masked"]
+    for weights, text in (("compensated", "compensated"), ("unchanged", "masked")):
+        panel.weights.weights.value = weights
+        fitted_to = panel.session._points_for_fit()
+        assert fitted_to["weights"].tolist() == [text, text]
+    panel.controls.ratio.value = "0.5"
+    (shown,) = panel.session.measured()["delta_nll"]
+    masked = points[points["weights"].eq("masked") & points["ratio"].eq(0.5)]
+    assert shown == masked["delta_nll"].iloc[0]
+    labels = [line.get_label() for line in panel.evaluation._picture.ax.get_lines()]
+    assert sum(label.endswith("masked") for label in labels) == 1
+    assert sum(label.endswith("compensated") for label in labels) == 1
+
+
+def test_pins_and_files_keep_the_way(panel: Explorer, tmp_path: Path) -> None:
+    """A pin's loss is of its own weights; a session opens with its switch."""
+    for weights in ("compensated", "unchanged"):
+        panel.weights.weights.value = weights
+        press(panel.evaluation.job)
+        panel.comparison.label.value = weights
+        panel.comparison.pin()
+    frame = panel.comparison.frame().set_index("label")
+    losses = panel.session.points.set_index("weights")["delta_nll"]
+    (name,) = [column for column in frame if column.startswith("Δloss ")]
+    assert frame[name]["compensated"] == losses["compensated"]
+    assert frame[name]["unchanged"] == losses["masked"]
+    assert frame["weights"].to_dict() == {
+        "compensated": "compensated", "unchanged": "masked"
+    }  # fmt: skip
+    panel.weights.weights.value = "compress"
+    panel.weights.own.value = 40
+    write_session(tmp_path / "session.json", panel.files.saved())
+    panel.weights.weights.value = "unchanged"
+    panel.comparison.clear()
+    panel.files.restore(read_session(tmp_path / "session.json"))
+    assert panel.session.way == Way("compress", 0.4)
+    assert panel.weights.weights.value == "compress"
+    assert [pin.way.text for pin in panel.comparison.pins] == ["compensated", "masked"]
+    pd_frame = panel.comparison.frame().set_index("label")
+    assert pd_frame[name].to_dict() == frame[name].to_dict()
+
+
+def test_export_says_what_the_switch_does(panel: Explorer) -> None:
+    """Its note and the same command follow, though the switch is above the tabs."""
+    panel.weights.weights.value = "compensated"
+    assert "W_down compensated" in panel.export.note.value
+    panel.weights.weights.value = "unchanged"
+    assert "as they are" in panel.export.note.value
