@@ -153,9 +153,15 @@ def _ranks_title(data: pd.DataFrame) -> str:
 
 
 @styled
-def figure_mask_diff(data: pd.DataFrame) -> Figure:
-    """Overlap by layer beside chance, and the scatter of ranks, with one legend."""
-    figure, axes = plt.subplots(1, 2, figsize=(7, 3.6))
+def figure_mask_diff(data: pd.DataFrame, *, figure: Figure | None = None) -> Figure:
+    """Overlap by layer beside chance, and the scatter of ranks, with one legend.
+
+    Args:
+        data: from `mask_diff_data`.
+        figure: an empty one to draw in; None makes a new one.
+    """
+    figure = plt.figure(figsize=(7, 3.6)) if figure is None else figure
+    axes = figure.subplots(1, 2)
     for shown, ax in zip(("overlap", "ranks"), axes, strict=True):
         plot_mask_diff(data[data["shown"].eq(shown)], ax=ax)
     axes[0].set_title("removed atomic experts")

@@ -20,6 +20,7 @@ from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.comparison_latex import comparison_latex
 from heapr_lab.panel.jobs import alert, status
+from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import drawn_png
@@ -74,13 +75,15 @@ class CompareTab(ipw.VBox):
 
         Args:
             session: whose selections and model are compared.
-            corpora: on whose test splits methods can be measured.
+            corpora: on whose test splits methods can be measured, and on which the
+                current selection can be calibrated instead.
         """
         self.session = session
         self.pins: list[Pin] = []
         self.runs = MethodRuns(
             session, corpora=corpora, show=self._changed, hide=self._failed
         )
+        self.diff = MaskDiffSection(session, corpora=corpora)
         self.label = ipw.Text("A", description="label", layout={"width": "200px"})
         self.pin_button = ipw.Button(
             description="Pin",
@@ -118,6 +121,7 @@ class CompareTab(ipw.VBox):
                 self.table,
                 ipw.HBox([self.folder, self.export_button], layout=wrap),
                 self.exported,
+                self.diff,
             ]
         )
 
@@ -148,6 +152,7 @@ class CompareTab(ipw.VBox):
 
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
+        self.diff.offer([(pin.label, pin.selection) for pin in self.pins])
         if not self.pins and not self.runs.rows:
             self._show_nothing(_NOTHING_YET)
             return

@@ -13,6 +13,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.atom_contexts import find_contexts, place_text
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
 from heapr_lab.panel.passage_html import (
@@ -300,28 +301,16 @@ class InspectTab(ipw.VBox):
         self.routed.show(left_out_html(passage.n_left_out, "end") + view, asked)
 
     def _work_contexts(self, report: Report) -> None:
-        from heapr_lab.evaluation.activations import top_contexts
-
-        bench, asked = self._bench, self._asked(*self._boxes)
+        asked = self._asked(*self._boxes)
         selection, *numbers = asked
         place = dict(zip(KEYS, numbers, strict=True))
         keep, pruned = self._pruned(selection)
-        report(0, 1, "reading the corpus")
-        windows = bench.calibration_set(self.session.calibration)
-        self.contexts = top_contexts(
-            bench.model,
-            windows,
-            tokenizer=bench.tokenizer,
-            **place,
-            progress=lambda done, total: report(
-                done, total, f"window {done} of {total}"
-            ),
-        )
+        calibration = self.session.calibration
+        self.contexts, searched = find_contexts(self._bench, calibration, place, report)
         kept = keep.by_layer(place["layer"])[place["expert"], place["atom"]]
-        named = ", ".join(f"{name} {number}" for name, number in place.items())
         summary = (
-            f"{named.capitalize()}: {'kept' if kept else 'pruned'}. Searched: "
-            f"{windows.n_sequences} windows of {windows.label}. Masked model: {pruned}."
+            f"{place_text(place).capitalize()}: {'kept' if kept else 'pruned'}. "
+            f"{searched} Masked model: {pruned}."
         )
         view = contexts_html(self.contexts, summary=summary)
         self.contexts_view.show(view, asked)

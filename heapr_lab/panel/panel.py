@@ -166,6 +166,8 @@ class Explorer(ipw.VBox):
             self.inspection.refresh()
         elif shown == "Evaluate":
             self.evaluation.follow()
+        elif shown == "Compare":
+            self.comparison.diff.check()
 
     def _solve_for_target(self) -> None:
         """Set the ratio that meets the target loss on the first corpus."""

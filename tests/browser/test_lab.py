@@ -168,6 +168,42 @@ def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None
     assert kept == N_ATOMS // 2
 
 
+def test_what_two_masks_remove(page: "sync_api.Page") -> None:
+    """A pin beside the selection; an atom's contexts; grey when old, gone if it fails.
+
+    The pin keeps every atom that the selection keeps, as scores are the same.
+    """
+    panel, _ = panels(page)
+    panel.open("Compare")
+    panel.button("Clear").click()
+    panel.type_ratio("0.25")
+    panel.button("Pin").click()
+    panel.type_ratio("0.5")
+    panel.choice("mask B").select_option("pin A")
+    panel.button("Compare masks").click()
+    said = f"current selection removes 100.0% of the {N_ATOMS // 4} atoms that pin A"
+    expect(panel.root.get_by_text(said)).to_be_visible(timeout=TIMEOUT)
+    picture = panel.root.get_by_role("img", name="beside chance")
+    picture.evaluate("image => image.decode()")
+    assert pixels(picture.screenshot()).std() > 0.01
+    only = panel.root.get_by_role("row").filter(has_text="current selection")
+    atoms = panel.choice("atom that only one removes")
+    expect(atoms.locator("option")).to_have_count(N_ATOMS // 4)
+    expect(only.filter(has_not_text="removed only by")).to_have_count(N_ATOMS // 4)
+    atoms.select_option(index=1)
+    panel.button("Contexts of the atom").click()
+    kept = panel.root.get_by_text("removed by current selection, kept by pin A")
+    expect(kept).to_be_visible(timeout=TIMEOUT)
+    assert nameless(panel.root) == []
+    panel.type_ratio("0.6")
+    expect(panel.root.get_by_text("Out of date")).to_have_count(2)
+    panel.choice("mask B").select_option("current selection, on missing.txt")
+    panel.button("Compare masks").click()
+    expect(panel.root.get_by_role("alert")).to_contain_text("missing.txt")
+    expect(picture).to_have_count(0)
+    panel.button("Clear").click()
+
+
 def test_two_panels_at_once_and_cancel_in_the_middle(page: "sync_api.Page") -> None:
     """While one panel evaluates the other follows; Cancel ends the evaluation early."""
     panel, slow = panels(page)

@@ -1,0 +1,56 @@
+"""The contexts of one atom in the windows of a calibration, for the tabs of the panel.
+
+Importing this needs no torch.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from heapr_lab.panel.jobs import Report
+from heapr_lab.text.calibration_spec import Calibration
+
+if TYPE_CHECKING:
+    from heapr_lab.workbench.workbench import Workbench
+
+
+def find_contexts(
+    bench: "Workbench",
+    calibration: Calibration,
+    place: Mapping[str, int],
+    report: Report,
+) -> tuple[pd.DataFrame, str]:
+    """The tokens that activate an atom most, and what was searched, as text.
+
+    Args:
+        bench: of the dense model.
+        calibration: whose windows are searched.
+        place: layer, expert and atom.
+        report: is told of each window.
+
+    Returns:
+        The frame of `activations.top_contexts`, and a sentence for people.
+
+    Raises:
+        HeaprLabError: there is no such atom, or no such corpus.
+    """
+    from heapr_lab.evaluation.activations import top_contexts
+
+    report(0, 1, "reading the corpus")
+    windows = bench.calibration_set(calibration)
+    found = top_contexts(
+        bench.model,
+        windows,
+        tokenizer=bench.tokenizer,
+        layer=place["layer"],
+        expert=place["expert"],
+        atom=place["atom"],
+        progress=lambda done, total: report(done, total, f"window {done} of {total}"),
+    )
+    return found, f"Searched: {windows.n_sequences} windows of {windows.label}."
+
+
+def place_text(place: Mapping[str, int]) -> str:
+    """For example `layer 0, expert 1, atom 2`."""
+    return ", ".join(f"{name} {number}" for name, number in place.items())

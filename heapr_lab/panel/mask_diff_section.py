@@ -1,0 +1,236 @@
+"""The section that shows what two masks remove: together, alone, and beside chance.
+
+The masks are selected by `heapr_lab.pruning.mask_diff` and shown through
+`mask_diff_html`. Importing this needs no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import ipywidgets as ipw
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.columns import KEYS
+from heapr_lab.panel.atom_contexts import find_contexts, place_text
+from heapr_lab.panel.controls import WHOLE_LABEL
+from heapr_lab.panel.jobs import Job, Report, Shown
+from heapr_lab.panel.mask_diff_html import mask_diff_html
+from heapr_lab.panel.passage_html import contexts_html
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.mask_diff import ScoredMask, removed_by_one
+from heapr_lab.pruning.options import Selection
+from heapr_lab.text.calibration_spec import Calibration
+
+_N_ATOMS: Final = 20
+"""Atoms that are shown and offered: of those that only one removes, the first."""
+_CURRENT: Final = "current selection"
+_NOT_SINGLE: Final = (
+    "Not only single atoms are removed here, but whole experts or steps of a width: "
+    "chance varies more than its ± says."
+)
+_NO_ATOM: Final = "none yet: compare two masks"
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one of the two masks is selected by."""
+
+    label: str
+    """Its name in texts and pictures."""
+    selection: Selection
+    calibration: Calibration | None
+    """What it is measured on; None if that is the session's table."""
+
+
+class MaskDiffSection(ipw.VBox):
+    """Two lists of masks, a button that compares them, and the contexts of an atom.
+
+    Attributes:
+        sides: the masks that were compared last, and `alone`, the atoms that only one
+            of them removes; None before, and after an error.
+        contexts: the last result of `activations.top_contexts`.
+    """
+
+    sides: tuple[Side, Side] | None = None
+    alone: pd.DataFrame | None = None
+    contexts: pd.DataFrame | None = None
+
+    def __init__(self, session: PruningSession, *, corpora: Sequence[str]) -> None:
+        """Lay the section out; nothing is pinned.
+
+        Args:
+            session: it has the current selection, the table, and the model, if any.
+            corpora: that the current selection can be calibrated on instead.
+        """
+        self.session = session
+        self._corpora = corpora
+        self._pins: dict[str, Selection] = {}
+        self._build_masks()
+        self._build_contexts()
+        parts = [self.a, self.b, self.compare, self.compared]
+        if session.workbench is not None:
+            parts += [self.atom, self.show_contexts, self.contexts_view]
+        super().__init__([ipw.HTML("<h3>What two masks remove</h3>"), *parts])
+        self.offer([])
+        for control in (self.a, self.b, self.atom):
+            control.observe(self.check, names="value")
+
+    def _build_masks(self) -> None:
+        self.a, self.b = (
+            ipw.Dropdown(
+                description=f"mask {name}",
+                tooltip="the current selection, a pin, or the current selection "
+                "calibrated on another corpus",
+                style=WHOLE_LABEL,
+                layout={"width": "460px"},
+            )
+            for name in ("A", "B")
+        )
+        self.compare = Job(
+            "Compare masks",
+            self._work_compare,
+            tooltip="which atoms both remove and which only one; measures a corpus "
+            "that the model was not measured on yet",
+        )
+        self.compared = Shown(self._asked)
+
+    def _build_contexts(self) -> None:
+        self.atom = ipw.Dropdown(
+            options=[(_NO_ATOM, None)],
+            description="atom that only one removes",
+            tooltip="those of the last table, in its order",
+            style=WHOLE_LABEL,
+            layout={"width": "560px"},
+        )
+        # Named unlike the button of the Inspect tab.
+        self.show_contexts = Job(
+            "Contexts of the atom",
+            self._work_contexts,
+            tooltip="where the atom is most active, in the calibration corpus of the "
+            "mask that keeps it",
+        )
+        self.contexts_view = Shown(lambda: (self._asked(), self.atom.value))
+
+    # --- what can be compared -------------------------------------------------------
+
+    def offer(self, pins: Sequence[tuple[str, Selection]]) -> None:
+        """Offer these pins, (label, selection), in place of those so far."""
+        self._pins = {f"pin {label}": selection for label, selection in pins}
+        names = (_CURRENT, *self._pins, *self._calibrations())
+        for box, other in ((self.a, 0), (self.b, 1)):
+            if box.options != names:
+                chosen = box.value
+                box.options = names
+                box.value = chosen if chosen in names else names[other % len(names)]
+        self.check()
+
+    def check(self, _change: Any = None) -> None:
+        """Mark the results that are out of date."""
+        self.compared.check()
+        self.contexts_view.check()
+
+    def _calibrations(self) -> dict[str, Calibration]:
+        """The other corpora, by their names in the lists; none without a model."""
+        own = self.session.calibration
+        if self.session.workbench is None:
+            return {}
+        return {
+            f"{_CURRENT}, on {corpus}": replace(own, corpus=corpus)
+            for corpus in self._corpora
+            if corpus != own.corpus
+        }
+
+    def _asked(self) -> tuple[Side, Side]:
+        """The chosen masks.
+
+        Raises:
+            SpecError: one is the current selection, which is infeasible.
+        """
+        return self._side(self.a.value), self._side(self.b.value)
+
+    def _side(self, name: str) -> Side:
+        pinned = self._pins.get(name)
+        selection = self.session.selection if pinned is None else pinned
+        return Side(name, selection, self._calibrations().get(name))
+
+    def _note(self, sides: Sequence[Side]) -> str:
+        """What else the numbers need to be understood; often empty."""
+        notes = []
+        if any(side.calibration is not None for side in sides):
+            own = self.session.calibration.corpus
+            notes.append(f"What names no corpus is calibrated on {own}.")
+        if any(
+            side.selection.granularity != "atom" or side.selection.structure != "ragged"
+            for side in sides
+        ):
+            notes.append(_NOT_SINGLE)
+        return " ".join(notes)
+
+    # --- what the buttons start -----------------------------------------------------
+
+    def _work_compare(self, report: Report) -> None:
+        self._clear()
+        asked = self._asked()
+        if asked[0] == asked[1]:
+            raise SpecError(
+                f"masks A and B are both {asked[0].label!r}: choose two; Pin saves the "
+                "current selection as another one"
+            )
+        a, b = (self._mask(side, report) for side in asked)
+        report(0, 1, "comparing")
+        alone = removed_by_one(a, b)
+        view = mask_diff_html(a, b, alone, n=_N_ATOMS, note=self._note(asked))
+        self.sides, self.alone = asked, alone
+        self._offer_atoms(alone)
+        self.compared.show(view, asked)
+
+    def _clear(self) -> None:
+        """Take everything away that is shown of the last masks."""
+        for shown in (self.compared, self.contexts_view):
+            shown.show("", None)
+        self.sides = self.alone = self.contexts = None
+        self.atom.options = [(_NO_ATOM, None)]
+
+    def _mask(self, side: Side, report: Report) -> ScoredMask:
+        """The mask of one side; it is measured unless that is in the cache."""
+        table, bench = self.session.table, self.session.workbench
+        if side.calibration is not None and bench is not None:
+
+            def measuring(done: int, total: int) -> None:
+                report(done, total, f"{side.label}: window")
+
+            windows = bench.calibration_set(side.calibration, progress=measuring)
+            bench.measure(windows, progress=measuring)
+            report(0, 1, f"{side.label}: scores")
+            table = bench.importance(
+                side.calibration, estimator=side.selection.estimator
+            )
+        return ScoredMask.select(side.label, table, side.selection)
+
+    def _offer_atoms(self, alone: pd.DataFrame) -> None:
+        """Offer the first atoms; the value of each is its row in `alone`."""
+        shown = alone[list(KEYS)].head(_N_ATOMS).to_dict("records")
+        options = [(place_text(place), row) for row, place in enumerate(shown)]
+        self.atom.options = options or [("none: both remove the same", None)]
+        self.atom.index = 0
+
+    def _work_contexts(self, report: Report) -> None:
+        self.contexts_view.show("", None)
+        number, sides, alone = self.atom.value, self.sides, self.alone
+        bench = self.session.workbench
+        if number is None or sides is None or alone is None or bench is None:
+            raise SpecError("no atom is chosen: compare two masks that differ first")
+        row = alone.iloc[number]
+        place = {name: int(row[name]) for name in KEYS}
+        removes, keeps = sides if row["removed_by"] == "a" else sides[::-1]
+        self.contexts, searched = find_contexts(
+            bench, keeps.calibration or self.session.calibration, place, report
+        )
+        summary = (
+            f"{place_text(place).capitalize()}: removed by {removes.label}, kept by "
+            f"{keeps.label}. {searched}"
+        )
+        view = contexts_html(self.contexts, summary=summary)
+        self.contexts_view.show(view, (sides, number))
