@@ -106,7 +106,7 @@ class MaskDiffSection(ipw.VBox):
         )
         # Named unlike the button of the Inspect tab.
         self.show_contexts = Job(
-            "Contexts of the atom",
+            "Find contexts",
             self._work_contexts,
             tooltip="where the atom is most active, in the calibration corpus of the "
             "mask that keeps it",

@@ -191,7 +191,7 @@ def test_what_two_masks_remove(page: "sync_api.Page") -> None:
     expect(atoms.locator("option")).to_have_count(N_ATOMS // 4)
     expect(only).to_have_count(N_ATOMS // 4)
     atoms.select_option(index=1)
-    panel.button("Contexts of the atom").click()
+    panel.button("Find contexts").click()
     kept = panel.root.get_by_text("removed by current selection, kept by pin mine")
     expect(kept).to_be_visible(timeout=TIMEOUT)
     assert nameless(panel.root) == []

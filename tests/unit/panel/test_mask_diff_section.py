@@ -30,10 +30,10 @@ Atom = tuple[int, int, int]
 
 @pytest.fixture(scope="module")
 def corpora(root: Path) -> tuple[str, str, str]:
-    """Three texts; the last one does not exist."""
+    """Three texts, of which no other test reads the second; the last is missing."""
     names = root / "one.txt", root / "other.txt"
     write_text(names[0], n_texts=60)
-    words = " ".join(f"{number} of the others" for number in range(2000))
+    words = " ".join(f"{number} in a section" for number in range(2000))
     names[1].write_text(words, encoding="utf-8")
     return str(names[0]), str(names[1]), str(root / "missing.txt")
 
