@@ -23,7 +23,7 @@ from heapr_lab.panel.passage_html import (
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import PruningSession, Way, edit_of
 from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -125,13 +125,13 @@ class InspectTab(ipw.VBox):
             self._work_generate,
             tooltip="continue the text with the dense and with the pruned model",
         )
-        self.generated = Shown(lambda: self._asked(self.text, self.n_tokens))
+        self.generated = Shown(lambda: self._asked_made(self.text, self.n_tokens))
         self.compare = Job(
             "Compare losses",
             self._work_compare,
             tooltip="what each token of the text costs the dense and the pruned model",
         )
-        self.compared = Shown(lambda: self._asked(self.text))
+        self.compared = Shown(lambda: self._asked_made(self.text))
 
     def _build_routing(self) -> None:
         layers = self.session.table.shapes()
@@ -219,6 +219,11 @@ class InspectTab(ipw.VBox):
             shown.check()
         self.why.check()
 
+    def _asked_made(self, *controls: ipw.Widget) -> tuple[Any, ...]:
+        """The selection, the way of its weights and the values of `controls`."""
+        selection, *values = self._asked(*controls)
+        return selection, self.session.way, *values
+
     def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
         """The current selection and the values of `controls`."""
         return self.session.selection, *(control.value for control in controls)
@@ -246,9 +251,9 @@ class InspectTab(ipw.VBox):
     def _work_generate(self, report: Report) -> None:
         from heapr_lab.evaluation.passages import continue_text
 
-        bench, asked = self._bench, self._asked(self.text, self.n_tokens)
-        selection, _, n_tokens = asked
-        keep, pruned = self._pruned(selection)
+        bench, asked = self._bench, self._asked_made(self.text, self.n_tokens)
+        selection, way, _, n_tokens = asked
+        keep, downs, pruned = self._made(selection, way, report)
         prompt = self._passage(room=n_tokens)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
@@ -258,6 +263,7 @@ class InspectTab(ipw.VBox):
                 prompt=prompt,
                 n_tokens=n_tokens,
                 keep=mask,
+                downs=None if mask is None else downs,
                 progress=lambda done, total: report(
                     before + done, 2 * total, f"{name}: token {done} of {total}"
                 ),
@@ -271,13 +277,15 @@ class InspectTab(ipw.VBox):
     def _work_compare(self, report: Report) -> None:
         from heapr_lab.evaluation.passages import token_losses
 
-        asked, passage = self._asked(self.text), self._passage()
-        keep, pruned = self._pruned(asked[0])
+        asked, passage = self._asked_made(self.text), self._passage()
+        selection, way, _ = asked
+        keep, downs, pruned = self._made(selection, way, report)
         report(0, 2, "dense")
         self.losses = token_losses(
             self._bench.model,
             passage,
             keep=keep,
+            downs=downs,
             progress=lambda done, total: report(done, total, "pruned"),
         )
         view = losses_html(self.losses, pruned=pruned)
@@ -330,6 +338,18 @@ class InspectTab(ipw.VBox):
         return read_passage(
             bench.model, bench.tokenizer, text=self.text.value, room=room, most=_LONGEST
         )
+
+    def _made(
+        self, selection: Selection, way: Way, report: Report
+    ) -> tuple[KeepMask, Any, str]:
+        """The mask, the new W_down, if any, and both as text."""
+        keep, downs = edit_of(self.session.made(selection, way, report=report))
+        assert keep is not None  # which only the dense model has not
+        removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
+        text = selection.text
+        if way.weights == "compress":  # which chooses the estimator
+            text = text.removeprefix(f"{selection.estimator}, ")
+        return keep, downs, f"{removed} ({text}), {way.text}"
 
     def _pruned(self, selection: Selection) -> tuple[KeepMask, str]:
         """The mask of a selection, and both as text.

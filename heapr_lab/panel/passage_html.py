@@ -134,7 +134,7 @@ def _totals(losses: pd.DataFrame, pruned: str) -> str:
         f"Dense {dense:.3f}, pruned {after:.3f}, Δ {after - dense:+.3f} nats per token "
         f"over {change.count()} predicted tokens (perplexity {perplexities}). By "
         f"{_STEPS[1]:g} nats or more, {(change >= _STEPS[1]).sum()} of them are worse "
-        f"and {(change <= -_STEPS[1]).sum()} better. Masked model: {pruned}."
+        f"and {(change <= -_STEPS[1]).sum()} better. Pruned model: {pruned}."
     )
 
 

@@ -6,6 +6,7 @@ are fast enough to follow a slider; the model runs only in `PruningSession.evalu
 
 import bisect
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,6 +136,7 @@ class PruningSession:
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self._selection = Selection(0.25)
         self._rejected: SpecError | None = None
+        self._making = threading.Lock()
         self._last_made: tuple[tuple[Selection, Way], Chosen] | None = None
         # Of the selection that is shown, each is computed once.
         self._last_keep = functools.lru_cache(maxsize=1)(self.keep_of)
@@ -414,15 +416,20 @@ class PruningSession:
         from heapr_lab.workbench.settings import Setting
 
         key = selection, way
-        if self._last_made is None or self._last_made[0] != key:
-            assert self.workbench is not None
-            self._last_made = None  # its weights are not held beside the next ones
-            setting = Setting(selection, way.calibration(self.calibration))
-            found = export.choose(
-                self.workbench, self.table, setting, weights=way.weights, report=report
-            )
-            self._last_made = key, found
-        return self._last_made[1]
+        with self._making:  # a second tab waits for what the first one makes
+            if self._last_made is None or self._last_made[0] != key:
+                assert self.workbench is not None
+                self._last_made = None  # weights are not held beside the next ones
+                setting = Setting(selection, way.calibration(self.calibration))
+                found = export.choose(
+                    self.workbench,
+                    self.table,
+                    setting,
+                    weights=way.weights,
+                    report=report,
+                )
+                self._last_made = key, found
+            return self._last_made[1]
 
     def _add(self, new: pd.DataFrame) -> None:
         parts = [part for part in (self.points, new) if len(part)]
@@ -476,7 +483,7 @@ def _loss_part(bench: "Workbench", corpus: str) -> _Part:
     windows = bench.test_windows(corpus)
 
     def measure(mask: "Chosen | None", clock: _Clock) -> dict[str, Any]:
-        keep, downs = _edit(mask)
+        keep, downs = edit_of(mask)
         found = bench.perplexity(keep, windows, downs=downs, progress=clock.parts)
         return {"nll": found.nll, "perplexity": found.value, "n_tokens": found.n_tokens}
 
@@ -485,14 +492,14 @@ def _loss_part(bench: "Workbench", corpus: str) -> _Part:
 
 def _accuracy_part(bench: "Workbench", task: str) -> _Part:
     def measure(mask: "Chosen | None", clock: _Clock) -> dict[str, Any]:
-        progress, (keep, downs) = clock.share_of(_TASK_WINDOWS), _edit(mask)
+        progress, (keep, downs) = clock.share_of(_TASK_WINDOWS), edit_of(mask)
         found = bench.task_accuracy(keep, task, downs=downs, progress=progress)
         return {"accuracy": found["value"], "stderr": found["stderr"]}
 
     return _Part(task, _TASK_WINDOWS, measure)
 
 
-def _edit(made: "Chosen | None") -> tuple[KeepMask | None, Any]:
+def edit_of(made: "Chosen | None") -> tuple[KeepMask | None, Any]:
     """The mask and the new W_down; None where the model is dense, or only masked."""
     if made is None:
         return None, None

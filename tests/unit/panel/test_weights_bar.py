@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
+from heapr_lab.evaluation.passages import token_losses
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.loading import load_like
 from heapr_lab.panel.panel import Explorer
@@ -153,3 +156,31 @@ def test_export_says_what_the_switch_does(panel: Explorer) -> None:
     assert "W_down compensated" in panel.export.note.value
     panel.weights.weights.value = "unchanged"
     assert "as they are" in panel.export.note.value
+
+
+def test_inspect_follows_the_switch(panel: Explorer) -> None:
+    """Losses of tokens are of the same weights; another way puts them out of date."""
+    tab, session = panel.inspection, panel.session
+    tab.text.value = "the sum of the elements"
+    panel.controls.ratio.value = "0.5"
+    panel.weights.weights.value = "compensated"
+    press(tab.compare)
+    assert tab.losses is not None
+    assert "ragged), compensated" in tab.compared.value
+    bench: Any = session.workbench
+    passage = tab._passage()
+    made = session.made(session.selection, session.way, report=lambda *_args: None)
+    assert made.compensation is not None
+    downs = made.compensation.downs
+    expected = token_losses(bench.model, passage, keep=made.keep, downs=downs)
+    pd.testing.assert_frame_equal(tab.losses, expected)
+    masked = token_losses(bench.model, passage, keep=made.keep)
+    assert not np.allclose(tab.losses["pruned_nll"][1:], masked["pruned_nll"][1:])
+    panel.tabs.selected_index = 2
+    panel.weights.weights.value = "unchanged"
+    assert "Out of date" in tab.compared.note.value
+    press(tab.compare)
+    assert "ragged), masked" in tab.compared.value
+    pd.testing.assert_frame_equal(tab.losses, masked)
+    press(tab.generate)
+    assert "ragged), masked" in tab.generated.value

@@ -321,23 +321,24 @@ def test_export_is_cancelled_while_it_measures(root: Path, tmp_path: Path) -> No
 
 
 def test_each_place_says_which_weights_it_shows(root: Path) -> None:
-    """Evaluate and Inspect are of the masked model, Export may compensate."""
+    """Evaluate and Inspect say the way of the switch, and Export what it is."""
     panel = panel_of(root, bench_of(root))
     panel.controls.ratio.value = "0.3"
+    panel.weights.weights.value = "unchanged"
     panel.evaluation.job.button.click()
     panel.evaluation.job.wait(60)
     assert "Last point, masked:" in panel.evaluation.message.value
-    assert "masked" in panel.evaluation._picture.ax.get_ylabel()
+    lines = panel.evaluation._picture.ax.get_lines()
+    assert any(line.get_label().endswith("ragged, masked") for line in lines)
     panel.inspection.text.value = "aaab bbba abab"
     panel.inspection.compare.button.click()
     panel.inspection.compare.wait(60)
-    assert "masked, not compensated" in panel.inspection.compared.value
-    assert "the best of several ways" in panel.export.note.value
-    assert "masked model" in panel.export.note.value
-    panel.export.weights.value = "compensated"
-    assert "weights: W_down compensated" in panel.export.note.value
-    panel.export.weights.value = "unchanged"
+    assert "ragged), masked" in panel.inspection.compared.value
     assert "weights: as they are" in panel.export.note.value
+    panel.weights.weights.value = "compress"
+    assert "the best of several ways" in panel.export.note.value
+    panel.weights.weights.value = "compensated"
+    assert "weights: W_down compensated" in panel.export.note.value
 
 
 def test_the_panel_names_methods_as_the_command_line(root: Path) -> None:
