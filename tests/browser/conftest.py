@@ -23,14 +23,18 @@ OPEN = """\
 import dataclasses, time
 from heapr_lab import explore, open_workbench
 bench = open_workbench({model!r}, profile="small")
-explore(bench, corpora=("pydocs", "missing.txt"), tasks=("continuation",))"""
+panel = explore(bench, corpora=("pydocs", "missing.txt"), tasks=("continuation",))
+panel.weights.weights.value = "unchanged"
+panel"""
 SLOW = """\
 slow = open_workbench({model!r}, profile="small")
 slow.profile = dataclasses.replace(slow.profile, n_test=1000)
 embedding = slow.model.get_input_embeddings()
 quick = embedding.forward
 embedding.forward = lambda ids: time.sleep(0.3) or quick(ids)
-explore(slow, corpora=("pydocs",), tasks=())"""
+slow_panel = explore(slow, corpora=("pydocs",), tasks=())
+slow_panel.weights.weights.value = "unchanged"
+slow_panel"""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -59,9 +59,9 @@ def test_the_app_shows_the_panel(
     panel.open("Evaluate")
     panel.root.get_by_role("listbox", name="corpora").select_option("pydocs")
     panel.button("Evaluate").click()
-    expect(panel.root.get_by_text("Last point, masked: 50.0%")).to_be_visible(
-        timeout=TIMEOUT
-    )
+    expect(
+        panel.root.get_by_text("Last point, compress, own text 25%: 50.0%")
+    ).to_be_visible(timeout=TIMEOUT)
     page.screenshot(path=shots / "app-dark-evaluated-1280.png")
     assert nameless(panel.root) == []
     stderr = "[data-mime-type='application/vnd.jupyter.stderr']"

@@ -27,6 +27,13 @@ from heapr_lab import explore
 explore("lab")"""
 
 
+WAYS = {
+    "unchanged, masked as HEAPr": "masked",
+    "compensate W_down (one forward pass)": "compensated",
+}
+"""What the list of weights offers, and how points are called."""
+
+
 @pytest.fixture
 def page(
     chromium: "sync_api.Browser", session_cache: Path, tmp_path: Path
@@ -53,12 +60,14 @@ def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
     panel.is_ready()
     panel.choice("estimator").select_option("shrunk")
     panel.open("Evaluate")
-    for ratio in (0.2, 0.6, 0.4):
-        panel.type_ratio(str(ratio))
-        panel.button("Evaluate").click()
-        told = panel.root.get_by_text(f"Last point, masked: {ratio:.1%}")
-        expect(told).to_be_visible(timeout=TIMEOUT)
-        expect(panel.button("Evaluate")).to_be_enabled()
+    for option, way in WAYS.items():
+        panel.choice("weights").select_option(option)
+        for ratio in (0.2, 0.6, 0.4):
+            panel.type_ratio(str(ratio))
+            panel.button("Evaluate").click()
+            told = panel.root.get_by_text(f"Last point, {way}: {ratio:.1%}")
+            expect(told).to_be_visible(timeout=TIMEOUT)
+            expect(panel.button("Evaluate")).to_be_enabled()
     panel.is_ready()
     page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
     page.screenshot(path=shots / "choose.png")
