@@ -109,7 +109,7 @@ from heapr_lab.figures.structures import (
     structures_data,
     structures_table,
 )
-from heapr_lab.figures.style import look, styled
+from heapr_lab.figures.style import STYLE_FILE, look, styled
 from heapr_lab.figures.tables import (
     comparison_table,
     cost_data,
