@@ -99,12 +99,11 @@ class CompareTab(ipw.VBox):
         )
         self.table = ipw.HTML()
         self.folder = ipw.Text(
-            "comparison", description="folder", continuous_update=False,
-            tooltip="of the files, relative to the notebook's folder",
-        )  # fmt: skip
+            "comparison", description="folder", continuous_update=False
+        )
         self.export_button = ipw.Button(
             description="Export comparison", disabled=True,
-            tooltip="CSV, parquet, Markdown, LaTeX, PNG and PDF",
+            tooltip="write CSV, parquet, Markdown, LaTeX, PNG and PDF",
             layout={"width": "auto"},
         )  # fmt: skip
         self.exported = ipw.HTML(status(""))

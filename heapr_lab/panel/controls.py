@@ -91,11 +91,9 @@ class Controls(ipw.VBox):
         # in the box; the slider shows the nearest of its steps.
         self.ratio = ipw.Text(
             ratio_text(selection.ratio), description="ratio", continuous_update=False,
-            tooltip="a fraction, such as 0.40, or per cent with the sign, 40%",
             layout={"width": "170px"},
         )  # fmt: skip
         self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[selection.of])
-        self.budget.tooltip = "what the ratio counts; in brackets, the value of --of"
         self.rise = ipw.BoundedFloatText(
             0.05, min=0.0, max=10.0, step=0.01, description="Δloss ≤",
             layout={"width": "170px"}, disabled=True,
@@ -255,15 +253,9 @@ def _on_slider(ratio: float) -> int:
 
 def _dropdown(name: str, options: Sequence[str], value: str) -> ipw.Dropdown:
     chosen = value if value in options else options[0]
-    tooltip = "\n".join(
-        f"{option}: {ESTIMATORS[option].description}"
-        for option in options
-        if option in ESTIMATORS
-    )
     return ipw.Dropdown(
         options=list(options),
         value=chosen,
         description=name,
-        tooltip=tooltip or name,
         layout={"width": "240px"},
     )

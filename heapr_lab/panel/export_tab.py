@@ -36,23 +36,22 @@ class ExportTab(ipw.VBox):
         """
         self.session, self.weights, self.own = session, bar.weights, bar.own
         self._written: tuple[Path, str, str] | None = None
-        self.folder = ipw.Text(
-            "pruned", description="folder", continuous_update=False,
-            tooltip="a new folder, relative to the notebook's",
-        )  # fmt: skip
+        self.folder = ipw.Text("pruned", description="folder", continuous_update=False)
         wide = {"indent": False, "layout": {"width": "auto"}}
         self.bias = ipw.Checkbox(
-            value=False, description="an output bias for each expert (not uniform)",
-            tooltip="for the mean of what was removed: one forward pass", **wide,
-        )  # fmt: skip
+            value=False,
+            description="an output bias for each expert (not uniform)",
+            **wide,
+        )
         self.distill = ipw.IntSlider(
-            0, 0, 400, 25, description="distil [steps]", continuous_update=False,
-            tooltip="train each layer's experts to return what the dense ones return",
-        )  # fmt: skip
+            0, 0, 400, 25, description="distil [steps]", continuous_update=False
+        )
         self.gguf = ipw.Checkbox(
             value=False, description="also a GGUF file (uniform structure)", **wide
         )
-        self.job = Job("Export", self._export, tooltip="write the pruned model")
+        self.job = Job(
+            "Export", self._export, tooltip="write the pruned model to the folder"
+        )
         self.note = ipw.HTML(status(""))
         self.command = ipw.HTML()
         self.code = SameCode(session, self.written, lambda: self._calibration)

@@ -58,7 +58,11 @@ class Job(ipw.VBox):
         self.button = ipw.Button(
             description=name, button_style="primary", tooltip=tooltip or name
         )
-        self.cancel_button = ipw.Button(description="Cancel", disabled=True)
+        self.cancel_button = ipw.Button(
+            description="Cancel",
+            disabled=True,
+            tooltip=f"stop {name} at its next step",
+        )
         self.bar = ipw.FloatProgress(min=0.0, max=1.0, description="progress")
         self.bar.layout.visibility = "hidden"
         self.text = ipw.HTML()

@@ -10,6 +10,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.controls import read_ratio
 from heapr_lab.panel.evaluate_tab import several_of
+from heapr_lab.panel.help import widgets_in
 from heapr_lab.panel.jobs import CancelledError, Job, Report, status
 from heapr_lab.panel.session import PruningSession
 
@@ -52,10 +53,7 @@ class MethodRuns(ipw.VBox):
             "methods", names, [name for name in _FIRST if name in names]
         )
         # Named unlike the box above the tabs.
-        self.ratio = ipw.Text(
-            "25%", description="remove", layout={"width": "160px"},
-            tooltip="share of the routed experts' parameters, such as 25% or 0.25",
-        )  # fmt: skip
+        self.ratio = ipw.Text("25%", description="remove", layout={"width": "160px"})
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.job = Job(
             "Run methods", self._run, tooltip="fit the methods and measure perplexity"
@@ -158,10 +156,7 @@ def take_turns(job: Job, jobs: Iterable[Job]) -> None:
 
 def jobs_in(widget: ipw.Widget) -> Iterator[Job]:
     """Every job in a widget, however deep."""
-    if isinstance(widget, Job):
-        yield widget
-    for child in getattr(widget, "children", ()):
-        yield from jobs_in(child)
+    return (found for found in widgets_in(widget) if isinstance(found, Job))
 
 
 def _methods(session: PruningSession) -> tuple[str, ...]:

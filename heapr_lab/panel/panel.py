@@ -14,6 +14,7 @@ from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import Controls
 from heapr_lab.panel.evaluate_tab import EvaluateTab
 from heapr_lab.panel.export_tab import ExportTab
+from heapr_lab.panel.help import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import STALE, failure, stale_style, status
 from heapr_lab.panel.method_runs import jobs_in, take_turns
@@ -48,6 +49,7 @@ class Explorer(ipw.VBox):
         controls: they set the selection.
         weights: the switch of how weights are made.
         files: saves and opens sessions.
+        help: the glossary.
     """
 
     def __init__(
@@ -110,9 +112,10 @@ class Explorer(ipw.VBox):
             weights=self.weights,
             refresh=self.refresh,
         )
+        self.help = HelpSection()
         shown = [self.controls, self.weights, self.status, self.error, self.tabs]
-        shown.append(self.files)
-        super().__init__([stale_style(), *shown])
+        super().__init__([stale_style(), *shown, self.files, self.help])
+        add_tooltips(self)
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
         self.refresh()

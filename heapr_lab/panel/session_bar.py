@@ -55,14 +55,15 @@ class SessionBar(ipw.VBox):
         self._opened: SavedSession | None = None
         self.file = ipw.Text(
             "session.json", description="session file", style=WHOLE_LABEL,
-            tooltip="relative to the notebook's folder", layout={"width": "300px"},
+            layout={"width": "300px"},
         )  # fmt: skip
         self.save_button = ipw.Button(
             description="Save session",
-            tooltip="selection, calibration, pins, evaluations, text",
+            tooltip="write selection, calibration, pins, evaluations and text",
         )
         self.open_button = ipw.Button(
-            description="Open session", tooltip="of the same model and calibration"
+            description="Open session",
+            tooltip="show one that was saved with the same model and calibration",
         )
         self.message = ipw.HTML(status(""))
         self.save_button.on_click(self._press_save)

@@ -35,15 +35,12 @@ class WeightsBar(ipw.HBox):
             options=[(_CHOICES[name], name) for name in WEIGHTS],
             value=METHODS[DEFAULT].weights,
             description="weights",
-            tooltip="how the weights that stay are made, to be evaluated and exported",
             layout={"width": "480px"},
         )
         share = session.calibration.own_text or METHODS[DEFAULT].own_text
         self.own = ipw.IntSlider(
             round(100 * share), 0, 100, 5, description="own text [%]",
             continuous_update=False,
-            tooltip="windows that the model writes itself, in addition, so that what "
-            "the corpus does not show is not pruned away",
         )  # fmt: skip
         without = session.workbench is None
         super().__init__(

@@ -1,0 +1,84 @@
+"""Each control of the panel is explained, in the words of the glossary."""
+
+from typing import Any
+
+import ipywidgets as ipw
+from random_tables import small_table
+
+from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.panel.help import terms_html, widgets_in
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.workbench.glossary import GLOSSARY, TERMS, find_term
+
+OF_VALUES = (
+    *(ipw.Text, ipw.Textarea, ipw.BoundedFloatText, ipw.BoundedIntText),
+    *(ipw.IntSlider, ipw.Checkbox, ipw.Dropdown, ipw.SelectMultiple),
+)
+"""The kinds of controls of the panel that take a value."""
+
+
+def those_of(panel: Explorer, *kinds: type) -> list[Any]:
+    """The widgets of some kinds in a panel."""
+    return [widget for widget in widgets_in(panel) if isinstance(widget, kinds)]
+
+
+def test_every_control_has_a_sentence_of_help(panel: Explorer) -> None:
+    """That of the term on it; a button's own says more than its name."""
+    controls = those_of(panel, *OF_VALUES)
+    assert len(controls) > 30
+    for control in controls:
+        term = find_term(control.description)
+        assert term is not None, control.description
+        assert control.tooltip.startswith(term.text)
+    buttons = those_of(panel, ipw.Button)
+    assert len(buttons) > 20
+    for button in buttons:
+        assert len((button.tooltip or "").split()) >= 3, button.description
+        assert button.tooltip != button.description
+
+
+def test_no_control_is_of_another_kind(panel: Explorer) -> None:
+    """All that has a name and a value is among those that the test above looks at."""
+    shown = (ipw.HTML, ipw.Image, ipw.FloatProgress)
+    valued = [w for w in widgets_in(panel) if w.has_trait("value")]
+    others = [w for w in valued if not isinstance(w, (*OF_VALUES, *shown))]
+    assert others == []
+
+
+def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
+    """And stands in the list's tooltip; only atoms, by their numbers, are data."""
+    lists = those_of(panel, ipw.Dropdown)
+    assert {"estimator", "scope", "granularity", "structure", "budget"} <= {
+        box.description for box in lists
+    }
+    for box in lists:
+        values = [one if isinstance(one, str) else one[-1] for one in box.options]
+        if box is panel.inspection.nearest:
+            assert not any(isinstance(value, str) for value in values)
+            continue
+        for value in values:
+            assert f"{value}: {TERMS[value].text}" in box.tooltip
+
+
+def test_the_help_is_written_when_it_is_opened() -> None:
+    """Every term, and those that are searched; what matches nothing is said."""
+    panel = explore(small_table())
+    assert panel.help.terms.value == ""
+    panel.help.selected_index = 0
+    text = panel.help.terms.value
+    names = [term.name for terms in GLOSSARY.values() for term in terms]
+    assert text.count("<dt>") == len(names)
+    assert "½ · mean h²" in text
+    assert "&lt;" not in terms_html("ratio below")
+    panel.help.search.value = "ragged lowest"
+    assert panel.help.terms.value.count("<dt>") == 1
+    assert "<b>ragged</b>" in panel.help.terms.value
+    panel.help.search.value = "zebra"
+    assert 'role="status"' in panel.help.terms.value
+
+
+def test_estimators_are_explained_where_they_are_chosen() -> None:
+    """Each that the table offers, and none that it does not."""
+    tooltip = explore(small_table()).controls.estimator.tooltip
+    assert ESTIMATORS["shrunk"].description[1:] in tooltip
+    assert "fisher: " not in tooltip
