@@ -15,7 +15,8 @@ from heapr_lab.panel.session import PruningSession, Step, Way
 from heapr_lab.progress import time_left_text
 from heapr_lab.pruning.options import Selection
 
-_SHOWN = ["dataset", "estimator", "scope", "granularity", "structure", "achieved_ratio"]
+_SHOWN = ["dataset", "weights", "estimator", "scope", "granularity", "structure"]
+_SHOWN += ["achieved_ratio"]
 _MEASURED = ["nll", "delta_nll", "perplexity", "accuracy", "stderr"]
 _PREDICTED_AT = [hundredths / 100 for hundredths in range(2, 96, 3)]
 _BEYOND = 0.1

@@ -10,7 +10,7 @@ import ipywidgets as ipw
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.jobs import CancelledError, Job, Report, status
 from heapr_lab.panel.same_code import SameCode, dtype_of_files
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import PruningSession, Way, text_of
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
@@ -105,9 +105,7 @@ class ExportTab(ipw.VBox):
             )
             return
         chosen = self.weights.value
-        text = selection.text
-        if chosen == "compress":
-            text = text.removeprefix(f"{selection.estimator}, ")
+        text = text_of(selection.text, selection.estimator, chosen)
         lines = [
             f"To be written: {text}; weights: {WEIGHTS[chosen]}. {_EVALUATED}",
             describe_method(selection, weights=chosen, options=self.options),
@@ -118,9 +116,9 @@ class ExportTab(ipw.VBox):
         from heapr_lab.checkpoints.folder import check_new
 
         self.command.value = ""
-        selection, weights = self.session.selection, self.weights.value
+        selection, way = self.session.selection, self.session.way
         folder, keep = Path(self.folder.value), self.session.keep_of(selection)
-        asked = folder, keep.fingerprint, weights + self.options
+        asked = folder, keep.fingerprint, way.weights + self.options
         if self.gguf.value and selection.structure != "uniform":
             raise SpecError(
                 "a GGUF file needs one width for all experts, and the structure is "
@@ -129,25 +127,28 @@ class ExportTab(ipw.VBox):
         # If only the GGUF file failed, the checkpoint is not written again.
         if not (self.gguf.value and self._written == asked and folder.is_dir()):
             check_new(folder)
-            self._write(folder, selection, report, weights=weights)
+            self._write(folder, selection, way, report)
             self._written = asked
         self.command.value = self._written_text(folder)
         if self.gguf.value:
             self._write_gguf(folder, report)
 
     def _write(
-        self, folder: Path, selection: Selection, report: Report, *, weights: str
+        self, folder: Path, selection: Selection, way: Way, report: Report
     ) -> None:
         from heapr_lab.workbench import export
 
         bench: Any = self.session.workbench
-        table, calibration = self.session.table, self._calibration
+        table, calibration = (
+            self.session.table,
+            way.calibration(self.session.calibration),
+        )
         after = export.Afterwards(self.bias.value, self.distill.value)
         after.refuse(selection.structure)
         trained_on = after.windows(bench, calibration, report) if after else None
-        made = self.session.made(selection, self.session.way, report=report)
+        made = self.session.made(selection, way, report=report)
         made = replace(made, after=after, trained_on=trained_on)
-        if weights == "compress":  # which has measured on its own windows
+        if way.weights == "compress":  # which has measured on its own windows
             table = bench.portfolio(calibration).table("heapr", windows="all")
         facts = export.facts_of(
             table, made.keep, source=bench.source, candidates=made.candidates

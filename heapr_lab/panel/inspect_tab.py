@@ -23,7 +23,7 @@ from heapr_lab.panel.passage_html import (
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import PruningSession, Way, edit_of
+from heapr_lab.panel.session import PruningSession, Way, edit_of, text_of
 from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -346,9 +346,7 @@ class InspectTab(ipw.VBox):
         keep, downs = edit_of(self.session.made(selection, way, report=report))
         assert keep is not None  # which only the dense model has not
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        text = selection.text
-        if way.weights == "compress":  # which chooses the estimator
-            text = text.removeprefix(f"{selection.estimator}, ")
+        text = text_of(selection.text, selection.estimator, way.weights)
         return keep, downs, f"{removed} ({text}), {way.text}"
 
     def _pruned(self, selection: Selection) -> tuple[KeepMask, str]:

@@ -160,6 +160,7 @@ class Explorer(ipw.VBox):
         self.export.refresh()
         self._refresh_tab()
         if not self.error.value:
+            self.status.value = status(self.session.describe())
             self._show_numbers()
 
     def _refresh_tab(self, _change: Any = None) -> None:

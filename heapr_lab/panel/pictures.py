@@ -29,6 +29,7 @@ from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
 from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, PAPER_GREY
 from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.session import text_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 
@@ -248,7 +249,10 @@ class _Looks:
 
 
 def _way(selection: Selection | None, weights: str) -> str:
-    return "dense" if selection is None else f"{selection.rules_text}, {weights}"
+    if selection is None:
+        return "dense"
+    rules = text_of(selection.rules_text, selection.estimator, weights)
+    return f"{rules}, {weights}"
 
 
 def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:

@@ -81,6 +81,19 @@ class Way:
         return replace(measured_on, own_text=self.own_text)
 
 
+def text_of(selection_text: str, estimator: str, weights: str) -> str:
+    """A selection as text without its estimator, if `compress` chooses another.
+
+    Args:
+        selection_text: `text` or `rules_text` of a selection.
+        estimator: of the selection.
+        weights: the name or the `text` of a `Way`.
+    """
+    if not weights.startswith("compress"):
+        return selection_text
+    return selection_text.removeprefix(f"{estimator}, ")
+
+
 @dataclass(frozen=True)
 class Step:
     """The progress of an evaluation."""
@@ -167,13 +180,19 @@ class PruningSession:
 
     @property
     def note(self) -> str:
-        """A remark on the selection; usually empty."""
-        estimator = find_estimator(self._selection.estimator)
-        if not estimator.within_layer:
-            return ""
-        return (
-            f"{estimator.name} compares atoms within a layer only: the scope is layer."
-        )
+        """Remarks on the selection; usually empty."""
+        estimator, notes = find_estimator(self._selection.estimator), []
+        if estimator.within_layer:
+            notes.append(
+                f"{estimator.name} compares atoms within a layer only: the scope is "
+                "layer."
+            )
+        if self.way.weights == "compress":
+            notes.append(
+                f"Shown are the atoms that {estimator.name} keeps: compress chooses "
+                "the estimator itself, and may keep others."
+            )
+        return " ".join(notes)
 
     def choose(self, selection: Selection) -> None:
         """Change the selection; `keep` raises an error if it is infeasible."""
@@ -254,13 +273,18 @@ class PruningSession:
         )
 
     def measured(self) -> pd.DataFrame:
-        """The last of the `points` of exactly this mask, for each corpus."""
+        """The last of the `points` of exactly this mask, for each corpus.
+
+        Of `compress`, which chooses a mask of its own, those of exactly this ratio.
+        """
         keep = self.keep
         points = self._points_alike()
         if points.empty:
             return points
-        same = points["summed_score"].eq(self._score_of(keep))
-        if self.way.weights != "compress":  # which chooses a mask of its own
+        if self.way.weights == "compress":
+            same = points["ratio"].eq(self.selection.ratio)
+        else:
+            same = points["summed_score"].eq(self._score_of(keep))
             same &= points["achieved_ratio"].eq(keep.achieved_ratio)
         return points[same].drop_duplicates("dataset", keep="last")
 
@@ -440,10 +464,12 @@ class PruningSession:
 
 def _making(progress: Callable[[Step], None] | None) -> "Report":
     """Progress of what is done before anything is measured."""
+    left = TimeLeft()
 
     def report(done: int, total: int, label: str) -> None:
+        left.reached(done)
         if progress is not None:
-            progress(Step(label, done, total, None))
+            progress(Step(label, done, total, left.seconds(total)))
 
     return report
 
@@ -459,13 +485,18 @@ def _point(
     shown = Selection(0.0) if mask is None else selection
     return {
         "selection": None if mask is None else selection,
-        "estimator": "dense" if mask is None else selection.estimator,
+        "estimator": "dense" if mask is None else _estimator_of(mask, selection),
         "weights": "dense" if mask is None else way.text,
         **{name: getattr(shown, name) for name in _SHOWN},
         "achieved_ratio": 0.0 if mask is None else mask.keep.achieved_ratio,
         "summed_score": 0.0 if mask is None else score,
         "dataset": dataset,
     }
+
+
+def _estimator_of(made: "Chosen", selection: Selection) -> str:
+    """The one that chose the mask; with `compress` it may be another than asked for."""
+    return str(made.keep.settings.get("estimator", selection.estimator))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.presets import WEIGHTS
 
 KIND = "heapr-lab panel session"
-VERSION = 1
+VERSION = 2
 """Increased whenever files of an older version can no longer be read."""
 INSPECTED = ("text", "n_tokens", "layer", "position", "atom_layer", "expert", "atom")
 """The controls of the Inspect tab whose values are saved."""

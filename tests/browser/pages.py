@@ -132,6 +132,10 @@ class Panel:
         """The drop-down list of that name."""
         return self.root.get_by_role("combobox", name=name, exact=True)
 
+    def mask(self) -> None:
+        """Have pruned models masked as HEAPr: the weights that stay are unchanged."""
+        self.choice("weights").select_option("unchanged, masked as HEAPr")
+
     def is_ready(self) -> None:
         """Wait until it shows counts and a picture, and that is painted."""
         failed = self.root.locator("[data-mime-type='application/vnd.jupyter.error']")

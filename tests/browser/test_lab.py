@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 pytestmark = pytest.mark.browser
-MASKED = "unchanged, masked as HEAPr"
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 N_PRESSES = 30
 
@@ -84,6 +83,7 @@ def test_the_numbers_are_one_click_away(page: "sync_api.Page") -> None:
 def test_evaluates(page: "sync_api.Page") -> None:
     """The button measures the dense and the pruned model, and shows both."""
     panel, _ = panels(page)
+    panel.mask()
     panel.type_ratio("0.25")
     panel.open("Evaluate")
     panel.button("Evaluate").click()
@@ -156,7 +156,7 @@ def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None
     expect(panel.root.get_by_text("Written to comparison")).to_be_visible()
     kinds = {path.suffix for path in (work / "comparison").iterdir()}
     assert kinds == {".csv", ".md", ".parquet", ".pdf", ".png", ".tex"}
-    panel.choice("weights").select_option(MASKED)
+    panel.mask()
     panel.open("Export")
     panel.button("Export").click()
     expect(panel.root.get_by_text("Written to pruned")).to_be_visible(timeout=TIMEOUT)
@@ -167,6 +167,55 @@ def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None
         if hasattr(module, "heapr_widths")
     )
     assert kept == N_ATOMS // 2
+
+
+def test_what_is_evaluated_is_what_is_exported(
+    page: "sync_api.Page", work: Path
+) -> None:
+    """One switch: points, a pin, the losses of a text and the files are of it."""
+    panel, _ = panels(page)
+    panel.type_ratio("0.5")
+    measured = {}
+    for way in ("masked", "compensated"):
+        if way == "masked":
+            panel.mask()
+        else:
+            panel.choice("weights").select_option(
+                "compensate W_down (one forward pass)"
+            )
+        panel.open("Evaluate")
+        panel.button("Evaluate").click()
+        told = panel.root.get_by_text(f"Last point, {way}: 50.0%")
+        expect(told).to_be_visible(timeout=TIMEOUT)
+        expect(panel.button("Evaluate")).to_be_enabled()
+        measured[way] = told.inner_text().split("perplexity ")[1]
+        named = re.compile(rf"pydocs\s*{way}\s*heapr.*50\.0%", re.DOTALL)
+        expect(panel.root.get_by_role("row").filter(has_text=named)).to_have_count(1)
+    panel.open("Inspect")
+    panel.root.get_by_role("textbox", name="text").fill("aaab bbba abab")
+    panel.button("Compare losses").click()
+    shown = panel.root.get_by_text("by atom, ragged), compensated")
+    expect(shown).to_be_visible(timeout=TIMEOUT)
+    panel.open("Compare")
+    panel.enter("label", "switched")
+    panel.button("Pin").click()
+    row = panel.root.get_by_role("row").filter(has_text="switched")
+    expect(row).to_contain_text("compensated")
+    panel.open("Export")
+    panel.enter("folder", "compensated")
+    panel.button("Export").click()
+    written = panel.root.get_by_text("Written to compensated")
+    expect(written).to_be_visible(timeout=TIMEOUT)
+    card = (work / "compensated" / "README.md").read_text(encoding="utf-8")
+    assert f"→ {measured['compensated'].rstrip('.').replace(',', '')} |" in card
+    assert measured["masked"] != measured["compensated"]
+    assert "| reloaded | Δ nll = 0.0000 on 4 windows of pydocs |" in card
+    panel.enter("folder", "pruned")
+    panel.mask()
+    panel.open("Inspect")
+    expect(panel.root.get_by_text("Out of date").first).to_be_visible()
+    panel.open("Compare")
+    panel.button("Clear").click()
 
 
 def test_what_two_masks_remove(page: "sync_api.Page") -> None:

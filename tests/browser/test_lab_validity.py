@@ -15,7 +15,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture
 def reset(page: "sync_api.Page") -> Iterator[Panel]:
-    """The quick panel at the settings it began with, but for the ratio: 0.5.
+    """The quick panel at the settings it began with, but for ratio and weights.
 
     It is left at them too, so that a test that fails does not fail the next.
     """
@@ -26,11 +26,12 @@ def reset(page: "sync_api.Page") -> Iterator[Panel]:
 
 
 def begin_again(panel: Panel) -> None:
-    """Choose what the panel began with, and half of the atoms."""
+    """Choose what the panel began with, half of the atoms, and masked weights."""
     panel.open("Choose")
     start = {"granularity": "atom", "structure": "ragged", "budget": "atoms"}
     for name, value in {"estimator": "heapr", "scope": "global", **start}.items():
         panel.choice(name).select_option(value)
+    panel.mask()
     panel.enter("layers not pruned", "")
     panel.type_ratio("0.5")
     expect(panel.counts).to_contain_text(f"{N_ATOMS // 2} of {N_ATOMS} kept")
@@ -128,7 +129,7 @@ def test_choices_and_tasks_are_told_apart(reset: Panel, shots: Path) -> None:
         reset.button("Evaluate").click()
         expect(reset.button("Evaluate")).to_be_enabled(timeout=TIMEOUT)
         rows = reset.root.get_by_role("row")
-        named = re.compile(rf"continuation\s*heapr.*{structure}", re.DOTALL)
+        named = re.compile(rf"continuation\s*masked\s*heapr.*{structure}", re.DOTALL)
         expect(rows.filter(has_text=named).first).to_be_visible(timeout=TIMEOUT)
     expect(reset.root.get_by_text("Last point, masked: 50.0%")).to_be_visible()
     height = reset.picture.evaluate("image => image.naturalHeight")

@@ -58,6 +58,7 @@ def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
     """Choose, evaluate at three ratios, and look where pruning hurts a text."""
     panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
     panel.is_ready()
+    panel.mask()
     panel.choice("estimator").select_option("shrunk")
     panel.open("Evaluate")
     for option, way in WAYS.items():

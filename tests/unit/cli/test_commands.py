@@ -113,6 +113,7 @@ def test_prune_writes_a_checkpoint_that_evaluate_reads(
     card = (out / "README.md").read_text()
     assert "8 windows of 32 tokens" in card
     assert "| perplexity | not measured |" in card
+    assert "| reloaded | not checked |" in card
 
 
 def test_the_card_gives_perplexity_where_the_model_was_loaded(
@@ -124,6 +125,7 @@ def test_the_card_gives_perplexity_where_the_model_was_loaded(
         *text_of(folder))  # fmt: skip
     card = (tmp_path / "a" / "README.md").read_text()
     assert f"| perplexity of these weights, {text} |" in card
+    assert f"| reloaded | Δ nll = 0.0000 on 4 windows of {text} |" in card
     manifest = json.loads((tmp_path / "a" / "heapr_manifest.json").read_text())
     dense, pruned = manifest["perplexity"][text]
     assert dense != pruned

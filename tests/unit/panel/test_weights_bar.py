@@ -1,5 +1,7 @@
 """One switch of the weights: what is evaluated is what is exported."""
 
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +9,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from heapr_lab.checkpoints import folder as folders
 from heapr_lab.evaluation.passages import token_losses
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.loading import load_like
+from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.session import PruningSession, Way
+from heapr_lab.panel.session import POINT_COLUMNS, PruningSession, Step, Way
 from heapr_lab.panel.session_file import read_session, write_session
+from heapr_lab.storage.files import read_json
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench import export as exporting
 from heapr_lab.workbench.presets import DEFAULT, METHODS
@@ -67,6 +72,7 @@ def test_what_is_evaluated_is_what_is_exported(
     assert found.nll == pytest.approx(point["nll"], abs=1e-6)
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert f"→ {point['perplexity']:.2f}" in card
+    assert "| reloaded | Δ nll = 0.0000 on 4 windows of " in card
     dense, _ = panel.session.points["nll"]
     assert abs(point["nll"] - dense) > 1e-5
 
@@ -97,6 +103,97 @@ def test_weights_are_made_once(
     press(panel.evaluation.job)
     assert fitted == [0.5, 0.25]
     assert last_point(panel)["weights"] == "masked"
+
+
+def test_a_switch_that_moves_does_not_change_running_work(
+    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and points have the weights that were shown when the button was pressed."""
+    panel.controls.ratio.value = "0.5"
+    switch, check_new = panel.weights.weights, folders.check_new
+
+    def moved(folder: Path) -> None:
+        switch.value = "unchanged"
+        check_new(folder)
+
+    monkeypatch.setattr(folders, "check_new", moved)
+    switch.value = "compensated"
+    panel.export.folder.value = str(tmp_path / "out")
+    press(panel.export.job)
+    manifest = read_json(tmp_path / "out" / "heapr_manifest.json")
+    assert manifest["weights"].startswith("W_down compensated")
+
+    def move(_step: Step) -> None:
+        switch.value = "unchanged"
+
+    switch.value = "compensated"
+    corpora = panel.evaluation.corpora.value
+    _, pruned = panel.session.evaluate(corpora, progress=move).to_dict("records")
+    assert switch.value == "unchanged"
+    assert pruned["weights"] == "compensated"
+    measured = manifest["perplexity"][corpora[0]][1]
+    assert pruned["perplexity"] == pytest.approx(measured, abs=1e-4)
+
+
+def test_a_cancelled_evaluation_leaves_the_model_dense(panel: Explorer) -> None:
+    """Neither the mask nor the new W_down stay in the model, whatever ends the work."""
+    session = panel.session
+    bench: Any = session.workbench
+    ids = bench.test_windows(panel.evaluation.corpora.value[0]).ids
+    before = evaluate_perplexity(bench.model, ids).nll
+    panel.controls.ratio.value = "0.5"
+    panel.weights.weights.value = "compensated"
+
+    def stop(step: Step) -> None:
+        while_pruned = step.label.startswith("pruned on")
+        if while_pruned and evaluate_perplexity(bench.model, ids).nll != before:
+            raise CancelledError
+
+    with pytest.raises(CancelledError):
+        session.evaluate(panel.evaluation.corpora.value, progress=stop)
+    assert evaluate_perplexity(bench.model, ids).nll == before
+    assert session.points.empty
+
+
+def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
+    """It chooses its own; the table names that, and the status says so."""
+    panel.controls.estimator.value = "frequency"
+    assert "compress" not in panel.status.value
+    panel.weights.weights.value = "compress"
+    panel.weights.own.value = 0
+    assert "atoms that frequency keeps: compress chooses" in panel.status.value
+    panel.controls.ratio.value = "0.5"
+    press(panel.evaluation.job)
+    session, point = panel.session, last_point(panel)
+    made = session.made(session.selection, session.way, report=lambda *_args: None)
+    assert made.candidates is not None
+    (chosen,) = made.candidates.loc[made.candidates["chosen"], "candidate"]
+    assert chosen.startswith(f"{point['estimator']}, ")
+    assert point["achieved_ratio"] == made.keep.achieved_ratio
+    (_, shown) = pd.read_html(StringIO(panel.evaluation.results.value))[0].values
+    assert {"compress", point["estimator"]} <= set(shown)
+    assert "frequency" not in shown
+    (label,) = [
+        line.get_label()
+        for line in panel.evaluation._picture.ax.get_lines()
+        if line.get_label().endswith(", compress")
+    ]
+    assert "frequency" not in label
+
+
+def test_points_of_compress_are_of_their_ratio(panel: Explorer) -> None:
+    """Two ratios that remove only atoms without a score are not taken for one."""
+    panel.weights.weights.value = "compress"
+    panel.controls.ratio.value = "0.5"
+    session = panel.session
+    score = session._score_of(session.keep)
+    row = dict.fromkeys(POINT_COLUMNS, 1.0) | {"dataset": "text", "summed_score": score}
+    row |= {"weights": session.way.text, "selection": session.selection, "ratio": 0.5}
+    session.points = pd.DataFrame([row])
+    assert len(session.measured()) == 1
+    row |= {"selection": replace(session.selection, ratio=0.25), "ratio": 0.25}
+    session.points = pd.DataFrame([row])
+    assert session.measured().empty
 
 
 def test_points_of_one_way_predict_only_it(panel: Explorer) -> None:

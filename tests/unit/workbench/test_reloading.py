@@ -33,6 +33,7 @@ def write(
 ) -> dict[str, Any]:
     """Export half of the model; the manifest."""
     structure = options.pop("structure", "ragged")
+    corpora = options.pop("corpora", [str(root / "text.txt")])
     bench: Workbench = open_workbench(str(root / "moe"), profile="small", **options)
     text = str(root / "text.txt")
     setting = Setting(Selection(0.5, structure=structure), Calibration(text))
@@ -43,7 +44,7 @@ def write(
     )
     facts = export.facts_of(table, made.keep, source=bench.source)
     export.write_checkpoint(
-        out, made, bench, facts=facts, corpora=[text], report=silent
+        out, made, bench, facts=facts, corpora=corpora, report=silent
     )
     found: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
     return found
@@ -145,3 +146,11 @@ def test_load_like(root: Path) -> None:
         assert again.dtype == model.dtype
         assert (reloading.stream_of(again) is None) == ("stream" not in options)
         assert not again.training
+
+
+def test_without_text_the_card_says_why_nothing_was_compared(
+    root: Path, tmp_path: Path
+) -> None:
+    """No corpus was asked for."""
+    told = write(root, tmp_path / "out", corpora=[])["reloaded"]
+    assert told == "not checked: no corpus to compare on"
