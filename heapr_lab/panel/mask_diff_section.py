@@ -119,11 +119,11 @@ class MaskDiffSection(ipw.VBox):
         """Offer these pins, (label, selection), in place of those so far."""
         self._pins = {f"pin {label}": selection for label, selection in pins}
         names = (_CURRENT, *self._pins, *self._calibrations())
-        for box, other in ((self.a, 0), (self.b, 1)):
+        for box, first in ((self.a, 0), (self.b, 1)):
             if box.options != names:
-                chosen = box.value
-                box.options = names
-                box.value = chosen if chosen in names else names[other % len(names)]
+                fallback = names[min(first, len(names) - 1)]
+                chosen = box.value if box.value in names else fallback
+                _offer(box, names, names.index(chosen))
         self.check()
 
     def check(self, _change: Any = None) -> None:
@@ -213,8 +213,7 @@ class MaskDiffSection(ipw.VBox):
         """Offer the first atoms; the value of each is its row in `alone`."""
         shown = alone[list(KEYS)].head(_N_ATOMS).to_dict("records")
         options = [(place_text(place), row) for row, place in enumerate(shown)]
-        self.atom.options = options or [("none: both remove the same", None)]
-        self.atom.index = 0
+        _offer(self.atom, options or [("none: both remove the same", None)], 0)
 
     def _work_contexts(self, report: Report) -> None:
         self.contexts_view.show("", None)
@@ -234,3 +233,10 @@ class MaskDiffSection(ipw.VBox):
         )
         view = contexts_html(self.contexts, summary=summary)
         self.contexts_view.show(view, (sides, number))
+
+
+def _offer(box: ipw.Dropdown, options: Sequence[Any], index: int) -> None:
+    """Offer other options in one message: between two, another would be chosen."""
+    with box.hold_sync():
+        box.options = options
+        box.index = index
