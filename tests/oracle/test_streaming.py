@@ -424,7 +424,7 @@ def test_auto_streams_what_does_not_fit(
         ("float32", 2 * n_bytes, False),
     ):
         caplog.clear()
-        monkeypatch.setattr(loading, "_free_memory", lambda _gpu, room=room: room)
+        monkeypatch.setattr(loading, "free_memory", lambda _gpu, room=room: room)
         model, _ = load_model(folder, device="cpu", dtype=dtype, seq_len=2)
         assert (stream_of(model) is not None) == streams
         assert ("GB are free" in caplog.text) == streams

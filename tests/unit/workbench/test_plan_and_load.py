@@ -66,7 +66,7 @@ def test_both_stream_the_same(
     """With room for a share of the scores of one window in memory."""
     size = 4 if dtype == "float32" else 8
     room = round(share * needed(model, size, seq_len))
-    monkeypatch.setattr(loading, "_free_memory", lambda _device: room)
+    monkeypatch.setattr(loading, "free_memory", lambda _device: room)
     loaded, _ = load_model(folder, device="cpu", dtype=dtype, seq_len=seq_len)
     streams = stream_of(loaded) is not None
     asked = {"seq_len": seq_len, "dtype": dtype, "device": CPU}
@@ -86,7 +86,7 @@ def test_weights_fit_and_the_pass_does_not(
     weights = 4 * sum(p.numel() for p in model.parameters())
     room = round(0.9 * needed(model, 4, LENGTH))
     assert max(weights / 0.8, needed(model, 4, 2)) < room
-    monkeypatch.setattr(loading, "_free_memory", lambda _device: room)
+    monkeypatch.setattr(loading, "free_memory", lambda _device: room)
     assert stream_of(load_model(folder, device="cpu", seq_len=2)[0]) is None
     assert caplog.text == ""
     assert stream_of(load_model(folder, device="cpu", seq_len=LENGTH)[0]) is not None
@@ -108,7 +108,7 @@ def test_a_workbench_leaves_room_for_its_own_windows(
 ) -> None:
     """The length of its profile, or the one that is given."""
     room = 3 * 4 * sum(p.numel() for p in model.parameters())
-    monkeypatch.setattr(loading, "_free_memory", lambda _device: room)
+    monkeypatch.setattr(loading, "free_memory", lambda _device: room)
     for seq_len, streams in ((2, False), (LENGTH, True), (None, True)):
         bench = workbench.open_workbench(str(folder), seq_len=seq_len, device="cpu")
         assert (stream_of(bench.model) is not None) == streams
