@@ -242,7 +242,7 @@ def test_what_was_found_and_expected_is_said(
     file = tmp_path / "s.json"
     plain, panel = save(fresh(), file), fresh()
     file.write_text(_changed(plain, ("version",), 9))
-    assert "has version 9, expected 1" in opened(panel, file)
+    assert f"has version 9, expected {VERSION}" in opened(panel, file)
     file.write_text(_changed(plain, ("pins",), KeyError))
     message = opened(panel, file)
     assert "a session has calibration, inspected, measured_for, pins" in message
