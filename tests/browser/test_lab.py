@@ -228,8 +228,9 @@ def test_what_two_masks_remove(page: "sync_api.Page") -> None:
     panel.type_ratio("0.25")
     panel.enter("label", "mine")
     panel.button("Pin").click()
-    panel.type_ratio("0.5")
+    expect(panel.root.get_by_text("mine: 25.0% removed")).to_be_visible()
     panel.choice("mask B").select_option("pin mine")
+    panel.type_ratio("0.5")
     panel.button("Compare masks").click()
     said = f"current selection removes 100.0% of the {N_ATOMS // 4} atoms that pin mine"
     expect(panel.root.get_by_text(said)).to_be_visible(timeout=TIMEOUT)
