@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from heapr_lab.checkpoints.folder import new_folder, save_tokenizer
 from heapr_lab.checkpoints.save import describe, other_parts, structure_of
 from heapr_lab.checkpoints.slice_files import begun, slice_files, stamps_of
 from heapr_lab.checkpoints.uniform import stock_config, uniform_width
+from heapr_lab.errors import HeaprLabError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import (
     has_tokenizer,
@@ -37,6 +38,7 @@ def prune_folder(
     base: str | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    check: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> Path:
     """Slice the files of the model in `source` into a checkpoint, tensor by tensor.
 
@@ -51,6 +53,7 @@ def prune_folder(
         base: name of the model for manifest and card; by default `source`.
         facts: as `save_pruned`.
         progress: called with (bytes done, bytes in all).
+        check: as `save_pruned`; if it fails, nothing is kept to resume from.
 
     Raises:
         SpecError: `folder` is not empty, is not writable or is being written by
@@ -90,6 +93,7 @@ def prune_folder(
         checksums = slice_files(
             source, skeleton, keep, partial, stacked=uniform, progress=progress
         )
+        said |= {} if check is None else _checked(partial, check)
         describe(
             partial,
             keep,
@@ -100,6 +104,21 @@ def prune_folder(
             source=source,
         )
     return folder
+
+
+def _checked(
+    partial: Path, check: Callable[[Path], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """The facts of `check`.
+
+    Raises:
+        HeaprLabError: it failed; the folder is deleted, because its files are wrong.
+    """
+    try:
+        return check(partial)
+    except HeaprLabError:
+        shutil.rmtree(partial)
+        raise
 
 
 def _name_widths(config: Any, skeleton: nn.Module, keep: KeepMask) -> None:

@@ -358,14 +358,11 @@ class Request:
                     corpora=corpora, report=report,
                 )  # fmt: skip
             else:
-                change = {
-                    name: export.perplexity_change(self.open_bench(), made.keep, name)
-                    for name in corpora
-                }
-                facts |= {"perplexity": change} if change else {}
+                bench = self.open_bench() if corpora else None
                 export.slice_checkpoint(
-                    out, source, made.keep, base=base, facts=facts, report=report
-                )
+                    out, source, made.keep, base=base, facts=facts,
+                    bench=bench, corpora=corpora, report=report,
+                )  # fmt: skip
         if not has_tokenizer(source):
             say(
                 f"there is no tokenizer in {source}, and so none in {out}: copy the "

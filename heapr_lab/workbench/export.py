@@ -28,7 +28,7 @@ from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import prune
+from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import (
     Compensation,
     describe_weights,
@@ -333,9 +333,31 @@ def slice_checkpoint(
     *,
     base: str,
     facts: dict[str, Any],
+    bench: Workbench | None = None,
+    corpora: Sequence[str] = (),
     report: Report,
 ) -> None:
-    """Slice the files in `source` into `out`; the model is never loaded."""
+    """Slice the files in `source` into `out`.
+
+    Args:
+        out: a new folder.
+        source: the folder of the dense model, which is not loaded here.
+        keep: the kept atoms.
+        base: name of the dense model.
+        facts: the result of `facts_of`.
+        bench: the same model, opened; needed if there are `corpora`.
+        corpora: as `write_checkpoint`; the model with the mask stands for the files.
+        report: called with the progress.
+
+    Raises:
+        CacheError: the files, loaded again, have another loss; nothing is left.
+    """
+    check = None
+    if bench is not None and corpora:
+        change = {name: perplexity_change(bench, keep, name) for name in corpora}
+        facts = facts | {"perplexity": change}
+        with masking(bench.model, keep):
+            check = _check(bench, bench.model, corpora, report)
     prune_folder(
         source,
         keep,
@@ -343,6 +365,7 @@ def slice_checkpoint(
         base=base,
         facts=facts,
         progress=_part(report, "slicing: byte"),
+        check=check,
     )
 
 

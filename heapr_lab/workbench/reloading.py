@@ -27,12 +27,13 @@ Check = Callable[[Path], dict[str, str]]
 def reload_check(
     pruned: Any, windows: CalibrationSet, *, like: Any, corpus: str
 ) -> Check:
-    """A check of the folder that `pruned` is written to, for `save_pruned`.
+    """A check of the folder that a pruned model is written to.
 
     It is made while the weights are those that are written: the loss is measured now.
 
     Args:
-        pruned: the model in memory, with its experts rounded as in the files.
+        pruned: the model in memory, with its experts rounded as in the files, or the
+            dense one within `masking`.
         windows: held-out text; of its windows the first four are used.
         like: the dense model, in whose dtype and on whose devices files are loaded.
         corpus: its name, for the card.

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_folder import write_model, write_text
 
-from heapr_lab.checkpoints import save
+from heapr_lab.checkpoints import save, slice_folder
 from heapr_lab.errors import CacheError
 from heapr_lab.models.loading import load_like, load_model
 from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench import export, reloading
 from heapr_lab.workbench.settings import Setting
@@ -98,6 +99,41 @@ def test_a_wrong_tensor_leaves_nothing(
     with pytest.raises(CacheError, match=r"is \d+\.\d{6} nats per token in place of"):
         write(root, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_sliced_files_are_compared_with_the_mask(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str
+) -> None:
+    """And a wrong tensor leaves nothing, not even a folder to resume from."""
+    text, silent = str(root / "text.txt"), lambda *_args, **_options: None
+    bench = open_workbench(str(root / "moe"), profile="small")
+    assert bench.source is not None
+    setting = Setting(Selection(0.5, structure=structure), Calibration(text))
+    keep = select(bench.importance(setting.calibration), setting.selection)
+
+    def write_slices(out: Path) -> dict[str, Any]:
+        options: Any = {"base": "moe", "facts": {}, "report": silent}
+        export.slice_checkpoint(
+            out, root / "moe", keep, bench=bench, corpora=[text], **options
+        )
+        found: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
+        return found
+
+    told = write_slices(tmp_path / "out")
+    assert told["reloaded"] == f"Δ nll = 0.0000 on 4 windows of {text}"
+    assert set(told["perplexity"]) == {text}
+    sliced = slice_folder.slice_files
+
+    def damaging(source: Path, _skeleton: Any, _keep: Any, folder: Path, **of: Any):
+        found = sliced(source, _skeleton, _keep, folder, **of)
+        damage(folder)
+        return found
+
+    monkeypatch.setattr(slice_folder, "slice_files", damaging)
+    with pytest.raises(CacheError, match=r"is \d+\.\d{6} nats per token in place of"):
+        write_slices(tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_files_that_cannot_be_loaded_leave_nothing(
