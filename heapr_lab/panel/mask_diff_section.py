@@ -81,8 +81,6 @@ class MaskDiffSection(ipw.VBox):
         self.a, self.b = (
             ipw.Dropdown(
                 description=f"mask {name}",
-                tooltip="the current selection, a pin, or the current selection "
-                "calibrated on another corpus",
                 style=WHOLE_LABEL,
                 layout={"width": "460px"},
             )
@@ -100,7 +98,6 @@ class MaskDiffSection(ipw.VBox):
         self.atom = ipw.Dropdown(
             options=[(_NO_ATOM, None)],
             description="atom that only one removes",
-            tooltip="those of the last table, in its order",
             style=WHOLE_LABEL,
             layout={"width": "560px"},
         )

@@ -330,6 +330,16 @@ _FILES = (
         labels=("pin",),
     ),
     Term(
+        "mask A",
+        "One of the two masks that are compared: that of the current selection, of a "
+        "pin, or of the current selection calibrated on another corpus.",
+        labels=("mask B",),
+    ),
+    Term(
+        "atom that only one removes",
+        "The atoms of the last comparison of masks, in the order of its table.",
+    ),
+    Term(
         "methods",
         "Ways to make the model smaller, of this package and of other papers, fitted "
         "to the same windows. Several can be chosen.",

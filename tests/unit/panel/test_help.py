@@ -46,14 +46,16 @@ def test_no_control_is_of_another_kind(panel: Explorer) -> None:
 
 
 def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
-    """And stands in the list's tooltip; only atoms, by their numbers, are data."""
-    lists = those_of(panel, ipw.Dropdown)
+    """And stands in the list's tooltip; only atoms and masks are data."""
+    difference = panel.comparison.diff
+    masks = (difference.a, difference.b)
+    lists = [box for box in those_of(panel, ipw.Dropdown) if box not in masks]
     assert {"estimator", "scope", "granularity", "structure", "budget"} <= {
         box.description for box in lists
     }
     for box in lists:
         values = [one if isinstance(one, str) else one[-1] for one in box.options]
-        if box is panel.inspection.nearest:
+        if box in (panel.inspection.nearest, difference.atom):
             assert not any(isinstance(value, str) for value in values)
             continue
         for value in values:

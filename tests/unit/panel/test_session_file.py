@@ -307,7 +307,7 @@ def test_the_magic_takes_a_session(line: str, parts: tuple[str, str | None]) -> 
 
 
 def test_the_bar_is_in_the_panel() -> None:
-    """Below the tabs, so that it is there whichever is open."""
+    """Below the tabs, so that it is there whichever is open; then comes the help."""
     panel = explore(small_table())
-    assert isinstance(panel.children[-1], SessionBar)
-    assert panel.children[-1] is panel.files
+    assert isinstance(panel.files, SessionBar)
+    assert panel.children[-2:] == (panel.files, panel.help)
