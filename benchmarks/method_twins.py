@@ -197,9 +197,28 @@ def twin_rows(model: Any, windows: CalibrationSet) -> Iterator[dict[str, Any]]:
         )
         ours = functools.partial(fitted, name, model, windows)
         found = ours()
-        same = found.kept == restated() if isinstance(found, ExpertDropping) else None
+        same = agree(found, restated())
         own, plain = medians([ours, restated])
         yield row_of(name, "plain restatement", own, plain) | {"same": same}
+
+
+def agree(found: Any, restated: Any) -> bool:
+    """Whether the same experts are kept, or the same matrices W_down merged."""
+    if isinstance(found, ExpertDropping):
+        return bool(found.kept == restated)
+    merged = {
+        layer: own.down.dense.tensors for layer, own in found.compositions.items()
+    }
+    return merged.keys() == restated.keys() and all(
+        len(own) == len(restated[layer])
+        and torch.allclose(by_norm(own), by_norm(restated[layer]), rtol=1e-4, atol=1e-6)
+        for layer, own in merged.items()
+    )
+
+
+def by_norm(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Matrices of the same shape, the smallest first."""
+    return torch.stack(sorted(matrices, key=lambda own: float(own.norm())))
 
 
 def gradient_rows(model: Any, windows: CalibrationSet) -> Iterator[dict[str, Any]]:

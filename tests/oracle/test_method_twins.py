@@ -44,9 +44,14 @@ def test_restatements_find_what_ours_find(name: str) -> None:
 
 
 def test_merging_leaves_one_expert_less() -> None:
-    """The merged W_down of eight experts are those of seven clusters."""
-    merged = method_twins.hc_smoe(model_of("qwen3_moe"), IDS, 1)
+    """The merged W_down of eight experts are those of seven clusters, and ours."""
+    model = model_of("qwen3_moe")
+    merged = method_twins.hc_smoe(model, IDS, 1)
     assert [len(own) for own in merged.values()] == [7, 7]
+    found = method_twins.fitted("hc-smoe", model, WINDOWS)
+    assert method_twins.agree(found, merged)
+    merged[0][3] += 1e-3
+    assert not method_twins.agree(found, merged)
 
 
 def test_methods_with_gradients_are_found_by_what_they_do() -> None:
