@@ -151,14 +151,14 @@ class CompareTab(ipw.VBox):
 
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
-        self.diff.offer([(pin.label, pin.selection) for pin in self.pins])
+        self.diff.offer([(pin.label, pin.selection, pin.way) for pin in self.pins])
         if not self.pins and not self.runs.rows:
             self._show_nothing(_NOTHING_YET)
             return
         frame = self.frame()
         self.chart.value = drawn_png(lambda: self.figure(frame))
         self.chart.layout.display = None
-        self.message.value = status(_message(frame))
+        self.message.value = status(" ".join([_message(frame), *_notes(self.pins)]))
         self.table.value = _html_table(frame)
         self.clear_button.disabled = self.export_button.disabled = False
 
@@ -311,6 +311,12 @@ def _message(frame: pd.DataFrame) -> str:
     counted = [f"{len(frame) - n_methods} pinned"]
     counted += [f"{n_methods} of methods"] if n_methods else []
     return f"{', '.join(counted)}. {'; '.join(parts)}."
+
+
+def _notes(pins: Sequence[Pin]) -> list[str]:
+    """What is drawn of pins whose atoms are chosen by `compress`; each said once."""
+    notes = (pin.way.notes(pin.selection.estimator) for pin in pins)
+    return list(dict.fromkeys(itertools.chain.from_iterable(notes)))
 
 
 def _pin_look(number: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, Shown
 from heapr_lab.panel.mask_diff_html import mask_diff_html
 from heapr_lab.panel.passage_html import contexts_html
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import PruningSession, Way
 from heapr_lab.pruning.mask_diff import ScoredMask, removed_by_one
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
@@ -42,6 +42,8 @@ class Side:
     selection: Selection
     calibration: Calibration | None
     """What it is measured on; None if that is the session's table."""
+    notes: tuple[str, ...] = ()
+    """Where the atoms that are kept may be others."""
 
 
 class MaskDiffSection(ipw.VBox):
@@ -66,7 +68,7 @@ class MaskDiffSection(ipw.VBox):
         """
         self.session = session
         self._corpora = corpora
-        self._pins: dict[str, Selection] = {}
+        self._pins: dict[str, tuple[Selection, Way]] = {}
         self._build_masks()
         self._build_contexts()
         parts = [self.a, self.b, self.compare, self.compared]
@@ -112,9 +114,9 @@ class MaskDiffSection(ipw.VBox):
 
     # --- what can be compared -------------------------------------------------------
 
-    def offer(self, pins: Sequence[tuple[str, Selection]]) -> None:
-        """Offer these pins, (label, selection), in place of those so far."""
-        self._pins = {f"pin {label}": selection for label, selection in pins}
+    def offer(self, pins: Sequence[tuple[str, Selection, Way]]) -> None:
+        """Offer these pins, (label, selection, way), in place of those so far."""
+        self._pins = {f"pin {label}": (one, way) for label, one, way in pins}
         names = (_CURRENT, *self._pins, *self._calibrations())
         for box, first in ((self.a, 0), (self.b, 1)):
             if box.options != names:
@@ -148,9 +150,12 @@ class MaskDiffSection(ipw.VBox):
         return self._side(self.a.value), self._side(self.b.value)
 
     def _side(self, name: str) -> Side:
-        pinned = self._pins.get(name)
-        selection = self.session.selection if pinned is None else pinned
-        return Side(name, selection, self._calibrations().get(name))
+        if name in self._pins:
+            selection, way = self._pins[name]
+        else:
+            selection, way = self.session.selection, self.session.way
+        notes = tuple(way.notes(selection.estimator))
+        return Side(name, selection, self._calibrations().get(name), notes)
 
     def _note(self, sides: Sequence[Side]) -> str:
         """What else the numbers need to be understood; often empty."""
@@ -163,7 +168,9 @@ class MaskDiffSection(ipw.VBox):
             for side in sides
         ):
             notes.append(_NOT_SINGLE)
-        return " ".join(notes)
+        for side in sides:
+            notes += side.notes
+        return " ".join(dict.fromkeys(notes))
 
     # --- what the buttons start -----------------------------------------------------
 

@@ -74,6 +74,15 @@ class Way:
         own = f", own text {self.own_text:.0%}" if self.own_text else ""
         return f"{self.weights}{own}"
 
+    def notes(self, estimator: str) -> list[str]:
+        """A remark where the mask of `estimator` may not be the one that is made."""
+        if self.weights != "compress":
+            return []
+        return [
+            f"Shown are the atoms that {estimator} keeps: compress chooses the "
+            "estimator itself, and may keep others."
+        ]
+
     def calibration(self, measured_on: Calibration) -> Calibration:
         """What weights are fitted to: that of the table, with text of the model."""
         if self.weights != "compress":
@@ -187,11 +196,7 @@ class PruningSession:
                 f"{estimator.name} compares atoms within a layer only: the scope is "
                 "layer."
             )
-        if self.way.weights == "compress":
-            notes.append(
-                f"Shown are the atoms that {estimator.name} keeps: compress chooses "
-                "the estimator itself, and may keep others."
-            )
+        notes += self.way.notes(estimator.name)
         return " ".join(notes)
 
     def choose(self, selection: Selection) -> None:

@@ -17,7 +17,7 @@ from heapr_lab.evaluation.activations import top_contexts
 from heapr_lab.panel.jobs import STALE, Job, Shown
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import PruningSession, Way
 from heapr_lab.pruning.mask_diff import ScoredMask, overlap_text, ranks
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -52,7 +52,7 @@ def session(bench: Workbench, corpora: tuple[str, str, str]) -> PruningSession:
 def section(session: PruningSession, corpora: tuple[str, str, str]) -> MaskDiffSection:
     """The section with one pin."""
     made = MaskDiffSection(session, corpora=corpora)
-    made.offer([("A <b>", Selection(0.25))])
+    made.offer([("A <b>", Selection(0.25), Way())])
     return made
 
 
@@ -117,6 +117,27 @@ def test_a_pin_and_the_current_selection(section: MaskDiffSection) -> None:
     assert section.alone is not None
     assert len(section.alone) == len(only)
     assert "calibrated on" not in said
+
+
+def test_masks_of_compress_are_said_to_be_of_the_estimator(
+    section: MaskDiffSection,
+) -> None:
+    """For the switch and for a pin; the switch makes the result old only then."""
+    section.b.value = "pin A <b>"
+    press(section.compare)
+    assert "compress chooses" not in section.compared.value
+    section.session.way = Way("compensated")
+    section.check()
+    assert not stale(section.compared)
+    section.session.way = Way("compress")
+    section.check()
+    assert stale(section.compared)
+    press(section.compare)
+    assert "the atoms that heapr keeps: compress chooses" in section.compared.value
+    section.session.way = Way()
+    section.offer([("A <b>", Selection(0.25), Way("compress"))])
+    press(section.compare)
+    assert section.compared.value.count("compress chooses") == 1
 
 
 def _keys(keep: KeepMask) -> list[Atom]:
@@ -212,10 +233,10 @@ def test_results_go_out_of_date(section: MaskDiffSection) -> None:
     section.session.choose(HALF)
     section.check()
     assert not any(map(stale, shown))
-    section.offer([("A <b>", Selection(0.3))])
+    section.offer([("A <b>", Selection(0.3), Way())])
     assert section.b.value == "pin A <b>"
     assert all(map(stale, shown))
-    section.offer([("A <b>", Selection(0.25)), ("B", HALF)])
+    section.offer([("A <b>", Selection(0.25), Way()), ("B", HALF, Way())])
     assert not any(map(stale, shown))
     section.a.value = "pin B"
     assert all(map(stale, shown))
@@ -223,7 +244,7 @@ def test_results_go_out_of_date(section: MaskDiffSection) -> None:
 
 def test_a_pin_of_the_same_mask_is_all_in_common(section: MaskDiffSection) -> None:
     """No atom is offered, and text says so in place of the table."""
-    section.offer([("A", HALF)])
+    section.offer([("A", HALF, Way())])
     section.b.value = "pin A"
     press(section.compare)
     assert "removes 100.0% of" in section.compared.value
@@ -256,11 +277,11 @@ def test_chance_of_whole_experts_is_said_to_vary_more(
     section: MaskDiffSection,
 ) -> None:
     """Its deviation is that of single atoms."""
-    section.offer([("A", replace(HALF, granularity="expert"))])
+    section.offer([("A", replace(HALF, granularity="expert"), Way())])
     section.b.value = "pin A"
     press(section.compare)
     assert "chance varies more" in section.compared.value
-    section.offer([("A", Selection(0.25))])
+    section.offer([("A", Selection(0.25), Way())])
     press(section.compare)
     assert "chance varies more" not in section.compared.value
 

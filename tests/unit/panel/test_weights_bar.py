@@ -234,7 +234,11 @@ def test_pins_and_files_keep_the_way(panel: Explorer, tmp_path: Path) -> None:
     assert frame["weights"].to_dict() == {
         "compensated": "compensated", "unchanged": "masked"
     }  # fmt: skip
+    assert "compress chooses" not in panel.comparison.message.value
     panel.weights.weights.value = "compress"
+    panel.comparison.pin()
+    assert panel.comparison.message.value.count("compress chooses") == 1
+    panel.comparison.show_pins(panel.comparison.pins[:2])
     panel.weights.own.value = 40
     write_session(tmp_path / "session.json", panel.files.saved())
     panel.weights.weights.value = "unchanged"

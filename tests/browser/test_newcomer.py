@@ -1,0 +1,93 @@
+"""A newcomer's first ten minutes, click by click: from `make lab` to a smaller model.
+
+Nothing is prepared but a model in a folder. Every step is a click, a key or a line that
+is typed, in the order in which somebody does them who has read the README.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser.pages import N_ATOMS, TIMEOUT, Panel, Watch
+from browser.servers import lab_notebook
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+pytestmark = pytest.mark.browser
+
+OPEN = (
+    "from heapr_lab import explore, open_workbench",
+    "explore(open_workbench({model!r}, profile='small'), tasks=())",
+)
+RELOAD = (
+    "from IPython.display import Markdown, display",
+    "from heapr_lab import load_model",
+    "smaller, tokenizer = load_model('smaller')",
+    "display(Markdown('smaller/README.md'))",
+    "f'{smaller.num_parameters():,} parameters are left'",
+)
+
+
+@pytest.fixture
+def page(
+    chromium: "sync_api.Browser", environment: dict[str, str], tmp_path: Path
+) -> Iterator["sync_api.Page"]:
+    """JupyterLab as `make lab` opens it: the launcher, and no notebook."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 1000})
+    page = context.new_page()
+    watch = Watch.of(context, page)
+    with lab_notebook([], private=tmp_path, environment=environment) as address:
+        page.goto(address.replace("/lab/tree/panels.ipynb", "/lab"))
+        yield page
+        context.close()
+    assert watch.complaints == []
+    assert watch.requests == []
+
+
+def run_cell(page: "sync_api.Page", number: int, lines: tuple[str, ...]) -> Panel:
+    """Type lines into a cell and run it, which adds the next one; what it shows."""
+    cell = page.locator(".jp-Notebook:visible .jp-Cell").nth(number)
+    editor = cell.locator(".cm-content")
+    editor.click()
+    editor.fill("\n".join(lines))
+    page.keyboard.press("Shift+Enter")
+    return Panel(cell)
+
+
+def test_from_nothing_to_a_smaller_model(
+    page: "sync_api.Page", tiny_model: Path, tmp_path: Path
+) -> None:
+    """Open, choose, see what it costs, save, load again, read what was measured."""
+    page.locator(".jp-LauncherCard[data-category=Notebook]").first.click()
+    expect(page.locator("#jp-main-statusbar")).to_contain_text("Idle", timeout=TIMEOUT)
+    lines = tuple(line.format(model=str(tiny_model)) for line in OPEN)
+    panel = run_cell(page, 0, lines)
+    panel.is_ready()
+
+    panel.drag_to(0.5)  # how the picture changes while less is kept
+    panel.type_ratio("0.5")
+    expect(panel.counts).to_contain_text(f"{N_ATOMS // 2} of {N_ATOMS} kept")
+
+    panel.open("Evaluate")
+    panel.button("Evaluate").click()
+    point = panel.root.get_by_text("Last point, ")
+    expect(point).to_be_visible(timeout=TIMEOUT)
+    expect(panel.button("Evaluate")).to_be_enabled()
+    perplexity = point.inner_text().split("perplexity ")[1].rstrip(".")
+
+    panel.open("Export")
+    panel.enter("folder", "smaller")
+    panel.button("Export").click()
+    written = panel.root.get_by_text("Written to smaller")
+    expect(written).to_be_visible(timeout=TIMEOUT)
+
+    shown = run_cell(page, 1, RELOAD)
+    expect(shown.root.get_by_text("parameters are left")).to_be_visible(timeout=TIMEOUT)
+    card = shown.root.locator(".jp-RenderedMarkdown")
+    row = card.get_by_role("row")
+    expect(row.filter(has_text="reloaded")).to_contain_text("Δ nll = 0.0000")
+    measured = row.filter(has_text="perplexity of these weights, pydocs")
+    expect(measured).to_contain_text(perplexity.replace(",", ""))
+    manifest = tmp_path / "notebooks" / "smaller" / "heapr_manifest.json"
+    assert json.loads(manifest.read_text())["atoms_kept"] == N_ATOMS // 2
