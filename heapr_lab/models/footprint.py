@@ -1,9 +1,11 @@
 """The memory that the scores of a model need, from the sizes of its weights alone.
 
 Each term is one function. What autograd keeps is counted by a rule: in an expert the
-input projection, its activation, h, the output and the weighted output; outside the
-experts the output of every matrix, and its input unless that is the layer's own; two
-residual states, in float32 or wider.
+input projection, its activation and h, and on a GPU the output and the weighted output
+of each routed token; outside the experts the output of every matrix, and its input
+unless that is the layer's own; two residual states, in float32 or wider. The few
+families whose experts have biases or a norm after them keep outputs on a CPU as well,
+which is not counted.
 
 Shapes: E n_experts, I d_inter, D d_expert, K top_k.
 """
@@ -58,25 +60,35 @@ class Sizes:
         """Routed atoms of all layers."""
         return sum(shape.n_atoms for shape in self.architecture.layers.values())
 
-    def kept(self, layer: int) -> int:
+    def kept(self, layer: int, kind: str) -> int:
         """Numbers that autograd keeps of a layer for one token, without residuals."""
-        return self.outside[layer] + _kept_by_experts(self._shape(layer))
+        return self.outside[layer] + _kept_by_experts(self._shape(layer), kind)
 
-    def passing(self, layer: int) -> int:
-        """Numbers that exist for a moment in a layer's backward pass, for one token."""
+    def passing(self, layer: int, kind: str) -> int:
+        """Numbers that exist for a moment in a layer's backward pass, for one token.
+
+        On a CPU this fits what benchmarks/growth.py measured; on a GPU it is assumed.
+        """
         shape = self._shape(layer)
-        return 0 if shape is None else 3 * shape.top_k * shape.d_expert
+        if kind == "cuda":
+            return 0 if shape is None else 3 * shape.top_k * shape.d_expert
+        routed = 0 if shape is None else 2 * shape.top_k * shape.d_inter
+        return 12 * self.architecture.d_model + routed
 
     def _shape(self, layer: int) -> LayerShape | None:
         return self.architecture.layers.get(layer)
 
 
-def _kept_by_experts(shape: LayerShape | None) -> int:
-    """Numbers that autograd keeps of the routed experts for one token."""
+def _kept_by_experts(shape: LayerShape | None, kind: str) -> int:
+    """Numbers that autograd keeps of the routed experts for one token.
+
+    On a CPU one expert's rows are gathered at a time, and no output is kept.
+    """
     if shape is None:
         return 0
     of_an_atom = 4 if shape.n_matrices == 3 else 2
-    return shape.top_k * (of_an_atom * shape.d_inter + 2 * shape.d_expert)
+    outputs = 2 * shape.d_expert if kind == "cuda" else 0
+    return shape.top_k * (of_an_atom * shape.d_inter + outputs)
 
 
 def sizes_of(skeleton: Any) -> Sizes:
@@ -152,8 +164,8 @@ def activation_bytes(sizes: Sizes, work: Work, *, streamed: bool) -> float:
     """What a batch's backward pass keeps, of all layers or of one, and its buffers."""
     numbers = range(len(sizes.layers))
     residual = 2 * sizes.architecture.d_model * max(work.itemsize, _STATE_BYTES)
-    kept = [sizes.kept(number) * work.itemsize + residual for number in numbers]
-    passing = max(sizes.passing(number) for number in numbers) * work.itemsize
+    kept = [sizes.kept(n, work.kind) * work.itemsize + residual for n in numbers]
+    passing = max(sizes.passing(n, work.kind) for n in numbers) * work.itemsize
     return work.batch_tokens * ((max if streamed else sum)(kept) + passing)
 
 

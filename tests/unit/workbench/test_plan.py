@@ -147,7 +147,8 @@ def test_what_is_kept_is_what_autograd_keeps(family: str) -> None:
     ids = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(0))
     found = sizes_of(model)
     residual = 2 * found.architecture.d_model * len(found.layers)
-    kept = sum(found.kept(number) for number in range(len(found.layers))) + residual
+    layers = range(len(found.layers))
+    kept = sum(found.kept(number, "cpu") for number in layers) + residual
     assert 4 * kept * ids.numel() == pytest.approx(kept_bytes(model, ids), rel=0.2)
 
 
