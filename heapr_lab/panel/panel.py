@@ -14,6 +14,7 @@ from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import Controls
 from heapr_lab.panel.evaluate_tab import EvaluateTab
 from heapr_lab.panel.export_tab import ExportTab
+from heapr_lab.panel.header import header_html
 from heapr_lab.panel.help import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import STALE, failure, stale_style, status
@@ -49,6 +50,7 @@ class Explorer(ipw.VBox):
         controls: they set the selection.
         weights: the switch of how weights are made.
         files: saves and opens sessions.
+        header: the line that says what the panel is of.
         help: the glossary.
     """
 
@@ -69,6 +71,7 @@ class Explorer(ipw.VBox):
         self.session = session
         self.controls = Controls(session.table, session.selection, self.refresh)
         self.weights = WeightsBar(session, self._reweighted)
+        self.header = ipw.HTML()
         self.status = ipw.HTML()
         self.error = ipw.HTML()
         # At most as wide as it was drawn: if stretched, its text would blur.
@@ -113,8 +116,9 @@ class Explorer(ipw.VBox):
             refresh=self.refresh,
         )
         self.help = HelpSection()
-        shown = [self.controls, self.weights, self.status, self.error, self.tabs]
-        super().__init__([stale_style(), *shown, self.files, self.help])
+        top = [self.header, self.controls, self.weights, self.status]
+        shown = [*top, self.error, self.tabs, self.files, self.help]
+        super().__init__([stale_style(), *shown])
         add_tooltips(self)
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
@@ -126,6 +130,7 @@ class Explorer(ipw.VBox):
 
     def refresh(self) -> None:
         """Apply the controls: select, count and draw."""
+        self.header.value = header_html(self.session)
         try:
             self._show()
         except Exception as error:  # an exception in an observer is not shown
