@@ -18,6 +18,7 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.figures import rows_text, save_figure, styled, write_table
 from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS
 from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.panel.badges import badge
 from heapr_lab.panel.comparison_latex import comparison_latex
 from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
@@ -81,7 +82,7 @@ class CompareTab(ipw.VBox):
         self.session = session
         self.pins: list[Pin] = []
         self.runs = MethodRuns(
-            session, corpora=corpora, show=self._changed, hide=self._failed
+            session, corpora=corpora, show=self.refresh, hide=self._failed
         )
         self.diff = MaskDiffSection(session, corpora=corpora)
         self.label = ipw.Text("A", description="label", layout={"width": "200px"})
@@ -143,14 +144,11 @@ class CompareTab(ipw.VBox):
         """Show these in place of the pins so far."""
         self.pins = pins
         self.label.value = _next_label(pins)
-        self._changed()
-
-    def _changed(self) -> None:
-        self.exported.value = status("")  # the files are of other rows
         self.refresh()
 
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
+        self.exported.value = status("")  # the files are of other rows
         self.diff.offer([(pin.label, pin.selection, pin.way) for pin in self.pins])
         if not self.pins and not self.runs.rows:
             self._show_nothing(_NOTHING_YET)
@@ -158,7 +156,9 @@ class CompareTab(ipw.VBox):
         frame = self.frame()
         self.chart.value = drawn_png(lambda: self.figure(frame))
         self.chart.layout.display = None
-        self.message.value = status(" ".join([_message(frame), *_notes(self.pins)]))
+        found = badge("measured") if any(map(_is_measured, frame)) else ""
+        text = " ".join([_message(frame), *_notes(self.pins)])
+        self.message.value = status(text, before=found)
         self.table.value = _html_table(frame)
         self.clear_button.disabled = self.export_button.disabled = False
 
@@ -297,6 +297,10 @@ def _measured(points: pd.DataFrame, pin: Pin) -> dict[str, float]:
     return found
 
 
+def _is_measured(column: object) -> bool:
+    return str(column).startswith(("Δloss ", "accuracy "))
+
+
 def _message(frame: pd.DataFrame) -> str:
     parts = []
     for row in frame.to_dict("records"):
@@ -361,7 +365,7 @@ def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
         ax.plot([], [], marker, color="0.4", ls="none", label=shown or "_nolegend_")
     ax.set_xlabel("parameters saved" if saved else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_ylabel(f"Δloss [{PER_TOKEN}] ↓" if names else "not evaluated yet")
+    ax.set_ylabel(f"measured Δloss [{PER_TOKEN}] ↓" if names else "not evaluated yet")
     ax.margins(0.15)
     if names:
         ax.legend(fontsize=8)
@@ -379,6 +383,7 @@ def _html_table(frame: pd.DataFrame) -> str:
     short = dict(_SHORT)
     if context is not None:
         short["flops_reduction"] += f", {at_context(context)}"
+    short |= {name: f"measured {name}" for name in filter(_is_measured, shown)}
     text = table_html(shown.rename(columns=short))
     note = (
         "Columns that have the same default value for all pins are only in the files."

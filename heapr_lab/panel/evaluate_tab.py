@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import ipywidgets as ipw
 import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.panel.jobs import Job, Report, status
+from heapr_lab.panel.badges import badge
+from heapr_lab.panel.cautions import cautions_html, judged_on_own
+from heapr_lab.panel.jobs import STALE, Job, Report, status
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
 from heapr_lab.panel.session import PruningSession, Step, Way
@@ -55,6 +58,7 @@ class EvaluateTab(ipw.VBox):
         self._on_points = on_points
         self._picture = LossPicture()
         self._drawn: tuple[Selection, Way] | None = None
+        self._points = session.points
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.tasks = several_of("tasks", tasks, [])
         self.job = Job(
@@ -64,6 +68,7 @@ class EvaluateTab(ipw.VBox):
             format="png", layout={"display": "none", "max_width": "860px"}
         )
         self.message = ipw.HTML(status(_NOTHING_YET))
+        self.note, self.cautions = ipw.HTML(), ipw.HTML()
         self.results = ipw.HTML()
         if session.workbench is None:
             self.job.button.disabled = True
@@ -72,17 +77,38 @@ class EvaluateTab(ipw.VBox):
             [
                 ipw.HBox([self.corpora, self.tasks], layout={"flex_flow": "row wrap"}),
                 self.job,
+                self.note,
                 self.message,
+                self.cautions,
                 self.chart,
                 self.results,
                 ipw.HTML(f"<small>{_MADE}</small>"),
             ]
         )
+        for box in (self.corpora, self.tasks):
+            box.observe(self._check, names="value")
 
     def follow(self) -> None:
-        """Draw again if a setting other than the ratio changed the predictions."""
-        if self._drawn != self._drawn_for():
+        """Draw again if points, or a setting other than the ratio, have changed."""
+        other_points = self._points is not self.session.points
+        if other_points or self._drawn != self._drawn_for():
             self.refresh()
+        self._check()
+
+    def _check(self, _change: Any = None) -> None:
+        """Mark the last point if what is chosen now was not evaluated."""
+        missing = [] if self.session.points.empty else self._not_evaluated()
+        self.note.value = _out_of_date(missing) if missing else ""
+        (self.message.add_class if missing else self.message.remove_class)(STALE)
+
+    def _not_evaluated(self) -> list[str]:
+        """The chosen corpora and tasks that have no point of the current settings."""
+        chosen = [*self.corpora.value, *self.tasks.value]
+        try:
+            known = self.session.evaluated()
+        except SpecError:  # nothing is selected, of which the panel speaks
+            return chosen
+        return [name for name in chosen if name not in known]
 
     def _drawn_for(self) -> tuple[Selection, Way] | None:
         """What predictions depend on, other than the ratio."""
@@ -94,7 +120,9 @@ class EvaluateTab(ipw.VBox):
     def refresh(self) -> None:
         """Draw all points again, with the predictions of the current selection."""
         points, self._drawn = self.session.points, self._drawn_for()
+        self._points = points
         if points.empty:
+            self._show_nothing()
             return
         predicted = None
         if self._drawn is not None:
@@ -103,8 +131,19 @@ class EvaluateTab(ipw.VBox):
             predicted = self.session.predicted_curve(ratios)
         self.chart.value = self._picture.draw(points, predicted)
         self.chart.layout.display = None
-        self.message.value = status(_message(points))
+        self.message.value = status(_message(points), before=badge("measured"))
+        pruned = points[points["nll"].notna() & points["estimator"].ne("dense")]
+        alone = judged_on_own(set(pruned["dataset"]), self.session.calibration)
+        self.cautions.value = cautions_html([alone] if alone else [])
+        self._check()
         self.results.value = _table(points)
+
+    def _show_nothing(self) -> None:
+        """There are no points, at first or after a session without any was opened."""
+        self.chart.layout.display = "none"
+        self.message.value = status(_NOTHING_YET)
+        self.results.value = self.cautions.value = ""
+        self._check()
 
     def _evaluate(self, report: Report) -> None:
         selection = self.session.selection
@@ -121,6 +160,13 @@ class EvaluateTab(ipw.VBox):
         )
         self.refresh()
         self._on_points()
+
+
+def _out_of_date(missing: Sequence[str]) -> str:
+    return status(
+        f"Out of date: the settings above were not evaluated on {', '.join(missing)}; "
+        "press Evaluate. Chart and table are of the settings that they name."
+    )
 
 
 def several_of(

@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
-from heapr_lab.panel.jobs import CancelledError, Job, Report, status
+from heapr_lab.panel.jobs import CancelledError, Job, Report, Shown, status
 from heapr_lab.panel.same_code import SameCode, dtype_of_files
 from heapr_lab.panel.session import PruningSession, Way, text_of
 from heapr_lab.panel.weights_bar import WeightsBar
@@ -22,6 +22,8 @@ _EVALUATED = (
     "Evaluate measures these weights, before output biases and distillation; the card "
     "gives the perplexities of what is written."
 )
+
+_WRITTEN_BEFORE = "Out of date: what is below was written with other settings."
 
 
 class ExportTab(ipw.VBox):
@@ -53,7 +55,7 @@ class ExportTab(ipw.VBox):
             "Export", self._export, tooltip="write the pruned model to the folder"
         )
         self.note = ipw.HTML(status(""))
-        self.command = ipw.HTML()
+        self.command = Shown(self._asked, said=_WRITTEN_BEFORE)
         self.code = SameCode(session, self.written, lambda: self._calibration)
         if session.workbench is None:
             self.job.button.disabled = True
@@ -66,6 +68,7 @@ class ExportTab(ipw.VBox):
             control.observe(self.refresh, names="value")
         for control in (self.folder, self.gguf):
             control.observe(self.code.refresh, names="value")
+        self.folder.observe(self.command.check, names="value")
         self.refresh()
 
     @property
@@ -76,6 +79,11 @@ class ExportTab(ipw.VBox):
         )
         words = weight_options(made, own_text=self._calibration.own_text)
         return "".join(f" {word}" for word in words)
+
+    def _asked(self) -> tuple[object, ...]:
+        """The settings that what is written depends on."""
+        chosen = self.session.selection, self.session.way
+        return *chosen, self.folder.value, self.bias.value, self.distill.value
 
     def written(self) -> Written:
         """The checkpoint that Export would write."""
@@ -97,6 +105,7 @@ class ExportTab(ipw.VBox):
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write, and the method."""
         self.code.refresh()
+        self.command.check()
         try:
             selection = self.session.selection
         except SpecError:
@@ -115,7 +124,8 @@ class ExportTab(ipw.VBox):
     def _export(self, report: Report) -> None:
         from heapr_lab.checkpoints.folder import check_new
 
-        self.command.value = ""
+        self.command.show("", None)
+        settings = self._asked()
         selection, way = self.session.selection, self.session.way
         folder, keep = Path(self.folder.value), self.session.keep_of(selection)
         asked = folder, keep.fingerprint, way.weights + self.options
@@ -129,7 +139,7 @@ class ExportTab(ipw.VBox):
             check_new(folder)
             self._write(folder, selection, way, report)
             self._written = asked
-        self.command.value = self._written_text(folder)
+        self.command.show(self._written_text(folder), settings)
         if self.gguf.value:
             self._write_gguf(folder, report)
 

@@ -79,8 +79,9 @@ def _computed(session: PruningSession) -> dict[str, str]:
         return {}
     from heapr_lab.models.sources import dtype_name
 
-    weights = list(session.workbench.model.parameters())
+    model: Any = session.workbench.model
+    weights = list(model.parameters())
     places = sorted({str(one.device) for one in weights} - {"meta"})
     streamed = ["streamed from disk"] * any(one.is_meta for one in weights)
-    dtype = dtype_name(session.workbench.model.dtype)
+    dtype = dtype_name(model.dtype)
     return {"dtype": dtype, "device": ", ".join(places + streamed)}

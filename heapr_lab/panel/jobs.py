@@ -153,14 +153,15 @@ def stale_style() -> ipw.HTML:
 class Shown(ipw.VBox):
     """A result with the settings it was made with, grey once these have changed."""
 
-    def __init__(self, now: Callable[[], object]) -> None:
+    def __init__(self, now: Callable[[], object], *, said: str = _OUT_OF_DATE) -> None:
         """Show nothing.
 
         Args:
             now: the current settings; a `HeaprLabError` counts as a change.
+            said: above a result that is out of date.
         """
         self._view, self.note = ipw.HTML(), ipw.HTML()
-        self._now = now
+        self._now, self._said = now, said
         self._made_of: object = None
         super().__init__([self.note, self._view])
 
@@ -177,7 +178,7 @@ class Shown(ipw.VBox):
     def check(self, _change: object = None) -> None:
         """Mark the result if it is out of date."""
         stale = bool(self.value) and self._made_of != self._asked()
-        self.note.value = status(_OUT_OF_DATE) if stale else ""
+        self.note.value = status(self._said) if stale else ""
         (self._view.add_class if stale else self._view.remove_class)(STALE)
 
     def _asked(self) -> object:
@@ -187,9 +188,10 @@ class Shown(ipw.VBox):
             return HeaprLabError
 
 
-def status(text: str) -> str:
-    """HTML that a screen reader reads aloud when it changes."""
-    return f'<div role="status" aria-live="polite">{html.escape(text)}</div>'
+def status(text: str, *, before: str = "") -> str:
+    """HTML that a screen reader reads aloud when it changes; `before` is HTML."""
+    said = f"{before} {html.escape(text)}" if before else html.escape(text)
+    return f'<div role="status" aria-live="polite">{said}</div>'
 
 
 def failure(error: Exception) -> str:

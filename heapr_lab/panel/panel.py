@@ -1,15 +1,18 @@
 """The panel: the controls, and tabs that choose, evaluate, inspect, compare, export."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import ipywidgets as ipw
 import pandas as pd
 
 from heapr_lab.errors import SpecError
+from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.badges import badge
+from heapr_lab.panel.cautions import cautions, cautions_html
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import Controls
 from heapr_lab.panel.evaluate_tab import EvaluateTab
@@ -51,6 +54,7 @@ class Explorer(ipw.VBox):
         weights: the switch of how weights are made.
         files: saves and opens sessions.
         header: the line that says what the panel is of.
+        cautions: what may be overlooked in the selection.
         help: the glossary.
     """
 
@@ -73,6 +77,7 @@ class Explorer(ipw.VBox):
         self.weights = WeightsBar(session, self._reweighted)
         self.header = ipw.HTML()
         self.status = ipw.HTML()
+        self.cautions = ipw.HTML()
         self.error = ipw.HTML()
         # At most as wide as it was drawn: if stretched, its text would blur.
         self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
@@ -116,12 +121,13 @@ class Explorer(ipw.VBox):
             refresh=self.refresh,
         )
         self.help = HelpSection()
-        top = [self.header, self.controls, self.weights, self.status]
+        top = [self.header, self.controls, self.weights, self.status, self.cautions]
         shown = [*top, self.error, self.tabs, self.files, self.help]
         super().__init__([stale_style(), *shown])
         add_tooltips(self)
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
+        self.evaluation.corpora.observe(self._retarget, names="value")
         self.refresh()
 
     def __repr__(self) -> str:
@@ -186,8 +192,14 @@ class Explorer(ipw.VBox):
         self.controls.show_ratio(ratio)
         self.session.choose(self.controls.selection)
 
+    def _retarget(self, _change: Any = None) -> None:
+        """Solve for a target loss anew, for another first corpus or new points."""
+        if self.controls.to_target:
+            self.refresh()
+
     def _show_numbers(self) -> None:
         self.numbers.value = numbers_html(self.session)
+        self.cautions.value = cautions_html(cautions(self.session))
         text = ""
         if self.session.workbench is not None:
             text = status(self.session.describe_prediction())
@@ -199,6 +211,7 @@ class Explorer(ipw.VBox):
             self.layers.value = table_html(layers_frame(self.session))
 
     def _on_points(self) -> None:
+        self._retarget()
         if not self.error.value:
             self._show_numbers()
         self.comparison.refresh()
@@ -211,7 +224,7 @@ class Explorer(ipw.VBox):
             "These settings are infeasible. Out of date: the picture and the numbers "
             f"of each layer below are still those of {self._drawn}."
         )
-        self.numbers.value = self.prediction.value = ""
+        self.numbers.value = self.prediction.value = self.cautions.value = ""
         for widget in (self.picture, self.behind):
             widget.add_class(STALE)
         self.export.refresh()
@@ -268,26 +281,32 @@ def numbers_html(session: PruningSession) -> str:
         share = f"{saved.iloc[0].routed_flops_reduction:.1%}"
         body += _table_row("FLOPs of the routed experts", "", "", share)
     for found in session.measured().to_dict("records"):
-        name = f"measured Δloss on {found['dataset']} [nats per token]"
-        body += _table_row(name, "", f"{found['delta_nll']:.3g}", "")
+        body += _loss_row("measured", found, "")
     for found in session.predictions().to_dict("records"):
         loss, spread = found["delta_nll"], found["spread"]
         span = "range unknown" if not spread else _span(loss, spread)
-        name = f"predicted Δloss on {found['dataset']} [nats per token]"
-        body += _table_row(name, "", f"{loss:.3g}", span)
+        body += _loss_row("predicted", found, span)
     heads = ("", "dense", "pruned", "saved")
     head = "".join(f'<th style="text-align:right">{name}</th>' for name in heads)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _loss_row(
+    kind: Literal["measured", "predicted"], found: Mapping[str, Any], span: str
+) -> str:
+    name = f"Δloss on {found['dataset']} [{PER_TOKEN}]"
+    return _table_row(name, "", f"{found['delta_nll']:.3g}", span, before=badge(kind))
 
 
 def _span(loss: float, spread: float) -> str:
     return f"{loss / spread:.3g} to {loss * spread:.3g}"
 
 
-def _table_row(name: str, *cells: str) -> str:
+def _table_row(name: str, *cells: str, before: str = "") -> str:
     right = "text-align:right;padding:0 8px;font-variant-numeric:tabular-nums"
     values = "".join(f'<td style="{right}">{html.escape(cell)}</td>' for cell in cells)
-    return f'<tr><th style="text-align:left">{html.escape(name)}</th>{values}</tr>'
+    head = f"{before} {html.escape(name)}" if before else html.escape(name)
+    return f'<tr><th style="text-align:left">{head}</th>{values}</tr>'
 
 
 @overload

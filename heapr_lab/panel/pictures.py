@@ -274,7 +274,7 @@ def _curve_look(
         "linestyle": datasets.of(dataset)[0],
         "linewidth": 1.4,
         "markersize": 5,
-        "label": f"{dataset}: {way}",
+        "label": f"{dataset}, measured: {way}",
     }
 
 
@@ -287,7 +287,7 @@ def _predictions(ax: Axes, predicted: pd.DataFrame) -> None:
             color="0.5",
             lw=1 if number % 2 else 2,
             ls=(0, (1, 2)),
-            label=f"{dataset}: predicted for this selection",
+            label=f"{dataset}, predicted: this selection",
         )
 
 
@@ -319,7 +319,7 @@ def _accuracies(ax: Axes, points: pd.DataFrame, ways: _Looks) -> None:
         )
     for row in points[points["estimator"].eq("dense")].itertuples():
         style = tasks.of(row.dataset)[0]
-        name = f"{row.dataset}: dense"
+        name = f"{row.dataset}, measured: dense"
         ax.axhline(100 * row.accuracy, color="0.5", lw=1, ls=style, label=name)
     _finish(ax)
 

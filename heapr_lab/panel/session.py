@@ -293,6 +293,13 @@ class PruningSession:
             same &= points["achieved_ratio"].eq(keep.achieved_ratio)
         return points[same].drop_duplicates("dataset", keep="last")
 
+    def evaluated(self) -> set[str]:
+        """The corpora and tasks with a point of the current settings."""
+        asked = self.selection, self.way.text
+        rows = zip(self.points["selection"], self.points["weights"], strict=True)
+        found = self.points["dataset"][np.array([row == asked for row in rows], bool)]
+        return {*found, *self.measured()["dataset"]}
+
     def ratio_for_predicted_loss(self, rise: float, corpus: str) -> float:
         """The largest ratio, in steps of 0.01, whose predicted Δloss is at most `rise`.
 
@@ -326,6 +333,20 @@ class PruningSession:
         """
         found = self._predicted([self.keep])
         return found[~found["dataset"].isin(self.measured()["dataset"])]
+
+    def beyond_measured(self) -> dict[str, tuple[float, float]]:
+        """Corpora on which the selection's prediction is an extrapolation.
+
+        Each with the least and the largest ratio, achieved, that was measured there.
+        """
+        score, found = self._score_of(self.keep), {}
+        known = set(self.measured()["dataset"])
+        for corpus, points in self._points_for_fit().groupby("dataset", sort=False):
+            scores = points["summed_score"].astype(float)
+            if corpus not in known and not scores.min() <= score <= scores.max():
+                ratios = points["achieved_ratio"].astype(float)
+                found[str(corpus)] = float(ratios.min()), float(ratios.max())
+        return found
 
     def predicted_curve(self, ratios: Sequence[float]) -> pd.DataFrame:
         """The same for the selection at other ratios; `ratio` is the achieved one."""

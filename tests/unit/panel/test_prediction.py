@@ -10,6 +10,7 @@ from random_tables import random_table, small_table
 from tiny_folder import write_text
 
 from heapr_lab.evaluation.perplexity import Perplexity
+from heapr_lab.panel.badges import badge
 from heapr_lab.panel.controls import TARGET
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession
@@ -159,6 +160,46 @@ def test_a_target_loss_sets_the_ratio(foretold: Explorer) -> None:
     assert true_loss(foretold.session, ratio) <= wanted * 1.01
     foretold.controls.rise.value = 0.0
     assert foretold.controls.ratio.value == "0"
+
+
+def test_measured_and_predicted_are_told_apart_by_words(foretold: Explorer) -> None:
+    """Beside each number; the borders differ as well, and no colour does."""
+    press_evaluate(foretold, 0.2, 0.6)
+    assert f"{badge('measured')} Δloss on" in foretold.numbers.value
+    assert ">predicted<" not in foretold.numbers.value
+    assert f"{badge('measured')} Last point" in foretold.evaluation.message.value
+    foretold.controls.ratio.value = "0.4"
+    assert f"{badge('predicted')} Δloss on" in foretold.numbers.value
+    assert ">measured<" not in foretold.numbers.value
+    foretold.comparison.pin_button.click()
+    assert ">measured<" not in foretold.comparison.message.value
+    press_evaluate(foretold, 0.4)
+    assert badge("measured") in foretold.comparison.message.value
+    assert ">measured Δloss" in foretold.comparison.table.value
+    assert "color" not in badge("measured") + badge("predicted")
+    assert "solid" in badge("measured")
+    assert "dashed" in badge("predicted")
+
+
+def test_a_target_is_solved_anew_for_other_corpora_and_points(
+    foretold: Explorer,
+) -> None:
+    """The ratio is of the corpus that is named, and of all evaluations."""
+    tab, session = foretold.evaluation, foretold.session
+    first, other = tab.corpora.options
+    press_evaluate(foretold, 0.2, 0.6)
+    foretold.controls.budget.value = TARGET
+    rise = foretold.controls.rise.value = true_loss(session, 0.4)
+    assert foretold.error.value == ""
+    tab.corpora.value = (other,)
+    assert f"no prediction on {other}" in foretold.error.value
+    tab.corpora.value = (first,)
+    assert foretold.error.value == ""
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert tab.job.error.value == ""
+    solved = session.ratio_for_predicted_loss(rise, first)
+    assert float(foretold.controls.ratio.value) == solved
 
 
 def test_the_chart_predicts_what_is_chosen_while_it_is_seen(foretold: Explorer) -> None:

@@ -206,11 +206,108 @@ def test_what_was_measured_is_not_predicted(panel: Explorer) -> None:
     assert f"Measured on {panel.evaluation.corpora.options[0]}: Δloss {loss:.3g}" in (
         panel.prediction.value
     )
-    assert "measured Δloss" in panel.numbers.value
+    assert ">measured</span> Δloss" in panel.numbers.value
     assert "redicted" not in panel.prediction.value + panel.numbers.value
     panel.controls.ratio.value = "0.45"
     assert "measured" not in panel.numbers.value
     assert "Measured" not in panel.prediction.value
+
+
+def test_an_evaluation_is_marked_when_settings_or_corpora_change(
+    panel: Explorer,
+) -> None:
+    """Until exactly what is chosen is evaluated, tasks included."""
+    tab = panel.evaluation
+    panel.tabs.selected_index = 1
+    assert tab.note.value == ""
+    panel.controls.ratio.value = "0.4"
+    assert press(tab.job) == ""
+    assert (tab.note.value, is_stale(tab.message)) == ("", False)
+    for change, back in (
+        (lambda: set_value(panel.controls.ratio, "0.6"), "0.4"),
+        (lambda: set_value(panel.controls.ratio, "40"), "0.4"),
+        (lambda: set_value(panel.weights.weights, "compensated"), "unchanged"),
+        (lambda: set_value(tab.tasks, tab.tasks.options), ()),
+    ):
+        control = change()
+        assert "Out of date" in tab.note.value
+        assert is_stale(tab.message)
+        control.value = back
+        assert (tab.note.value, is_stale(tab.message)) == ("", False)
+    panel.controls.ratio.value = "0.6"
+    assert press(tab.job) == ""
+    assert not is_stale(tab.message)
+
+
+def test_points_of_an_opened_session_replace_those_before(panel: Explorer) -> None:
+    """With the same settings as well, and if it has none."""
+    tab = panel.evaluation
+    panel.tabs.selected_index = 1
+    empty = panel.files.saved()
+    assert press(tab.job) == ""
+    full, table, chart = panel.files.saved(), tab.results.value, tab.chart.value
+    assert table
+    panel.files.restore(empty)
+    assert "Nothing has been evaluated yet" in tab.message.value
+    assert (tab.results.value, tab.chart.layout.display) == ("", "none")
+    assert tab.note.value == tab.cautions.value == ""
+    panel.files.restore(full)
+    assert (tab.results.value, tab.chart.value) == (table, chart)
+    assert tab.chart.layout.display is None
+
+
+def set_value(control: Any, value: Any) -> Any:
+    """The control, after it was given a value."""
+    control.value = value
+    return control
+
+
+def test_judging_on_the_calibration_s_text_is_said(panel: Explorer) -> None:
+    """In the tab that evaluates, as long as no other text was evaluated."""
+    tab = panel.evaluation
+    assert press(tab.job) == ""
+    assert "Evaluated only on what it was calibrated on" in tab.cautions.value
+    other = panel.session.points.assign(dataset="another text")
+    panel.session.points = pd.concat([panel.session.points, other])
+    tab.refresh()
+    assert tab.cautions.value == ""
+
+
+def test_what_was_written_is_marked_when_settings_change(
+    panel: Explorer, tmp_path: Path
+) -> None:
+    """The code that loads it stays readable; the same settings are not marked."""
+    tab = panel.export
+    tab.folder.value = str(tmp_path / "pruned")
+    panel.controls.ratio.value = "0.4"
+    assert press(tab.job) == ""
+    assert "Written to" in tab.command.value
+    for control, other in (
+        (panel.controls.ratio, "0.6"),
+        (panel.weights.weights, "compensated"),
+        (tab.bias, True),
+        (tab.folder, "elsewhere"),
+    ):
+        before = control.value
+        control.value = other
+        assert "Out of date" in tab.command.note.value
+        assert is_stale(tab.command._view)
+        assert "Written to" in tab.command.value
+        control.value = before
+        assert tab.command.note.value == ""
+
+
+def test_written_comparisons_are_of_the_rows_that_are_shown(
+    panel: Explorer, tmp_path: Path
+) -> None:
+    """An evaluation adds numbers that the files do not have."""
+    tab = panel.comparison
+    tab.folder.value = str(tmp_path / "comparison")
+    tab.pin_button.click()
+    tab.export_button.click()
+    assert "Written to" in tab.exported.value
+    assert press(panel.evaluation.job) == ""
+    assert "Written to" not in tab.exported.value
 
 
 # --- what is drawn --------------------------------------------------------------------
@@ -246,13 +343,14 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
     )
     lines = [line for line in picture.ax.get_lines() if "paper" not in line.get_label()]
     labels = [line.get_label() for line in lines]
+    rules = "measured: heapr, global, by atom"
     assert labels == [
-        "pydocs: heapr, global, by atom, ragged, masked",
-        "ptb: heapr, global, by atom, ragged, masked",
-        "pydocs: heapr, global, by atom, uniform, multiples of 8, masked",
-        "pydocs: heapr, global, by atom, ragged, at least 3 atoms each, masked",
-        "pydocs: heapr, global, by atom, ragged, layers 0, 2 not pruned, masked",
-        "pydocs: heapr, global, by atom, ragged, of the parameters (model), masked",
+        f"pydocs, {rules}, ragged, masked",
+        f"ptb, {rules}, ragged, masked",
+        f"pydocs, {rules}, uniform, multiples of 8, masked",
+        f"pydocs, {rules}, ragged, at least 3 atoms each, masked",
+        f"pydocs, {rules}, ragged, layers 0, 2 not pruned, masked",
+        f"pydocs, {rules}, ragged, of the parameters (model), masked",
     ]
     looks = [(to_hex(line.get_color()), line.get_marker()) for line in lines]
     assert looks[0] == looks[1]  # one choice

@@ -1,0 +1,159 @@
+"""What a person may overlook in a selection or an evaluation, as sentences.
+
+Each function gives a text, empty if there is nothing to say. They read counts only, so
+that they keep up with a slider.
+"""
+
+import html
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pandas as pd
+
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import BUDGETS, Selection
+from heapr_lab.text.calibration_spec import Calibration
+
+_TOLERANCE = 0.01
+"""Share by which more or less may be removed than was asked for, unmentioned."""
+
+_DIGITS = 9
+"""To which shares are compared, so that 0.61 is a hundredth more than 0.6."""
+
+
+def cautions(session: PruningSession) -> list[str]:
+    """Those of the selection, which must be feasible."""
+    keep, chosen = session.keep, session.selection
+    found = (
+        emptied_layers(keep),
+        emptied_experts(keep),
+        rounded(chosen, removed_share(chosen, keep, session.savings())),
+        beyond_measured(session.beyond_measured()),
+    )
+    return [text for text in found if text]
+
+
+def cautions_html(texts: Iterable[str]) -> str:
+    """The texts as notes that a screen reader reads aloud when they change."""
+    lines = (
+        f'<div role="status" aria-live="polite">⚠ {html.escape(text)}</div>'
+        for text in texts
+    )
+    return "".join(lines)
+
+
+def emptied_layers(keep: KeepMask) -> str:
+    """The layers that lose all their atoms."""
+    gone = [str(layer) for layer, kept in keep.arrays.items() if not kept.any()]
+    if not gone:
+        return ""
+    which = f"Layer {gone[0]} loses" if len(gone) == 1 else _several(gone)
+    return f"{which} all routed atoms: nothing is left there for a token to go to."
+
+
+def _several(layers: list[str]) -> str:
+    return f"Layers {', '.join(layers)} lose"
+
+
+def emptied_experts(keep: KeepMask) -> str:
+    """How many experts lose all their atoms."""
+    kept = [np.count_nonzero(array, axis=1) for array in keep.arrays.values()]
+    widths = np.concatenate(kept)
+    gone = int(np.count_nonzero(widths == 0))
+    if not gone:
+        return ""
+    verb = "loses" if gone == 1 else "lose"
+    return f"{gone:,} of {len(widths):,} experts {verb} all atoms."
+
+
+def removed_share(
+    selection: Selection, keep: KeepMask, savings: pd.DataFrame | None
+) -> float | None:
+    """The share that `keep` removes of what the ratio counts.
+
+    Args:
+        selection: its budget says what is counted.
+        keep: its mask.
+        savings: of the mask, as `savings_of` gives them; None if they are unknown, and
+            then only atoms can be counted.
+    """
+    if selection.of == "atoms":
+        return keep.achieved_ratio
+    if savings is None:
+        return None
+    row = savings.iloc[0]
+    if selection.of == "bytes":
+        return float(1 - row["bytes_after"] / row["bytes_before"])
+    name = "parameter" if selection.of == "model" else "routed_flops"
+    return float(row[f"{name}_reduction"])
+
+
+def rounded(selection: Selection, removed: float | None) -> str:
+    """What was asked for and what is removed, if they differ by more than a point."""
+    asked = float(selection.ratio)
+    if removed is None or round(abs(removed - asked), _DIGITS) <= _TOLERANCE:
+        return ""
+    why = "; ".join(_why_rounded(selection))
+    return (
+        f"Asked for {asked:.1%} of the {BUDGETS[selection.of]}, {removed:.1%} are "
+        f"removed{f': {why}' if why else ''}."
+    )
+
+
+def _why_rounded(selection: Selection) -> list[str]:
+    """The settings that keep a ratio from being met exactly."""
+    why = []
+    if selection.structure != "ragged":
+        widths = f"widths of the structure {selection.structure} are rounded down"
+        many = f" to a multiple of {selection.step}" if selection.step > 1 else ""
+        why.append(widths + many)
+    if selection.granularity == "expert":
+        why.append("experts are pruned whole")
+    if selection.exclude_layers and not selection.in_one_group:
+        why.append("with the scope layer no other layer makes up for those not pruned")
+    return why
+
+
+def beyond_measured(found: Mapping[str, tuple[float, float]]) -> str:
+    """The predictions that no measurement lies on both sides of.
+
+    Args:
+        found: the least and the largest measured ratio, by corpus, as
+            `PruningSession.beyond_measured` gives them.
+    """
+    if not found:
+        return ""
+    spans = [
+        f"{corpus} ({least:.1%} to {most:.1%})"
+        for corpus, (least, most) in found.items()
+    ]
+    return (
+        f"Predicted beyond the ratios that were measured on {', '.join(spans)}, and "
+        "so less certain."
+    )
+
+
+def judged_on_own(corpora: Iterable[str], calibration: Calibration) -> str:
+    """Whether a model was only judged on the kind of text that it was calibrated on.
+
+    Args:
+        corpora: those that it was evaluated on.
+        calibration: what its atoms were measured on.
+    """
+    judged = set(corpora)
+    if not judged or not judged <= set(_calibrated_on(calibration.corpus)):
+        return ""
+    return (
+        f"Evaluated only on what it was calibrated on, {calibration.corpus}: other "
+        "text usually loses more. Evaluate another corpus as well."
+    )
+
+
+def _calibrated_on(corpus: str) -> tuple[str, ...]:
+    """The corpora of a calibration; torch is only imported for a mixture."""
+    if "*" not in corpus:
+        return (corpus,)
+    from heapr_lab.text.calibration import corpora_of
+
+    return corpora_of(corpus)

@@ -1,0 +1,56 @@
+"""The panel says what it is of, what its words mean, and what may be overlooked."""
+
+import re
+
+import pytest
+from browser.pages import TIMEOUT, nameless, panels
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+pytestmark = pytest.mark.browser
+
+
+def test_the_header_names_model_calibration_and_device(page: "sync_api.Page") -> None:
+    """Above the controls, in one line where there is room."""
+    panel, _ = panels(page)
+    header = panel.root.get_by_role("note", name="what this panel is of")
+    expect(header).to_contain_text(re.compile("model moe, [0-9,]+ parameters"))
+    expect(header).to_contain_text(re.compile("pydocs, seed 0, [0-9,]+ windows × "))
+    expect(header).to_contain_text("float32")
+    expect(header).to_contain_text("cpu")
+    above, below = header.bounding_box(), panel.ratio.bounding_box()
+    assert above is not None
+    assert below is not None
+    assert above["y"] + above["height"] <= below["y"]
+
+
+def test_the_help_is_searched_by_typing(page: "sync_api.Page") -> None:
+    """It opens with a click or a key, and each control has its sentence."""
+    panel, _ = panels(page)
+    title = panel.root.get_by_text("Help: what each control and term means")
+    title.click()
+    panel.enter("search", "ragged lowest")
+    terms = panel.root.get_by_role("term")
+    expect(terms).to_have_count(1)
+    expect(terms).to_have_text("ragged")
+    assert nameless(panel.root) == []
+    panel.enter("search", "")
+    title.click()
+    for name in ("scope", "estimator", "structure"):
+        box = panel.choice(name)
+        row = box.locator("xpath=ancestor::*[contains(@class, 'widget-dropdown')]")
+        titles = row.locator("xpath=descendant-or-self::*[@title]")
+        assert max(len(str(one.get_attribute("title"))) for one in titles.all()) > 100
+
+
+def test_a_width_that_rounds_is_said(page: "sync_api.Page") -> None:
+    """60 % of eight atoms are five of them; the note goes with the structure."""
+    panel, _ = panels(page)
+    panel.type_ratio("0.6")
+    before = panel.choice("structure").input_value()
+    panel.choice("structure").select_option("uniform")
+    said = "Asked for 60.0% of the atoms, 62.5% are removed"
+    note = panel.root.get_by_role("status").filter(has_text=said)
+    expect(note).to_be_visible(timeout=TIMEOUT)
+    panel.choice("structure").select_option(before)
+    expect(note).to_have_count(0)
