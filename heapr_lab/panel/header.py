@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 from heapr_lab.panel.session import PruningSession
@@ -40,12 +40,17 @@ def header_facts(session: PruningSession) -> dict[str, str]:
 def _model(session: PruningSession, made: Mapping[str, Any]) -> str:
     """Its name and size; of a table alone, the name that it was measured by."""
     table, bench = session.table, session.workbench
-    # A local model is recorded by its path, whose last part is its name.
-    recorded = PurePath(str(made.get("model") or "")).name or _UNKNOWN
-    parts = [recorded if bench is None else bench.name]
+    recorded = str(made.get("model") or _UNKNOWN)
+    parts = [_short(recorded if bench is None else bench.name)]
     if "architecture" in table.metadata:
         parts.append(f"{table.architecture.n_parameters:,} parameters")
     return ", ".join(parts + ["table only"] * (bench is None))
+
+
+def _short(name: str) -> str:
+    """The name of a folder instead of its path; hub ids stay whole."""
+    path = Path(name)
+    return path.name if path.is_absolute() or path.is_dir() else name
 
 
 def _sums(session: PruningSession) -> str:

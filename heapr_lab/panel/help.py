@@ -2,6 +2,7 @@
 
 import html
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import ipywidgets as ipw
 
 from heapr_lab.workbench.glossary import Term, find_term, search_terms
 
+_EXPLAINED = re.compile(r'<span title="[^"]*">(.*)</span>', re.DOTALL)
 _NONE = "No term of the help has all of these words."
 
 
@@ -56,11 +58,25 @@ def widgets_in(widget: ipw.Widget) -> Iterator[ipw.Widget]:
 
 
 def add_tooltips(panel: ipw.Widget) -> None:
-    """Explain each control in `panel` that takes a value, and the options of lists."""
+    """Explain each control in `panel` that takes a value, and the options of lists.
+
+    The label carries the text: ipywidgets 8 does not show the tooltip of a list, a box
+    or a checkbox that has a label.
+    """
     for control in widgets_in(panel):
-        term = find_term(getattr(control, "description", ""))
+        term = find_term(label_of(control))
         if term is not None and not isinstance(control, ipw.Button):
             control.tooltip = _tooltip(term, getattr(control, "options", ()))
+            control.description_allow_html = True
+            title, label = map(html.escape, (control.tooltip, label_of(control)))
+            control.description = f'<span title="{title}">{label}</span>'
+
+
+def label_of(control: ipw.Widget) -> str:
+    """What stands on a control; empty if it has no label."""
+    text = getattr(control, "description", "")
+    found = _EXPLAINED.fullmatch(text)
+    return text if found is None else html.unescape(found[1])
 
 
 def _tooltip(term: Term, options: Any) -> str:

@@ -10,6 +10,7 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.compare_tab import CompareTab, Pin
 from heapr_lab.panel.controls import WHOLE_LABEL, Controls
+from heapr_lab.panel.help import label_of
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.session import PruningSession
@@ -177,7 +178,7 @@ class SessionBar(ipw.VBox):
             most = value if name in {"text", "position"} else box.max
             if name != "text" and not box.min <= value <= most:
                 raise SpecError(
-                    f"{box.description} is {value}, expected {box.min} to {box.max}"
+                    f"{label_of(box)} is {value}, expected {box.min} to {box.max}"
                 )
 
     # --- buttons ------------------------------------------------------------------

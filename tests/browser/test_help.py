@@ -5,6 +5,8 @@ import re
 import pytest
 from browser.pages import TIMEOUT, nameless, panels
 
+from heapr_lab.workbench.glossary import TERMS
+
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 pytestmark = pytest.mark.browser
@@ -36,11 +38,9 @@ def test_the_help_is_searched_by_typing(page: "sync_api.Page") -> None:
     assert nameless(panel.root) == []
     panel.enter("search", "")
     title.click()
-    for name in ("scope", "estimator", "structure"):
-        box = panel.choice(name)
-        row = box.locator("xpath=ancestor::*[contains(@class, 'widget-dropdown')]")
-        titles = row.locator("xpath=descendant-or-self::*[@title]")
-        assert max(len(str(one.get_attribute("title"))) for one in titles.all()) > 100
+    for name in ("ratio", "scope", "estimator", "structure", "layers not pruned"):
+        title = panel.root.locator(f"label [title]:text-is('{name}')").first
+        assert TERMS[name].text in str(title.get_attribute("title"))
 
 
 def test_a_width_that_rounds_is_said(page: "sync_api.Page") -> None:

@@ -65,7 +65,7 @@ def test_a_model_has_a_dtype_and_a_device(panel: Explorer, bench: Workbench) -> 
     facts = header_facts(panel.session)
     assert (facts["dtype"], facts["device"]) == ("float32", "cpu")
     size = sum(one.numel() for one in bench.model.parameters())
-    assert facts["model"] == f"{bench.name}, {size:,} parameters"
+    assert facts["model"] == f"{Path(bench.name).name}, {size:,} parameters"
     assert all(text in panel.header.value for text in facts.values())
 
 

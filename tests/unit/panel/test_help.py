@@ -1,12 +1,13 @@
 """Each control of the panel is explained, in the words of the glossary."""
 
+import html
 from typing import Any
 
 import ipywidgets as ipw
 from random_tables import small_table
 
 from heapr_lab.importance.estimators import ESTIMATORS
-from heapr_lab.panel.help import terms_html, widgets_in
+from heapr_lab.panel.help import label_of, terms_html, widgets_in
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.workbench.glossary import GLOSSARY, TERMS, find_term
 
@@ -27,9 +28,10 @@ def test_every_control_has_a_sentence_of_help(panel: Explorer) -> None:
     controls = those_of(panel, *OF_VALUES)
     assert len(controls) > 30
     for control in controls:
-        term = find_term(control.description)
+        term = find_term(label_of(control))
         assert term is not None, control.description
         assert control.tooltip.startswith(term.text)
+        assert f'title="{html.escape(term.text)}' in control.description
     buttons = those_of(panel, ipw.Button)
     assert len(buttons) > 20
     for button in buttons:
@@ -51,7 +53,7 @@ def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
     masks = (difference.a, difference.b)
     lists = [box for box in those_of(panel, ipw.Dropdown) if box not in masks]
     assert {"estimator", "scope", "granularity", "structure", "budget"} <= {
-        box.description for box in lists
+        label_of(box) for box in lists
     }
     for box in lists:
         values = [one if isinstance(one, str) else one[-1] for one in box.options]
