@@ -21,6 +21,7 @@ from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.badges import badge
 from heapr_lab.panel.comparison_latex import comparison_latex
 from heapr_lab.panel.jobs import alert, status
+from heapr_lab.panel.looks import PICTURE
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
@@ -98,6 +99,7 @@ class CompareTab(ipw.VBox):
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "900px"}
         )
+        self.chart.add_class(PICTURE)
         self.table = ipw.HTML()
         self.folder = ipw.Text(
             "comparison", description="folder", continuous_update=False

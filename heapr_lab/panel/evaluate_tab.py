@@ -11,7 +11,8 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.badges import badge
 from heapr_lab.panel.cautions import cautions_html, judged_on_own
-from heapr_lab.panel.jobs import STALE, Job, Report, status
+from heapr_lab.panel.jobs import Job, Report, status
+from heapr_lab.panel.looks import PICTURE, STALE, beside
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
 from heapr_lab.panel.session import PruningSession, Step, Way
@@ -65,8 +66,9 @@ class EvaluateTab(ipw.VBox):
             "Evaluate", self._evaluate, tooltip="measure the dense and the pruned model"
         )
         self.chart = ipw.Image(
-            format="png", layout={"display": "none", "max_width": "860px"}
+            format="png", layout={"display": "none", "max_width": "840px"}
         )
+        self.chart.add_class(PICTURE)
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.note, self.cautions = ipw.HTML(), ipw.HTML()
         self.results = ipw.HTML()
@@ -80,8 +82,7 @@ class EvaluateTab(ipw.VBox):
                 self.note,
                 self.message,
                 self.cautions,
-                self.chart,
-                self.results,
+                beside(self.chart, self.results),
                 ipw.HTML(f"<small>{_MADE}</small>"),
             ]
         )

@@ -8,6 +8,7 @@ from typing import Any
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import CancelledError, Job, Report, Shown, status
 from heapr_lab.panel.same_code import SameCode, dtype_of_files
 from heapr_lab.panel.session import PruningSession, Way, text_of
@@ -46,8 +47,9 @@ class ExportTab(ipw.VBox):
             **wide,
         )
         self.distill = ipw.IntSlider(
-            0, 0, 400, 25, description="distil [steps]", continuous_update=False
-        )
+            0, 0, 400, 25, description="distil [steps]", continuous_update=False,
+            style=WHOLE_LABEL,
+        )  # fmt: skip
         self.gguf = ipw.Checkbox(
             value=False, description="also a GGUF file (uniform structure)", **wide
         )

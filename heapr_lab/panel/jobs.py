@@ -9,6 +9,7 @@ from typing import Protocol
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError
+from heapr_lab.panel.looks import STALE
 from heapr_lab.progress import TimeLeft, time_left_text
 
 _OUT_OF_DATE = (
@@ -138,16 +139,6 @@ class Job(ipw.VBox):
         self.text.value = status(message)
         self.button.disabled = running
         self.cancel_button.disabled = not running
-
-
-STALE = "heapr-stale"
-"""CSS class of results that are out of date, which are grey."""
-
-
-def stale_style() -> ipw.HTML:
-    """The style of `STALE`, needed once in a panel."""
-    rule = f".{STALE} {{opacity: 0.35; filter: grayscale(1)}}"
-    return ipw.HTML(f"<style>{rule}</style>", layout={"display": "none"})
 
 
 class Shown(ipw.VBox):

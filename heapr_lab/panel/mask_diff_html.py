@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from heapr_lab.figures import figure_mask_diff, mask_diff_data
 from heapr_lab.panel.jobs import status
+from heapr_lab.panel.looks import PICTURE
 from heapr_lab.panel.passage_html import rows_html
 from heapr_lab.panel.pictures import drawn_png
 from heapr_lab.pruning.mask_diff import (
@@ -52,7 +53,7 @@ def _picture(a: ScoredMask, b: ScoredMask) -> str:
     empty = Figure(figsize=(10.0, 4.4), layout="constrained")
     png = base64.b64encode(drawn_png(lambda: figure_mask_diff(data, figure=empty)))
     return (
-        f'<img alt="{html.escape(_ALT)}" style="max-width:100%" '
+        f'<img class="{PICTURE}" alt="{html.escape(_ALT)}" style="max-width:100%" '
         f'src="data:image/png;base64,{png.decode()}">'
     )
 

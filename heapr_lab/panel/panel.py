@@ -20,7 +20,8 @@ from heapr_lab.panel.export_tab import ExportTab
 from heapr_lab.panel.header import header_html
 from heapr_lab.panel.help import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.jobs import STALE, failure, stale_style, status
+from heapr_lab.panel.jobs import failure, status
+from heapr_lab.panel.looks import PICTURE, STALE, beside, panel_style
 from heapr_lab.panel.method_runs import jobs_in, take_turns
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _CAPTION = (
     "Left: the pruned share of each layer; dashed, of all layers. Middle: each expert "
-    "in the colour of its traffic, fading to white as its atoms are pruned. Right: all "
+    "in the colour of its traffic, fading to blank as its atoms are pruned. Right: all "
     "scores, of atoms or of whole experts, with the pruned ones in front; dashed, the "
     "highest pruned score."
 )
@@ -81,6 +82,7 @@ class Explorer(ipw.VBox):
         self.error = ipw.HTML()
         # At most as wide as it was drawn: if stretched, its text would blur.
         self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
+        self.picture.add_class(PICTURE)
         self.numbers = ipw.HTML()
         self.layers = ipw.HTML()
         self.behind = ipw.Accordion([self.layers], titles=["Numbers of each layer"])
@@ -95,14 +97,16 @@ class Explorer(ipw.VBox):
         self.export = ExportTab(session, self.weights)
         self.tabs = ipw.Tab(
             [
-                ipw.VBox(
-                    [
-                        self.picture,
-                        ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>"),
-                        self.behind,
-                        self.numbers,
-                        self.prediction,
-                    ]
+                beside(
+                    ipw.VBox(
+                        [
+                            self.picture,
+                            ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>"),
+                            self.behind,
+                        ],
+                        layout={"max_width": "1100px"},
+                    ),
+                    ipw.VBox([self.numbers, self.prediction]),
                 ),
                 self.evaluation,
                 self.inspection,
@@ -123,7 +127,7 @@ class Explorer(ipw.VBox):
         self.help = HelpSection()
         top = [self.header, self.controls, self.weights, self.status, self.cautions]
         shown = [*top, self.error, self.tabs, self.files, self.help]
-        super().__init__([stale_style(), *shown])
+        super().__init__([panel_style(), *shown])
         add_tooltips(self)
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")

@@ -393,7 +393,7 @@ def _image(ax: Axes, colors: np.ndarray, layers: tuple[int, ...]) -> Any:
     ax.set_yticks(np.arange(len(layers))[::step], [str(k) for k in layers[::step]])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(visible=False)
-    ax.set_xlabel("expert [index], white: all atoms pruned")
+    ax.set_xlabel("expert [index], blank: all atoms pruned")
     ax.set_ylabel("MoE layer [index]")
     return image
 

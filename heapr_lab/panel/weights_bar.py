@@ -5,6 +5,7 @@ from typing import Any
 
 import ipywidgets as ipw
 
+from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.session import PruningSession, Way
 from heapr_lab.workbench.presets import DEFAULT, METHODS, WEIGHTS
 
@@ -40,7 +41,7 @@ class WeightsBar(ipw.HBox):
         share = session.calibration.own_text or METHODS[DEFAULT].own_text
         self.own = ipw.IntSlider(
             round(100 * share), 0, 100, 5, description="own text [%]",
-            continuous_update=False,
+            continuous_update=False, style=WHOLE_LABEL,
         )  # fmt: skip
         without = session.workbench is None
         super().__init__(

@@ -14,7 +14,8 @@ from random_tables import random_table
 from tiny_folder import write_text
 
 from heapr_lab.evaluation.activations import top_contexts
-from heapr_lab.panel.jobs import STALE, Job, Shown
+from heapr_lab.panel.jobs import Job, Shown
+from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession, Way

@@ -14,7 +14,8 @@ from heapr_lab.evaluation.passages import read_passage, token_losses
 from heapr_lab.evaluation.restoring import Restored, n_runs, restored
 from heapr_lab.panel import attribution_html as views
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.jobs import STALE, Job, Shown
+from heapr_lab.panel.jobs import Job, Shown
+from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration

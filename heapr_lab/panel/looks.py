@@ -1,0 +1,31 @@
+"""The looks of a panel that widgets have no traits for: classes, and their style."""
+
+import ipywidgets as ipw
+
+STALE = "heapr-stale"
+"""What is out of date, and grey."""
+PICTURE = "heapr-picture"
+"""A chart, drawn dark on white, whose lightness is turned around in a dark theme."""
+
+_DARK = ('[data-jp-theme-light="false"]', ".vscode-dark")
+"""How JupyterLab and Voilà, and VS Code, mark a page with a dark theme."""
+_TURNED = "invert(0.88) hue-rotate(180deg)"
+_GREY = "opacity: 0.35; filter: grayscale(1)"
+
+
+def panel_style() -> ipw.HTML:
+    """The style of the classes, needed once in a panel.
+
+    Turning hues back after the inversion leaves blue blue and orange orange; white
+    becomes the grey of the page.
+    """
+    rules = [f".{STALE} {{{_GREY}}}"]
+    for dark in _DARK:
+        rules.append(f"{dark} .{PICTURE} {{filter: {_TURNED}}}")
+        rules.append(f"{dark} .{PICTURE}.{STALE} {{{_GREY} {_TURNED}}}")
+    return ipw.HTML(f"<style>{' '.join(rules)}</style>", layout={"display": "none"})
+
+
+def beside(*parts: ipw.Widget) -> ipw.HBox:
+    """Parts next to each other where there is room, else below each other."""
+    return ipw.HBox(parts, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})

@@ -1,0 +1,53 @@
+"""Both themes, and windows from narrow to wide."""
+
+from collections.abc import Iterator
+
+import pytest
+from browser.pages import panels
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+pytestmark = pytest.mark.browser
+
+TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
+_THEME = "jupyterapp.commands.execute('apputils:change-theme', {{theme: '{}'}})"
+_WIDE = "node => node.scrollWidth - node.clientWidth"
+
+
+@pytest.fixture
+def other(page: "sync_api.Page") -> Iterator["sync_api.Page"]:
+    """The page, whose theme and size are put back."""
+    size = page.viewport_size
+    yield page
+    page.evaluate(_THEME.format("JupyterLab Light"))
+    page.set_viewport_size(size)
+
+
+def test_pictures_are_dark_in_a_dark_theme(other: "sync_api.Page") -> None:
+    """White becomes the grey of the page, and bars stay blue."""
+    panel, _ = panels(other)
+    light = panel.pixels()
+    assert light.mean() > 0.8
+    other.evaluate(_THEME.format("JupyterLab Dark"))
+    expect(panel.picture).to_have_css("filter", "invert(0.88) hue-rotate(180deg)")
+    dark = panel.pixels()
+    assert dark.mean() < 0.35
+    bars = (light[..., 2] - light[..., 0] > 0.5)[..., None]
+    assert bars.sum() > 100
+    assert (dark[..., 2] - dark[..., 0])[bars[..., 0]].mean() > 0.2
+
+
+@pytest.mark.parametrize("width", [1000, 1280, 1920])
+def test_nothing_is_cut(other: "sync_api.Page", width: int) -> None:
+    """No tab is wider than its place, so that nothing has to be scrolled sideways."""
+    panel, _ = panels(other)
+    other.set_viewport_size({"width": width, "height": 1400})
+    for tab in TABS:
+        panel.open(tab)
+        boxes = panel.root.locator(".jp-OutputArea-output, .lm-TabPanel, .widget-tab")
+        assert [box.evaluate(_WIDE) for box in boxes.all()] == [0] * boxes.count()
+        page_of_tab = panel.root.locator(
+            ".widget-tab-contents, .lm-TabPanel-stackedPanel"
+        )
+        for found in page_of_tab.all():
+            assert found.evaluate(_WIDE) <= 0
