@@ -103,6 +103,18 @@ def time_left_text(seconds: float | None) -> str:
     return f", about {minutes}:{rest:02d} left"
 
 
+def duration(seconds: float) -> str:
+    """A time as text.
+
+    Example:
+        >>> duration(30), duration(150), duration(90000)
+        ('30 s', '2.5 min', '25 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.2g} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"
+
+
 def silent() -> bool:
     """Whether `$HEAPR_LAB_PROGRESS` is 0."""
     return os.environ.get("HEAPR_LAB_PROGRESS", "1") == "0"

@@ -7,7 +7,7 @@ nor a smaller last batch changes the result.
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class Perplexity:
     """Mean negative log-likelihood per predicted token, in nats."""
     n_tokens: int
     """Number of predicted tokens: all but the first of each window."""
+    windows: tuple[float, ...] = field(default=(), repr=False)
+    """The mean loss of each window, in nats per token; empty if it is not known."""
 
     def _repr_html_(self) -> str:
         return card_html(
@@ -100,16 +102,17 @@ def evaluate_perplexity(
         SpecError: the ids are not windows of the model's tokens, or the batch size is
             not positive.
     """
-    total = 0.0
+    total, windows = 0.0, []
 
     def add(batch: torch.Tensor, states: torch.Tensor) -> None:
         nonlocal total
         nll = token_nll(model, batch, states=states)
         total += nll.sum(dtype=torch.float64).item()
+        windows.extend(nll.mean(1, dtype=torch.float64).tolist())
 
     n_tokens = _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
     nll = total / n_tokens
-    return Perplexity(value=exp_nll(nll), nll=nll, n_tokens=n_tokens)
+    return Perplexity(exp_nll(nll), nll, n_tokens, tuple(windows))
 
 
 def window_nll(
@@ -123,14 +126,8 @@ def window_nll(
 
     Arguments and errors are those of `evaluate_perplexity`.
     """
-    losses: list[torch.Tensor] = []
-
-    def add(batch: torch.Tensor, states: torch.Tensor) -> None:
-        nll = token_nll(model, batch, states=states)
-        losses.append(nll.mean(1, dtype=torch.float64).cpu())
-
-    _for_batches(model, add, ids, batch_size=batch_size, progress=progress)
-    return torch.cat(losses)
+    found = evaluate_perplexity(model, ids, batch_size=batch_size, progress=progress)
+    return torch.tensor(found.windows, dtype=torch.float64)
 
 
 def evaluate_divergence(

@@ -16,6 +16,8 @@ from heapr_lab.panel.looks import PICTURE, STALE, beside
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
 from heapr_lab.panel.session import PruningSession, Step, Way
+from heapr_lab.panel.sweep import differences
+from heapr_lab.panel.sweep_section import SweepSection
 from heapr_lab.progress import time_left_text
 from heapr_lab.pruning.options import Selection
 
@@ -28,6 +30,10 @@ _BEYOND = 0.1
 _NOTHING_YET = (
     "Nothing has been evaluated yet. Evaluate measures the dense and the pruned model; "
     "with two ratios, losses at other ratios are predicted."
+)
+_PAIRED = (
+    f"At the same ratio, Δloss [{PER_TOKEN}] more than that of the setting it is "
+    "against, ± standard error over windows, each compared with itself"
 )
 _MADE = (
     "Masked: the dense model without the pruned atoms. With other weights, what is "
@@ -71,7 +77,10 @@ class EvaluateTab(ipw.VBox):
         self.chart.add_class(PICTURE)
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.note, self.cautions = ipw.HTML(), ipw.HTML()
-        self.results = ipw.HTML()
+        self.results, self.differences = ipw.HTML(), ipw.HTML()
+        self.sweep = SweepSection(
+            session, corpora=self.corpora, tasks=self.tasks, on_points=self._show_points
+        )
         if session.workbench is None:
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be evaluated")
@@ -79,10 +88,12 @@ class EvaluateTab(ipw.VBox):
             [
                 ipw.HBox([self.corpora, self.tasks], layout={"flex_flow": "row wrap"}),
                 self.job,
+                self.sweep,
                 self.note,
                 self.message,
                 self.cautions,
                 beside(self.chart, self.results),
+                self.differences,
                 ipw.HTML(f"<small>{_MADE}</small>"),
             ]
         )
@@ -95,6 +106,7 @@ class EvaluateTab(ipw.VBox):
         if other_points or self._drawn != self._drawn_for():
             self.refresh()
         self._check()
+        self.sweep.refresh()
 
     def _check(self, _change: Any = None) -> None:
         """Mark the last point if what is chosen now was not evaluated."""
@@ -138,12 +150,13 @@ class EvaluateTab(ipw.VBox):
         self.cautions.value = cautions_html([alone] if alone else [])
         self._check()
         self.results.value = _table(points)
+        self.differences.value = _differences(self.session)
 
     def _show_nothing(self) -> None:
         """There are no points, at first or after a session without any was opened."""
         self.chart.layout.display = "none"
         self.message.value = status(_NOTHING_YET)
-        self.results.value = self.cautions.value = ""
+        self.results.value = self.cautions.value = self.differences.value = ""
         self._check()
 
     def _evaluate(self, report: Report) -> None:
@@ -159,8 +172,25 @@ class EvaluateTab(ipw.VBox):
             selection=selection,
             progress=tell,
         )
+        self._show_points()
+
+    def _show_points(self) -> None:
         self.refresh()
         self._on_points()
+
+
+def _differences(session: PruningSession) -> str:
+    """The table of settings at the same ratio; empty where there are no two."""
+    found = differences(session)
+    if found.empty:
+        return ""
+    shown = found.assign(
+        removed=found["removed"].map("{:.1%}".format),
+        difference=[
+            f"{row.difference:+.4f} ± {row.stderr:.4f}" for row in found.itertuples()
+        ],
+    ).drop(columns="stderr")
+    return f"<b>{_PAIRED}</b>{table_html(shown)}"
 
 
 def _out_of_date(missing: Sequence[str]) -> str:

@@ -29,9 +29,8 @@ from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
 from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, PAPER_GREY
 from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.session import text_of
+from heapr_lab.panel.session import setting_text
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.options import Selection
 
 _DPI = 100
 _N_BINS = 80
@@ -199,7 +198,7 @@ class LossPicture:
         top = [0.2, 1.5 * float(measured["delta_nll"].max())]
         for way, dataset, curve in _curves(measured):
             look = _curve_look(way, dataset, ways, corpora)
-            self.ax.plot(100 * curve["achieved_ratio"], curve["delta_nll"], **look)
+            _curve(self.ax, curve, look)
         if predicted is not None and not predicted.empty:
             _predictions(self.ax, predicted)
             top.append(float(predicted["delta_nll"].max()))
@@ -219,9 +218,11 @@ def _chart(quantity: str) -> Axes:
 
 
 def _clear(ax: Axes) -> None:
-    """Remove the lines and error bars."""
+    """Remove the lines, error bars and bands."""
     for container in list(ax.containers):
         container.remove()
+    for band in list(ax.collections):
+        band.remove()
     for line in list(ax.get_lines()):
         line.remove()
 
@@ -248,17 +249,10 @@ class _Looks:
         return tuple(look[number % len(look)] for look in self._looks)
 
 
-def _way(selection: Selection | None, weights: str) -> str:
-    if selection is None:
-        return "dense"
-    rules = text_of(selection.rules_text, selection.estimator, weights)
-    return f"{rules}, {weights}"
-
-
 def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """The settings as text, the corpus or task, and the points by ratio."""
     found = zip(points["selection"], points["weights"], strict=True)
-    named = points.assign(way=[_way(*both) for both in found])
+    named = points.assign(way=[setting_text(*both) for both in found])
     named = named.astype({"achieved_ratio": float, "delta_nll": float})
     for (way, dataset), group in named.groupby(["way", "dataset"], sort=False):
         yield str(way), str(dataset), group.sort_values("achieved_ratio")
@@ -278,9 +272,25 @@ def _curve_look(
     }
 
 
+def _curve(ax: Axes, curve: pd.DataFrame, look: dict[str, Any]) -> None:
+    """Points with standard errors where they are known, from the dense model on."""
+    x, y = 100 * curve["achieved_ratio"], curve["delta_nll"]
+    ax.plot([0.0, *x], [0.0, *y], markevery=slice(1, None), **look)
+    error = curve["stderr"].astype(float)
+    if error.notna().any():
+        bars = {"fmt": "none", "ecolor": look["color"], "elinewidth": 1.0, "capsize": 2}
+        ax.errorbar(x, y, yerr=error.fillna(0.0), **bars)
+
+
 def _predictions(ax: Axes, predicted: pd.DataFrame) -> None:
+    """A line for each corpus, and where its range is known a band."""
     groups = predicted.groupby("dataset", sort=False)
     for number, (dataset, group) in enumerate(groups):
+        spread = group["spread"].astype(float)
+        if (spread > 0).all():
+            loss = group["delta_nll"]
+            band = loss / spread, loss * spread
+            ax.fill_between(100 * group["ratio"], *band, color="0.5", alpha=0.15, lw=0)
         ax.plot(
             100 * group["ratio"],
             group["delta_nll"],

@@ -7,6 +7,7 @@ are fast enough to follow a slider; the model runs only in `PruningSession.evalu
 import bisect
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
+from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.progress import Parts, Progress, TimeLeft, time_left_text
@@ -103,6 +105,14 @@ def text_of(selection_text: str, estimator: str, weights: str) -> str:
     return selection_text.removeprefix(f"{estimator}, ")
 
 
+def setting_text(selection: Selection | None, weights: str) -> str:
+    """A selection without its ratio, and the `text` of a `Way`: a curve's name."""
+    if selection is None:
+        return "dense"
+    rules = text_of(selection.rules_text, selection.estimator, weights)
+    return f"{rules}, {weights}"
+
+
 @dataclass(frozen=True)
 class Step:
     """The progress of an evaluation."""
@@ -156,9 +166,15 @@ class PruningSession:
         self.file = file
         self.way = Way()
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
+        self.windows: dict[tuple[Selection | None, str, str], tuple[float, ...]] = {}
+        """Mean losses of single windows, by selection, weights and corpus."""
+        self.seconds_on: dict[str, float] = {}
+        """Of one model on a corpus or task, where it was not read from the cache."""
+        self.seconds_to_make: dict[str, float] = {}
+        """Of the last weights that were made, by the name of the way."""
         self._selection = Selection(0.25)
         self._rejected: SpecError | None = None
-        self._making = threading.Lock()
+        self._making, self._adding = threading.Lock(), threading.Lock()
         self._last_made: tuple[tuple[Selection, Way], Chosen] | None = None
         # Of the selection that is shown, each is computed once.
         self._last_keep = functools.lru_cache(maxsize=1)(self.keep_of)
@@ -447,15 +463,31 @@ class PruningSession:
                 clock.begin(
                     f"{'dense' if mask is None else 'pruned'} on {part.dataset}"
                 )
+                before, started = clock.parts.done, time.monotonic()
                 found = part.measure(mask, clock)
+                if clock.parts.done > before:
+                    self.seconds_on[part.dataset] = time.monotonic() - started
                 clock.end(part.n_windows)
                 row = _point(selection, mask, part.dataset, way=way, score=score)
                 rows.append(row | found)
+        self._keep_windows(rows)
         new = pd.DataFrame(rows, columns=list(POINT_COLUMNS))
         nll = new["nll"].astype(float)  # the first of each dataset is the dense model
         new["delta_nll"] = nll - nll.groupby(new["dataset"]).transform("first")
         self._add(new)
         return new
+
+    def _keep_windows(self, rows: list[dict[str, Any]]) -> None:
+        """Keep the losses of single windows; `stderr` of each Δloss is over them."""
+        dense: dict[str, tuple[float, ...]] = {}
+        for row in rows:
+            own = row.pop("windows", ())
+            if not own:
+                continue
+            self.windows[row["selection"], row["weights"], row["dataset"]] = own
+            before = dense.setdefault(row["dataset"], own)  # the dense model is first
+            if row["selection"] is not None and len(before) == len(own):
+                row["stderr"] = paired_difference(own, before)[1]
 
     def made(self, selection: Selection, way: Way, *, report: "Report") -> "Chosen":
         """The mask of `selection`, or of `compress`, and the new weights, if any.
@@ -471,6 +503,7 @@ class PruningSession:
                 assert self.workbench is not None
                 self._last_made = None  # weights are not held beside the next ones
                 setting = Setting(selection, way.calibration(self.calibration))
+                started = time.monotonic()
                 found = export.choose(
                     self.workbench,
                     self.table,
@@ -478,14 +511,16 @@ class PruningSession:
                     weights=way.weights,
                     report=report,
                 )
+                self.seconds_to_make[way.weights] = time.monotonic() - started
                 self._last_made = key, found
             return self._last_made[1]
 
     def _add(self, new: pd.DataFrame) -> None:
-        parts = [part for part in (self.points, new) if len(part)]
         asked = ["dataset", "selection", "weights"]
-        together = pd.concat(parts, ignore_index=True)
-        self.points = together.drop_duplicates(asked, keep="last", ignore_index=True)
+        with self._adding:  # two tabs may measure at the same time
+            parts = [part for part in (self.points, new) if len(part)]
+            both = pd.concat(parts, ignore_index=True)
+            self.points = both.drop_duplicates(asked, keep="last", ignore_index=True)
 
 
 def _making(progress: Callable[[Step], None] | None) -> "Report":
@@ -542,7 +577,12 @@ def _loss_part(bench: "Workbench", corpus: str) -> _Part:
     def measure(mask: "Chosen | None", clock: _Clock) -> dict[str, Any]:
         keep, downs = edit_of(mask)
         found = bench.perplexity(keep, windows, downs=downs, progress=clock.parts)
-        return {"nll": found.nll, "perplexity": found.value, "n_tokens": found.n_tokens}
+        return {
+            "nll": found.nll,
+            "perplexity": found.value,
+            "n_tokens": found.n_tokens,
+            "windows": found.windows,
+        }
 
     return _Part(corpus, windows.n_sequences, measure)
 

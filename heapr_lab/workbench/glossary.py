@@ -275,6 +275,16 @@ _TEXT = (
         "nats per token; perplexity is multiplied by e to this power.",
     ),
     Term(
+        "ratios",
+        "Ratios at which Sweep evaluates, with commas between them, such as 10%, 20%, "
+        "40%; all other settings are those above.",
+    ),
+    Term(
+        "estimators",
+        "By which Sweep ranks atoms, one after the other; compress chooses itself. "
+        "Several can be chosen.",
+    ),
+    Term(
         "perplexity",
         "e to the mean loss of the next token: as unsure as a choice between so many "
         "equally likely tokens.",

@@ -38,6 +38,7 @@ from heapr_lab.models.likelihood import (
 from heapr_lab.models.loading import check_dtype, config_of
 from heapr_lab.models.memory import gigabytes, size_of, why_streamed
 from heapr_lab.models.streamed import stream_of
+from heapr_lab.progress import duration
 from heapr_lab.repr_html import card_html
 from heapr_lab.workbench.devices import (
     THIS,
@@ -481,15 +482,3 @@ def _stored_bytes(config: Any) -> float | None:
             "the checkpoint that is not quantised"
         )
     return _STORED[method]
-
-
-def duration(seconds: float) -> str:
-    """A time as text.
-
-    Example:
-        >>> duration(30), duration(150), duration(90000)
-        ('30 s', '2.5 min', '25 h')
-    """
-    if seconds < 60:
-        return f"{seconds:.2g} s"
-    return f"{seconds / 60:.2g} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"

@@ -377,14 +377,16 @@ class Workbench:
                 result = evaluate_perplexity(
                     self.model, windows.ids, progress=progress or bar
                 )
-            return {"nll": result.nll, "n_tokens": result.n_tokens}
+            facts = asdict(result)
+            return {name: facts[name] for name in ("nll", "n_tokens", "windows")}
 
         found = self._evaluated(
             "perplexity", keep, windows.fingerprint, compute, stored=downs is None
         )
-        return Perplexity(
-            value=exp_nll(found["nll"]), nll=found["nll"], n_tokens=found["n_tokens"]
-        )
+        # Files of earlier versions have no windows.
+        losses = tuple(found.get("windows", ()))
+        nll = found["nll"]
+        return Perplexity(exp_nll(nll), nll, found["n_tokens"], losses)
 
     def divergence(self, keep: KeepMask, windows: CalibrationSet) -> Divergence:
         """KL(dense || pruned) and top-1 agreement, more sensitive than perplexity."""

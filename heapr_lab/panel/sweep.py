@@ -1,0 +1,203 @@
+"""Evaluations of many selections: what is missing, how long it takes, what it shows."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.evaluation.paired import paired_difference
+from heapr_lab.importance.estimators import find_estimator
+from heapr_lab.panel.controls import read_ratio
+from heapr_lab.panel.jobs import Report
+from heapr_lab.panel.session import (
+    PruningSession,
+    Step,
+    Way,
+    setting_text,
+)
+from heapr_lab.pruning.options import Selection
+
+DIFFERENCES = ("dataset", "removed", "setting", "against", "difference", "stderr")
+"""Columns of `differences`."""
+
+
+def read_ratios(text: str) -> tuple[float, ...]:
+    """Ratios as people write them, ascending.
+
+    Raises:
+        SpecError: there is none, or one is not a ratio in (0, 1).
+
+    Example:
+        >>> read_ratios("40%, 0.2; 20 %")
+        (0.2, 0.4)
+    """
+    found = {
+        read_ratio(part) for part in text.replace(";", ",").split(",") if part.strip()
+    }
+    if not found or 0.0 in found:
+        raise SpecError(
+            f"the ratios are {text!r}, expected some above 0, such as 10%, 20%, 40%"
+        )
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A selection, and what it is not measured on yet."""
+
+    selection: Selection
+    corpora: tuple[str, ...]
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Selections that are evaluated one after the other, on the same text.
+
+    Example:
+        >>> Sweep((Selection(0.2), Selection(0.4)), ("pydocs",)).selections[1].ratio
+        0.4
+    """
+
+    selections: tuple[Selection, ...]
+    corpora: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
+
+    def missing(self, session: PruningSession) -> list["Missing"]:
+        """Selections with the corpora and tasks that they have no point of."""
+        points, way = session.points, session.way.text
+        own = points[points["weights"].eq(way)]
+        known = set(zip(own["selection"], own["dataset"], strict=True))
+        parts = [
+            Missing(
+                one,
+                tuple(name for name in self.corpora if (one, name) not in known),
+                tuple(name for name in self.tasks if (one, name) not in known),
+            )
+            for one in self.selections
+        ]
+        return [part for part in parts if part.corpora or part.tasks]
+
+    def seconds(self, session: PruningSession) -> float | None:
+        """How long the missing ones take, by the evaluations so far; None before any.
+
+        Corpora that were not evaluated yet count as the mean of the others; the dense
+        model is counted where it has no point.
+        """
+        known, missing = session.seconds_on, self.missing(session)
+        if not missing:
+            return 0.0
+        if not known:
+            return None
+        dense = set(session.points[session.points["estimator"].eq("dense")]["dataset"])
+        names = [name for one in missing for name in (*one.corpora, *one.tasks)]
+        names += {*names} - dense
+        mean = sum(known.values()) / len(known)
+        making = session.seconds_to_make.get(session.way.weights, 0.0)
+        return sum(known.get(name, mean) for name in names) + len(missing) * making
+
+    def run(
+        self,
+        session: PruningSession,
+        *,
+        report: Report,
+        on_points: Callable[[], None],
+    ) -> int:
+        """Evaluate what is missing, and the number of selections that were.
+
+        Args:
+            session: whose points are added to; of what is finished they stay if a
+                later one fails or is cancelled.
+            report: called with (done, in all, what), in selections.
+            on_points: called after each selection.
+
+        Raises:
+            SpecError: there is no model, or a selection is infeasible.
+        """
+        missing = self.missing(session)
+        for number, part in enumerate(missing):
+
+            def tell(step: Step, number: int = number, part: Missing = part) -> None:
+                share = step.done / max(1, step.total)
+                text = f"{part.selection.text}: {step.label}; selection"
+                report(number + share, len(missing), text)
+
+            session.evaluate(
+                part.corpora,
+                tasks=part.tasks,
+                selection=part.selection,
+                progress=tell,
+            )
+            on_points()
+        return len(missing)
+
+
+def sweep_of(
+    current: Selection,
+    way: Way,
+    *,
+    ratios: Sequence[float],
+    estimators: Sequence[str],
+    corpora: Sequence[str],
+    tasks: Sequence[str] = (),
+) -> Sweep:
+    """The current selection at other ratios, by several estimators.
+
+    With `compress`, which chooses the estimator itself, there is one for each ratio. An
+    estimator whose scores are compared within a layer only has the scope layer.
+
+    Raises:
+        SpecError: there are no estimators, or neither corpora nor tasks.
+    """
+    if not estimators:
+        raise SpecError("no estimator is selected; select one, such as heapr")
+    if not corpora and not tasks:
+        raise SpecError("no corpus and no task are selected; select one above")
+    names = [current.estimator] if way.weights == "compress" else estimators
+    selections = [_with(current, ratio, name) for name in names for ratio in ratios]
+    return Sweep(tuple(selections), tuple(corpora), tuple(tasks))
+
+
+def _with(current: Selection, ratio: float, estimator: str) -> Selection:
+    within = find_estimator(estimator).within_layer
+    scope = "layer" if within else current.scope
+    options = current.estimator_options if estimator == current.estimator else ()
+    return replace(
+        current,
+        ratio=ratio,
+        estimator=estimator,
+        scope=scope,
+        estimator_options=options,
+    )
+
+
+def differences(session: PruningSession) -> pd.DataFrame:
+    """Losses of settings at the same ratio, window by window, against the first one.
+
+    Returns:
+        Columns `DIFFERENCES`: the corpus, the removed share, the setting and the one it
+        is compared with as text; the mean difference of their losses and its standard
+        error over windows, in nats per token.
+    """
+    rows = list(_differences(session))
+    return pd.DataFrame(rows, columns=list(DIFFERENCES))
+
+
+def _differences(session: PruningSession) -> Iterator[tuple[object, ...]]:
+    points = session.points[session.points["selection"].notna()]
+    points = points[points["nll"].notna()]
+    for (dataset, removed), rows in points.groupby(
+        ["dataset", "achieved_ratio"], sort=False
+    ):
+        first, *others = rows.itertuples()
+        for row in others:
+            own, before = (
+                session.windows.get((one.selection, one.weights, dataset), ())
+                for one in (row, first)
+            )
+            if len(own) == len(before) > 0:
+                texts = (
+                    setting_text(one.selection, one.weights) for one in (row, first)
+                )
+                yield dataset, removed, *texts, *paired_difference(own, before)

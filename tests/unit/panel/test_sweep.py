@@ -1,0 +1,243 @@
+"""Many ratios and estimators at once, and their losses window by window."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from random_tables import small_table
+from tiny_folder import write_text
+
+from heapr_lab.errors import SpecError
+from heapr_lab.evaluation.paired import paired_difference
+from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.pictures import LossPicture
+from heapr_lab.panel.session import PruningSession, Way
+from heapr_lab.panel.sweep import Sweep, differences, read_ratios, sweep_of
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.workbench import Workbench
+
+RATIOS = (0.25, 0.5)
+
+
+@pytest.fixture
+def corpora(root: Path) -> tuple[str, str]:
+    """Two texts."""
+    write_text(root / "second.txt", n_texts=50)
+    return str(root / "text.txt"), str(root / "second.txt")
+
+
+@pytest.fixture
+def session(bench: Workbench, corpora: tuple[str, str]) -> PruningSession:
+    """The tiny model, with its weights masked."""
+    calibration = Calibration(corpora[0])
+    table = bench.importance(calibration)
+    return PruningSession(table, workbench=bench, calibration=calibration)
+
+
+@pytest.fixture
+def swept(panel: Explorer) -> Explorer:
+    """A panel whose button was pressed, for two ratios and two estimators."""
+    panel.weights.weights.value = "unchanged"
+    tab = panel.evaluation.sweep
+    tab.ratios.value, tab.estimators.value = "25%, 0.5", ("heapr", "magnitude")
+    press(tab.job)
+    return panel
+
+
+def press(job: Any) -> str:
+    """Press a button, and what went wrong."""
+    job.button.click()
+    job.wait(120)
+    return str(job.error.value)
+
+
+def quiet(*_args: Any, **_options: Any) -> None:
+    """Report nothing."""
+
+
+@pytest.mark.parametrize("text", ["", " , ", "0", "0.2, 0", "1.5", "0.2 0.4", "half"])
+def test_ratios_that_are_none(text: str) -> None:
+    """What is no ratio above 0 is refused."""
+    with pytest.raises(SpecError, match="expected"):
+        read_ratios(text)
+
+
+def test_windows_are_paired_as_a_loop_does(
+    session: PruningSession, corpora: tuple[str, str]
+) -> None:
+    """Mean and standard error of single windows, each measured alone."""
+    bench = session.workbench
+    assert bench is not None
+    chosen = Selection(0.5)
+    session.evaluate(corpora[:1], selection=chosen)
+    row = session.points.iloc[-1]
+    ids = bench.test_windows(corpora[0]).ids
+    apart = []
+    for window in ids:
+        dense = float(window_nll(bench.model, window[None])[0])
+        with masking(bench.model, session.keep_of(chosen)):
+            apart.append(float(window_nll(bench.model, window[None])[0]) - dense)
+    mean = sum(apart) / len(apart)
+    variance = sum((one - mean) ** 2 for one in apart) / (len(apart) - 1)
+    assert row["delta_nll"] == pytest.approx(mean, rel=1e-4)
+    assert row["stderr"] == pytest.approx(math.sqrt(variance / len(apart)), rel=1e-3)
+
+
+def test_what_cannot_be_paired_is_refused() -> None:
+    """Other windows, or none; one window has no error."""
+    with pytest.raises(SpecError, match="of 2 and of 3 windows"):
+        paired_difference([1.0, 2.0], [1.0, 2.0, 3.0])
+    with pytest.raises(SpecError, match="of 0 and of 0"):
+        paired_difference([], [])
+    mean, error = paired_difference([1.5], [1.0])
+    assert mean == 0.5
+    assert math.isnan(error)
+
+
+def test_only_what_is_missing_is_measured(
+    session: PruningSession, corpora: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second sweep with a further ratio and corpus measures only these."""
+    options: Any = {"estimators": ("heapr",)}
+    first = sweep_of(
+        Selection(0.1), Way(), ratios=RATIOS, corpora=corpora[:1], **options
+    )
+    assert first.run(session, report=quiet, on_points=quiet) == 2
+    assert first.missing(session) == []
+    more = sweep_of(
+        Selection(0.1), Way(), ratios=(0.25, 0.75), corpora=corpora, **options
+    )
+    asked = [
+        (part.selection.ratio, [Path(name).name for name in part.corpora])
+        for part in more.missing(session)
+    ]
+    assert asked == [(0.25, ["second.txt"]), (0.75, ["text.txt", "second.txt"])]
+    session.way = Way("compensated")
+    assert len(more.missing(session)) == 2
+
+
+def test_a_cancelled_sweep_goes_on_where_it_was(
+    session: PruningSession, corpora: tuple[str, str]
+) -> None:
+    """What is finished stays."""
+    sweep = Sweep((Selection(0.25), Selection(0.5), Selection(0.75)), corpora[:1])
+
+    def stopping(done: float, *_args: Any, **_options: Any) -> None:
+        if done > 1:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        sweep.run(session, report=stopping, on_points=quiet)
+    assert [part.selection.ratio for part in sweep.missing(session)] == [0.5, 0.75]
+    seen: list[int] = []
+    sweep.run(session, report=quiet, on_points=lambda: seen.append(len(session.points)))
+    assert seen == [3, 4]  # the dense model among them
+    assert sweep.missing(session) == []
+
+
+def test_the_time_is_that_of_evaluations_so_far(
+    session: PruningSession, corpora: tuple[str, str]
+) -> None:
+    """Of each corpus, or their mean; the dense model once; and of making weights."""
+    sweep = Sweep((Selection(0.25), Selection(0.5)), (*corpora, "third"))
+    assert sweep.seconds(session) is None
+    session.seconds_on = {corpora[0]: 2.0, corpora[1]: 4.0}
+    assert sweep.seconds(session) == 3 * (2.0 + 4.0 + 3.0)
+    session.way = Way("compensated")
+    session.seconds_to_make = {"compensated": 10.0, "compress": 1000.0}
+    assert sweep.seconds(session) == 3 * 9.0 + 2 * 10.0
+    session.way = Way()
+    session.evaluate(corpora[:1], selection=Selection(0.25))
+    left = session.seconds_on
+    expected = 2 * left[corpora[1]] + left[corpora[0]] + 2 * sum(left.values()) / 2
+    expected += left[corpora[1]] + sum(left.values()) / 2  # dense
+    expected += 2 * session.seconds_to_make["unchanged"]
+    assert sweep.seconds(session) == pytest.approx(expected)
+
+
+def test_estimators_that_compare_within_layers_have_that_scope() -> None:
+    """And `compress` has no estimators of its own."""
+    options: Any = {"ratios": RATIOS, "corpora": ("a",)}
+    found = sweep_of(Selection(0.1), Way(), estimators=("heapr", "camera"), **options)
+    assert [(one.estimator, one.scope, one.ratio) for one in found.selections] == [
+        ("heapr", "global", 0.25), ("heapr", "global", 0.5),
+        ("camera", "layer", 0.25), ("camera", "layer", 0.5),
+    ]  # fmt: skip
+    alone = sweep_of(
+        Selection(0.1), Way("compress"), estimators=("heapr", "camera"), **options
+    )
+    assert len(alone.selections) == 2
+    for missing in ({"estimators": ()}, {"estimators": ("heapr",), "corpora": ()}):
+        with pytest.raises(SpecError, match="select one"):
+            sweep_of(Selection(0.1), Way(), **(options | missing))
+
+
+def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:
+    """Four points of one corpus; then there is nothing left, and it says so."""
+    points, tab = swept.session.points, swept.evaluation.sweep
+    pruned = points[points["estimator"].ne("dense")]
+    assert sorted(zip(pruned["estimator"], pruned["ratio"], strict=True)) == [
+        ("heapr", 0.25), ("heapr", 0.5), ("magnitude", 0.25), ("magnitude", 0.5)
+    ]  # fmt: skip
+    assert "All 4 are measured" in tab.note.value
+    assert "all of this is measured" in press(tab.job)
+    tab.ratios.value = "25%, 75%"
+    assert "2 of 4 are left to be measured" in tab.note.value
+    assert "about " in tab.note.value
+    tab.ratios.value = "most"
+    assert "expected a fraction" in tab.note.value
+    assert "expected a fraction" in press(tab.job)
+
+
+def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
+    """The second estimator against the first one, at both ratios, in the table."""
+    session = swept.session
+    found = differences(session)
+    assert list(found["removed"]) == [0.25, 0.5]
+    losses = session.points.set_index(["estimator", "ratio"])["delta_nll"]
+    for row in found.itertuples():
+        expected = losses["magnitude", row.removed] - losses["heapr", row.removed]
+        assert row.difference == pytest.approx(expected, abs=1e-6)
+        own, other = (
+            np.array(windows)
+            for (chosen, _, _), windows in session.windows.items()
+            if chosen is not None and chosen.ratio == row.removed
+        )
+        error = (own - other).std(ddof=1) / math.sqrt(len(own))
+        assert row.stderr == pytest.approx(error)
+    for row in found.itertuples():
+        text = f"{row.difference:+.4f} ± {row.stderr:.4f}"
+        assert f">{text}<" in swept.evaluation.differences.value
+
+
+def test_curves_begin_with_the_dense_model(swept: Explorer) -> None:
+    """At no loss; with error bars, and the range of predictions as a band."""
+    picture, points = LossPicture(), swept.session.points
+    predicted = pd.DataFrame(
+        {"dataset": "a", "ratio": [0.1, 0.3], "delta_nll": [0.2, 0.4], "spread": 2.0}
+    )
+    picture.draw(points, predicted.assign(spread=np.nan))
+    lines = [one for one in picture.ax.get_lines() if "masked" in str(one.get_label())]
+    assert [tuple(line.get_xydata()[0]) for line in lines] == [(0.0, 0.0)] * 2
+    assert [len(line.get_xdata()) for line in lines] == [3, 3]
+    assert [line.get_markevery() for line in lines] == [slice(1, None)] * 2
+    assert [one.has_yerr for one in picture.ax.containers] == [True, True]
+    assert len(picture.ax.collections) == 2  # the bars
+    picture.draw(points, predicted)
+    *_, band = picture.ax.collections
+    (path,) = band.get_paths()
+    corners = {(round(x, 6), round(y, 6)) for x, y in path.vertices}
+    assert corners == {(10.0, 0.1), (10.0, 0.4), (30.0, 0.2), (30.0, 0.8)}
+    picture.draw(points, None)
+    assert len(picture.ax.collections) == 2
+
+
+def test_a_table_alone_cannot_sweep() -> None:
+    """The button is off."""
+    assert explore(small_table()).evaluation.sweep.job.button.disabled
