@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ipywidgets as ipw
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,6 +21,7 @@ from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.badges import badge
 from heapr_lab.panel.comparison_latex import comparison_latex
+from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.looks import PICTURE
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
@@ -48,6 +50,14 @@ _SET_BY_CONTROLS = (
 )
 _N_COLORS = 7
 """Of the style."""
+_AXES = {
+    "parameters saved": "parameter_reduction",
+    "bytes saved": "bytes_reduction",
+    "FLOPs saved": "flops_reduction",
+    "FLOPs of the routed experts saved": "routed_flops_reduction",
+}
+"""What Δloss is drawn against, by the names in the list."""
+_LABELS = {column: name for name, column in _AXES.items()}
 _SHORT = {
     "achieved_ratio": "removed",
     "parameter_reduction": "parameters saved",
@@ -96,6 +106,10 @@ class CompareTab(ipw.VBox):
             description="Clear", tooltip="remove all pins and methods", disabled=True
         )
         self.message = ipw.HTML(status(_NOTHING_YET))
+        self.axis = ipw.Dropdown(
+            options=[*_AXES.items()], description="Δloss against", style=WHOLE_LABEL
+        )
+        self.axis.observe(self._redraw, names="value")
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "900px"}
         )
@@ -119,6 +133,7 @@ class CompareTab(ipw.VBox):
                 ipw.HBox([self.label, self.pin_button, self.clear_button], layout=wrap),
                 self.runs,
                 self.message,
+                self.axis,
                 self.chart,
                 self.table,
                 ipw.HBox([self.folder, self.export_button], layout=wrap),
@@ -164,6 +179,11 @@ class CompareTab(ipw.VBox):
         self.table.value = _html_table(frame)
         self.clear_button.disabled = self.export_button.disabled = False
 
+    def _redraw(self, _change: Any) -> None:
+        if self.pins or self.runs.rows:
+            frame = self.frame()
+            self.chart.value = drawn_png(lambda: self.figure(frame))
+
     def _failed(self) -> None:
         self._show_nothing(_FAILED)
         self.clear_button.disabled = not self.pins and not self.runs.rows
@@ -205,7 +225,7 @@ class CompareTab(ipw.VBox):
 
     @styled
     def figure(self, frame: pd.DataFrame) -> Figure:
-        """Removed share by layer, and Δloss against parameters saved.
+        """Removed share by layer, and Δloss against what is saved of `axis`.
 
         A row has one colour in both; in the right one a corpus has one marker. Without
         pins there is only the right one.
@@ -214,7 +234,7 @@ class CompareTab(ipw.VBox):
         *left, right = figure.subplots(1, 2 if self.pins else 1, squeeze=False)[0]
         for ax in left:
             _plot_layers(ax, self.layers())
-        _plot_losses(right, frame)
+        _plot_losses(right, frame, self.axis.value)
         handles = _handles(frame["label"].tolist(), n_pins=len(self.pins))
         title = "compared" if self.runs.rows else "pins"
         figure.legend(handles=handles, loc="outside right upper", title=title)
@@ -352,25 +372,45 @@ def _plot_layers(ax: Axes, layers: pd.DataFrame) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
-    """Δloss against the savings; without evaluations, only the savings."""
+def _plot_losses(ax: Axes, frame: pd.DataFrame, axis: str) -> None:
+    """Δloss against the savings, with the Pareto front of each corpus.
+
+    Without evaluations there are only the savings, and without sizes only atoms.
+    """
     names = [str(name) for name in frame.columns if str(name).startswith("Δloss ")]
-    known = "parameter_reduction" in frame
-    known = known and bool(frame["parameter_reduction"].notna().all())
-    saved = "parameter_reduction" if known else None
-    across = frame[saved or "achieved_ratio"]
+    known = axis in frame and bool(frame[axis].notna().all())
+    across = frame[axis if known else "achieved_ratio"].astype(float)
     drawn = frame[names] if names else pd.DataFrame({"": 0.0}, index=frame.index)
     for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
         for number, (x, y) in enumerate(zip(across, drawn[corpus], strict=True)):
             ax.plot([x], [y], marker, **_pin_look(number) | {"ls": "none"})
+        front = on_front(across, drawn[corpus].astype(float))
+        best = pd.DataFrame({"x": across, "y": drawn[corpus]})[front].sort_values("x")
+        ax.plot(best["x"], best["y"], color="0.6", lw=1, zorder=0)
         shown = corpus.removeprefix("Δloss ")
         ax.plot([], [], marker, color="0.4", ls="none", label=shown or "_nolegend_")
-    ax.set_xlabel("parameters saved" if saved else "atomic experts removed")
+    ax.set_xlabel(_LABELS[axis] if known else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set_ylabel(f"measured Δloss [{PER_TOKEN}] ↓" if names else "not evaluated yet")
     ax.margins(0.15)
     if names:
         ax.legend(fontsize=8)
+
+
+def on_front(saved: pd.Series, losses: pd.Series) -> pd.Series:
+    """Which rows no other one beats: saves as much at a lower loss, or more at as low.
+
+    Rows without a loss are on no front.
+
+    Example:
+        >>> saved, losses = pd.Series([0.2, 0.3, 0.1]), pd.Series([0.5, 0.4, 0.1])
+        >>> on_front(saved, losses).tolist()
+        [False, True, True]
+    """
+    x, y = saved.to_numpy(), losses.to_numpy()
+    no_worse = (x[None] >= x[:, None]) & (y[None] <= y[:, None])
+    better = (x[None] > x[:, None]) | (y[None] < y[:, None])
+    return pd.Series(~(no_worse & better).any(1) & ~np.isnan(y), index=saved.index)
 
 
 def _html_table(frame: pd.DataFrame) -> str:

@@ -8,11 +8,11 @@ import ipywidgets as ipw
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.panel.controls import read_ratio
 from heapr_lab.panel.evaluate_tab import several_of
 from heapr_lab.panel.help import widgets_in
 from heapr_lab.panel.jobs import CancelledError, Job, Report, status
 from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.sweep import read_ratios
 
 _REDUCED = {
     "parameters": "parameter_reduction",
@@ -88,10 +88,10 @@ class MethodRuns(ipw.VBox):
         from heapr_lab.workbench.comparison import compare_methods, entries
 
         names, corpora = self.methods.value, self.corpora.value
-        ratio, bench = read_ratio(self.ratio.value), self.session.workbench
+        ratios, bench = read_ratios(self.ratio.value), self.session.workbench
         if not names or not corpora or bench is None:
             raise SpecError("nothing to compare: select methods and corpora")
-        done, total = 0, (1 + len(names)) * len(corpora)
+        done, total = 0, (1 + len(names) * len(ratios)) * len(corpora)
 
         def reached(n_done: int, _total: int) -> None:
             nonlocal done
@@ -102,7 +102,7 @@ class MethodRuns(ipw.VBox):
 
         return compare_methods(
             bench,
-            entries(names, [ratio]),
+            entries(names, ratios),
             corpora,
             calibration=self.session.calibration,
             progress=reached,

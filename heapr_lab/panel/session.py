@@ -485,9 +485,10 @@ class PruningSession:
             if not own:
                 continue
             self.windows[row["selection"], row["weights"], row["dataset"]] = own
-            before = dense.setdefault(row["dataset"], own)  # the dense model is first
-            if row["selection"] is not None and len(before) == len(own):
-                row["stderr"] = paired_difference(own, before)[1]
+            if row["selection"] is None:  # which is first
+                dense[row["dataset"]] = own
+            elif len(dense.get(row["dataset"], ())) == len(own):
+                row["stderr"] = paired_difference(own, dense[row["dataset"]])[1]
 
     def made(self, selection: Selection, way: Way, *, report: "Report") -> "Chosen":
         """The mask of `selection`, or of `compress`, and the new weights, if any.

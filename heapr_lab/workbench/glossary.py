@@ -350,6 +350,11 @@ _FILES = (
         "The atoms of the last comparison of masks, in the order of its table.",
     ),
     Term(
+        "Δloss against",
+        "What is saved along the chart; the grey line joins what no other pin or "
+        "method beats, the Pareto front.",
+    ),
+    Term(
         "methods",
         "Ways to make the model smaller, of this package and of other papers, fitted "
         "to the same windows. Several can be chosen.",
@@ -357,8 +362,8 @@ _FILES = (
     ),
     Term(
         "remove",
-        "The ratio at which methods run: the share of the routed experts' parameters, "
-        "such as 25% or 0.25.",
+        "The ratios at which methods run, with commas between them: shares of the "
+        "routed experts' parameters, such as 25% or 0.2, 0.4.",
         "comparing.md",
     ),
     Term(

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
 from random_tables import random_table
 
 from heapr_lab import methods
@@ -58,7 +60,7 @@ def test_methods_stand_next_to_saved_settings(panel: Explorer, tmp_path: Path) -
     figure = tab.figure(frame)
     left, right = figure.axes
     assert len(left.get_lines()) == 1  # the pin alone has layers
-    dots = [line for line in right.get_lines() if len(line.get_xdata())]
+    dots = dots_of(right)
     assert len({dot.get_color() for dot in dots}) == 3
     assert "masked" not in right.get_ylabel()
     (legend,) = figure.legends
@@ -70,6 +72,39 @@ def test_methods_stand_next_to_saved_settings(panel: Explorer, tmp_path: Path) -
     assert metadata["methods"] == ["heapr 50%", "reap 50%"]
 
 
+def dots_of(ax: Axes) -> list[Line2D]:
+    """The points of a chart, without lines."""
+    lines = [line for line in ax.get_lines() if line.get_linestyle() == "None"]
+    return [line for line in lines if len(line.get_xdata())]
+
+
+def test_what_is_best_is_joined_and_the_axis_is_chosen(panel: Explorer) -> None:
+    """Of the dots those that no other beats, against what the list says."""
+    tab = panel.comparison
+    assert press(tab, "heapr", "random", ratio="25%, 50%") == ""
+    frame = tab.frame()
+    assert frame["label"].tolist() == [
+        "heapr 25%", "heapr 50%", "random 25%", "random 50%"
+    ]  # fmt: skip
+    before = tab.chart.value
+    tab.axis.value = "routed_flops_reduction"
+    assert tab.chart.value != before
+    (loss,) = [name for name in frame if name.startswith("Δloss ")]
+    places = list(zip(frame[tab.axis.value], frame[loss], strict=True))
+    best = [
+        (x, y)
+        for x, y in places
+        if not any(a >= x and b <= y and (a, b) != (x, y) for a, b in places)
+    ]
+    (ax,) = tab.figure(frame).axes
+    assert ax.get_xlabel() == "FLOPs of the routed experts saved"
+    (front,) = [line for line in ax.get_lines() if line.get_linestyle() == "-"]
+    assert [tuple(place) for place in front.get_xydata()] == sorted(best)
+    tab.axis.value = "flops_reduction"  # which methods have not
+    (ax,) = tab.figure(frame).axes
+    assert ax.get_xlabel() == "atomic experts removed"
+
+
 def test_many_rows_look_different(panel: Explorer) -> None:
     """No two of twelve have the same colour and strength."""
     tab = panel.comparison
@@ -77,7 +112,7 @@ def test_many_rows_look_different(panel: Explorer) -> None:
     numbers = {"achieved_ratio": 0.5, "parameter_reduction": 0.1, "Δloss pydocs": 0.2}
     tab.runs.rows = [{"label": row, "method": row, **numbers} for row in rows]
     (ax,) = tab.figure(tab.frame()).axes
-    dots = [line for line in ax.get_lines() if len(line.get_xdata())]
+    dots = dots_of(ax)
     looks = {(to_hex(dot.get_color()), dot.get_alpha()) for dot in dots}
     assert len(dots) == len(looks) == 12
 

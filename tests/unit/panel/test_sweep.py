@@ -1,6 +1,7 @@
 """Many ratios and estimators at once, and their losses window by window."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,24 @@ def test_windows_are_paired_as_a_loop_does(
     variance = sum((one - mean) ** 2 for one in apart) / (len(apart) - 1)
     assert row["delta_nll"] == pytest.approx(mean, rel=1e-4)
     assert row["stderr"] == pytest.approx(math.sqrt(variance / len(apart)), rel=1e-3)
+
+
+def test_without_windows_of_the_dense_model_there_is_no_error(
+    session: PruningSession, corpora: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a result that an earlier version cached: not 0, which would be certain."""
+    bench = session.workbench
+    assert bench is not None
+    measured = bench.perplexity
+
+    def without(keep: Any, *args: Any, **options: Any) -> Any:
+        found = measured(keep, *args, **options)
+        return found if keep is not None else replace(found, windows=())
+
+    monkeypatch.setattr(bench, "perplexity", without)
+    session.evaluate(corpora[:1], selection=Selection(0.5))
+    assert session.points["stderr"].isna().all()
+    assert session.points["delta_nll"].notna().all()
 
 
 def test_what_cannot_be_paired_is_refused() -> None:
