@@ -38,6 +38,7 @@ _POLICY = (
 _EXTENSIONS = [
     "@jupyter-widgets/jupyterlab-manager",
     "@voila-dashboards/widgets-manager8",
+    "anywidget",
 ]
 
 
