@@ -1,4 +1,4 @@
-"""What atomic experts respond to: the atoms of a token, the contexts of an atom.
+"""What experts and their atoms respond to: the atoms of a token, their contexts.
 
 Shapes: I d_inter; n routed rows of a call, sorted by expert.
 Letters: h atom activation, p routing weight, w_down column of W_down. Atom k adds
@@ -107,12 +107,14 @@ def top_contexts(
     tokenizer: Any,
     layer: int,
     expert: int,
-    atom: int,
+    atom: int | None,
     n: int = 8,
     width: int = 12,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
     """The tokens at which an atom has its largest |h|, with their contexts.
+
+    Or, of a whole expert, those with its largest routing weights.
 
     One forward pass over `windows`; at most `n` rows are held in memory.
 
@@ -122,14 +124,15 @@ def top_contexts(
         tokenizer: its tokenizer.
         layer: index of a MoE layer.
         expert: index of an expert of the layer.
-        atom: index of an atom of the expert.
+        atom: index of an atom of the expert; None for the expert.
         n: tokens to return; fewer where fewer are routed to the expert.
         width: tokens of context on either side.
         progress: called after each batch with (windows done, windows in all).
 
     Returns:
         Columns window, position, h, p, before, token, after; largest |h| first,
-        ties in the order of the text.
+        ties in the order of the text. Of an expert there is no h, and the largest p is
+        first.
 
     Raises:
         SpecError: there is no such layer, expert or atom, or `n` is not positive.
@@ -137,7 +140,7 @@ def top_contexts(
     """
     chosen = _layer_of(model, layer)
     _check_number("expert", expert, chosen.n_experts, layer)
-    _check_number("atom", atom, chosen.d_inter, layer)
+    _check_number("atom", atom or 0, chosen.d_inter, layer)
     if n < 1:
         raise SpecError(f"n is {n}, expected at least 1")
     observer = _MostActive(expert, atom, n)
@@ -160,8 +163,9 @@ def top_contexts(
         for window, position in zip(*places, strict=True)
     ]
     frame = pd.DataFrame(rows, columns=["window", "position", *_CONTEXT])
-    frame.insert(2, "h", as_float64(observer.h))
-    frame.insert(3, "p", as_float64(observer.p))
+    frame.insert(2, "p", as_float64(observer.p))
+    if atom is not None:
+        frame.insert(2, "h", as_float64(observer.ranked))
     return frame
 
 
@@ -169,15 +173,16 @@ _CONTEXT = ("before", "token", "after")
 
 
 class _MostActive:
-    """Records the n rows with the largest |h| of one atom."""
+    """Records the n rows with the largest |h| of one atom, or p of one expert."""
 
-    def __init__(self, expert: int, atom: int, n: int) -> None:
+    def __init__(self, expert: int, atom: int | None, n: int) -> None:
         self.expert, self.atom, self.n = expert, atom, n
         self.calls = 0
         self.first = 0
         """Index of the batch's first token among those of all windows."""
         self.places = torch.zeros(0, dtype=torch.long)
-        self.h = torch.zeros(0, dtype=torch.float64)
+        self.ranked = torch.zeros(0, dtype=torch.float64)
+        """What rows are ranked by: h, or p."""
         self.p = torch.zeros(0, dtype=torch.float64)
 
     def observe(
@@ -187,12 +192,13 @@ class _MostActive:
         self.calls += 1
         start = sum(tokens[: self.expert])
         own = slice(start, start + tokens[self.expert])
-        active = torch.cat([self.h, h[own, self.atom].cpu().double()])
+        found = p[own] if self.atom is None else h[own, self.atom]
+        active = torch.cat([self.ranked, found.cpu().double()])
         weights = torch.cat([self.p, p[own].cpu().double()])
         places = torch.cat([self.places, self.first + rows[own].cpu()])
         # Stable, with earlier rows first: ties in the order of the text.
         order = active.abs().sort(descending=True, stable=True).indices[: self.n]
-        self.h, self.p, self.places = active[order], weights[order], places[order]
+        self.ranked, self.p, self.places = active[order], weights[order], places[order]
 
 
 def _context(

@@ -1,4 +1,4 @@
-"""The contexts of one atom in the windows of a calibration, for the tabs of the panel.
+"""The contexts of an atom, or an expert, in the windows of a calibration, for tabs.
 
 Importing this needs no torch.
 """
@@ -21,19 +21,19 @@ def find_contexts(
     place: Mapping[str, int],
     report: Report,
 ) -> tuple[pd.DataFrame, str]:
-    """The tokens that activate an atom most, and what was searched, as text.
+    """The tokens that activate an atom or an expert most; what was searched, as text.
 
     Args:
         bench: of the dense model.
         calibration: whose windows are searched.
-        place: layer, expert and atom.
+        place: layer, expert and atom; without an atom it is the whole expert.
         report: is told of each window.
 
     Returns:
         The frame of `activations.top_contexts`, and a sentence for people.
 
     Raises:
-        HeaprLabError: there is no such atom, or no such corpus.
+        HeaprLabError: there is no such atom or expert, or no such corpus.
     """
     from heapr_lab.evaluation.activations import top_contexts
 
@@ -45,7 +45,7 @@ def find_contexts(
         tokenizer=bench.tokenizer,
         layer=place["layer"],
         expert=place["expert"],
-        atom=place["atom"],
+        atom=place.get("atom"),
         progress=lambda done, total: report(done, total, f"window {done} of {total}"),
     )
     return found, f"Searched: {windows.n_sequences} windows of {windows.label}."

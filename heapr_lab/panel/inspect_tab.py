@@ -4,6 +4,7 @@ It runs `heapr_lab.evaluation` and shows the frames through `passage_html`. Impo
 this needs no torch.
 """
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import ipywidgets as ipw
@@ -14,8 +15,10 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.atom_contexts import find_contexts, place_text
+from heapr_lab.panel.compare_tab import Pin
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
+from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
     contexts_html,
     continuations_html,
@@ -70,6 +73,7 @@ class InspectTab(ipw.VBox):
 
     Attributes:
         session: it has the model, and the selection of the masked model.
+        map: the section with the map of experts.
         why: the section that attributes the change of the loss.
         losses: the last result of `passages.token_losses`; likewise `routes`, `atoms`,
             `contexts` and `continuations` (dense, pruned).
@@ -81,16 +85,21 @@ class InspectTab(ipw.VBox):
     contexts: pd.DataFrame | None = None
     continuations: tuple[pd.DataFrame, pd.DataFrame] | None = None
 
-    def __init__(self, session: PruningSession) -> None:
+    def __init__(
+        self, session: PruningSession, *, pins: Callable[[], Sequence[Pin]] = tuple
+    ) -> None:
         """Lay the tab out.
 
         Args:
-            session: what is inspected; without a workbench the tab only says that it
-                needs a model.
+            session: what is inspected; without a workbench there is only the map, and
+                the tab says that the rest needs a model.
+            pins: those that the map can show the difference to.
         """
         self.session = session
+        self.map = MapSection(session, pins=pins, choose=self._take_place)
         if session.workbench is None:
-            super().__init__([ipw.HTML(status(_NO_MODEL))])
+            super().__init__([*self._map_rows(), ipw.HTML(status(_NO_MODEL))])
+            self.map.refresh()
             return
         self._build_text()
         self._build_routing()
@@ -164,8 +173,12 @@ class InspectTab(ipw.VBox):
         )
         self.contexts_view = Shown(lambda: self._asked(*self._boxes))
 
+    def _map_rows(self) -> list[ipw.Widget]:
+        return [_heading("Experts"), self.map]
+
     def _rows(self) -> list[ipw.Widget]:
         return [
+            *self._map_rows(),
             _heading("Continue a text"),
             self.text,
             self.n_tokens,
@@ -193,7 +206,8 @@ class InspectTab(ipw.VBox):
     # --- what follows the selection and the controls ---------------------------------
 
     def refresh(self) -> None:
-        """Offer the atoms that were pruned last; called when the selection changes."""
+        """Show the map and the atoms pruned last; called when the selection changes."""
+        self.map.refresh()
         if self.session.workbench is None:
             return
         self._check()
@@ -236,7 +250,12 @@ class InspectTab(ipw.VBox):
     def _take_atom(self, change: Any) -> None:
         """Put the chosen atom into the boxes."""
         if change["new"]:
-            for box, value in zip(self._boxes, change["new"], strict=True):
+            self._take_place(*change["new"])
+
+    def _take_place(self, *place: int) -> None:
+        """Put layer, expert and atom into the boxes, if there is a model."""
+        if self.session.workbench is not None:
+            for box, value in zip(self._boxes, place, strict=True):
                 box.value = value
 
     def _limit_position(self, _change: Any = None) -> None:

@@ -92,8 +92,8 @@ class Explorer(ipw.VBox):
         self.evaluation = EvaluateTab(
             session, corpora=corpora, tasks=tasks, on_points=self._on_points
         )
-        self.inspection = InspectTab(session)
         self.comparison = CompareTab(session, corpora=corpora)
+        self.inspection = InspectTab(session, pins=lambda: self.comparison.pins)
         self.export = ExportTab(session, self.weights)
         self.tabs = ipw.Tab(
             [

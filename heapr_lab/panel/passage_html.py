@@ -348,23 +348,25 @@ def _atoms_table(atoms: pd.DataFrame, kept: np.ndarray) -> str:
 
 
 def contexts_html(contexts: pd.DataFrame, *, summary: str) -> str:
-    """The tokens that activate an atom most, in their contexts.
+    """The tokens that activate an atom, or an expert, most, in their contexts.
 
     Args:
         contexts: as `activations.top_contexts` has them.
-        summary: which atom it is, and whether it is pruned.
+        summary: which atom or expert it is, and whether it is pruned.
     """
     if contexts.empty:
         return status(f"{summary} No token of these windows is routed to its expert.")
+    of_atom = "h" in contexts
     rows = [
         [
-            f"{row.h:+.4g}",
+            *([f"{row.h:+.4g}"] if of_atom else []),
             f"{row.p:.3f}",
             f"{row.window}:{row.position}",
             _in_place(row.before, row.token, row.after),
         ]
         for row in contexts.itertuples()
     ]
-    names = ["activation h", "routing weight p", "window:position", "context"]
-    caption = f"The {len(rows)} tokens at which |h| is largest"
+    names = ["routing weight p", "window:position", "context"]
+    names = ["activation h", *names] if of_atom else names
+    caption = f"The {len(rows)} tokens at which {'|h|' if of_atom else 'p'} is largest"
     return f"{status(summary)}{rows_html(caption, names, rows)}"

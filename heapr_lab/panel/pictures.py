@@ -29,6 +29,7 @@ from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
 from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, PAPER_GREY
 from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.expert_values import first_rows, traffic
 from heapr_lab.panel.session import setting_text
 from heapr_lab.pruning.masks import KeepMask
 
@@ -139,7 +140,7 @@ class ChoicePicture:
     def _show_scores(self, estimator: str, *, whole: bool) -> None:
         """Show other scores: of atoms, or their sums over whole experts."""
         scores = self.table.scores(estimator)
-        self._firsts = _first_rows(self.table) if whole else None
+        self._firsts = first_rows(self.table) if whole else None
         if self._firsts is not None:
             scores = np.add.reduceat(scores, self._firsts)
         self._bins = bin_scores(scores, bins=_N_BINS)
@@ -373,28 +374,13 @@ def paper_losses() -> pd.DataFrame:
 def _traffic_colors(table: ImportanceTable, full: KeepMask, ax: Axes) -> np.ndarray:
     """(layers, experts, 3): the colour of each unpruned expert."""
     missing = full.widths().isna().to_numpy()
-    traffic = np.ones(missing.shape)
-    if "tokens" in table.frame:
-        tokens = table.expert_tokens().pivot(
-            index="layer", columns="expert", values="tokens"
-        )
-        counts = tokens.to_numpy(dtype=float)
-        fair = np.nanmean(counts, axis=1, keepdims=True)
-        np.divide(counts, fair, out=traffic, where=fair > 0)
+    busy = traffic(table) if "tokens" in table.frame else np.ones(missing.shape)
     scale = ScalarMappable(Normalize(0, 2), _TRAFFIC)
-    colors = np.asarray(scale.to_rgba(np.nan_to_num(traffic, nan=1.0)))[..., :3]
+    colors = np.asarray(scale.to_rgba(np.nan_to_num(busy, nan=1.0)))[..., :3]
     colors[missing] = _IDLE
     bar = ax.figure.colorbar(scale, ax=ax, pad=0.02, extend="max")
     bar.set_label("traffic of the expert [× even share]")
     return colors
-
-
-def _first_rows(table: ImportanceTable) -> np.ndarray:
-    """The row of the first atom of each expert, int64 (experts of all layers,)."""
-    sizes = np.concatenate(
-        [np.full(n_experts, size) for n_experts, size in table.shapes().values()]
-    )
-    return np.concatenate([[0], np.cumsum(sizes)[:-1]])
 
 
 def _image(ax: Axes, colors: np.ndarray, layers: tuple[int, ...]) -> Any:

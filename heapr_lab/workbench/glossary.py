@@ -301,6 +301,49 @@ _TEXT = (
     ),
 )
 _INSPECT = (
+    Term(
+        "map of",
+        "What the map of experts shows, one number for each. A click or Enter on a "
+        "cell chooses its expert; arrow keys move.",
+        "panel.md",
+    ),
+    Term(
+        "kept share",
+        "The share of an expert's atoms that the selection keeps.",
+    ),
+    Term(
+        "score mass",
+        "The sum of the scores of an expert's atoms, by the estimator above.",
+    ),
+    Term(
+        "difference to a pin",
+        "The kept share of an expert minus that of a pin, which is a selection saved "
+        "in Compare: below 0 where less is kept now.",
+    ),
+    Term("pin of the map", "The pin whose kept share is subtracted."),
+    Term(
+        "order of experts",
+        "How the map and its table order the experts of each layer.",
+    ),
+    Term("as numbered", "As an order: a column is an expert, by its index."),
+    Term(
+        "by value",
+        "As an order: each layer by what the map shows, the largest first, so that a "
+        "column is a rank.",
+    ),
+    Term(
+        "by traffic",
+        "As an order: each layer by traffic, the busiest expert first, whatever the "
+        "map shows.",
+    ),
+    Term(
+        "layer of the expert",
+        "The layer of the chosen expert; a click on the map sets it.",
+    ),
+    Term(
+        "number of the expert",
+        "The chosen expert, by its index in its layer; a click on the map sets it.",
+    ),
     Term("text", "The text to inspect, which is read from its beginning."),
     Term(
         "tokens to write",

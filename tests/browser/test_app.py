@@ -41,7 +41,7 @@ def test_the_app_shows_the_panel(
     app: tuple[str, "subprocess.Popen[bytes]", Path],
     shots: Path,
 ) -> None:
-    """It follows keys and typing, evaluates, and asks no other machine for anything."""
+    """It follows keys, typing and a click on the map, evaluates, and stays local."""
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()
     watch = Watch.of(context, page)
@@ -63,6 +63,10 @@ def test_the_app_shows_the_panel(
     told = re.compile(r"Last point, compress.*: 50\.0%")  # the default
     expect(panel.root.get_by_text(told)).to_be_visible(timeout=TIMEOUT)
     page.screenshot(path=shots / "app-dark-evaluated-1280.png")
+    panel.open("Inspect")
+    panel.click_expert(1, 2)
+    expect(panel.expert(1, 2)).to_be_visible()
+    page.screenshot(path=shots / "app-dark-inspect-1280.png")
     assert nameless(panel.root) == []
     stderr = "[data-mime-type='application/vnd.jupyter.stderr']"
     assert page.locator(stderr).all_inner_texts() == []

@@ -57,6 +57,25 @@ def test_top_contexts(
         assert row.before + row.token + row.after == tokenizer.decode(around)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_top_contexts_of_an_expert(
+    tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest routing weights of one expert among all, whatever its atoms do."""
+    monkeypatch.setattr("heapr_lab.evaluation.activations.TOKENS_AT_ONCE", 2 * 11)
+    model = model_of(family)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
+    every, layer = atoms_by_hand(model, ids), find_experts(model)[0].layer
+    own = every[every["layer"].eq(layer) & every["expert"].eq(2) & every["atom"].eq(0)]
+    own = own.sort_values(["p", "place"], ascending=[False, True]).head(6)
+    windows = CalibrationSet.from_ids(ids)
+    asked: dict[str, Any] = {"layer": layer, "expert": 2, "atom": None, "n": 6}
+    found = top_contexts(model, windows, tokenizer=tokenizer, **asked)
+    assert (found["window"] * 11 + found["position"]).tolist() == own["place"].tolist()
+    np.testing.assert_allclose(found["p"], own["p"], **CLOSE)
+    assert "h" not in found
+
+
 def test_of_equal_activations_the_first(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,19 +102,21 @@ def controls_of(widget: ipw.Widget) -> list[ipw.Widget]:
 def test_every_control_has_a_name(tab: InspectTab) -> None:
     """A screen reader can say what each is, and no two that are set have one name."""
     controls = controls_of(tab)
-    assert len(controls) == 9 + 3 * 7  # what is set; a job has two buttons and a bar
+    assert len(controls) == 14 + 3 * 8  # what is set; a job has two buttons and a bar
     assert all(control.description for control in controls)
     settings = [c.description for c in controls if isinstance(c, ipw.BoundedIntText)]
-    assert len(set(settings)) == len(settings) == 6
+    assert len(set(settings)) == len(settings) == 8
 
 
 def test_tab_of_a_table_alone(session: PruningSession) -> None:
-    """Without a model there is nothing to press, and text says what is needed."""
+    """Without a model there is the map, and text says what the rest needs."""
     tab = InspectTab(PruningSession(session.table))
     tab.refresh()
-    assert controls_of(tab) == []
-    assert "open_workbench" in tab.children[0].value
-    assert 'role="status"' in tab.children[0].value
+    assert [c for c in controls_of(tab) if isinstance(c, ipw.Button)] == []
+    tab.map.map.selected = [1, 2]
+    assert "Layer 1, expert 2" in tab.map.card.value
+    assert "open_workbench" in tab.children[-1].value
+    assert 'role="status"' in tab.children[-1].value
 
 
 def test_tab_can_be_printed(tab: InspectTab) -> None:
@@ -200,6 +202,33 @@ def test_tab_shows_contexts(tab: InspectTab) -> None:
     assert "8 windows" in tab.contexts_view.value
 
 
+def test_tab_shows_contexts_of_an_expert(tab: InspectTab) -> None:
+    """Of the cell that was chosen, whose best atom is then in the boxes below."""
+    section, bench = tab.map, bench_of(tab)
+    section.map.selected = [1, 2]
+    table = tab.session.table
+    own = table.frame.assign(score=table.score("heapr")).query("layer == 1")
+    best = own.query("expert == 2").nlargest(1, "score").iloc[0]
+    boxes = tab.atom_layer.value, tab.expert.value, tab.atom.value
+    assert boxes == (1, 2, best["atom"])
+    press(section.show_contexts)
+    assert section.contexts is not None
+    p = section.contexts["p"]
+    assert p.is_monotonic_decreasing
+    rows = cells(section.contexts_view.value)
+    assert [row[0] for row in rows] == p.map("{:.3f}".format).tolist()
+    windows = bench.calibration_set(tab.session.calibration).ids
+    first = section.contexts.iloc[0]
+    assert first["token"] == bench.tokenizer.decode(
+        windows[first["window"], first["position"]]
+    )
+    section.expert.value = 1
+    assert "Out of date" in section.contexts_view.note.value
+    tab.atom_layer.value, tab.expert.value, tab.atom.value = 0, 0, 0
+    tab.refresh()  # a new selection chooses no other atom
+    assert (tab.atom_layer.value, tab.expert.value, tab.atom.value) == (0, 0, 0)
+
+
 def test_atoms_follow_the_choice(tab: InspectTab) -> None:
     """Another choice has other atoms near its cut; none, and one that fails, say so."""
     before = tab.nearest.options
@@ -260,6 +289,7 @@ def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
         ("compare", "compared"),
         ("route", "routed"),
         ("show_contexts", "contexts_view"),
+        ("map.show_contexts", "map.contexts_view"),
         ("why.attribute", "why.attributed"),
         ("why.measure", "why.measured"),
         ("why.explain", "why.explained"),

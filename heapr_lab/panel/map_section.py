@@ -1,0 +1,341 @@
+"""The section with the map of experts: one number for each, and the chosen expert.
+
+The map is drawn by `expert_map`, from numbers of `expert_values`. Importing this needs
+no torch.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import ipywidgets as ipw
+import numpy as np
+import pandas as pd
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.estimators import unit_of
+from heapr_lab.panel.atom_contexts import find_contexts, place_text
+from heapr_lab.panel.compare_tab import Pin
+from heapr_lab.panel.controls import WHOLE_LABEL
+from heapr_lab.panel.expert_html import expert_html, layer_html
+from heapr_lab.panel.expert_map import ExpertMap
+from heapr_lab.panel.expert_values import (
+    color_limits,
+    descending,
+    kept_share,
+    rows_of,
+    summed,
+    traffic,
+)
+from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
+from heapr_lab.panel.passage_html import contexts_html
+from heapr_lab.panel.session import PruningSession
+
+KEPT: Final = "kept share"
+TRAFFIC: Final = "traffic"
+MASS: Final = "score mass"
+DIFFERENCE: Final = "difference to a pin"
+NUMBERED: Final = "as numbered"
+BY_VALUE: Final = "by value"
+BY_TRAFFIC: Final = "by traffic"
+_NOTHING_PINNED: Final = "none: Pin, in Compare, saves the current selection"
+
+
+class MapSection(ipw.VBox):
+    """A map of all experts, the numbers of a layer as a table, and one expert.
+
+    Attributes:
+        map: the widget; its `selected` is the chosen expert.
+        layer: box with the layer of the chosen expert, and `expert` with its number.
+        contexts: the last result of `activations.top_contexts` for an expert.
+    """
+
+    contexts: pd.DataFrame | None = None
+
+    def __init__(
+        self,
+        session: PruningSession,
+        *,
+        pins: Callable[[], Sequence[Pin]] = tuple,
+        choose: Callable[[int, int, int], None] = lambda *_: None,
+    ) -> None:
+        """Lay the section out.
+
+        Args:
+            session: whose table and mask are shown.
+            pins: those that the mask can be compared with.
+            choose: told of layer, expert, and its atom of the highest score, when an
+                expert is chosen.
+        """
+        self.session = session
+        self._pins, self._choose = pins, choose
+        self._linking = False
+        """Whether boxes or map are being set, and not by a person."""
+        # What does not follow the ratio is computed once.
+        counted = "tokens" in session.table.frame
+        self._traffic = traffic(session.table) if counted else None
+        self._mass = functools.lru_cache(maxsize=1)(self._mass_of)
+        self._keep_of = functools.lru_cache(maxsize=1)(session.keep_of)
+        self._build_controls()
+        self._build_views()
+        super().__init__(self._rows())
+        for control in (self.variable, self.pin, self.order):
+            control.observe(self.refresh, names="value")
+        self.map.observe(self._take_cell, names="selected")
+        for box in (self.layer, self.expert):
+            box.observe(self._take_boxes, names="value")
+
+    # --- layout -----------------------------------------------------------------
+
+    def _build_controls(self) -> None:
+        few = [] if self._traffic is None else [TRAFFIC]
+        self.variable = _dropdown("map of", [KEPT, *few, MASS, DIFFERENCE])
+        orders = [NUMBERED, BY_VALUE, *([BY_TRAFFIC] if few else [])]
+        self.order = _dropdown("order of experts", orders)
+        self.pin = _dropdown("pin of the map", [(_NOTHING_PINNED, None)])
+        shapes = self.session.table.shapes()
+        n_experts = max(count for count, _ in shapes.values())
+        self.layer = _box("layer of the expert", min(shapes), min(shapes), max(shapes))
+        self.expert = _box("number of the expert", 0, 0, n_experts - 1)
+
+    def _build_views(self) -> None:
+        self.map = ExpertMap(layout={"flex": "1 1 440px", "min_width": "0"})
+        beside = {"flex": "0 1 auto", "max_width": "100%", "margin": "0 0 0 16px"}
+        self.experts = ipw.HTML(layout=beside)
+        wrap = {"flex_flow": "row wrap", "align_items": "flex-start"}
+        self.view = ipw.HBox([self.map, self.experts], layout=wrap)
+        self.note, self.card = ipw.HTML(), ipw.HTML()
+        self.show_contexts = Job(
+            "Show contexts of the expert",
+            self._work_contexts,
+            tooltip="tokens of the calibration corpus that the router sends to the "
+            "expert with the largest weights",
+        )
+        self.show_contexts.button.layout.width = "auto"
+        self.contexts_view = Shown(lambda: (self.layer.value, self.expert.value))
+
+    def _rows(self) -> list[ipw.Widget]:
+        wrap = {"flex_flow": "row wrap"}
+        rows = [
+            ipw.HBox([self.variable, self.pin, self.order], layout=wrap),
+            self.note,
+            self.view,
+            ipw.HBox([self.layer, self.expert], layout=wrap),
+            self.card,
+        ]
+        if self.session.workbench is not None:
+            rows += [self.show_contexts, self.contexts_view]
+        return rows
+
+    # --- what follows the selection and the controls ----------------------------------
+
+    def refresh(self, _change: Any = None) -> None:
+        """Show the current selection; nothing is shown if it is infeasible."""
+        self._offer_pins()
+        try:
+            self._show_map()
+            self._show_expert()
+        except SpecError as error:
+            self.note.value, self.card.value = alert(str(error)), ""
+            self.view.layout.display = "none"
+            return
+        self.contexts_view.check()
+        self.view.layout.display = None
+
+    def _offer_pins(self) -> None:
+        """Offer the pins there are; the chosen one stays chosen if it is among them."""
+        pins = self._pins()
+        options: list[tuple[str, int | None]] = [(_NOTHING_PINNED, None)]
+        if pins:
+            options = [(pin.label, number) for number, pin in enumerate(pins)]
+        if tuple(options) != self.pin.options:
+            labels = [label for label, _ in options]
+            known = self.pin.label in labels
+            with self.pin.hold_sync():
+                self.pin.options = options
+                self.pin.index = labels.index(self.pin.label) if known else 0
+        shown = self.variable.value == DIFFERENCE
+        self.pin.layout.display = None if shown else "none"
+
+    def _show_map(self) -> None:
+        values, title = self._values()
+        self._drawn, self._columns = values, self._ordered(values)
+        self.map.show(
+            values,
+            layers=list(self.session.table.shapes()),
+            title=title,
+            limits=self._limits(values),
+            percent=self.variable.value in (KEPT, DIFFERENCE),
+            order=None if self.order.value == NUMBERED else self._columns,
+        )
+        self.note.value = status(" ".join(self._notes()))
+        self._mark()
+
+    def _values(self) -> tuple[np.ndarray, str]:
+        """What the map shows, (layers, experts), and what it is.
+
+        Raises:
+            SpecError: the selection is infeasible, or nothing is pinned.
+        """
+        table, variable = self.session.table, self.variable.value
+        estimator = self.session.selection.estimator
+        if variable == TRAFFIC and self._traffic is not None:
+            return self._traffic, f"{TRAFFIC} [× even share]"
+        if variable == MASS:
+            return self._mass(estimator), f"{MASS}, {estimator} [{unit_of(estimator)}]"
+        kept = kept_share(table, self.session.keep)
+        if variable == KEPT:
+            return kept, f"{KEPT} of the atoms"
+        pin = self._pinned()
+        before = kept_share(table, self._keep_of(pin.selection))
+        return kept - before, f"{KEPT}, minus that of pin {pin.label}"
+
+    def _pinned(self) -> Pin:
+        if self.pin.value is None:
+            raise SpecError(
+                "nothing is pinned, so there is no difference: Pin, in Compare, saves "
+                "the current selection"
+            )
+        found: Pin = self._pins()[self.pin.value]
+        return found
+
+    def _limits(self, values: np.ndarray) -> tuple[float, float]:
+        if self.variable.value == KEPT:
+            return 0.0, 1.0
+        return color_limits(values, diverging=self.variable.value == DIFFERENCE)
+
+    def _ordered(self, values: np.ndarray) -> np.ndarray:
+        """The experts of each layer from left to right, (layers, experts)."""
+        if self.order.value == NUMBERED:
+            return np.broadcast_to(np.arange(values.shape[1]), values.shape)
+        by = self._traffic if self.order.value == BY_TRAFFIC else values
+        return descending(values if by is None else by)
+
+    def _notes(self) -> Iterator[str]:
+        """Where the atoms that are kept may be others than those that are shown."""
+        if self.variable.value in (KEPT, DIFFERENCE):
+            yield from self.session.way.notes(self.session.selection.estimator)
+        if self.variable.value == DIFFERENCE:
+            pin = self._pinned()
+            for note in pin.way.notes(pin.selection.estimator):
+                yield f"Pin {pin.label}: {note}"
+
+    # --- the chosen expert ------------------------------------------------------------
+
+    def _take_cell(self, change: Any) -> None:
+        """Put the cell that was chosen into the boxes."""
+        if change["new"] is not None and not self._linking:
+            self._linking = True
+            self.layer.value, self.expert.value = change["new"]
+            self._linking = False
+            self._take_boxes()
+
+    def _take_boxes(self, _change: Any = None) -> None:
+        """Show the expert in the boxes, and have its best atom looked at."""
+        if self._linking:
+            return
+        self.refresh()
+        if self._exists and self.card.value:
+            place = self.layer.value, self.expert.value
+            self._choose(*place, int(np.argmax(self._scores())))
+
+    def _mark(self) -> None:
+        """Outline the chosen expert in the map, if that has it."""
+        place = [self.layer.value, self.expert.value]
+        self._linking = True
+        self.map.selected = place if self.map.has(place) else None
+        self._linking = False
+
+    @property
+    def _exists(self) -> bool:
+        count, _ = self.session.table.shapes().get(self.layer.value, (0, 0))
+        return bool(self.expert.value < count)
+
+    def _scores(self) -> np.ndarray:
+        """Of the atoms of the chosen expert, (I,)."""
+        scores = self.session.table.scores(self.session.selection.estimator)
+        return scores[rows_of(self.session.table, self.layer.value, self.expert.value)]
+
+    def _show_expert(self) -> None:
+        layer, expert = self.layer.value, self.expert.value
+        if not self._exists:
+            self.card.value = alert(
+                f"there is no expert {expert} in layer {layer}: choose a cell"
+            )
+            self.experts.value = ""
+            return
+        row = list(self.session.table.shapes()).index(layer)
+        self.experts.value = self._table(row)
+        self.card.value = expert_html(
+            f"Layer {layer}, expert {expert}",
+            self._scores(),
+            self.session.keep.by_layer(layer)[expert],
+            facts=self._facts(row),
+            unit=unit_of(self.session.selection.estimator),
+        )
+
+    def _facts(self, row: int) -> str:
+        """Traffic and score mass of the chosen expert, given the row of its layer."""
+        mass = self._mass(self.session.selection.estimator)[row]
+        rank = 1 + int((mass > mass[self.expert.value]).sum())
+        said = (
+            f"Its scores sum to {mass[self.expert.value]:.3g}, rank {rank} of "
+            f"{np.isfinite(mass).sum()} in the layer."
+        )
+        if self._traffic is None:
+            return said
+        busy = self._traffic[row, self.expert.value]
+        return f"Traffic {busy:.2f} × even share. {said}"
+
+    def _table(self, row: int) -> str:
+        """The numbers of one layer, in the order of the map."""
+        table, layer = self.session.table, self.layer.value
+        found = [(KEPT, kept_share(table, self.session.keep), "{:.1%}")]
+        if self._traffic is not None:
+            found.append((TRAFFIC, self._traffic, "{:.2f}"))
+        mass = self._mass(self.session.selection.estimator)
+        found.append((MASS, mass, "{:.3g}"))
+        if self.variable.value == DIFFERENCE:
+            found.append((DIFFERENCE, self._drawn, "{:+.1%}"))
+        text = {name: [*map(form.format, own[row])] for name, own, form in found}
+        count, _ = table.shapes()[layer]
+        experts = [one for one in self._columns[row].tolist() if one < count]
+        return layer_html(layer, experts, text, chosen=self.expert.value)
+
+    def _mass_of(self, estimator: str) -> np.ndarray:
+        """Summed scores of each expert, (layers, experts)."""
+        return summed(self.session.table, self.session.table.scores(estimator))
+
+    # --- what the button starts -------------------------------------------------------
+
+    def _work_contexts(self, report: Report) -> None:
+        self.contexts_view.show("", None)
+        place = {"layer": self.layer.value, "expert": self.expert.value}
+        bench = self.session.workbench
+        assert bench is not None  # without one there is no button
+        self.contexts, searched = find_contexts(
+            bench, self.session.calibration, place, report
+        )
+        summary = f"{place_text(place).capitalize()}. {searched} Dense model."
+        view = contexts_html(self.contexts, summary=summary)
+        self.contexts_view.show(view, tuple(place.values()))
+
+
+def _dropdown(name: str, options: Sequence[Any]) -> ipw.Dropdown:
+    return ipw.Dropdown(
+        options=options,
+        description=name,
+        style=WHOLE_LABEL,
+        layout={"width": "auto", "max_width": "420px"},
+    )
+
+
+def _box(name: str, value: int, least: int, most: int) -> ipw.BoundedIntText:
+    return ipw.BoundedIntText(
+        value,
+        min=least,
+        max=most,
+        description=name,
+        style=WHOLE_LABEL,
+        layout={"width": "240px"},
+    )
