@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -20,7 +21,7 @@ from heapr_lab.panel.export_tab import ExportTab
 from heapr_lab.panel.header import header_html
 from heapr_lab.panel.help import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.jobs import failure, status
+from heapr_lab.panel.jobs import Job, Report, failure, status
 from heapr_lab.panel.looks import PICTURE, STALE, beside, panel_style
 from heapr_lab.panel.method_runs import jobs_in, take_turns
 from heapr_lab.panel.passage_html import table_html
@@ -29,6 +30,7 @@ from heapr_lab.panel.planned import PlannedPanel
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import SavedSession, read_session
+from heapr_lab.panel.sweep import Sweep
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
@@ -37,6 +39,8 @@ from heapr_lab.text.calibration_spec import Calibration
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
 
+_TO_PREDICT = (0.2, 0.4)
+"""Ratios from whose losses others are predicted."""
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _CAPTION = (
     "Left: the pruned share of each layer; dashed, of all layers. Middle: each expert "
@@ -80,6 +84,11 @@ class Explorer(ipw.VBox):
         self.status = ipw.HTML()
         self.cautions = ipw.HTML()
         self.error = ipw.HTML()
+        self.foretell = Job(
+            "Measure two ratios",
+            self._foretell,
+            tooltip="evaluate 20% and 40%, from which other losses are predicted",
+        )
         # At most as wide as it was drawn: if stretched, its text would blur.
         self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
         self.picture.add_class(PICTURE)
@@ -126,7 +135,7 @@ class Explorer(ipw.VBox):
         )
         self.help = HelpSection()
         top = [self.header, self.controls, self.weights, self.status, self.cautions]
-        shown = [*top, self.error, self.tabs, self.files, self.help]
+        shown = [*top, self.error, self.foretell, self.tabs, self.files, self.help]
         super().__init__([panel_style(), *shown])
         add_tooltips(self)
         self.tabs.observe(self._refresh_tab, names="selected_index")
@@ -145,6 +154,7 @@ class Explorer(ipw.VBox):
             self._show()
         except Exception as error:  # an exception in an observer is not shown
             self._fail(error)
+        self.foretell.layout.display = None if self._needs_points() else "none"
 
     def _show(self) -> None:
         session = self.session
@@ -159,7 +169,7 @@ class Explorer(ipw.VBox):
             granularity=session.selection.granularity,
         )
         with self.hold_sync():
-            self.status.value = status(session.describe())
+            self.status.value = status(f"{session.describe()}{self._target_text()}")
             self.picture.value = picture
             self.error.value = ""
             for widget in (self.picture, self.behind):
@@ -190,11 +200,44 @@ class Explorer(ipw.VBox):
 
     def _solve_for_target(self) -> None:
         """Set the ratio that meets the target loss on the first corpus."""
-        corpora = self.evaluation.corpora
-        corpus = (corpora.value or corpora.options)[0]
-        ratio = self.session.ratio_for_predicted_loss(self.controls.rise.value, corpus)
+        rise, corpus = self.controls.rise.value, self._target_corpus
+        ratio = self.session.ratio_for_predicted_loss(rise, corpus)
         self.controls.show_ratio(ratio)
         self.session.choose(self.controls.selection)
+
+    @property
+    def _target_corpus(self) -> str:
+        """The first corpus that is chosen in the Evaluate tab."""
+        corpora = self.evaluation.corpora
+        return str((corpora.value or corpora.options)[0])
+
+    def _target_text(self) -> str:
+        if not self.controls.to_target:
+            return ""
+        rise = f"{self.controls.rise.value:g} {PER_TOKEN}"
+        return (
+            f" It is the largest ratio whose predicted Δloss on {self._target_corpus} "
+            f"is at most {rise}."
+        )
+
+    def _needs_points(self) -> bool:
+        """Whether a target loss is asked for and there is nothing to predict from."""
+        if not self.controls.to_target or self.session.workbench is None:
+            return False
+        try:
+            chosen = self.controls.selection
+        except SpecError:  # another setting is wrong, which the error says
+            return False
+        return not self.session.can_predict(self._target_corpus, chosen)
+
+    def _foretell(self, report: Report) -> None:
+        """Evaluate what predictions on the corpus of the target need."""
+        chosen = self.controls.selection
+        two = tuple(replace(chosen, ratio=ratio) for ratio in _TO_PREDICT)
+        sweep = Sweep(two, (self._target_corpus,))
+        sweep.run(self.session, report=report, on_points=self._on_points)
+        self.refresh()
+        self.evaluation.follow()
 
     def _retarget(self, _change: Any = None) -> None:
         """Solve for a target loss anew, for another first corpus or new points."""

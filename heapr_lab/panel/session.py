@@ -316,6 +316,10 @@ class PruningSession:
         found = self.points["dataset"][np.array([row == asked for row in rows], bool)]
         return {*found, *self.measured()["dataset"]}
 
+    def can_predict(self, corpus: str, selection: Selection) -> bool:
+        """Whether two ratios of these settings were evaluated on a corpus."""
+        return corpus in set(self._points_for_fit(selection)["dataset"])
+
     def ratio_for_predicted_loss(self, rise: float, corpus: str) -> float:
         """The largest ratio, in steps of 0.01, whose predicted Δloss is at most `rise`.
 
@@ -390,15 +394,15 @@ class PruningSession:
         columns = ["dataset", "ratio", "delta_nll", "spread"]
         return pd.DataFrame(rows, columns=columns)
 
-    def _points_for_fit(self) -> pd.DataFrame:
+    def _points_for_fit(self, selection: Selection | None = None) -> pd.DataFrame:
         """Points with the same settings, of corpora with enough for a prediction."""
-        points = self._points_alike()
+        points = self._points_alike(selection)
         counts = points.groupby("dataset")["summed_score"].transform("nunique")
         return points[counts >= _LEAST_TO_PREDICT]
 
-    def _points_alike(self) -> pd.DataFrame:
+    def _points_alike(self, selection: Selection | None = None) -> pd.DataFrame:
         """Points with a loss and the same settings, except for the ratio."""
-        same = replace(self.selection, ratio=0.0)
+        same = replace(selection or self.selection, ratio=0.0)
         points = self.points[self.points["nll"].notna()]
         points = points[points["weights"].eq(self.way.text)]
         alike = [

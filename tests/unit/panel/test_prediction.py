@@ -50,6 +50,31 @@ def foretold(bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch) -> E
     return panel
 
 
+def test_a_target_offers_the_evaluations_it_needs(foretold: Explorer) -> None:
+    """One button, only while they are missing; then the ratio is that of the target."""
+    job, corpus = foretold.foretell, foretold.evaluation.corpora.value[0]
+    assert job.layout.display == "none"
+    foretold.controls.rise.value = 0.01
+    foretold.controls.budget.value = TARGET
+    assert f"no prediction on {corpus} yet" in foretold.error.value
+    assert job.layout.display is None
+    job.button.click()
+    job.wait(60)
+    assert (job.error.value, foretold.error.value) == ("", "")
+    assert job.layout.display == "none"
+    pruned = foretold.session.points.query("estimator != 'dense'")
+    assert pruned["ratio"].tolist() == [0.2, 0.4]
+    assert set(pruned["dataset"]) == {corpus}
+    assert f"predicted Δloss on {corpus} is at most 0.01 nats" in foretold.status.value
+    ratio = foretold.session.selection.ratio
+    assert true_loss(foretold.session, ratio) <= 0.0101
+    foretold.controls.scope.value = "layer"
+    assert job.layout.display is None
+    foretold.controls.budget.value = "atoms"
+    assert job.layout.display == "none"
+    assert "at most" not in foretold.status.value
+
+
 def press_evaluate(panel: Explorer, *ratios: float) -> None:
     """Evaluate each ratio, as a user does."""
     for ratio in ratios:
