@@ -4,10 +4,11 @@ They differ by their word and their border, and their colour is that of the text
 """
 
 import html
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from heapr_lab.workbench.glossary import TERMS
 
+Kind: TypeAlias = Literal["measured", "predicted"]
 _BORDERS = {"measured": "solid", "predicted": "dashed"}
 _STYLE = (
     "display:inline-block;padding:0 6px;border-width:1px;border-radius:8px;"
@@ -15,7 +16,7 @@ _STYLE = (
 )
 
 
-def badge(kind: Literal["measured", "predicted"]) -> str:
+def badge(kind: Kind) -> str:
     """The word in a border, as HTML; its tooltip is that of the glossary."""
     title = html.escape(TERMS[kind].text)
     return f'<span style="{_STYLE}{_BORDERS[kind]}" title="{title}">{kind}</span>'

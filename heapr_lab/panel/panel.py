@@ -1,10 +1,10 @@
 """The panel: the controls, and tabs that choose, evaluate, inspect, compare, export."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import ipywidgets as ipw
 import pandas as pd
@@ -12,8 +12,8 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.badges import badge
 from heapr_lab.panel.cautions import cautions, cautions_html
+from heapr_lab.panel.choice_numbers import Row, numbers_html, numbers_of, numbers_text
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import Controls
 from heapr_lab.panel.evaluate_tab import EvaluateTab
@@ -30,10 +30,10 @@ from heapr_lab.panel.planned import PlannedPanel
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import SavedSession, read_session
+from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
 from heapr_lab.panel.sweep import Sweep
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.savings import at_context
 from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Explorer(ipw.VBox):
         files: saves and opens sessions.
         header: the line that says what the panel is of.
         cautions: what may be overlooked in the selection.
+        copy: what a saved notebook shows without a kernel.
         help: the glossary.
     """
 
@@ -98,6 +99,8 @@ class Explorer(ipw.VBox):
         self.prediction = ipw.HTML()
         self._picture = ChoicePicture(session.table)
         self._drawn = "none yet"
+        self._numbers: list[Row] = []
+        self.copy = StaticCopy(self._copied)
         self.evaluation = EvaluateTab(
             session, corpora=corpora, tasks=tasks, on_points=self._on_points
         )
@@ -136,7 +139,7 @@ class Explorer(ipw.VBox):
         self.help = HelpSection()
         top = [self.header, self.controls, self.weights, self.status, self.cautions]
         shown = [*top, self.error, self.foretell, self.tabs, self.files, self.help]
-        super().__init__([panel_style(), *shown])
+        super().__init__([panel_style(), self.copy.hides, *shown])
         add_tooltips(self)
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
@@ -147,6 +150,22 @@ class Explorer(ipw.VBox):
         # Shown by a notebook without a kernel, so the text is always the same.
         return f"Explorer({self._drawn}; run the notebook to use it)"
 
+    def _ipython_display_(self) -> None:
+        self.copy.show(self)
+
+    def _copied(self) -> dict[str, str]:
+        """The picture and the numbers as they are, and all evaluated points."""
+        return copy_bundle(
+            f"{self._drawn}; weights: {self.session.way.text}",
+            views=[
+                self.error.value,
+                bytes(self.picture.value),
+                self.numbers.value,
+                self.evaluation.results.value,
+            ],
+            text=numbers_text(self._numbers),
+        )
+
     def refresh(self) -> None:
         """Apply the controls: select, count and draw."""
         self.header.value = header_html(self.session)
@@ -155,6 +174,7 @@ class Explorer(ipw.VBox):
         except Exception as error:  # an exception in an observer is not shown
             self._fail(error)
         self.foretell.layout.display = None if self._needs_points() else "none"
+        self.copy.changed()
 
     def _show(self) -> None:
         session = self.session
@@ -187,6 +207,7 @@ class Explorer(ipw.VBox):
         if not self.error.value:
             self.status.value = status(self.session.describe())
             self._show_numbers()
+        self.copy.changed()
 
     def _refresh_tab(self, _change: Any = None) -> None:
         """Update the open tab, if that is expensive; hidden tabs wait."""
@@ -245,7 +266,8 @@ class Explorer(ipw.VBox):
             self.refresh()
 
     def _show_numbers(self) -> None:
-        self.numbers.value = numbers_html(self.session)
+        self._numbers = numbers_of(self.session)
+        self.numbers.value = numbers_html(self._numbers)
         self.cautions.value = cautions_html(cautions(self.session))
         text = ""
         if self.session.workbench is not None:
@@ -263,6 +285,7 @@ class Explorer(ipw.VBox):
             self._show_numbers()
         self.comparison.refresh()
         self.export.code.refresh()
+        self.copy.changed()
 
     def _fail(self, error: Exception) -> None:
         self.session.reject(error)
@@ -271,6 +294,7 @@ class Explorer(ipw.VBox):
             "These settings are infeasible. Out of date: the picture and the numbers "
             f"of each layer below are still those of {self._drawn}."
         )
+        self._numbers = []
         self.numbers.value = self.prediction.value = self.cautions.value = ""
         for widget in (self.picture, self.behind):
             widget.add_class(STALE)
@@ -302,58 +326,6 @@ def layers_frame(session: PruningSession) -> pd.DataFrame:
         busiest = (tokens.max() / tokens.mean()).map("{:.2f}".format)
         frame["busiest [× even share]"] = busiest.to_numpy()
     return frame
-
-
-def numbers_html(session: PruningSession) -> str:
-    """Sizes, savings, and measured and predicted losses, as an HTML table."""
-    keep = session.keep
-    rows = [("atomic experts", keep.n_atoms, keep.n_kept)]
-    saved = session.savings()
-    if saved is not None:
-        row = saved.iloc[0]
-        rows += [
-            ("parameters", row.parameters_before, row.parameters_after),
-            (f"bytes ({session.bytes_are()})", row.bytes_before, row.bytes_after),
-            (
-                f"FLOPs per token, {at_context(row.seq_len)}",
-                row.flops_before,
-                row.flops_after,
-            ),
-        ]
-    body = "".join(
-        _table_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{1 - after / before:.1%}")
-        for name, before, after in rows
-    )
-    if saved is not None:
-        share = f"{saved.iloc[0].routed_flops_reduction:.1%}"
-        body += _table_row("FLOPs of the routed experts", "", "", share)
-    for found in session.measured().to_dict("records"):
-        body += _loss_row("measured", found, "")
-    for found in session.predictions().to_dict("records"):
-        loss, spread = found["delta_nll"], found["spread"]
-        span = "range unknown" if not spread else _span(loss, spread)
-        body += _loss_row("predicted", found, span)
-    heads = ("", "dense", "pruned", "saved")
-    head = "".join(f'<th style="text-align:right">{name}</th>' for name in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _loss_row(
-    kind: Literal["measured", "predicted"], found: Mapping[str, Any], span: str
-) -> str:
-    name = f"Δloss on {found['dataset']} [{PER_TOKEN}]"
-    return _table_row(name, "", f"{found['delta_nll']:.3g}", span, before=badge(kind))
-
-
-def _span(loss: float, spread: float) -> str:
-    return f"{loss / spread:.3g} to {loss * spread:.3g}"
-
-
-def _table_row(name: str, *cells: str, before: str = "") -> str:
-    right = "text-align:right;padding:0 8px;font-variant-numeric:tabular-nums"
-    values = "".join(f'<td style="{right}">{html.escape(cell)}</td>' for cell in cells)
-    head = f"{before} {html.escape(name)}" if before else html.escape(name)
-    return f'<tr><th style="text-align:left">{head}</th>{values}</tr>'
 
 
 @overload
@@ -418,7 +390,7 @@ def explore(
     if isinstance(source, str | Path):
         source = _opened(str(source))
 
-    def panel() -> Explorer:
+    def panel(after: StaticCopy | None = None) -> Explorer:
         own = session_of(source, selection, calibration)
         own.choose(selection or own.selection)
         here = {"corpora": corpora, "tasks": tasks}
@@ -427,6 +399,8 @@ def explore(
         made = Explorer(own, **{k: v for k, v in here.items() if v is not None})
         if saved is not None:
             made.files.restore(saved)
+        if after is not None:
+            made.copy.take_over(after)
         return made
 
     known = ImportanceTable | PruningSession

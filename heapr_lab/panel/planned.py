@@ -1,12 +1,13 @@
 """What the panel shows before it starts to measure for longer than ten minutes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 import ipywidgets as ipw
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.jobs import Job, Report
+from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration_spec import Calibration
 
@@ -20,6 +21,7 @@ _ADVICE = (
     "fewer windows, or on another device; the command <code>heapr-lab score</code> "
     "measures the same table, which is then in the cache."
 )
+_NOT_YET = "Not measured yet"
 
 
 class PlannedPanel(ipw.VBox):
@@ -28,6 +30,7 @@ class PlannedPanel(ipw.VBox):
     Attributes:
         plan: what the measurement needs.
         job: measures, and then shows the panel.
+        copy: what a saved notebook shows without a kernel.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class PlannedPanel(ipw.VBox):
         workbench: "Workbench",
         *,
         calibration: Calibration | None,
-        panel: Callable[[], ipw.VBox],
+        panel: Callable[[StaticCopy], ipw.VBox],
     ) -> None:
         """Show the plan; nothing is measured yet.
 
@@ -44,7 +47,8 @@ class PlannedPanel(ipw.VBox):
             plan: of `workbench.long_plan`.
             workbench: that measures.
             calibration: what it measures on.
-            panel: makes the panel once the importance is in the cache.
+            panel: makes the panel once the importance is in the cache; given the copy
+                of the plan, in whose output its own goes on.
         """
         self.plan = plan
         self._bench, self._calibration, self._panel = workbench, calibration, panel
@@ -52,10 +56,19 @@ class PlannedPanel(ipw.VBox):
         self.job = Job("Measure", self._measure, tooltip=tooltip)
         title = f"Measuring the importance of {workbench.name} takes long"
         card = ipw.HTML(card_html(title, plan.brief()))
-        super().__init__([card, ipw.HTML(f"<small>{_ADVICE}</small>"), self.job])
+        self.copy = StaticCopy(
+            lambda: copy_bundle(
+                _NOT_YET, views=[card.value], text=f"{title}\n{_lines(plan.brief())}"
+            )
+        )
+        advice = ipw.HTML(f"<small>{_ADVICE}</small>")
+        super().__init__([card, advice, self.job, self.copy.hides])
 
     def __repr__(self) -> str:
         return "PlannedPanel(not measured yet; run the notebook to use it)"
+
+    def _ipython_display_(self) -> None:
+        self.copy.show(self)
 
     @property
     def session(self) -> NoReturn:
@@ -74,4 +87,8 @@ class PlannedPanel(ipw.VBox):
         self._bench.measure(
             windows, progress=lambda done, total: report(done, total, "importance")
         )
-        self.children = [self._panel()]
+        self.children = [self._panel(self.copy)]
+
+
+def _lines(facts: Mapping[str, str]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in facts.items())

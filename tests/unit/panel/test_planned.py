@@ -55,6 +55,7 @@ def test_a_long_measurement_waits_for_its_button(
     card = planned.children[0].value
     for fact in ("in memory: all layers need", "FLOPs", "read, about", "a processor"):
         assert fact in card
+    assert planned.copy.hides in planned.children
     assert started == []
     with pytest.raises(SpecError, match="press Measure"):
         _ = planned.session
@@ -63,6 +64,7 @@ def test_a_long_measurement_waits_for_its_button(
     assert planned.job.error.value == ""
     (panel,) = planned.children
     assert isinstance(panel, Explorer)
+    assert panel.copy.hides.value == planned.copy.hides.value
     assert panel.session.keep.n_removed > 0
     assert isinstance(explore(bench, **options), Explorer)  # it is in the cache
 

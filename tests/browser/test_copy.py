@@ -1,0 +1,77 @@
+"""What a saved notebook shows in JupyterLab once the kernel of a panel is gone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from browser.pages import TIMEOUT, Panel, pixels, run_all
+from browser.servers import lab_notebook
+from random_tables import small_table
+
+from heapr_lab.panel.static_copy import CLASS
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+pytestmark = pytest.mark.browser
+CELL = "from heapr_lab import explore\nexplore('table.parquet')"
+KEPT = "pruned 4, saved 75.0%"
+
+
+def copied(notebook: Path) -> str:
+    """The plain text of the copy in the file."""
+    outputs = json.loads(notebook.read_text("utf-8"))["cells"][0]["outputs"]
+    return "".join(outputs[-1]["data"]["text/plain"])
+
+
+def shows_the_copy(page: "sync_api.Page") -> None:
+    """The numbers and the picture are on the screen, without a widget."""
+    copy = page.locator(f".{CLASS}")
+    expect(copy).to_be_visible(timeout=TIMEOUT)
+    row = copy.get_by_role("row", name="atomic experts")
+    expect(row).to_contain_text("75.0%")
+    assert pixels(copy.locator("img").screenshot()).std() > 0.01
+    expect(page.get_by_role("textbox", name="ratio")).to_have_count(0)
+
+
+def test_the_copy_is_seen_once_the_kernel_is_gone(
+    chromium: "sync_api.Browser",
+    environment: dict[str, str],
+    tmp_path: Path,
+    shots: Path,
+) -> None:
+    """Hidden beside the panel and following it; seen afterwards, by strangers too."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 1000})
+    page = context.new_page()
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    saved = ours / "notebooks" / "panels.ipynb"
+    for folder in (ours, other):
+        folder.mkdir()
+    with lab_notebook([CELL], private=ours, environment=environment) as address:
+        small_table().write(saved.with_name("table.parquet"))
+        page.goto(address)
+        run_all(page)
+        panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
+        panel.is_ready()
+        expect(page.locator(f".{CLASS}")).to_be_hidden()
+        panel.type_ratio("0.75")
+        copy = page.locator(f".{CLASS}").filter(has_text="75.0%")
+        expect(copy).to_have_count(1)
+        expect(copy).to_be_hidden()
+        page.screenshot(path=shots / "copy-hidden.png")
+        page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+        page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
+        assert KEPT in copied(saved)
+        page.reload()  # the kernel has the panel still
+        panel.is_ready()
+        expect(page.locator(f".{CLASS}")).to_be_hidden()
+        page.evaluate("jupyterapp.commands.execute('kernelmenu:shutdown')")
+        page.reload()
+        shows_the_copy(page)
+        page.screenshot(path=shots / "copy-seen.png")
+    with lab_notebook([], private=other, environment=environment) as address:
+        shutil.copy2(saved, other / "notebooks")
+        page.goto(address)
+        shows_the_copy(page)
+        page.screenshot(path=shots / "copy-stranger.png")
+    context.close()
