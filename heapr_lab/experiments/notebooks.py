@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, as_completed
 from pathlib import Path
@@ -36,6 +37,8 @@ _METADATA = {
     "language_info": {"name": "python"},
 }
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+_OF_ONE_PANEL = re.compile(r"(?<=heapr-copy) heapr-copy-[0-9a-f]{32}")
+"""The class by which a panel hides its copy; each panel makes up another one."""
 
 logger = logging.getLogger(__name__)
 
@@ -385,6 +388,9 @@ def _normal_outputs(
             continue
         if "data" in output:
             output.data.pop(_WIDGET, None)
+            if "text/html" in output.data:
+                shown = output.data["text/html"]
+                output.data["text/html"] = _OF_ONE_PANEL.sub("", shown)
             output.metadata = nbformat.from_dict({})
         if output.get("data") == {}:
             continue

@@ -33,7 +33,7 @@ def _sources(name: str, kind: str) -> list[str]:
 def test_the_notebooks_are_there_and_listed() -> None:
     """The README of the folder has a row for each notebook."""
     readme = (FOLDER / "README.md").read_text()
-    assert [name[:2] for name in NAMES] == [f"{number:02d}" for number in range(12)]
+    assert [name[:2] for name in NAMES] == [f"{number:02d}" for number in range(13)]
     assert [name for name in NAMES if f"]({name})" not in readme] == []
 
 
