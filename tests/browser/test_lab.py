@@ -13,6 +13,7 @@ expect = sync_api.expect
 pytestmark = pytest.mark.browser
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 N_PRESSES = 30
+DEFAULTS = {"estimator": "heapr", "scope": "global", "granularity": "atom"}
 
 
 def test_a_key_a_drag_and_typing_move_the_picture(page: "sync_api.Page") -> None:
@@ -60,6 +61,8 @@ def test_every_value_can_be_set_without_a_mouse(page: "sync_api.Page") -> None:
         expect(panel.choice(name)).to_have_value(value)
         page.keyboard.press("Tab")
     expect(panel.counts).to_contain_text(f"{N_ATOMS // 4} of {N_ATOMS} kept")
+    for name, value in DEFAULTS.items():
+        panel.choice(name).select_option(value)
 
 
 def test_every_control_has_a_name(page: "sync_api.Page") -> None:
