@@ -182,7 +182,8 @@ def test_the_picture_is_in_the_page_and_in_no_notebook(
     before = plt.get_fignums()
     press(section.compare)
     found = re.search(
-        r'<img alt="Left: [^"]+" [^>]*base64,([^"]+)"', section.compared.value
+        r'<img class="heapr-picture" alt="Left: [^"]+" [^>]*base64,([^"]+)"',
+        section.compared.value,
     )
     assert found is not None
     assert base64.b64decode(found[1]).startswith(b"\x89PNG")
