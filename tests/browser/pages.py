@@ -98,7 +98,7 @@ class Panel:
     @property
     def ratio(self) -> Locator:
         """The box with the ratio."""
-        return self.root.get_by_role("textbox", name="ratio")
+        return self.root.get_by_role("textbox", name="ratio", exact=True)
 
     @property
     def handle(self) -> Locator:

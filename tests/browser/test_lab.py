@@ -98,6 +98,24 @@ def test_evaluates(page: "sync_api.Page") -> None:
     assert panel.pixels().std() > 0.01
 
 
+def test_sweeps(page: "sync_api.Page") -> None:
+    """Two estimators at two ratios by one button, which then has nothing left to do."""
+    panel, _ = panels(page)
+    panel.mask()
+    panel.open("Evaluate")
+    panel.enter("ratios", "30%, 60%")
+    names = panel.root.get_by_role("listbox", name="estimators")
+    names.select_option(["heapr", "magnitude"])
+    expect(panel.root.get_by_text("4 of 4 are left to be measured")).to_be_visible()
+    panel.button("Sweep").click()
+    done = panel.root.get_by_text("All 4 are measured on pydocs")
+    expect(done).to_be_visible(timeout=TIMEOUT)
+    rows = panel.root.get_by_role("row").filter(has_text="magnitude, global")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text(" ± ")
+    assert panel.pixels().std() > 0.01
+
+
 def test_inspects_a_text(page: "sync_api.Page") -> None:
     """Where the text loses, who serves a token, and how both models go on."""
     panel, _ = panels(page)
