@@ -266,7 +266,7 @@ def routing_html(
     position: int,
     pruned: str,
 ) -> str:
-    """The experts and the atoms that serve one token in one layer.
+    """What serves one token: experts and atoms in one layer, experts in all.
 
     Args:
         routes: of the whole text, as `routing.routing` has them.
@@ -289,6 +289,7 @@ def routing_html(
     return (
         f"{status(text)}{numbered(texts, position)}"
         f"{_experts_table(experts, kept)}{_atoms_table(atoms, kept)}"
+        f"{_layers_table(routes[routes['position'].eq(position)], keep)}"
     )
 
 
@@ -342,6 +343,21 @@ def _atoms_table(atoms: pd.DataFrame, kept: np.ndarray) -> str:
     ]
     names = ["expert", "atom", "activation h", "|p·h|·‖w_down‖", "share of all", "mask"]
     return rows_html(f"The {len(rows)} atoms that add most to the output", names, rows)
+
+
+def _layers_table(routes: pd.DataFrame, keep: KeepMask) -> str:
+    """The way of one token through all layers."""
+    rows = []
+    for layer, experts in routes.groupby("layer"):
+        shares = keep.by_layer(int(layer))[experts["expert"]].mean(1)
+        lost = experts["p"] @ (1 - shares) / experts["p"].sum()
+        each = zip(experts["expert"], experts["p"], shares, strict=True)
+        served = [
+            f"{expert} (p {p:.2f}, {share:.0%} kept)" for expert, p, share in each
+        ]
+        rows.append([f"{layer}", ", ".join(served), _bar(1 - lost)])
+    names = ["layer", "experts that serve the token", "share of their atoms kept"]
+    return rows_html("The token in all layers, weighted by the router", names, rows)
 
 
 # --- views: an atom ---------------------------------------------------------------

@@ -140,7 +140,8 @@ def test_continuations_that_agree_or_end() -> None:
 
 def test_routing_is_told_in_text() -> None:
     """The experts of the token with what is left of them; each atom kept or pruned."""
-    keep = KeepMask.from_arrays({3: [[True, True], [True, False], [False, False]]})
+    parts = {3: [[True, True], [True, False], [False, False]], 4: [[True, False]] * 10}
+    keep = KeepMask.from_arrays(parts)
     columns = ["layer", "position", "token", "expert", "p"]
     routes = [
         (3, 0, "<", 2, 1.0),
@@ -165,6 +166,8 @@ def test_routing_is_told_in_text() -> None:
         ["1", "0.2500", "50.0% ", "1 of 2"],
         ["1", "0", "-2", "0.5", "40.0%", "✓ kept"],
         ["1", "1", "+1", "0.25", "20.0%", "✗ pruned"],
+        ["3", "0 (p 0.50, 100% kept), 1 (p 0.25, 50% kept)", "83.3% "],
+        ["4", "9 (p 1.00, 50% kept)", "50.0% "],
     ]
     assert marked(page) == ["b"]
     assert 'title="position 0">&lt;</span>' in page
