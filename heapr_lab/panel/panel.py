@@ -201,7 +201,10 @@ class Explorer(ipw.VBox):
         self._show_layers()
 
     def _reweighted(self) -> None:
-        """Follow the switch of the weights; the mask stays."""
+        """Follow the switch of the weights; the mask stays, unless it met a target."""
+        if self.controls.to_target:
+            self.refresh()
+            return
         self.export.refresh()
         self._refresh_tab()
         if not self.error.value:

@@ -8,7 +8,7 @@ import bisect
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -361,11 +361,11 @@ class PruningSession:
         """
         score, found = self._score_of(self.keep), {}
         known = set(self.measured()["dataset"])
-        for corpus, points in self._points_for_fit().groupby("dataset", sort=False):
-            scores = points["summed_score"].astype(float)
-            if corpus not in known and not scores.min() <= score <= scores.max():
-                ratios = points["achieved_ratio"].astype(float)
-                found[str(corpus)] = float(ratios.min()), float(ratios.max())
+        for corpus, points, damage in self._fits():
+            if corpus not in known and damage.extrapolates(score):
+                fitted = points[points["summed_score"].gt(0)]  # the others are ignored
+                ratios = fitted["achieved_ratio"].astype(float)
+                found[corpus] = float(ratios.min()), float(ratios.max())
         return found
 
     def predicted_curve(self, ratios: Sequence[float]) -> pd.DataFrame:
@@ -376,23 +376,28 @@ class PruningSession:
         )
 
     def _predicted(self, keeps: Iterable[KeepMask]) -> pd.DataFrame:
-        rows, points = [], self._points_for_fit()
+        rows, fits = [], list(self._fits())
         # Without points no mask of `keeps`, which may be a generator, is made.
         scored = [
             (keep.achieved_ratio, self._score_of(keep))
-            for keep in (() if points.empty else keeps)
+            for keep in (keeps if fits else ())
         ]
-        for corpus, part in points.groupby("dataset", sort=False):
-            try:
-                damage = _fitted(_measured(part))
-            except SpecError:  # `describe_prediction` says what is wrong
-                continue
+        for corpus, _, damage in fits:
             for ratio, score in scored:
                 rows.append(
                     (corpus, ratio, float(damage.predict(score)), damage.spread)
                 )
         columns = ["dataset", "ratio", "delta_nll", "spread"]
         return pd.DataFrame(rows, columns=columns)
+
+    def _fits(self) -> Iterator[tuple[str, pd.DataFrame, DamageMap]]:
+        """Each corpus with a prediction, its points, and the curve through them."""
+        points = self._points_for_fit()
+        for corpus, part in points.groupby("dataset", sort=False):
+            try:
+                yield str(corpus), part, _fitted(_measured(part))
+            except SpecError:  # `describe_prediction` says what is wrong
+                continue
 
     def _points_for_fit(self, selection: Selection | None = None) -> pd.DataFrame:
         """Points with the same settings, of corpora with enough for a prediction."""

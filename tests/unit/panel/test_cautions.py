@@ -172,3 +172,27 @@ def test_cautions_follow_the_controls() -> None:
     panel.controls.ratio.value = "90"
     assert panel.cautions.value == ""
     assert cautions_html(["<b>"]).count("&lt;b&gt;") == 1
+
+
+@pytest.mark.parametrize("losses", [(-0.1, -0.2), (0.0, 0.0)])
+def test_nothing_is_beyond_where_nothing_is_predicted(
+    losses: tuple[float, float],
+) -> None:
+    """Of points without a rise no curve can be fitted, and none is spoken of."""
+    session = PruningSession(random_table(2, 4, 16))
+    pointed(session, 0.25, 0.5)
+    session.points["delta_nll"] = losses
+    session.choose(Selection(0.75))
+    assert session.predictions().empty
+    assert session.describe_prediction().startswith("No prediction on ptb")
+    assert session.beyond_measured() == {}
+
+
+def test_points_that_the_curve_ignores_bound_nothing() -> None:
+    """Experts without tokens have the score 0, which no curve goes through."""
+    session = PruningSession(random_table(2, 4, 16))
+    pointed(session, 0.1, 0.25, 0.5)
+    session.points.loc[0, "summed_score"] = 0.0
+    session.choose(Selection(0.2))
+    assert "outside their range" in session.describe_prediction()
+    assert session.beyond_measured() == {"ptb": (0.25, 0.5)}

@@ -247,3 +247,18 @@ def test_the_chart_predicts_what_is_chosen_while_it_is_seen(foretold: Explorer) 
     assert len(predicted()) == 1
     foretold.controls.ratio.value = "40"  # nothing is chosen
     assert predicted() == []
+
+
+def test_a_target_is_solved_anew_for_other_weights(foretold: Explorer) -> None:
+    """A ratio solved for masked weights is not shown as one of compensated ones."""
+    press_evaluate(foretold, 0.2, 0.6)
+    foretold.controls.budget.value = TARGET
+    foretold.controls.rise.value = true_loss(foretold.session, 0.4)
+    solved = foretold.controls.ratio.value
+    assert foretold.error.value == ""
+    foretold.weights.weights.value = "compensated"
+    assert "no prediction" in foretold.error.value
+    assert "infeasible" in foretold.status.value
+    foretold.weights.weights.value = "unchanged"
+    assert foretold.error.value == ""
+    assert foretold.controls.ratio.value == solved
