@@ -138,15 +138,15 @@ def judged_on_own(corpora: Iterable[str], calibration: Calibration) -> str:
     """Whether a model was only judged on the kind of text that it was calibrated on.
 
     Args:
-        corpora: those that it was evaluated on.
+        corpora: those that its loss was measured on; tasks are not among them.
         calibration: what its atoms were measured on.
     """
     judged = set(corpora)
     if not judged or not judged <= set(_calibrated_on(calibration.corpus)):
         return ""
     return (
-        f"Evaluated only on what it was calibrated on, {calibration.corpus}: other "
-        "text usually loses more. Evaluate another corpus as well."
+        f"Perplexity was only measured on what was calibrated on, {calibration.corpus}"
+        ": other text usually loses more. Evaluate another corpus as well."
     )
 
 
