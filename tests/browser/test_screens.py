@@ -72,7 +72,7 @@ def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
     panel.is_ready()
     page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
     page.screenshot(path=shots / "choose.png")
-    page.set_viewport_size({"width": 1280, "height": 1400})
+    page.set_viewport_size({"width": 1280, "height": 3000})
     output = panel.root.locator(".jp-OutputArea-output").first
     panel.open("Evaluate")
     panel.picture.evaluate("image => image.decode()")
