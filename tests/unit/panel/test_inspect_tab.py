@@ -167,7 +167,9 @@ def test_tab_shows_routing(tab: InspectTab) -> None:
     own = tab.routes.query("layer == 1 and position == 6")
     rows = cells(tab.routed.value)
     assert [int(row[0]) for row in rows[:2]] == own["expert"].tolist()
-    assert [int(row[1]) for row in rows[2:]] == tab.atoms["atom"].tolist()
+    atoms, layers = rows[2 : 2 + len(tab.atoms)], rows[2 + len(tab.atoms) :]
+    assert [int(row[1]) for row in atoms] == tab.atoms["atom"].tolist()
+    assert [int(row[0]) for row in layers] == sorted(set(tab.routes["layer"]))
     assert marked(tab.routed.value) == [passage.tokens[6].replace("<", "&lt;")]
 
 
