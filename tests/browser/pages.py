@@ -268,3 +268,12 @@ def panels(page: Page) -> tuple[Panel, Panel]:
     """The quick panel and the slow one."""
     cells = page.locator(".jp-Notebook .jp-Cell")
     return Panel(cells.nth(0)), Panel(cells.nth(1))
+
+
+def use_theme(page: Page, name: str) -> None:
+    """Choose a theme, and wait for its colours."""
+    command = (
+        "name => jupyterapp.commands.execute('apputils:change-theme', {theme: name})"
+    )
+    page.evaluate(command, name)
+    expect(page.locator("body")).to_have_attribute("data-jp-theme-name", name)

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from browser.pages import N_ATOMS, TIMEOUT, nameless, panels, pixels
+from browser.pages import N_ATOMS, TIMEOUT, nameless, panels, pixels, use_theme
 from transformers import AutoModelForCausalLM
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -33,7 +33,8 @@ def test_a_key_a_drag_and_typing_move_the_picture(page: "sync_api.Page") -> None
     expect(panel.counts).to_contain_text(f"{N_ATOMS * 3 // 4} of {N_ATOMS} kept")
     expect(panel.handle).to_have_attribute("aria-valuetext", "25")
     page.mouse.move(0, 0)
-    assert abs(panel.pixels() - shown).max() == 0
+    # Not 0: the page may have moved by a part of a pixel.
+    assert abs(panel.pixels() - shown).max() < 0.1
 
 
 def test_every_value_can_be_set_without_a_mouse(page: "sync_api.Page") -> None:
@@ -125,7 +126,7 @@ def test_inspects_a_text(page: "sync_api.Page") -> None:
     panel.button("Compare losses").click()
     expect(panel.root.get_by_text("tokens hurt most")).to_be_visible(timeout=TIMEOUT)
     panel.button("Show routing").click()
-    expect(panel.root.get_by_role("table")).to_have_count(4, timeout=TIMEOUT)
+    expect(panel.root.get_by_role("table")).to_have_count(5, timeout=TIMEOUT)
     panel.button("Generate").click()
     expect(panel.button("Generate")).to_be_enabled(timeout=TIMEOUT)
     assert panel.root.get_by_role("alert").count() == 0
@@ -336,7 +337,7 @@ def test_two_panels_at_once_and_cancel_in_the_middle(page: "sync_api.Page") -> N
     panel.changes_from(before)
     assert slow.ratio_shown() == ratio
     expect(slow.button("Evaluate")).to_be_disabled()
-    slow.button("Cancel").click()
+    slow.button("Cancel").first.click()  # the other is that of Sweep
     expect(slow.root.get_by_text("cancelled")).to_be_visible()
     expect(slow.button("Evaluate")).to_be_enabled()
     expect(slow.root.get_by_role("row")).to_have_count(0)
@@ -374,15 +375,6 @@ def test_is_painted_in_both_themes(
     output = panel.root.locator(".jp-OutputArea-output").first
     assert output.evaluate("node => node.scrollWidth <= node.clientWidth")
     page.screenshot(path=shots / f"lab-{theme.lower()}-{width}.png")
-
-
-def use_theme(page: "sync_api.Page", name: str) -> None:
-    """Choose a theme, and wait for its colours."""
-    command = (
-        "name => jupyterapp.commands.execute('apputils:change-theme', {theme: name})"
-    )
-    page.evaluate(command, name)
-    expect(page.locator("body")).to_have_attribute("data-jp-theme-name", name)
 
 
 def test_every_key_gives_a_picture(page: "sync_api.Page") -> None:

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
-from browser.pages import panels
+from browser.pages import panels, use_theme
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 pytestmark = pytest.mark.browser
 
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
-_THEME = "jupyterapp.commands.execute('apputils:change-theme', {{theme: '{}'}})"
 _WIDE = "node => node.scrollWidth - node.clientWidth"
 
 
@@ -18,8 +17,9 @@ _WIDE = "node => node.scrollWidth - node.clientWidth"
 def other(page: "sync_api.Page") -> Iterator["sync_api.Page"]:
     """The page, whose theme and size are put back."""
     size = page.viewport_size
+    use_theme(page, "JupyterLab Light")
     yield page
-    page.evaluate(_THEME.format("JupyterLab Light"))
+    use_theme(page, "JupyterLab Light")
     page.set_viewport_size(size)
 
 
@@ -28,7 +28,7 @@ def test_pictures_are_dark_in_a_dark_theme(other: "sync_api.Page") -> None:
     panel, _ = panels(other)
     light = panel.pixels()
     assert light.mean() > 0.8
-    other.evaluate(_THEME.format("JupyterLab Dark"))
+    use_theme(other, "JupyterLab Dark")
     expect(panel.picture).to_have_css("filter", "invert(0.88) hue-rotate(180deg)")
     dark = panel.pixels()
     assert dark.mean() < 0.35

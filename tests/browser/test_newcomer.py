@@ -83,7 +83,8 @@ def test_from_nothing_to_a_smaller_model(
     expect(written).to_be_visible(timeout=TIMEOUT)
 
     shown = run_cell(page, 1, RELOAD)
-    expect(shown.root.get_by_text("parameters are left")).to_be_visible(timeout=TIMEOUT)
+    left = shown.root.locator(".jp-OutputArea").get_by_text("parameters are left")
+    expect(left).to_be_visible(timeout=TIMEOUT)
     card = shown.root.locator(".jp-RenderedMarkdown")
     row = card.get_by_role("row")
     expect(row.filter(has_text="reloaded")).to_contain_text("Δ nll = 0.0000")
