@@ -1,10 +1,11 @@
-"""What experts and their atoms respond to: the atoms of a token, their contexts.
+"""What experts and their atoms respond to: the atoms of tokens, their contexts.
 
 Shapes: I d_inter; n routed rows of a call, sorted by expert.
 Letters: h atom activation, p routing weight, w_down column of W_down. Atom k adds
 p · h_k · w_down_k to the output of its layer for a token.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,14 +60,68 @@ def atoms_of_token(
             f"position is {position}, expected 0 to {len(passage.tokens) - 1}: the "
             f"text has {len(passage.tokens)} tokens"
         )
-    observer = _AtToken(position)
+    observer = _AtTokens([position])
     observe(model, passage, [chosen], [observer])
-    frame = pd.concat([_atoms(chosen, *row) for row in observer.rows])
-    frame["contribution"] = (frame["p"] * frame["h"]).abs() * frame["w_down_norm"]
-    frame["share"] = frame["contribution"] / frame["contribution"].sum()
+    frame = _contributions(chosen, observer.rows[position])
     order = ["contribution", "expert", "atom"]
     frame = frame.sort_values(order, ascending=[False, True, True], ignore_index=True)
     return frame.head(n)
+
+
+def atoms_at_tokens(
+    model: nn.Module,
+    windows: CalibrationSet,
+    places: pd.DataFrame,
+    *,
+    layer: int,
+    n: int = 20,
+) -> pd.DataFrame:
+    """The atoms that add most to a layer's output at several tokens.
+
+    The share of an atom is that of `atoms_of_token`, 0 where the token is not routed to
+    its expert, and the mean over the tokens. One forward pass over their windows.
+
+    Args:
+        model: the dense model.
+        windows: that the tokens are in.
+        places: columns window and position, a row for each token.
+        layer: index of a MoE layer.
+        n: number of atoms to return.
+
+    Returns:
+        Columns expert, atom, n_tokens (that are routed to its expert), share; largest
+        first. Empty if `places` is.
+
+    Raises:
+        SpecError: there is no such layer.
+    """
+    chosen, parts = _layer_of(model, layer), []
+    for window, own in places.groupby("window"):
+        observer = _AtTokens(own["position"].tolist())
+        with evaluating(model), observed([chosen], [observer]):
+            final_states(model, windows.ids[[window]])
+        parts += [_contributions(chosen, rows) for rows in observer.rows.values()]
+    columns = ["expert", "atom", "n_tokens", "share"]
+    if not parts:
+        return pd.DataFrame(columns=columns)
+    atoms = pd.concat(parts).groupby(["expert", "atom"])["share"]
+    frame = atoms.agg(n_tokens="count", share="sum").reset_index()
+    frame["share"] /= len(parts)
+    order = ["share", "expert", "atom"]
+    frame = frame.sort_values(order, ascending=[False, True, True], ignore_index=True)
+    return frame[columns].head(n)
+
+
+_Row = tuple[int, float, np.ndarray]
+"""Expert, p, and h (I,) of a token in one of its experts."""
+
+
+def _contributions(layer: ExpertsLayer, rows: Sequence[_Row]) -> pd.DataFrame:
+    """The atoms of all experts that one token is routed to, with their lengths."""
+    frame = pd.concat([_atoms(layer, *row) for row in rows])
+    frame["contribution"] = (frame["p"] * frame["h"]).abs() * frame["w_down_norm"]
+    frame["share"] = frame["contribution"] / frame["contribution"].sum()
+    return frame
 
 
 def _atoms(layer: ExpertsLayer, expert: int, p: float, h: np.ndarray) -> pd.DataFrame:
@@ -83,21 +138,20 @@ def _atoms(layer: ExpertsLayer, expert: int, p: float, h: np.ndarray) -> pd.Data
     )
 
 
-class _AtToken:
-    """Records the activations of the experts that one token is routed to."""
+class _AtTokens:
+    """Records the activations of the experts that some tokens are routed to."""
 
-    def __init__(self, position: int) -> None:
-        self.position = position
-        self.rows: list[tuple[int, float, np.ndarray]] = []
-        """Expert, p, and h (I,)."""
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.rows: dict[int, list[_Row]] = {position: [] for position in positions}
 
     def observe(
         self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
     ) -> None:
-        """Record those of the token in one call."""
+        """Record those of the tokens in one call."""
         experts = routed_experts(tokens)
-        for row in (rows == self.position).nonzero()[:, 0].tolist():
-            self.rows.append((int(experts[row]), float(p[row]), as_float64(h[row])))
+        for position, own in self.rows.items():
+            for row in (rows == position).nonzero()[:, 0].tolist():
+                own.append((int(experts[row]), float(p[row]), as_float64(h[row])))
 
 
 def top_contexts(

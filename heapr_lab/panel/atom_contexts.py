@@ -51,6 +51,20 @@ def find_contexts(
     return found, f"Searched: {windows.n_sequences} windows of {windows.label}."
 
 
+def find_companions(
+    bench: "Workbench", calibration: Calibration, contexts: pd.DataFrame, *, layer: int
+) -> pd.DataFrame:
+    """The atoms of a layer that fire at the tokens of `find_contexts`.
+
+    Returns:
+        The frame of `activations.atoms_at_tokens`.
+    """
+    from heapr_lab.evaluation.activations import atoms_at_tokens
+
+    windows = bench.calibration_set(calibration)
+    return atoms_at_tokens(bench.model, windows, contexts, layer=layer)
+
+
 def place_text(place: Mapping[str, int]) -> str:
     """For example `layer 0, expert 1, atom 2`."""
     return ", ".join(f"{name} {number}" for name, number in place.items())

@@ -14,12 +14,13 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.atom_contexts import find_contexts, place_text
+from heapr_lab.panel.atom_contexts import find_companions, find_contexts, place_text
 from heapr_lab.panel.compare_tab import Pin
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
+    companions_html,
     contexts_html,
     continuations_html,
     left_out_html,
@@ -76,13 +77,15 @@ class InspectTab(ipw.VBox):
         map: the section with the map of experts.
         why: the section that attributes the change of the loss.
         losses: the last result of `passages.token_losses`; likewise `routes`, `atoms`,
-            `contexts` and `continuations` (dense, pruned).
+            `contexts`, `companions` (the atoms that fire there) and `continuations`
+            (dense, pruned).
     """
 
     losses: pd.DataFrame | None = None
     routes: pd.DataFrame | None = None
     atoms: pd.DataFrame | None = None
     contexts: pd.DataFrame | None = None
+    companions: pd.DataFrame | None = None
     continuations: tuple[pd.DataFrame, pd.DataFrame] | None = None
 
     def __init__(
@@ -169,7 +172,8 @@ class InspectTab(ipw.VBox):
         self.show_contexts = Job(
             "Show contexts",
             self._work_contexts,
-            tooltip="where in the calibration corpus the atom is most active",
+            tooltip="where in the calibration corpus the atom is most active, and what "
+            "else is there",
         )
         self.contexts_view = Shown(lambda: self._asked(*self._boxes))
 
@@ -340,6 +344,11 @@ class InspectTab(ipw.VBox):
             f"{searched} Masked model: {pruned}."
         )
         view = contexts_html(self.contexts, summary=summary)
+        layer = place["layer"]
+        self.companions = find_companions(
+            self._bench, calibration, self.contexts, layer=layer
+        )
+        view += companions_html(self.companions, keep.by_layer(layer), layer=layer)
         self.contexts_view.show(view, asked)
 
     # --- what they work on --------------------------------------------------------

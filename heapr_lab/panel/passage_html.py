@@ -363,6 +363,34 @@ def _layers_table(routes: pd.DataFrame, keep: KeepMask) -> str:
 # --- views: an atom ---------------------------------------------------------------
 
 
+def companions_html(atoms: pd.DataFrame, kept: np.ndarray, *, layer: int) -> str:
+    """The atoms that fire where one atom is most active; nothing if it never is.
+
+    Args:
+        atoms: as `activations.atoms_at_tokens` has them.
+        kept: whether each atom of the layer is kept, (experts, atoms).
+        layer: that they are in.
+    """
+    if atoms.empty:
+        return ""
+    rows = [
+        [
+            f"{row.expert}",
+            f"{row.atom}",
+            f"{row.n_tokens}",
+            f"{row.share:.1%}",
+            _kept(kept[row.expert, row.atom]),
+        ]
+        for row in atoms.itertuples()
+    ]
+    names = ["expert", "atom", "tokens in its expert", "mean share of all", "mask"]
+    caption = (
+        f"The {len(rows)} atoms of layer {layer} that add most to its output at these "
+        "tokens"
+    )
+    return rows_html(caption, names, rows)
+
+
 def contexts_html(contexts: pd.DataFrame, *, summary: str) -> str:
     """The tokens that activate an atom, or an expert, most, in their contexts.
 

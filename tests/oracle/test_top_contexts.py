@@ -12,7 +12,11 @@ from keeps import full_keep
 from text_models import CLOSE, FAMILIES, TEXT, atoms_by_hand, experts_calls, model_of
 from tiny_folder import D_VOCAB
 
-from heapr_lab.evaluation.activations import atoms_of_token, top_contexts
+from heapr_lab.evaluation.activations import (
+    atoms_at_tokens,
+    atoms_of_token,
+    top_contexts,
+)
 from heapr_lab.evaluation.passages import Passage, read_passage, token_losses
 from heapr_lab.evaluation.routing import routing
 from heapr_lab.models.experts import find_experts
@@ -55,6 +59,32 @@ def test_top_contexts(
     for row in found.itertuples():
         around = ids[row.window, max(0, row.position - 3) : row.position + 4]
         assert row.before + row.token + row.after == tokenizer.decode(around)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_atoms_at_tokens(family: str) -> None:
+    """The mean over the tokens of what a loop over all atoms finds, largest first."""
+    model = model_of(family)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
+    layer = find_experts(model)[0].layer
+    places = pd.DataFrame({"window": [3, 0, 3, 4], "position": [10, 2, 4, 0]})
+    every = atoms_by_hand(model, ids).query("layer == @layer")
+    size = (every["p"] * every["h"]).abs() * every["w_down_norm"]
+    every["share"] = size / size.groupby(every["place"]).transform("sum")
+    own = every[every["place"].isin(11 * places["window"] + places["position"])]
+    atoms = own.groupby(["expert", "atom"])["share"]
+    wanted = pd.DataFrame({"n_tokens": atoms.count(), "share": atoms.sum() / 4})
+    windows = CalibrationSet.from_ids(ids)
+
+    found = atoms_at_tokens(model, windows, places, layer=layer, n=10**6)
+
+    assert found["share"].is_monotonic_decreasing
+    assert found["share"].sum() == pytest.approx(1)
+    found = found.set_index(["expert", "atom"]).sort_index()
+    pd.testing.assert_frame_equal(found, wanted, check_dtype=False, rtol=1e-6)
+    some = atoms_at_tokens(model, windows, places, layer=layer, n=3)
+    assert some["share"].tolist() == found["share"].nlargest(3).tolist()
+    assert atoms_at_tokens(model, windows, places[:0], layer=layer).empty
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,7 +149,8 @@ def test_the_end_of_the_path_is_a_frame(tokenizer: Any, tmp_path: Path) -> None:
         token_losses(model, passage, keep=full_keep(model)),
         routing(model, passage),
         atoms_of_token(model, passage, layer=0, position=1),
-        top_contexts(model, windows, tokenizer=tokenizer, **asked),
+        contexts := top_contexts(model, windows, tokenizer=tokenizer, **asked),
+        atoms_at_tokens(model, windows, contexts, layer=0),
     ):
         frame.to_parquet(tmp_path / "trace.parquet")
         assert frame.index.equals(pd.RangeIndex(len(frame)))

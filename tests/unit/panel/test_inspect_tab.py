@@ -195,7 +195,17 @@ def test_tab_shows_contexts(tab: InspectTab) -> None:
     assert boxes == (best["layer"], best["expert"], best["atom"])
     press(tab.show_contexts)
     assert tab.contexts is not None
-    assert len(cells(tab.contexts_view.value)) == len(tab.contexts) > 0
+    assert tab.companions is not None
+    rows = cells(tab.contexts_view.value)
+    assert len(rows) == len(tab.contexts) + len(tab.companions)
+    places = tab.contexts[["window", "position"]].astype(str).agg(":".join, axis=1)
+    assert [row[2] for row in rows[: len(places)]] == places.tolist()
+    own = tab.companions.set_index(["expert", "atom"])
+    assert own.loc[(boxes[1], boxes[2]), "n_tokens"] == len(tab.contexts) > 0
+    kept = keep.by_layer(boxes[0])
+    for row in rows[len(places) :]:
+        is_kept = kept[int(row[0]), int(row[1])]
+        assert row[-1] == ("✓ kept" if is_kept else "✗ pruned")
     windows = bench_of(tab).calibration_set(tab.session.calibration).ids
     for row in tab.contexts.itertuples():
         token = bench_of(tab).tokenizer.decode(windows[row.window, row.position])
