@@ -10,6 +10,7 @@ import pytest
 # Set before anything imports torch, transformers or matplotlib, which read them once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HEAPR_LAB_PROGRESS"] = "0"
+os.environ["HEAPR_LAB_RESUME"] = "0"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "Agg"

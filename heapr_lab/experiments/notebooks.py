@@ -249,11 +249,15 @@ def _client(notebook: nbformat.NotebookNode, path: Path, timeout: float) -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a kernel: inline figures, no progress bars, fixed hashes."""
+    """The environment of a kernel: inline figures, no progress bars, fixed hashes.
+
+    Panels open as they are for everybody, without the last session on this machine.
+    """
     inherited = os.environ.get("PYTHONPATH")
     folders = [str(paths.project_dir()), *([inherited] if inherited else [])]
     return os.environ | {
         "HEAPR_LAB_PROGRESS": "0",
+        "HEAPR_LAB_RESUME": "0",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",

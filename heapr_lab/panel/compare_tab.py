@@ -2,7 +2,7 @@
 
 import itertools
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from heapr_lab.panel.badges import badge
 from heapr_lab.panel.comparison_latex import comparison_latex
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import alert, status
+from heapr_lab.panel.latency import Latency
 from heapr_lab.panel.looks import PICTURE
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
@@ -55,6 +56,7 @@ _AXES = {
     "bytes saved": "bytes_reduction",
     "FLOPs saved": "flops_reduction",
     "FLOPs of the routed experts saved": "routed_flops_reduction",
+    "decoding time saved": "latency_reduction",
 }
 """What Δloss is drawn against, by the names in the list."""
 _LABELS = {column: name for name, column in _AXES.items()}
@@ -64,6 +66,7 @@ _SHORT = {
     "bytes_reduction": "bytes saved",
     "flops_reduction": "FLOPs saved",
     "routed_flops_reduction": "routed FLOPs saved",
+    "latency_reduction": "decoding time saved, measured here",
 }
 """Short names of columns."""
 
@@ -81,7 +84,11 @@ class CompareTab(ipw.VBox):
     """Pins the current selection, runs methods, shows all of them and exports them."""
 
     def __init__(
-        self, session: PruningSession, *, corpora: Sequence[str] = ("pydocs",)
+        self,
+        session: PruningSession,
+        *,
+        corpora: Sequence[str] = ("pydocs",),
+        on_pins: Callable[[], None] = lambda: None,
     ) -> None:
         """Lay the tab out for `session`; nothing is pinned.
 
@@ -89,8 +96,9 @@ class CompareTab(ipw.VBox):
             session: whose selections and model are compared.
             corpora: on whose test splits methods can be measured, and on which the
                 current selection can be calibrated instead.
+            on_pins: called when there are other pins.
         """
-        self.session = session
+        self.session, self._on_pins = session, on_pins
         self.pins: list[Pin] = []
         self.runs = MethodRuns(
             session, corpora=corpora, show=self.refresh, hide=self._failed
@@ -110,6 +118,11 @@ class CompareTab(ipw.VBox):
             options=[*_AXES.items()], description="Δloss against", style=WHOLE_LABEL
         )
         self.axis.observe(self._redraw, names="value")
+        self.latency = Latency(
+            session,
+            pins=lambda: [(pin.selection, pin.way) for pin in self.pins],
+            show=self.refresh,
+        )
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "900px"}
         )
@@ -133,7 +146,7 @@ class CompareTab(ipw.VBox):
                 ipw.HBox([self.label, self.pin_button, self.clear_button], layout=wrap),
                 self.runs,
                 self.message,
-                self.axis,
+                ipw.HBox([self.axis, self.latency], layout=wrap),
                 self.chart,
                 self.table,
                 ipw.HBox([self.folder, self.export_button], layout=wrap),
@@ -162,6 +175,7 @@ class CompareTab(ipw.VBox):
         self.pins = pins
         self.label.value = _next_label(pins)
         self.refresh()
+        self._on_pins()
 
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
@@ -212,6 +226,8 @@ class CompareTab(ipw.VBox):
                 names = ("parameter", "bytes", "flops", "routed_flops")
                 row |= {f"{n}_reduction": _reduction(saved, n) for n in names}
                 row["seq_len"] = int(saved["seq_len"].iloc[0])
+            if (pin.selection, pin.way) in self.latency.saved:
+                row["latency_reduction"] = self.latency.saved[pin.selection, pin.way]
             rows.append(row | _measured(self.session.points, pin))
         return pd.DataFrame([*rows, *self.runs.rows])
 
@@ -375,10 +391,11 @@ def _plot_layers(ax: Axes, layers: pd.DataFrame) -> None:
 def _plot_losses(ax: Axes, frame: pd.DataFrame, axis: str) -> None:
     """Δloss against the savings, with the Pareto front of each corpus.
 
-    Without evaluations there are only the savings, and without sizes only atoms.
+    Without evaluations there are only the savings; where no row has what is saved of
+    `axis`, there are the atoms removed, and rows that alone lack it are left out.
     """
     names = [str(name) for name in frame.columns if str(name).startswith("Δloss ")]
-    known = axis in frame and bool(frame[axis].notna().all())
+    known = axis in frame and bool(frame[axis].notna().any())
     across = frame[axis if known else "achieved_ratio"].astype(float)
     drawn = frame[names] if names else pd.DataFrame({"": 0.0}, index=frame.index)
     for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
@@ -389,7 +406,9 @@ def _plot_losses(ax: Axes, frame: pd.DataFrame, axis: str) -> None:
         ax.plot(best["x"], best["y"], color="0.6", lw=1, zorder=0)
         shown = corpus.removeprefix("Δloss ")
         ax.plot([], [], marker, color="0.4", ls="none", label=shown or "_nolegend_")
-    ax.set_xlabel(_LABELS[axis] if known else "atomic experts removed")
+    n_without = int(across.isna().sum())
+    without = f"; unknown of {n_without}, left out" if n_without else ""
+    ax.set_xlabel(f"{_LABELS[axis]}{without}" if known else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set_ylabel(f"measured Δloss [{PER_TOKEN}] ↓" if names else "not evaluated yet")
     ax.margins(0.15)
@@ -400,7 +419,7 @@ def _plot_losses(ax: Axes, frame: pd.DataFrame, axis: str) -> None:
 def on_front(saved: pd.Series, losses: pd.Series) -> pd.Series:
     """Which rows no other one beats: saves as much at a lower loss, or more at as low.
 
-    Rows without a loss are on no front.
+    Rows without a loss, or without what is saved, are on no front.
 
     Example:
         >>> saved, losses = pd.Series([0.2, 0.3, 0.1]), pd.Series([0.5, 0.4, 0.1])
@@ -410,7 +429,8 @@ def on_front(saved: pd.Series, losses: pd.Series) -> pd.Series:
     x, y = saved.to_numpy(), losses.to_numpy()
     no_worse = (x[None] >= x[:, None]) & (y[None] <= y[:, None])
     better = (x[None] > x[:, None]) | (y[None] < y[:, None])
-    return pd.Series(~(no_worse & better).any(1) & ~np.isnan(y), index=saved.index)
+    known = ~(np.isnan(x) | np.isnan(y))
+    return pd.Series(~(no_worse & better).any(1) & known, index=saved.index)
 
 
 def _html_table(frame: pd.DataFrame) -> str:

@@ -12,6 +12,7 @@ _SHARES = {
     "bytes_reduction": "bytes saved [%] ↑",
     "flops_reduction": "FLOPs saved [%] ↑",
     "routed_flops_reduction": "routed FLOPs saved [%] ↑",
+    "latency_reduction": "decoding time saved [%] ↑",
 }
 """Columns that are shares, with the names that they get."""
 _LEFT_OUT = ["ratio", "seq_len", "method"]

@@ -141,6 +141,27 @@ class Job(ipw.VBox):
         self.cancel_button.disabled = not running
 
 
+class Soon:
+    """Does something once, some time after the last of several requests."""
+
+    def __init__(self, work: Callable[[], None], seconds: float) -> None:
+        """Nothing is asked for yet.
+
+        Args:
+            work: called in a thread.
+            seconds: from the last request to the call.
+        """
+        self._work, self._seconds = work, seconds
+        self._timer = threading.Timer(seconds, work)
+
+    def again(self) -> None:
+        """Ask for it; what was asked for before and has not begun is not done."""
+        self._timer.cancel()
+        self._timer = threading.Timer(self._seconds, self._work)
+        self._timer.daemon = True
+        self._timer.start()
+
+
 class Shown(ipw.VBox):
     """A result with the settings it was made with, grey once these have changed."""
 

@@ -5,7 +5,7 @@ no torch.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import ipywidgets as ipw
@@ -27,6 +27,7 @@ from heapr_lab.panel.expert_values import (
     summed,
     traffic,
 )
+from heapr_lab.panel.help import label_of
 from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
 from heapr_lab.panel.passage_html import contexts_html
 from heapr_lab.panel.session import PruningSession
@@ -219,6 +220,54 @@ class MapSection(ipw.VBox):
             pin = self._pinned()
             for note in pin.way.notes(pin.selection.estimator):
                 yield f"Pin {pin.label}: {note}"
+
+    # --- in a session's file ----------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `show_state` shows again: values of the controls, by their names."""
+        return {
+            "variable": self.variable.value,
+            "order": self.order.value,
+            "pin": self.pin.value or 0,
+            "layer": self.layer.value,
+            "expert": self.expert.value,
+        }
+
+    def check_state(self, state: Mapping[str, Any], *, n_pins: int) -> None:
+        """Check that the controls have these values.
+
+        Raises:
+            SpecError: one has not.
+        """
+        for box in (self.variable, self.order):
+            value = state["variable" if box is self.variable else "order"]
+            if value not in box.options:
+                raise SpecError(
+                    f"{label_of(box)} is {value!r}, expected one of "
+                    f"{', '.join(box.options)}"
+                )
+        limits = {
+            "pin": (0, max(0, n_pins - 1)),
+            "layer": (self.layer.min, self.layer.max),
+            "expert": (self.expert.min, self.expert.max),
+        }
+        for name, (least, most) in limits.items():
+            if not least <= state[name] <= most:
+                raise SpecError(
+                    f"{name} of the map is {state[name]}, expected {least} to {most}"
+                )
+
+    def show_state(self, state: Mapping[str, Any]) -> None:
+        """Show what a session has; the atom that is looked at stays."""
+        self._offer_pins()
+        self._linking = True
+        self.variable.value, self.order.value = state["variable"], state["order"]
+        self.layer.value, self.expert.value = state["layer"], state["expert"]
+        if self._pins():
+            self.pin.value = state["pin"]
+        self._linking = False
+        self.refresh()
 
     # --- the chosen expert ------------------------------------------------------------
 

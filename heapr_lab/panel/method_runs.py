@@ -138,20 +138,21 @@ def _row(dense: pd.Series, rows: pd.DataFrame, losses: pd.Series) -> dict[str, A
     }
 
 
-def take_turns(job: Job, jobs: Iterable[Job]) -> None:
-    """Let `job` run only while no other of `jobs` does, and the other way round.
+def take_turns(alone: Sequence[Job], jobs: Iterable[Job]) -> None:
+    """Let each of `alone` run only while no other of `jobs` does; the others wait.
 
-    A method that drops experts changes the model in all threads while it is measured.
+    A method that drops experts changes the model in all threads while it is measured,
+    and what is timed must not share the processor.
     """
 
     def busy(jobs: Sequence[Job]) -> str:
         running = [each.button.description for each in jobs if each.running]
         return f"wait until {running[0]} has ended, or cancel it" if running else ""
 
-    others = [other for other in jobs if other is not job]
-    job.blocked = functools.partial(busy, others)
-    for other in others:
-        other.blocked = functools.partial(busy, [job])
+    for job in (every := list(jobs)):
+        watched = every if job in alone else alone
+        others = [other for other in watched if other is not job]
+        job.blocked = functools.partial(busy, others)
 
 
 def jobs_in(widget: ipw.Widget) -> Iterator[Job]:

@@ -22,6 +22,7 @@ from heapr_lab.panel.header import header_html
 from heapr_lab.panel.help import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, failure, status
+from heapr_lab.panel.last_session import LastSession
 from heapr_lab.panel.looks import PICTURE, STALE, beside, panel_style
 from heapr_lab.panel.method_runs import jobs_in, take_turns
 from heapr_lab.panel.passage_html import table_html
@@ -58,6 +59,7 @@ class Explorer(ipw.VBox):
         controls: they set the selection.
         weights: the switch of how weights are made.
         files: saves and opens sessions.
+        last: the last session of the same table, kept in the cache.
         header: the line that says what the panel is of.
         cautions: what may be overlooked in the selection.
         copy: what a saved notebook shows without a kernel.
@@ -104,7 +106,7 @@ class Explorer(ipw.VBox):
         self.evaluation = EvaluateTab(
             session, corpora=corpora, tasks=tasks, on_points=self._on_points
         )
-        self.comparison = CompareTab(session, corpora=corpora)
+        self.comparison = CompareTab(session, corpora=corpora, on_pins=self._changed)
         self.inspection = InspectTab(session, pins=lambda: self.comparison.pins)
         self.export = ExportTab(session, self.weights)
         self.tabs = ipw.Tab(
@@ -127,7 +129,8 @@ class Explorer(ipw.VBox):
             ],
             titles=TABS,
         )
-        take_turns(self.comparison.runs.job, jobs_in(self.tabs))
+        alone = [self.comparison.runs.job, self.comparison.latency]
+        take_turns(alone, [self.foretell, *jobs_in(self.tabs)])
         self.files = SessionBar(
             session,
             self.controls,
@@ -136,8 +139,16 @@ class Explorer(ipw.VBox):
             weights=self.weights,
             refresh=self.refresh,
         )
+        self.last = LastSession(self.files)
         self.help = HelpSection()
-        top = [self.header, self.controls, self.weights, self.status, self.cautions]
+        top = [
+            self.header,
+            self.last,
+            self.controls,
+            self.weights,
+            self.status,
+            self.cautions,
+        ]
         shown = [*top, self.error, self.foretell, self.tabs, self.files, self.help]
         super().__init__([panel_style(), self.copy.hides, *shown])
         add_tooltips(self)
@@ -152,6 +163,12 @@ class Explorer(ipw.VBox):
 
     def _ipython_display_(self) -> None:
         self.copy.show(self)
+        self.last.follow()
+
+    def take_over(self, earlier: StaticCopy) -> None:
+        """Go on in the output of `earlier`, whose widget shows this panel now."""
+        self.copy.take_over(earlier)
+        self.last.follow()
 
     def _copied(self) -> dict[str, str]:
         """The picture and the numbers as they are, and all evaluated points."""
@@ -174,7 +191,11 @@ class Explorer(ipw.VBox):
         except Exception as error:  # an exception in an observer is not shown
             self._fail(error)
         self.foretell.layout.display = None if self._needs_points() else "none"
+        self._changed()
+
+    def _changed(self) -> None:
         self.copy.changed()
+        self.last.changed()
 
     def _show(self) -> None:
         session = self.session
@@ -210,7 +231,7 @@ class Explorer(ipw.VBox):
         if not self.error.value:
             self.status.value = status(self.session.describe())
             self._show_numbers()
-        self.copy.changed()
+        self._changed()
 
     def _refresh_tab(self, _change: Any = None) -> None:
         """Update the open tab, if that is expensive; hidden tabs wait."""
@@ -288,7 +309,7 @@ class Explorer(ipw.VBox):
             self._show_numbers()
         self.comparison.refresh()
         self.export.code.refresh()
-        self.copy.changed()
+        self._changed()
 
     def _fail(self, error: Exception) -> None:
         self.session.reject(error)
@@ -340,6 +361,7 @@ def explore(
     selection: Selection | None = None,
     calibration: Calibration | None = None,
     session: Path | str | None = None,
+    resume: bool = True,
 ) -> Explorer: ...
 
 
@@ -352,6 +374,7 @@ def explore(
     selection: Selection | None = None,
     calibration: Calibration | None = None,
     session: Path | str | None = None,
+    resume: bool = True,
 ) -> Explorer | PlannedPanel: ...
 
 
@@ -363,6 +386,7 @@ def explore(
     selection: Selection | None = None,
     calibration: Calibration | None = None,
     session: Path | str | None = None,
+    resume: bool = True,
 ) -> Explorer | PlannedPanel:
     """The panel of a model, or of a table alone.
 
@@ -380,6 +404,9 @@ def explore(
         calibration: what a workbench measures the importance on.
         session: a file that *Save session* wrote, in place of both: what it has is
             shown again.
+        resume: show the last session of the same table and test data again: pins,
+            evaluations, and the selection unless one is given; not of a
+            `PruningSession`, which has a state of its own.
 
     Raises:
         SpecError: `source` is of another type, or the session is not of its table.
@@ -387,6 +414,7 @@ def explore(
     Example:
         >>> explore("lab")  # doctest: +SKIP
     """
+    own_state = isinstance(source, PruningSession)
     saved = None if session is None else read_session(session)
     if saved is not None:
         selection, calibration = _first(saved, selection, calibration)
@@ -402,8 +430,10 @@ def explore(
         made = Explorer(own, **{k: v for k, v in here.items() if v is not None})
         if saved is not None:
             made.files.restore(saved)
+        elif resume and not own_state:
+            made.last.resume(selection)
         if after is not None:
-            made.copy.take_over(after)
+            made.take_over(after)
         return made
 
     known = ImportanceTable | PruningSession

@@ -1,10 +1,12 @@
 """A bar that saves the state of the panel to a file, and opens one."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ipw
+import pandas as pd
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
@@ -23,6 +25,10 @@ from heapr_lab.panel.session_file import (
     write_session,
 )
 from heapr_lab.panel.weights_bar import WeightsBar
+from heapr_lab.storage.hashing import digest
+
+if TYPE_CHECKING:
+    from heapr_lab.workbench.workbench import Workbench
 
 _OF_TESTS = ("seq_len", "n_test", "n_items")
 
@@ -54,6 +60,7 @@ class SessionBar(ipw.VBox):
         self._comparison, self._inspection = comparison, inspection
         self._weights, self._refresh = weights, refresh
         self._opened: SavedSession | None = None
+        self._texts: dict[str, str] = {}
         self.file = ipw.Text(
             "session.json", description="session file", style=WHOLE_LABEL,
             layout={"width": "300px"},
@@ -75,6 +82,10 @@ class SessionBar(ipw.VBox):
 
     # --- saving -------------------------------------------------------------------
 
+    def place(self) -> dict[str, Any]:
+        """What a session must share with this panel to be shown in it: table, tests."""
+        return {"table": fingerprint_of(self._session.table), "tests": self._tests()}
+
     def saved(self) -> SavedSession:
         """The state of the panel.
 
@@ -86,18 +97,21 @@ class SessionBar(ipw.VBox):
             fingerprint_of(session.table),
             _measured_for(session),
             self._tests(),
+            self._texts_of(session.points),
             session.calibration,
             session.selection,
             session.way,
             tuple((pin.label, pin.selection, pin.way) for pin in self._comparison.pins),
             rows_of(session.points),
             self._inspected(),
+            self._inspection.map.state,
         )
         if session.workbench is None and self._opened is not None:
             # What only a model can use is passed on.
             found = replace(
                 found,
                 tests=self._opened.tests,
+                texts=self._opened.texts,
                 inspected=self._opened.inspected,
                 way=self._opened.way,
             )
@@ -108,6 +122,22 @@ class SessionBar(ipw.VBox):
         if bench is None:
             return None
         return {name: getattr(bench.profile, name) for name in _OF_TESTS}
+
+    def _texts_of(self, points: pd.DataFrame) -> dict[str, str]:
+        """Hash of the test data of each corpus and task that is here.
+
+        Of one panel they stay the same, so each is computed once.
+        """
+        bench = self._session.workbench
+        if bench is None:
+            return {}
+        tasks = set(points["dataset"][points["accuracy"].notna()])
+        names = points["dataset"].unique().tolist()
+        for name in set(names) - set(self._texts):
+            # What is not here cannot be measured here, either.
+            with contextlib.suppress(HeaprLabError):
+                self._texts[name] = _text_of(bench, name, is_task=name in tasks)
+        return {name: self._texts[name] for name in names if name in self._texts}
 
     def _inspected(self) -> dict[str, Any]:
         if self._session.workbench is None:
@@ -128,6 +158,7 @@ class SessionBar(ipw.VBox):
         self._check_same(saved)
         fresh = self._check_selections(saved)
         self._check_inspected(saved)
+        self._inspection.map.check_state(saved.map, n_pins=len(saved.pins))
         self._session.points = saved.frame()
         self._comparison.show_pins([Pin(*pin) for pin in saved.pins])
         if self._session.workbench is not None:
@@ -137,6 +168,7 @@ class SessionBar(ipw.VBox):
         self._controls.show(fresh)
         self._opened = saved
         self._refresh()
+        self._inspection.map.show_state(saved.map)
 
     def _check_same(self, saved: SavedSession) -> None:
         own = fingerprint_of(self._session.table)
@@ -152,6 +184,12 @@ class SessionBar(ipw.VBox):
                 f"the evaluations of the session are on {saved.tests}, expected "
                 f"{tests}: open the panel with the profile it was saved with"
             )
+        for name, text in self._texts_of(saved.frame()).items():
+            if text != saved.texts.get(name, text):
+                raise SpecError(
+                    f"{name} is another text, or has other items, than when the "
+                    "session was saved, so its evaluations cannot stand beside new ones"
+                )
 
     def _check_selections(self, saved: SavedSession) -> Controls:
         """Controls that show the saved selection.
@@ -196,6 +234,13 @@ class SessionBar(ipw.VBox):
             self.message.value = alert(str(error))
         else:
             self.message.value = status(f"{done} {self.file.value}")
+
+
+def _text_of(bench: "Workbench", dataset: str, *, is_task: bool) -> str:
+    """Hash of what is measured on a corpus, or on the items of a task."""
+    if is_task:
+        return digest(bench.task_key(dataset, bench.profile.n_items))
+    return bench.test_windows(dataset).fingerprint
 
 
 def _measured_for(session: PruningSession) -> str:

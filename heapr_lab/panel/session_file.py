@@ -20,10 +20,18 @@ from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.presets import WEIGHTS
 
 KIND = "heapr-lab panel session"
-VERSION = 2
+VERSION = 3
 """Increased whenever files of an older version can no longer be read."""
 INSPECTED = ("text", "n_tokens", "layer", "position", "atom_layer", "expert", "atom")
 """The controls of the Inspect tab whose values are saved."""
+MAPPED: Mapping[str, type] = {
+    "variable": str,
+    "order": str,
+    "pin": int,
+    "layer": int,
+    "expert": int,
+}
+"""The controls of the map of experts whose values are saved, and their types."""
 _WORDS = ("estimator", "weights", "scope", "granularity", "structure", "dataset")
 """Columns of points that are text; others but `selection` are numbers."""
 _NEEDED = {"selection", *_WORDS, "ratio", "achieved_ratio", "summed_score"}
@@ -39,6 +47,8 @@ class SavedSession:
     """An estimator; where it needs an extra pass, the table has its scores."""
     tests: Mapping[str, int | None] | None
     """Size of the test data of the points; None without a model."""
+    texts: Mapping[str, str]
+    """Hash of the test data of each corpus and task of the points, where known."""
     calibration: Calibration
     selection: Selection
     way: Way
@@ -49,6 +59,8 @@ class SavedSession:
     """Rows of `PruningSession.points`, without what was not measured."""
     inspected: Mapping[str, Any]
     """Values of the controls in `INSPECTED`; empty without a model."""
+    map: Mapping[str, Any]
+    """Values of the controls in `MAPPED`."""
 
     def frame(self) -> pd.DataFrame:
         """The points as `PruningSession` has them."""
@@ -63,6 +75,7 @@ class SavedSession:
         return {
             **{name: getattr(self, name) for name in ("table", "measured_for")},
             "tests": self.tests,
+            "texts": dict(self.texts),
             "calibration": self.calibration.to_dict(),
             "selection": _plain(self.selection),
             "way": asdict(self.way),
@@ -72,6 +85,7 @@ class SavedSession:
             ],
             "points": [_plain_point(row) for row in self.points],
             "inspected": dict(self.inspected),
+            "map": dict(self.map),
         }
 
     @classmethod
@@ -89,12 +103,14 @@ class SavedSession:
             table,
             known,
             _tests(plain["tests"]),
+            _texts(plain["texts"]),
             _read(Calibration.from_dict, plain["calibration"], what="calibration"),
             _selection(plain["selection"]),
             _way(plain["way"]),
             tuple(_pin(part) for part in _list(plain["pins"], what="pins")),
             tuple(_point(part) for part in _list(plain["points"], what="points")),
             _inspected(plain["inspected"]),
+            _map(plain["map"]),
         )
 
 
@@ -262,6 +278,12 @@ def _tests(plain: Any) -> dict[str, int | None] | None:
     }
 
 
+def _texts(plain: Any) -> dict[str, str]:
+    if not isinstance(plain, dict):
+        raise SpecError(f"texts are {plain!r}, expected a hash for each name")
+    return {name: _text(value) for name, value in plain.items()}
+
+
 def _inspected(plain: Any) -> dict[str, Any]:
     if plain == {}:
         return {}
@@ -270,6 +292,15 @@ def _inspected(plain: Any) -> dict[str, Any]:
         if name != "text" and type(value) is not int:
             raise SpecError(f"inspected {name} is {value!r}, expected a whole number")
     return {**plain, "text": _text(plain["text"])}
+
+
+def _map(plain: Any) -> dict[str, Any]:
+    _check_fields(plain, set(MAPPED), what="a map")
+    for name, value in plain.items():
+        if type(value) is not MAPPED[name]:
+            kind = MAPPED[name].__name__
+            raise SpecError(f"{name} of the map is {value!r}, expected {kind}")
+    return dict(plain)
 
 
 def _list(plain: Any, *, what: str) -> list[Any]:

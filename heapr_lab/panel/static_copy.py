@@ -17,6 +17,8 @@ import ipywidgets as ipw
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
+from heapr_lab.panel.jobs import Soon
+
 CLASS: Final = "heapr-copy"
 """CSS class of every copy; each has another one, of its panel alone."""
 SECONDS: Final = 1.0
@@ -41,7 +43,7 @@ class StaticCopy:
         self._bundle = bundle
         self._name = uuid.uuid4().hex
         self._shown = self._stale = False
-        self._timer = threading.Timer(SECONDS, self.update)
+        self._soon = Soon(self.update, SECONDS)
         self._publishing = threading.Lock()
         self.hides = ipw.HTML(layout={"display": "none"})
         self._hide()
@@ -57,10 +59,7 @@ class StaticCopy:
         """Have the copy updated at the end of the cell; soon, if none is running."""
         if self._shown:
             self._stale = True
-            self._timer.cancel()
-            self._timer = threading.Timer(SECONDS, self.update)
-            self._timer.daemon = True
-            self._timer.start()
+            self._soon.again()
 
     def update(self, _result: object = None) -> None:
         """Update the copy in the notebook, if the panel has changed."""

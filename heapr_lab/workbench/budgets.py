@@ -18,8 +18,11 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.latency import in_turns, seconds_of
 from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
+from heapr_lab.models.streamed import stream_of
+from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.pruning.surgery import prune
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
@@ -152,7 +155,7 @@ def ratio_for_latency(
     if not 0 < share < 1:
         raise SpecError(f"share must be in (0, 1), such as 0.8, got {share}")
     timed = measure or functools.partial(
-        decoding_rounds, _prompts(bench, setting, batch_size)
+        decoding_rounds, _prompts(bench, setting.calibration, batch_size)
     )
     tried: list[tuple[float, ...]] = []
 
@@ -162,9 +165,9 @@ def ratio_for_latency(
         if ratio == 0:
             return 1 - share
         keep = bench.keep(setting.at(ratio))
-        dense, pruned = timed(bench.model, prune(bench.model, keep))
-        found = statistics.median(p / d for p, d in zip(pruned, dense, strict=True))
-        times = 1000 * statistics.median(dense), 1000 * statistics.median(pruned)
+        rounds = timed(bench.model, prune(bench.model, keep))
+        found = share_of_time(rounds)
+        times = (1000 * statistics.median(seconds) for seconds in rounds)
         tried.append((ratio, keep.achieved_ratio, *times, found))
         return found - share
 
@@ -180,13 +183,50 @@ def ratio_for_latency(
     return setting.at(ratio), history
 
 
-def _prompts(bench: Workbench, setting: Setting, batch_size: int) -> torch.Tensor:
+def share_of_time(rounds: Rounds) -> float:
+    """The median over rounds of the pruned model's time by the dense one's."""
+    dense, pruned = rounds
+    return statistics.median(p / d for p, d in zip(pruned, dense, strict=True))
+
+
+def share_of_decoding(
+    bench: Workbench, keep: KeepMask, calibration: Calibration, *, batch_size: int = 1
+) -> float:
+    """The time of a decoding step of the sliced model, as share of the dense model's.
+
+    Both are timed here, taking turns, after prompts from the calibration windows. What
+    is done to the weights besides slicing takes no time.
+
+    Args:
+        bench: the dense model, in memory.
+        keep: the mask.
+        calibration: whose windows the prompts are.
+        batch_size: number of sequences decoded together.
+
+    Raises:
+        SpecError: the model is streamed, so that its time is that of the disk, or there
+            are fewer windows than `batch_size`.
+    """
+    if stream_of(bench.model) is not None:
+        raise SpecError(
+            "the model is streamed from the disk, so its latency is that of the disk: "
+            "save the pruned model, and load both in memory"
+        )
+    prompts = _prompts(bench, calibration, batch_size)
+    return share_of_time(
+        decoding_rounds(prompts, bench.model, prune(bench.model, keep))
+    )
+
+
+def _prompts(
+    bench: Workbench, calibration: Calibration, batch_size: int
+) -> torch.Tensor:
     """The first calibration windows, LongTensor (batch_size, seq_len).
 
     Raises:
         SpecError: there are fewer.
     """
-    windows = bench.calibration_set(setting.calibration)
+    windows = bench.calibration_set(calibration)
     if not 1 <= batch_size <= windows.n_sequences:
         raise SpecError(
             f"batch_size must be from 1 to {windows.n_sequences}, the calibration "

@@ -12,6 +12,7 @@ from random_tables import random_table, small_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.magic import parts_of
+from heapr_lab.panel.map_section import BY_TRAFFIC, DIFFERENCE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import INSPECTED, VERSION, fingerprint_of
@@ -20,6 +21,9 @@ from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 EVALUATED = 60
+MAP = {
+    "variable": DIFFERENCE, "order": BY_TRAFFIC, "pin": 1, "layer": 1, "expert": 3
+}  # fmt: skip
 
 
 def used(panel: Explorer) -> Explorer:
@@ -44,6 +48,7 @@ def used(panel: Explorer) -> Explorer:
         tab.text.value = "Another text: “größer”, of the model."
         tab.n_tokens.value, tab.layer.value, tab.position.value = 7, 1, 3
         tab.atom_layer.value, tab.expert.value, tab.atom.value = 1, 2, 5
+    tab.map.show_state(MAP)
     return panel
 
 
@@ -60,6 +65,7 @@ def state(panel: Explorer) -> dict[str, Any]:
         "points": panel.session.points.to_json(default_handler=repr),
         "said": (panel.status.value, panel.prediction.value, panel.error.value),
         "boxes": boxes,
+        "map": (tab.map.state, tab.map.map.title, tab.map.note.value),
         "calibration": panel.session.calibration,
     }
 
@@ -213,6 +219,9 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("points", 1, "selection"), {"ratio": 2}), (("inspected", "text"), 3),
     (("inspected", "layer"), 17), (("inspected", "atom"), True),
     (("inspected", "expert"), KeyError), (("inspected",), []), (("more",), 1),
+    (("texts",), []), (("texts",), KeyError), (("map",), {}), (("map", "layer"), 9),
+    (("map", "variable"), "beauty"), (("map", "order"), 1), (("map", "pin"), 2),
+    (("map", "expert"), -1), (("map", "pin"), None),
 ]  # fmt: skip
 
 
@@ -245,8 +254,8 @@ def test_what_was_found_and_expected_is_said(
     assert f"has version 9, expected {VERSION}" in opened(panel, file)
     file.write_text(_changed(plain, ("pins",), KeyError))
     message = opened(panel, file)
-    assert "a session has calibration, inspected, measured_for, pins" in message
-    assert "found calibration, inspected, measured_for, points" in message
+    assert "a session has calibration, inspected, map, measured_for, pins" in message
+    assert "found calibration, inspected, map, measured_for, points" in message
 
 
 def test_only_a_session_is_replaced(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""In JupyterLab, a panel opens as it was left; why pruning hurts; the same as code."""
+
+import json
+from pathlib import Path
+
+import pytest
+from browser.pages import TIMEOUT, Panel, Watch, run_all
+from browser.servers import lab_notebook
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+pytestmark = pytest.mark.browser
+
+OPEN = """\
+from heapr_lab import explore, open_workbench
+explore(open_workbench({model!r}, profile="small"), corpora=("pydocs",), tasks=())"""
+
+
+def test_a_panel_opens_as_it_was_left(
+    chromium: "sync_api.Browser",
+    tiny_model: Path,
+    environment: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """With its pins and evaluations, after the kernel is gone; or afresh."""
+    cell = OPEN.format(model=str(tiny_model))
+    context = chromium.new_context(viewport={"width": 1280, "height": 1400})
+    page = context.new_page()
+    watch = Watch.of(context, page)
+    cache, own = Path(environment["HEAPR_CACHE_DIR"]), {"HEAPR_LAB_RESUME": "1"}
+    with lab_notebook([cell], private=tmp_path, environment=environment | own) as lab:
+        page.goto(lab)
+        run_all(page)
+        panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
+        panel.is_ready()
+        assert panel.root.get_by_text("The last session").count() == 0
+        panel.mask()
+        panel.type_ratio("0.5")
+        explain(panel)
+        carry_as_code(panel, str(tiny_model))
+        time_a_pin(panel)
+        panel.open("Evaluate")
+        panel.button("Evaluate").click()
+        expect(panel.root.get_by_text("Last point, ")).to_be_visible(timeout=TIMEOUT)
+        page.wait_for_timeout(3000)  # it is kept a second after the last change
+        (file,) = cache.glob("sessions/*.json")
+        assert len(json.loads(file.read_text())["points"]) == 2
+
+        page.get_by_role("menuitem", name="Kernel", exact=True).click()
+        page.get_by_role("menuitem", name="Restart Kernel and Run All Cells").click()
+        page.get_by_role("button", name="Confirm Kernel Restart").click()
+        said = panel.root.get_by_text("The last session of this table is shown")
+        expect(said).to_be_visible(timeout=TIMEOUT)
+        panel.is_ready()
+        expect(panel.ratio).to_have_value("0.5")
+        expect(panel.root.get_by_text("measured").first).to_be_visible()
+        panel.open("Compare")
+        expect(panel.root.get_by_text("1 pinned.")).to_be_visible()
+        panel.button("Start afresh").click()
+        expect(panel.ratio).to_have_value("0.25")
+        expect(said).to_be_hidden()
+        expect(panel.root.get_by_text("Nothing pinned yet")).to_be_visible()
+    assert watch.complaints == []
+    context.close()
+
+
+def explain(panel: Panel) -> None:
+    """Ask why a text loses, from layers to atoms, and where one of these fires."""
+    panel.open("Inspect")
+    panel.root.get_by_role("textbox", name="text").fill("aaab bbba abab")
+    panel.button("Attribute").click()
+    expect(panel.button("Attribute")).to_be_enabled(timeout=TIMEOUT)
+    expect(panel.root.get_by_text("first order").first).to_be_visible()
+    panel.button("Attribute to atoms").click()
+    expect(panel.button("Attribute to atoms")).to_be_enabled(timeout=TIMEOUT)
+    panel.choice("pruned last").select_option(index=1)
+    panel.button("Show contexts").click()
+    there = panel.root.get_by_text("add most to its output at these tokens")
+    expect(there).to_be_visible(timeout=TIMEOUT)
+    assert panel.root.get_by_role("alert").count() == 0
+
+
+def carry_as_code(panel: Panel, model: str) -> None:
+    """Open what the Export tab would do as Python and as a command."""
+    panel.open("Export")
+    panel.enter("folder", "smaller")
+    panel.root.get_by_text("The same as code").click()
+    command = panel.root.get_by_text("heapr-lab prune")
+    expect(command.first).to_contain_text("--ratio 0.5")
+    expect(command.first).to_contain_text(model)
+
+
+def time_a_pin(panel: Panel) -> None:
+    """Pin the selection, and draw against the time it saves."""
+    panel.open("Compare")
+    panel.button("Pin").click()
+    expect(panel.root.get_by_text("1 pinned.")).to_be_visible()
+    panel.button("Measure latency").click()
+    measured = panel.root.get_by_text("decoding time saved, measured here")
+    expect(measured).to_be_visible(timeout=TIMEOUT)
+    before = panel.source()
+    panel.choice("Δloss against").select_option("decoding time saved")
+    panel.changes_from(before)
