@@ -293,6 +293,8 @@ def test_what_two_masks_remove(page: "sync_api.Page") -> None:
     panel, _ = panels(page)
     panel.open("Compare")
     panel.type_ratio("0.25")
+    # While the kernel works, what is typed waits, and a click would overtake it.
+    expect(page.locator("#jp-main-statusbar")).to_contain_text("Idle")
     panel.enter("label", "mine")
     panel.button("Pin").click()
     expect(panel.root.get_by_text("mine: 25.0% removed")).to_be_visible()
