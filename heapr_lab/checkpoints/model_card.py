@@ -64,6 +64,15 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 _OWN_RAGGED = f"""{_WIDTHS} transformers has no class for the architecture.
 {_WITH_HEAPR_LAB}"""
 
+_PORTABLE = f"""{_WIDTHS} The format is that of Less-is-MoE, version 1: vLLM serves it
+with that project's plugin (`VLLM_PLUGINS=less_is_moe_ragged`). In transformers, with
+heapr_lab:
+
+```python
+from heapr_lab import load_model
+model, tokenizer = load_model(folder)
+```"""
+
 _USE = {
     (True, True): _STOCK,
     (True, False): _OWN_STOCK,
@@ -90,7 +99,8 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         tags=["mixture-of-experts", "pruning", "heapr"],
         pipeline_tag="image-text-to-text" if wrapped else "text-generation",
     )
-    use = _USE[stock, native].replace("AutoModelForCausalLM", _class_of(manifest))
+    use = _PORTABLE if "format" in manifest else _USE[stock, native]
+    use = use.replace("AutoModelForCausalLM", _class_of(manifest))
     return _CARD.format(
         header=header.to_yaml(),
         base=name,
@@ -122,6 +132,9 @@ def loading_code(folder: Path) -> str:
         SpecError: its configuration is.
     """
     manifest = read_json(folder / MANIFEST_FILE)
+    if "format" in manifest:
+        lines = ["from heapr_lab import load_model", ""]
+        return "\n".join([*lines, f'model, tokenizer = load_model("{folder}")'])
     name = _class_of(manifest)
     plain = manifest["structure"] == "uniform" and is_native(read_config(folder))
     lines = [] if plain else ["import heapr_lab"]

@@ -26,8 +26,18 @@ from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.folders import is_native, skeleton_of
+from heapr_lab.models.less_is_moe import (
+    ENTRY,
+    FORMAT,
+    PREFIX,
+    FlatConfig,
+    FlatQuantizer,
+    check_carried,
+    entry_of,
+)
 from heapr_lab.models.predicting import what_is_dropped, without_predicting
 from heapr_lab.models.ragged_experts import (
+    CODE_NAME,
     HeaprConfig,
     HeaprQuantizer,
     finish,
@@ -41,6 +51,9 @@ from heapr_lab.storage.provenance import MANIFEST_FILE
 
 KEEP_FILE = "heapr_keep.parquet"
 MANIFEST_VERSION = 1
+HEAPR = "heapr"
+"""The format of this package: stock files where all widths are equal."""
+FORMATS = (HEAPR, FORMAT)
 
 
 def save_pruned(
@@ -52,6 +65,7 @@ def save_pruned(
     source: Path | None = None,
     facts: Mapping[str, Any] | None = None,
     max_shard_size: str = "5GB",
+    format: str = HEAPR,
     check: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write a model of `prune` with tokenizer, mask, manifest and card.
@@ -72,6 +86,7 @@ def save_pruned(
             they were changed besides slicing; by default as `compensate` recorded).
         max_shard_size: largest size of a safetensors file; a streamed model has a file
             for each layer.
+        format: `heapr`, or `less-is-moe`, whose widths may all differ, too.
         check: called with the folder when it can be loaded, before it has its name; it
             returns further facts. If it raises, nothing is left.
 
@@ -81,13 +96,15 @@ def save_pruned(
     Raises:
         SpecError: `model` was not made by `prune`; `folder` is not empty, is not
             writable or is being written by another process; or the family's
-            configuration cannot express a uniform mask.
+            configuration cannot express a uniform mask; or there is no such format, or
+            it cannot carry the model.
         CacheError: the files changed while they were written.
 
     Example:
         >>> save_pruned(prune(model, keep), "pruned")  # doctest: +SKIP
     """
     keep = _mask_of(model)
+    check_format(format, model)
     base = base or model.config._name_or_path
     changed = getattr(model, "heapr_weights", None)
     stream = stream_of(model)
@@ -98,12 +115,9 @@ def save_pruned(
         )
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     with new_folder(Path(folder)) as partial:
-        written = checkpoint_of(model, keep)
-        without_predicting(written.config)
-        if stream_of(written) is None:
-            written.save_pretrained(partial, max_shard_size=max_shard_size)
-        else:
-            save_streamed(written, partial)
+        written = checkpoint_of(model, keep, format)
+        facts |= {} if format == HEAPR else {"format": format}
+        write_weights(written, partial, max_shard_size, format=format)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
         facts |= what_is_dropped(_dense_skeleton(model), base)
         facts |= other_parts(model, partial, base=base)
@@ -158,26 +172,68 @@ def structure_of(keep: KeepMask) -> str:
     return found if found in STRUCTURES else "ragged"
 
 
-def checkpoint_of(model: Any, keep: KeepMask) -> Any:
+def check_format(format: str, model: Any) -> None:
+    """Check that a model, dense or pruned, can be written in a format.
+
+    Raises:
+        SpecError: there is no such format, or it cannot carry the model.
+    """
+    if format not in FORMATS:
+        raise SpecError(f"format is {format!r}, expected one of {', '.join(FORMATS)}")
+    if format != HEAPR:
+        check_carried(model)
+
+
+def write_weights(
+    model: Any, folder: Path, max_shard_size: str = "5GB", *, format: str
+) -> None:
+    """Write weights and config.json of what `checkpoint_of` or `attach` prepared."""
+    without_predicting(model.config)
+    if stream_of(model) is None:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    else:
+        save_streamed(model, folder)
+    if format != HEAPR:
+        _describe_widths(folder, sliced_experts(model))
+
+
+def _describe_widths(folder: Path, experts: Mapping[str, Any]) -> None:
+    """Give the config.json of a finished folder the form of Less-is-MoE."""
+    path = folder / "config.json"
+    config = files.read_json(path)
+    config.pop("quantization_config")
+    config.pop("auto_map", None)
+    (folder / f"{CODE_NAME}.py").unlink(missing_ok=True)
+    config["architectures"] = [PREFIX + name for name in config["architectures"]]
+    widths = {name: module.heapr_widths for name, module in experts.items()}
+    files.write_json(path, {**config, ENTRY: entry_of(widths)})
+
+
+def checkpoint_of(model: Any, keep: KeepMask, format: str = HEAPR) -> Any:
     """`model`, ready for `save_pretrained`: stock if uniform, else with `attach`."""
-    if structure_of(keep) == "uniform":
+    if format == HEAPR and structure_of(keep) == "uniform":
         return stock_model(model, uniform_width(keep, model.dtype))
-    attach(model, structure_of(keep))
+    attach(model, structure_of(keep), format)
     return model
 
 
-def attach(model: Any, structure: str) -> None:
-    """Make transformers save the ragged experts of `model` in the form it loads."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        return  # loaded from a checkpoint, and saved like it
+def attach(model: Any, structure: str, format: str = HEAPR) -> None:
+    """Make transformers save the ragged experts of `model` in the form it loads.
+
+    A model that was loaded in this format is saved as it was.
+    """
     experts = sliced_experts(model)
-    config = HeaprConfig(
-        {name: module.heapr_widths for name, module in experts.items()},
-        output_bias=any(module.has_added_bias for module in experts.values()),
-        structure=structure,
+    widths = {name: module.heapr_widths for name, module in experts.items()}
+    biased = any(module.has_added_bias for module in experts.values())
+    quantizer = (
+        HeaprQuantizer(HeaprConfig(widths, output_bias=biased, structure=structure))
+        if format == HEAPR
+        else FlatQuantizer(FlatConfig(widths=widths))
     )
-    quantizer = HeaprQuantizer(config)
-    family = getattr(model, "_weight_conversions", None)
+    loaded = getattr(model, "hf_quantizer", None)
+    if type(loaded) is type(quantizer):
+        return
+    family = None if loaded is not None else getattr(model, "_weight_conversions", None)
     if family is None:
         family = [
             conversion

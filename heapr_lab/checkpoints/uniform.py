@@ -143,7 +143,8 @@ def stock_model(model: Any, width: int) -> Any:
     new.tie_weights()
     if hasattr(model, "generation_config"):
         new.generation_config = model.generation_config
-    if getattr(model, "_weight_conversions", None):
+    attached = getattr(model, "hf_quantizer", None) is not None
+    if getattr(model, "_weight_conversions", None) and not attached:
         new._weight_conversions = model._weight_conversions
     return new
 

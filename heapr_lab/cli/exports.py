@@ -1,4 +1,4 @@
-"""`heapr-lab export-gguf` and `heapr-lab provenance`: convert and describe files."""
+"""`heapr-lab export-gguf`, `convert` and `provenance`: convert and describe files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +22,25 @@ def export_gguf(
     with progress_bar(f"writing {out.name}", "tensor") as bar:
         write_gguf(folder, out, progress=bar)
     print_facts({"out": str(out), "bytes": out.stat().st_size}, as_json=as_json)
+
+
+def convert(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
+    out: Annotated[Path, typer.Option(help="A new folder.")],
+    format: options.Format,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write a pruned checkpoint again in another format, bit for bit the same weights.
+
+    Of one that was made elsewhere in the format less-is-moe, the mask is not known.
+    """
+    from heapr_lab.checkpoints.convert import convert as write
+    from heapr_lab.checkpoints.folder import check_new
+    from heapr_lab.models.sources import weights_bytes
+
+    check_new(out)
+    write(folder, out, format=format)
+    print_facts({"out": str(out), "bytes": weights_bytes(out)}, as_json=as_json)
 
 
 def provenance(

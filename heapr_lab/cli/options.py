@@ -44,6 +44,12 @@ Examples:
   heapr-lab export-gguf pruned --out pruned.gguf
   llama-cli -m pruned.gguf
 """
+CONVERT_EXAMPLES = """\b
+Examples:
+  heapr-lab prune ./my_moe --ratio 0.5 --out pruned
+  heapr-lab convert pruned --format less-is-moe --out portable
+  heapr-lab convert portable --format heapr --out back
+"""
 EVALUATE_EXAMPLES = """\b
 Examples:
   heapr-lab evaluate lab --corpora pydocs,ptb
@@ -293,6 +299,13 @@ ProtectUnrouted = Annotated[
 PrunedOut = Annotated[
     Path | None,
     typer.Option(help="FILE.parquet for only the mask, else a checkpoint folder."),
+]
+Format = Annotated[
+    str,
+    typer.Option(
+        help="Of the checkpoint: heapr, or less-is-moe, whose vLLM plugin serves "
+        "experts of any widths."
+    ),
 ]
 CardCorpora = Annotated[
     str | None,

@@ -59,6 +59,7 @@ def prune(
     protect_outliers: options.ProtectOutliers = 0.0,
     protect_unrouted: options.ProtectUnrouted = False,
     out: options.PrunedOut = None,
+    format: options.Format = "heapr",
     perplexity: options.CardCorpora = None,
     corpus: options.Corpus = "pydocs",
     own_text: options.OwnTextOrMethods = None,
@@ -125,6 +126,7 @@ def prune(
         importance=importance,
         rounds=rounds,
         out=out,
+        format=format,
         corpora=perplexity,
         seq_len=seq_len,
         open_bench=functools.cache(lambda: open_bench(*opening)),
@@ -153,6 +155,7 @@ class Request:
     importance: Path | None
     rounds: int
     out: Path | None
+    format: str
     corpora: str | None
     seq_len: int | None
     open_bench: "Callable[[], Workbench]"
@@ -240,12 +243,15 @@ class Request:
         """Check what needs no model; returns the corpora of the card.
 
         Raises:
-            SpecError: a layer or a corpus cannot be used, or --max-rise is given with a
-                mixture.
+            SpecError: a layer or a corpus cannot be used, --max-rise is given with a
+                mixture, or the format cannot carry the model.
         """
+        from heapr_lab.checkpoints.save import check_format
+        from heapr_lab.models.folders import read_config, skeleton_of
         from heapr_lab.text.calibration import corpora_of
 
         corpus = self.setting.calibration.corpus
+        check_format(self.format, skeleton_of(read_config(source)))
         preflight.check_layers(source, self.setting.selection.exclude_layers)
         parts = corpora_of(corpus)
         if self.max_rise is not None and len(parts) > 1:
@@ -337,6 +343,7 @@ class Request:
         corpora: list[str],
     ) -> None:
         """Write the checkpoint; without compensation the model need not be loaded."""
+        from heapr_lab.checkpoints.save import HEAPR
         from heapr_lab.models.folders import has_tokenizer
         from heapr_lab.models.loading import LAB
         from heapr_lab.models.sources import is_dequantised, read_source
@@ -352,10 +359,11 @@ class Request:
             candidates=made.candidates,
         )
         with _reported() as report:
-            if made.compensation is not None or made.after or is_dequantised(source):
+            whole = self.format != HEAPR or is_dequantised(source)
+            if whole or made.compensation is not None or made.after:
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
-                    corpora=corpora, report=report,
+                    corpora=corpora, format=self.format, report=report,
                 )  # fmt: skip
             else:
                 bench = self.open_bench() if corpora else None

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models import less_is_moe
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.ragged_experts import refuse_holes
 from heapr_lab.models.safetensors_headers import names_in
@@ -45,6 +46,8 @@ _VOCABULARIES = (
     "*.tiktoken",
 )
 """Without any of them, transformers may make a tokenizer with an empty vocabulary."""
+_RAISED = re.compile(r"^ValueError: (.*)$", re.MULTILINE)
+"""What a conversion of weights raised, in transformers' table."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -65,7 +68,10 @@ def read_config(source: str | Path) -> Any:
             )
         _check_depth(found, names_in(folder), folder)
     with _named(source, "config.json"):
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if hasattr(config, less_is_moe.ENTRY):
+        less_is_moe.read_entry(config)
+    return config
 
 
 def build(config: Any, **options: Any) -> Any:
@@ -171,6 +177,8 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     generation = Path(source) / "generation_config.json"
     if generation.is_file():  # transformers ignores a damaged one
         _read_object(generation)
+    if quantisation(config) == less_is_moe.FORMAT:  # which config.json does not say
+        options["config"] = config
     with _named(source, "weights or config.json"), _without_report():
         loaded: Any = _auto_class(config).from_pretrained(
             source,
@@ -261,14 +269,25 @@ def _cannot(source: str | Path, why: str) -> str:
 
 @contextlib.contextmanager
 def _without_report() -> Iterator[None]:
-    """Suppresses transformers' table of missing weights, which are an error here."""
-    logger = logging.getLogger("transformers.modeling_utils")
+    """Suppresses transformers' table of missing weights, which are an error here.
+
+    Raises:
+        ValueError: a conversion raised one, which otherwise is in the table alone.
+        RuntimeError: transformers raised it for another reason.
+    """
+    logger, whys = logging.getLogger("transformers.modeling_utils"), list[str]()
 
     def keep(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
+        text = record.getMessage()
+        whys.extend(_RAISED.findall(text))
+        return "LOAD REPORT" not in text
 
     logger.addFilter(keep)
     try:
         yield
+    except RuntimeError as error:
+        if whys:
+            raise ValueError(whys[0]) from error
+        raise
     finally:
         logger.removeFilter(keep)
