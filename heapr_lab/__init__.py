@@ -75,8 +75,10 @@ _HOMES = {
 __all__ = sorted(_HOMES)  # noqa: PLE0605 (a computed list of names)
 
 
+_MODELS = "transformers.models.auto.modeling_auto"
 _REGISTRIES = {
     "transformers.models.auto.configuration_auto": "models.deepseek_config",
+    _MODELS: "models.deepseek_config",
     "transformers.quantizers.auto": "models.composed_files",
 }
 """Modules of transformers, and what registers something with each."""
@@ -110,10 +112,20 @@ class _Registration(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: Any) -> None:
             execute(module)
-            importlib.import_module(f"{__name__}.{_REGISTRIES[fullname]}")
+            if fullname == _MODELS or not _being_imported(_MODELS):
+                importlib.import_module(f"{__name__}.{_REGISTRIES[fullname]}")
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
+
+
+def _being_imported(name: str) -> bool:
+    """Whether a module is not complete yet.
+
+    The list of models imports that of configurations, and a configuration needs both.
+    """
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 for _registry, _ours in _REGISTRIES.items():

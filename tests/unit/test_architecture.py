@@ -143,6 +143,34 @@ def test_imports_without_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+_OURS, _CARDS = "import heapr_lab", "from transformers import AutoModelForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (_OURS, _CARDS),  # as every card says
+        (_CARDS, _OURS),
+        (_OURS, "from transformers import AutoConfig"),
+        (_OURS, "from transformers import AutoTokenizer"),
+        (_OURS, "from transformers.models.llama import LlamaForCausalLM"),
+    ],
+)
+def test_transformers_is_imported_after_it_or_before(lines: tuple[str, str]) -> None:
+    """In a process of its own; what heapr_lab registers is there in the end."""
+    code = "\n".join(lines)
+    code += """
+from transformers import AutoConfig
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+assert {"heapr", "heapr_composed"} <= AUTO_QUANTIZER_MAPPING.keys()
+assert type(AutoConfig.for_model("deepseek")).__module__.startswith("heapr_lab")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "module", ["ragged_experts", "composed_experts", "composed_files", "folders"]
 )
