@@ -50,6 +50,11 @@ Examples:
   heapr-lab convert pruned --format less-is-moe --out portable
   heapr-lab convert portable --format heapr --out back
 """
+PUBLISH_EXAMPLES = """\b
+Examples:
+  heapr-lab publish pruned --repo me/my-moe-pruned --dry-run
+  heapr-lab publish pruned --repo me/my-moe-pruned
+"""
 EVALUATE_EXAMPLES = """\b
 Examples:
   heapr-lab evaluate lab --corpora pydocs,ptb
