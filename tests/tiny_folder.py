@@ -1,6 +1,7 @@
 """A tiny random model in a folder, with a tokenizer and a text, as a user has them."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from families import tiny_model
@@ -10,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 D_VOCAB = 258
 
 
-def write_model(folder: Path, *, seed: int = 0) -> Path:
+def write_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """A random Qwen2-MoE and its tokenizer, written to `folder`."""
     sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
-    model = tiny_model("qwen2_moe", dtype=torch.float32, seed=seed, **sizes)
+    model = tiny_model("qwen2_moe", dtype=torch.float32, seed=seed, **sizes, **changes)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder

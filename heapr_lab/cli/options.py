@@ -268,7 +268,18 @@ Rounds = Annotated[
 ]
 Scope = Annotated[str, typer.Option(help="global or layer.")]
 Granularity = Annotated[str, typer.Option(help="atom or expert.")]
-Structure = Annotated[str, typer.Option(help="ragged, aligned, per_layer or uniform.")]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        help="Choose structure and multiple for an engine: transformers, vllm, sglang, "
+        "tensorrt-llm, llama.cpp or llama.cpp-q4_k.",
+    ),
+]
+Structure = Annotated[
+    str | None,
+    typer.Option(help="ragged, aligned, per_layer or uniform [default: ragged]."),
+]
 Multiple = Annotated[
     int | None,
     typer.Option(

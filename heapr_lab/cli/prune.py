@@ -50,7 +50,8 @@ def prune(
     rounds: options.Rounds = 1,
     scope: options.Scope = "global",
     granularity: options.Granularity = "atom",
-    structure: options.Structure = "ragged",
+    engine: options.Engine = None,
+    structure: options.Structure = None,
     multiple: options.Multiple = None,
     of: options.Of = "atoms",
     price: options.Price = None,
@@ -81,6 +82,7 @@ def prune(
     best of several ways to compensate for the pruned atoms is found by loss on held-out
     calibration windows; it is never worse there than HEAPr as published.
     """
+    from heapr_lab.pruning.engines import widths_for
     from heapr_lab.pruning.options import Selection, parse_layers
     from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.export import Afterwards
@@ -91,6 +93,7 @@ def prune(
     check_amount(
         ratio, max_rise, max_latency, rounds=rounds, table_alone=importance is not None
     )
+    structure, multiple = widths_for(engine, structure, multiple)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
         ratio or 0.0,

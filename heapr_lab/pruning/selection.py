@@ -130,13 +130,15 @@ def _amounts(
         amount = math.floor(wanted) if exact else math.ceil(wanted)
         if own is not None and amount > removable:
             name = f"layer_ratios[{group[0]}]"
-            raise SpecError(_refusal(name, own, Fraction(removable, total)))
+            limit = Fraction(removable, total)
+            raise SpecError(_refusal(name, own, limit, selection.multiple))
         if own is None:
             refused |= amount > removable
             largest = min(largest, Fraction(removable, total) / factor)
         amounts |= dict.fromkeys(group, amount)
     if refused:
-        raise SpecError(_refusal(_NAMES[selection.of], ratio, largest))
+        name = _NAMES[selection.of]
+        raise SpecError(_refusal(name, ratio, largest, selection.multiple))
     return amounts
 
 
@@ -162,10 +164,13 @@ def _factor(table: ImportanceTable, selection: Selection) -> Fraction:
     return Fraction(whole, sum(counted))
 
 
-def _refusal(name: str, ratio: Fraction, largest: Fraction) -> str:
+def _refusal(
+    name: str, ratio: Fraction, largest: Fraction, multiple: int | None
+) -> str:
+    widths = f", and widths are multiples of {multiple}" if (multiple or 1) > 1 else ""
     shown = math.floor(largest * 10**_DIGITS) / 10**_DIGITS
     return (
         f"{name} {float(ratio):g} is infeasible: weights outside routed atoms, and "
-        "atoms that are excluded, protected or in an expert's minimum, are kept; the "
-        f"largest possible is {shown:g}"
+        "atoms that are excluded, protected or in an expert's minimum, are kept"
+        f"{widths}; the largest possible is {shown:g}"
     )

@@ -1,0 +1,60 @@
+"""Widths are those that an engine loads, wherever they are said."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_folder import write_model, write_text
+from typer.testing import CliRunner
+
+from heapr_lab.cli import options
+from heapr_lab.cli.app import app
+from heapr_lab.errors import SpecError
+from heapr_lab.pruning.engines import ENGINES, widths_for
+from heapr_lab.pruning.options import STRUCTURES
+
+DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+
+
+def test_the_documentation_says_the_same() -> None:
+    """A row for each engine, and the help of `--for` names them all."""
+    text = DOCS.read_text()
+    for name, engine in ENGINES.items():
+        row = f"| `{name}` | {engine.structure} | {engine.multiple} | {engine.why} |"
+        assert row in text
+        assert name in options.Engine.__metadata__[0].help
+        assert engine.structure in STRUCTURES
+
+
+def test_what_is_given_is_kept_where_the_engine_takes_it() -> None:
+    """A multiple of the engine's, and its own structure."""
+    assert widths_for(None, None, None) == ("ragged", None)
+    assert widths_for(None, "aligned", 8) == ("aligned", 8)
+    assert widths_for("vllm", None, None) == ("uniform", 64)
+    assert widths_for("vllm", "uniform", 128) == ("uniform", 128)
+    for structure, multiple, why in (
+        ("ragged", None, "takes the structure uniform"),
+        (None, 32, "multiples of 64"),
+        ("per_layer", 64, "takes the structure uniform"),
+    ):
+        with pytest.raises(SpecError, match=why):
+            widths_for("vllm", structure, multiple)
+    with pytest.raises(SpecError, match="there is no engine 'vlm', expected"):
+        widths_for("vlm", None, None)
+
+
+def test_the_command_writes_them(tmp_path: Path) -> None:
+    """Every width of the mask, of a model that is wide enough; else it says so."""
+    model = write_model(tmp_path / "moe", moe_intermediate_size=96)
+    text = write_text(tmp_path / "text.txt")
+    out = tmp_path / "out"
+    asked = ["prune", str(model), "--ratio", "0.5", "--profile", "small", "--corpus",
+             str(text), "--method", "paper"]  # fmt: skip
+    done = CliRunner().invoke(app, [*asked, "--for", "llama.cpp", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    config = json.loads((out / "config.json").read_text())
+    assert config["moe_intermediate_size"] == 32  # 48 is no multiple
+    assert "quantization_config" not in config
+    done = CliRunner().invoke(app, [*asked, "--for", "llama.cpp-q4_k"])
+    assert done.exit_code == 2
+    assert "256" in done.output
