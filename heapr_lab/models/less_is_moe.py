@@ -18,11 +18,7 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    ConversionOps,
-    WeightConverter,
-    WeightRenaming,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.quantizers.auto import (
     AUTO_QUANTIZER_MAPPING,
     register_quantization_config,
@@ -33,6 +29,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.ragged_experts import (
     HeaprConfig,
     HeaprQuantizer,
+    Pack,
     RaggedExperts,
     normalises,
 )
@@ -45,17 +42,15 @@ VERSION = 1
 LAYOUT = "flat_gate_up_down_v1"
 PREFIX = "Ragged"
 """Of the class in `architectures`."""
-ROWS, COLUMNS = "gate_up_proj", "down_proj"
+FLAT_ROWS, FLAT_COLUMNS = "gate_up_proj", "down_proj"
 
 
-class Pack(ConversionOps):
+class Cut(Pack):
     """Makes the packed matrix of `RaggedExperts` of a flat tensor."""
 
-    def __init__(self, widths: Sequence[int], d_expert: int, kind: str) -> None:
-        self.widths, self.d_expert, self.kind = widths, d_expert, kind
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Pack":
-        return self  # transformers copies it for each tensor; it has no state
+    def __init__(self, widths: list[int], kind: str, *, d_expert: int) -> None:
+        super().__init__(widths, kind, interleaved=False)
+        self.d_expert = d_expert
 
     @torch.no_grad()
     def convert(
@@ -72,7 +67,7 @@ class Pack(ConversionOps):
         """
         (source,) = source_patterns
         flat = _only(input_dict.pop(source, []))
-        parts = 2 if self.kind == ROWS else 1
+        parts = 2 if self.kind == FLAT_ROWS else 1
         wanted = (parts * sum(self.widths) * self.d_expert,)
         if flat is None or tuple(flat.shape) != wanted:
             found = "nothing" if flat is None else f"the shape {tuple(flat.shape)}"
@@ -84,20 +79,20 @@ class Pack(ConversionOps):
         return {target_patterns[0]: self._packed(flat)}
 
     def _packed(self, flat: torch.Tensor) -> torch.Tensor:
-        if self.kind == ROWS:
+        if self.kind == FLAT_ROWS:
             return flat.view(-1, self.d_expert)
         sizes = [width * self.d_expert for width in self.widths]
         own = zip(flat.split(sizes), self.widths, strict=True)
         return torch.cat([part.view(self.d_expert, width).T for part, width in own])
 
     @property
-    def reverse_op(self) -> "Pack":
-        """The inverse: loading packs, saving flattens."""
-        other = Pack if isinstance(self, Flatten) else Flatten
-        return other(self.widths, self.d_expert, self.kind)
+    def reverse_op(self) -> "Cut":
+        """The inverse: loading cuts, saving flattens."""
+        other = Cut if isinstance(self, Flatten) else Flatten
+        return other(self.widths, self.kind, d_expert=self.d_expert)
 
 
-class Flatten(Pack):
+class Flatten(Cut):
     """Makes the flat tensor of a packed matrix."""
 
     @torch.no_grad()
@@ -111,7 +106,7 @@ class Flatten(Pack):
         """Join the experts' matrices, each by rows."""
         packed = _only(input_dict.pop(source_patterns[0]))
         assert packed is not None
-        if self.kind == COLUMNS:
+        if self.kind == FLAT_COLUMNS:
             each = packed.split(list(self.widths))
             packed = torch.cat([own.T.flatten() for own in each])
         return {target_patterns[0]: packed.flatten()}
@@ -182,8 +177,8 @@ def flat_conversions(path: str, module: RaggedExperts) -> list[WeightConverter]:
     widths, d_expert = module.heapr_widths, module.d_expert
     return [
         WeightConverter([f"{here}.{kind}"], f"{here}.{target}", [op])
-        for kind, target in ((ROWS, "up_rows"), (COLUMNS, "down_columns"))
-        for op in [Pack(widths, d_expert, kind)]
+        for kind, target in ((FLAT_ROWS, "up_rows"), (FLAT_COLUMNS, "down_columns"))
+        for op in [Cut(widths, kind, d_expert=d_expert)]
     ]
 
 
@@ -273,8 +268,8 @@ def _why_not_model(model: Any, paths: list[str]) -> Any:
             else f"there are experts at {paths[-1]}"
         )
     for name in places[:1]:
-        stored = _name_in_files(model, f"{name}.{ROWS}")
-        if stored != f"{name}.{ROWS}":
+        stored = _name_in_files(model, f"{name}.{FLAT_ROWS}")
+        if stored != f"{name}.{FLAT_ROWS}":
             yield f"the files of its family say {stored} where the format says {name}"
 
 

@@ -35,6 +35,18 @@ WHOLE_LABEL: Final = {"description_width": "initial"}
 """Style of a control whose label is longer than ipywidgets allows for."""
 
 
+def number_box(name: str, value: int, *, least: int, most: int) -> ipw.BoundedIntText:
+    """A box for a whole number from `least` to `most`, with its label."""
+    return ipw.BoundedIntText(
+        value,
+        min=least,
+        max=most,
+        description=name,
+        style=WHOLE_LABEL,
+        layout={"width": "240px"},
+    )
+
+
 class Controls(ipw.VBox):
     """The slider, boxes and lists that set a `Selection`.
 

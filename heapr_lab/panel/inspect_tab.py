@@ -16,7 +16,7 @@ from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.atom_contexts import find_companions, find_contexts, place_text
 from heapr_lab.panel.compare_tab import Pin
-from heapr_lab.panel.controls import WHOLE_LABEL
+from heapr_lab.panel.controls import WHOLE_LABEL, number_box
 from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
@@ -131,7 +131,7 @@ class InspectTab(ipw.VBox):
         self.text = ipw.Textarea(
             _PROMPT, description="text", rows=4, continuous_update=False, layout=wide
         )
-        self.n_tokens = _number("tokens to write", 40, least=1, most=1000)
+        self.n_tokens = number_box("tokens to write", 40, least=1, most=1000)
         self.generate = Job(
             "Generate",
             self._work_generate,
@@ -148,8 +148,8 @@ class InspectTab(ipw.VBox):
     def _build_routing(self) -> None:
         layers = self.session.table.shapes()
         limits = {"least": min(layers), "most": max(layers)}
-        self.layer = _number("layer of the token", min(layers), **limits)
-        self.position = _number("position of the token", 1, least=0, most=1)
+        self.layer = number_box("layer of the token", min(layers), **limits)
+        self.position = number_box("position of the token", 1, least=0, most=1)
         self.route = Job(
             "Show routing",
             self._work_route,
@@ -161,9 +161,9 @@ class InspectTab(ipw.VBox):
         shapes = self.session.table.shapes()
         n_experts, d_inter = np.max(list(shapes.values()), axis=0).tolist()
         layers = {"least": min(shapes), "most": max(shapes)}
-        self.atom_layer = _number("layer of the atom", min(shapes), **layers)
-        self.expert = _number("expert", 0, least=0, most=n_experts - 1)
-        self.atom = _number("atom", 0, least=0, most=d_inter - 1)
+        self.atom_layer = number_box("layer of the atom", min(shapes), **layers)
+        self.expert = number_box("expert", 0, least=0, most=n_experts - 1)
+        self.atom = number_box("atom", 0, least=0, most=d_inter - 1)
         self._boxes = (self.atom_layer, self.expert, self.atom)
         self.nearest = ipw.Dropdown(
             description="pruned last", style=WHOLE_LABEL, layout={"width": "460px"}
@@ -391,17 +391,6 @@ def _atom_name(row: Any) -> str:
     return (
         f"layer {row.layer}, expert {row.expert}, atom {row.atom} (score "
         f"{row.score:.3g})"
-    )
-
-
-def _number(name: str, value: int, *, least: int, most: int) -> ipw.BoundedIntText:
-    return ipw.BoundedIntText(
-        value,
-        min=least,
-        max=most,
-        description=name,
-        style=WHOLE_LABEL,
-        layout={"width": "220px"},
     )
 
 

@@ -16,7 +16,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import unit_of
 from heapr_lab.panel.atom_contexts import find_contexts, place_text
 from heapr_lab.panel.compare_tab import Pin
-from heapr_lab.panel.controls import WHOLE_LABEL
+from heapr_lab.panel.controls import WHOLE_LABEL, number_box
 from heapr_lab.panel.expert_html import expert_html, layer_html
 from heapr_lab.panel.expert_map import ExpertMap
 from heapr_lab.panel.expert_values import (
@@ -96,8 +96,9 @@ class MapSection(ipw.VBox):
         self.pin = _dropdown("pin of the map", [(_NOTHING_PINNED, None)])
         shapes = self.session.table.shapes()
         n_experts = max(count for count, _ in shapes.values())
-        self.layer = _box("layer of the expert", min(shapes), min(shapes), max(shapes))
-        self.expert = _box("number of the expert", 0, 0, n_experts - 1)
+        limits = {"least": min(shapes), "most": max(shapes)}
+        self.layer = number_box("layer of the expert", min(shapes), **limits)
+        self.expert = number_box("number of the expert", 0, least=0, most=n_experts - 1)
 
     def _build_views(self) -> None:
         self.map = ExpertMap(layout={"flex": "1 1 440px", "min_width": "0"})
@@ -376,15 +377,4 @@ def _dropdown(name: str, options: Sequence[Any]) -> ipw.Dropdown:
         description=name,
         style=WHOLE_LABEL,
         layout={"width": "auto", "max_width": "420px"},
-    )
-
-
-def _box(name: str, value: int, least: int, most: int) -> ipw.BoundedIntText:
-    return ipw.BoundedIntText(
-        value,
-        min=least,
-        max=most,
-        description=name,
-        style=WHOLE_LABEL,
-        layout={"width": "240px"},
     )
