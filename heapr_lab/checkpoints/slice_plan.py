@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightRenaming
 
 from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.errors import LayoutError, SpecError
@@ -339,7 +339,9 @@ class Planner:
 
     def _name(self, weight: ExpertWeight, *, expert: int, part: int) -> str:
         name = weight.patterns[part].replace("*", str(expert))
-        return str(apply_renamings(name, self.renamings))
+        for renaming in self.renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
     def _see(
         self, found: FoundTensor, weight: ExpertWeight, *, expert: int, part: int

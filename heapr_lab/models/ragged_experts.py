@@ -10,6 +10,7 @@ Shapes: E n_experts, D d_expert, w_e atoms kept of expert e, W = sum of w_e.
 
 import copy
 import functools
+import inspect
 import itertools
 import re
 import shutil
@@ -246,9 +247,11 @@ class Unpack(Pack):
         input_dict: dict[str, Any],
         source_patterns: list[str],
         target_patterns: list[str],
+        full_layer_name: str = "",
         **_kwargs: Any,
     ) -> dict[str, Any]:
         """Split a packed tensor into named tensors."""
+        target_patterns = _as_renamed(target_patterns, full_layer_name)
         packed = input_dict.pop(source_patterns[0])
         packed = packed[0] if isinstance(packed, list) else packed
         n_parts = len(target_patterns)
@@ -269,6 +272,16 @@ class Unpack(Pack):
         if self.interleaved:
             return tuple(rows[part::n_parts] for part in range(n_parts))
         return rows.chunk(n_parts)
+
+
+def _as_renamed(patterns: list[str], name: str) -> list[str]:
+    """The `patterns`, with the path of the module from the first one's full `name`.
+
+    Older versions of transformers rename only the first pattern of a conversion, and
+    lose its prefix, where a family has another name for a module (Mixtral's experts).
+    """
+    path, star, _ = name.partition(".*.")
+    return [path + star + p.partition(".*.")[2] for p in patterns] if star else patterns
 
 
 def expert_conversions(
@@ -359,11 +372,18 @@ class HeaprConfig(QuantizationConfigMixin):
         return {**version, **more, **self.facts, "widths": self.widths}
 
 
+_CONVERSIONS = inspect.signature(HfQuantizer.update_weight_conversions)
+_OLDER = "model" not in _CONVERSIONS.parameters
+"""Whether transformers is older than the version that tells quantizers the model."""
+
+
 class HeaprQuantizer(HfQuantizer):
     """Replaces experts by ragged ones before weights are loaded."""
 
     requires_calibration = True
     quantization_config: HeaprConfig
+    loading: Any = None
+    """The model whose experts were replaced, until its weights are loaded."""
 
     def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
         """Refuse a checkpoint that was written by a later version.
@@ -401,16 +421,24 @@ class HeaprQuantizer(HfQuantizer):
             block._is_hf_initialized = True
         base: Any = type(model)
         model.__class__ = with_code(base)  # which refuses holes
+        self.loading = model
+        # Nothing is quantised; else older versions would not cast what is stored.
+        self.pre_quantized = not _OLDER
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
+        self.loading = None
         finish(model)
         return model
 
     def update_weight_conversions(
-        self, weight_conversions: list[Any], model: Any
+        self, weight_conversions: list[Any], model: Any = None
     ) -> list[Any]:
-        """The family's conversions, with those of its experts replaced."""
+        """The family's conversions, with those of its experts replaced.
+
+        Older versions of transformers do not say of which model.
+        """
+        model = self.loading if model is None else model
         kept = [c for c in weight_conversions if not _of_experts(c)]
         for path in self.quantization_config.widths:
             module = model.get_submodule(path)
