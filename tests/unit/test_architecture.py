@@ -21,6 +21,7 @@ WINGS = (
     "evaluation",
     "refinement",
     "checkpoints",
+    "serving",
     "methods",
     "workbench",
     "lab_model",

@@ -1,0 +1,1 @@
+"""Pruned checkpoints in engines that load plug-ins: vLLM."""

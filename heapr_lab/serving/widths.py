@@ -1,0 +1,78 @@
+"""The widths in a checkpoint, by decoder layer, as an engine needs them.
+
+Shapes: E n_experts.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.ragged_experts import FORMAT_VERSION
+
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
+
+Widths = dict[int, list[int]]
+"""Atoms of each expert (E,), by decoder layer."""
+
+
+def widths_by_layer(settings: Mapping[str, Any]) -> Widths:
+    """The widths in `quantization_config` of a checkpoint's config.json.
+
+    An engine has names of its own for modules, but the same numbers of layers.
+
+    Raises:
+        SpecError: the format is of a later version, or experts have output biases that
+            their family does not have.
+        LayoutError: an experts module is in no numbered layer, or shares it.
+    """
+    found = int(settings.get("format_version", FORMAT_VERSION))
+    if found > FORMAT_VERSION:
+        raise SpecError(
+            f"the checkpoint has format version {found}, this version of heapr_lab "
+            f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
+        )
+    if settings.get("output_bias"):
+        raise SpecError(
+            "the experts of the checkpoint have output biases (--bias), for which "
+            "engines have no place: prune without, or use transformers"
+        )
+    paths: dict[int, str] = {}
+    for path in settings["widths"]:
+        layer = layer_of(path)
+        if layer in paths:
+            raise LayoutError(
+                f"layer {layer} has two experts modules, {paths[layer]} and {path}, "
+                "expected one: use transformers for this model"
+            )
+        paths[layer] = path
+    return {layer: list(settings["widths"][path]) for layer, path in paths.items()}
+
+
+def layer_of(path: str) -> int:
+    """The number of the decoder layer in the path of a module.
+
+    Raises:
+        LayoutError: it has none.
+
+    Example:
+        >>> layer_of("model.layers.3.mlp.experts")
+        3
+    """
+    match = _LAYER.fullmatch(path)
+    if match is None:
+        raise LayoutError(
+            f"the experts module {path} is in no numbered layer, expected "
+            "'layers.NUMBER.' in its path: use transformers for this model"
+        )
+    return int(match[1])
+
+
+def shard(width: int, rank: int, n_ranks: int) -> slice:
+    """The atoms of an expert that a rank has; the parts differ by at most one atom.
+
+    Example:
+        >>> shard(5, 0, 2), shard(5, 1, 2)
+        (slice(0, 2, None), slice(2, 5, None))
+    """
+    return slice(width * rank // n_ranks, width * (rank + 1) // n_ranks)

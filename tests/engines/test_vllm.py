@@ -1,0 +1,212 @@
+"""vLLM computes what transformers does, for checkpoints of every structure.
+
+In float32 on the CPU, with tiny random models: greedy tokens and their logprobs.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import tiny_model
+from keeps import logits_of
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.experts import find_experts
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import prune
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+N_NEW, N_LONG = 12, 48
+PROMPTS = [list(range(3, 3 + n)) for n in (5, 17, 1, N_LONG)]
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+}
+"""The heads that vLLM's latent attention supports: those of the published models."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"shared_expert_intermediate_size": 64},
+    "qwen3_moe": {},
+    "mixtral": {},
+    "olmoe": {},
+    "deepseek_v2": LATENT,
+    # As in the published configurations; transformers knows no other router.
+    "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine in this process, with a small cache."""
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+def keep_of(model: nn.Module, structure: str) -> KeepMask:
+    """Widths 32 and 64 by turns of layers, or all sorts within each, 0 among them."""
+    rng, arrays = np.random.default_rng(0), {}
+    for layer in find_experts(model):
+        widths = np.array([0, 13, 64, 32])
+        if structure == "per_layer":
+            widths = np.full(layer.n_experts, 32 * (1 + layer.layer % 2))
+        order = rng.random((layer.n_experts, layer.d_inter)).argsort(1).argsort(1)
+        arrays[layer.layer] = order < widths[:, None]
+    return KeepMask(arrays, {"structure": structure})
+
+
+def pruned(folder: Path, family: str, structure: str) -> Path:
+    """A pruned model of `family`.
+
+    Keys of DeepSeek's attention have no rotary part: this build of vLLM has other
+    scores for it than transformers, in the dense model too.
+    """
+    model: Any = tiny_model(family, dtype=torch.float32, **SIZES | FAMILIES[family])
+    if "kv_lora_rank" in FAMILIES[family]:
+        for layer in model.model.layers:
+            keys = layer.self_attn.kv_a_proj_with_mqa.weight
+            keys.data[LATENT["kv_lora_rank"] :] = 0
+    return save_pruned(prune(model, keep_of(model, structure)), folder)
+
+
+def engine_of(folder: Path, **settings: Any) -> Any:
+    """The engine with the model in `folder`; two prompts at most run at once."""
+    from vllm import LLM
+
+    common = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 2}
+    more = {"skip_tokenizer_init": True, "enforce_eager": True}
+    return LLM(model=str(folder), **common | more | settings)
+
+
+def generated(engine: Any) -> list[Any]:
+    """The greedy continuation of every prompt."""
+    from vllm import SamplingParams
+
+    settings = SamplingParams(
+        temperature=0, max_tokens=N_NEW, logprobs=1, detokenize=False, ignore_eos=True
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    return list(engine.generate(prompts, settings, use_tqdm=False))
+
+
+def check_as_transformers(folder: Path, outputs: list[Any]) -> None:
+    """Each token is the likeliest to transformers, with the same logprob."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        assert len(tokens) == N_NEW
+        logits = logits_of(model, torch.tensor([prompt + tokens]))[0]
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        assert tokens == expected.argmax(-1).tolist()
+        found = [
+            said[token].logprob
+            for token, said in zip(tokens, output.outputs[0].logprobs, strict=True)
+        ]
+        torch.testing.assert_close(
+            torch.tensor(found), expected.max(-1).values, rtol=0, atol=2e-4
+        )
+
+
+@pytest.mark.parametrize("structure", ["per_layer", "ragged"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logprobs(family: str, structure: str, tmp_path: Path) -> None:
+    """Prompts of different lengths, some of which wait for others to end."""
+    folder = pruned(tmp_path / "pruned", family, structure)
+    check_as_transformers(folder, generated(engine_of(folder)))
+
+
+@pytest.mark.parametrize("structure", ["per_layer", "ragged"])
+def test_each_layer_has_its_own_width(structure: str, tmp_path: Path) -> None:
+    """No more is allocated than is kept, on the kernels that are said to run."""
+    folder = pruned(tmp_path / "pruned", "qwen3_moe", structure)
+    shapes = engine_of(folder).apply_model(_shapes_of_experts)[0]
+    if structure == "ragged":
+        assert shapes == [("RaggedMethod", 109 * 64)] * 2
+    else:
+        assert shapes == [("NarrowMethod", 4 * 32 * 64), ("NarrowMethod", 4 * 64 * 64)]
+
+
+def _shapes_of_experts(model: Any) -> list[tuple[str, int]]:
+    """The method of each layer's experts, and the elements of its W_down."""
+    experts = [m for m in model.modules() if hasattr(m, "w2_weight")]
+    return [(type(m.quant_method).__name__, m.w2_weight.numel()) for m in experts]
+
+
+@pytest.mark.parametrize("structure", ["per_layer", "ragged"])
+def test_prefix_cache(structure: str, tmp_path: Path) -> None:
+    """A prompt that was seen is not computed again, and goes on as before."""
+    folder = pruned(tmp_path / "pruned", "qwen3_moe", structure)
+    engine = engine_of(folder, enable_prefix_caching=True, block_size=32)
+    first, second = generated(engine), generated(engine)
+    assert first[-1].num_cached_tokens == 0
+    assert second[-1].num_cached_tokens >= 32
+    check_as_transformers(folder, second)
+
+
+def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
+    """It is not left as memory was."""
+    folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged")
+    _drop(folder, "model.layers.1.mlp.experts.2.up_proj.weight")
+    with pytest.raises(LayoutError, match=r"1 tensors .*layers.1.* w3 of expert 2"):
+        engine_of(folder)
+
+
+@pytest.mark.parametrize("structure", ["per_layer", "ragged"])
+def test_widths_of_another_checkpoint(structure: str, tmp_path: Path) -> None:
+    """A narrower tensor does not fill a part of a wider one."""
+    folder = pruned(tmp_path / "pruned", "qwen3_moe", structure)
+    config = json.loads((folder / "config.json").read_text())
+    widths = config["quantization_config"]["widths"]
+    widths["model.layers.1.mlp.experts"] = [96] * 4
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LayoutError, match="belongs to another checkpoint"):
+        engine_of(folder)
+
+
+def test_experts_that_vllm_cannot_carry(tmp_path: Path) -> None:
+    """Output biases of ours are refused by name, not left out."""
+    folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["output_bias"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises((SpecError, ValueError), match="output biases"):
+        engine_of(folder)
+
+
+def _drop(folder: Path, name: str) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})

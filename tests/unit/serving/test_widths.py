@@ -1,0 +1,46 @@
+"""The widths of a checkpoint by layer, and what engines cannot carry."""
+
+from typing import Any
+
+import pytest
+
+from heapr_lab.errors import HeaprLabError
+from heapr_lab.serving.widths import shard, widths_by_layer
+
+WIDTHS = {
+    "model.layers.1.mlp.experts": [3, 0],
+    "model.layers.10.mlp.experts": [2, 2],
+}
+
+
+def test_by_layer() -> None:
+    """The layers are numbers, as an engine has other names for modules."""
+    found = widths_by_layer({"format_version": 1, "widths": WIDTHS})
+    assert found == {1: [3, 0], 10: [2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 99}, "format version 99.*upgrade"),
+        ({"output_bias": True}, "output biases.*prune without"),
+        ({"widths": {"model.experts": [1]}}, "no numbered layer"),
+        (
+            {"widths": WIDTHS | {"vision.layers.1.experts": [1]}},
+            "layer 1 has two experts modules",
+        ),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    """Before anything is allocated."""
+    with pytest.raises(HeaprLabError, match=message):
+        widths_by_layer({"format_version": 1, "widths": WIDTHS} | change)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+@pytest.mark.parametrize("width", [0, 1, 2, 7, 32])
+def test_each_atom_is_on_one_rank(width: int, n_ranks: int) -> None:
+    """In order, and as evenly as can be."""
+    parts = [range(width)[shard(width, rank, n_ranks)] for rank in range(n_ranks)]
+    assert [atom for part in parts for atom in part] == list(range(width))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
