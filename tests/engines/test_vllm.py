@@ -3,9 +3,20 @@
 In float32 on the CPU, with tiny random models: greedy tokens and their logprobs.
 """
 
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +25,7 @@ import torch
 from families import tiny_model
 from keeps import logits_of
 from safetensors.torch import load_file, save_file
+from tiny_folder import D_VOCAB, write_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -23,10 +35,17 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 
-pytest.importorskip("vllm")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's own
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    from heapr_lab.serving import vllm_plugin
+    from heapr_lab.serving.vllm_experts import ragged_sum
+
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 N_NEW, N_LONG = 12, 48
@@ -87,13 +106,15 @@ def keep_of(model: nn.Module, structure: str) -> KeepMask:
     return KeepMask(arrays, {"structure": structure})
 
 
-def pruned(folder: Path, family: str, structure: str) -> Path:
+def pruned(folder: Path, family: str, structure: str, **changes: Any) -> Path:
     """A pruned model of `family`.
 
     Keys of DeepSeek's attention have no rotary part: this build of vLLM has other
     scores for it than transformers, in the dense model too.
     """
-    model: Any = tiny_model(family, dtype=torch.float32, **SIZES | FAMILIES[family])
+    model: Any = tiny_model(
+        family, dtype=torch.float32, **SIZES | FAMILIES[family] | changes
+    )
     if "kv_lora_rank" in FAMILIES[family]:
         for layer in model.model.layers:
             keys = layer.self_attn.kv_a_proj_with_mqa.weight
@@ -173,6 +194,132 @@ def test_prefix_cache(structure: str, tmp_path: Path) -> None:
     assert first[-1].num_cached_tokens == 0
     assert second[-1].num_cached_tokens >= 32
     check_as_transformers(folder, second)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"tensor_parallel_size": 2}, {"enforce_eager": False}],
+    ids=["two ranks", "compiled"],
+)
+@pytest.mark.parametrize("structure", ["per_layer", "ragged"])
+def test_other_ways_to_run(
+    structure: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each of two ranks has a part of every expert's atoms, of 13 one has 6."""
+    folder = pruned(tmp_path / "pruned", "qwen2_moe", structure)
+    engine = engine_of(folder, **settings)
+    outputs = generated(engine)
+    engine.llm_engine.engine_core.shutdown()
+    check_as_transformers(folder, outputs)
+
+
+def test_served(tmp_path: Path) -> None:
+    """The server answers as the model does, from processes of its own.
+
+    `vllm serve` itself does not start in this build, whose package is not named vllm.
+    """
+    folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged", vocab_size=D_VOCAB)
+    write_tokenizer(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(folder), "--port", str(port), "--max-model-len", "96"]
+    command += ["--dtype", "float32", "--enforce-eager"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            [*command, "--enforce-eager"],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        answer = _asked(server, f"http://127.0.0.1:{port}/v1/completions", folder)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    expected = model.generate(
+        torch.tensor([PROMPTS[1]]), max_new_tokens=N_NEW, do_sample=False
+    )
+    assert answer["choices"][0]["token_ids"] == expected[0, len(PROMPTS[1]) :].tolist()
+
+
+def _asked(server: subprocess.Popen[bytes], url: str, folder: Path) -> Any:
+    """The answer, once the server listens."""
+    settings = {"temperature": 0, "max_tokens": N_NEW, "return_token_ids": True}
+    body = {"model": str(folder), "prompt": PROMPTS[1], "ignore_eos": True} | settings
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    for _ in range(300):
+        assert server.poll() is None, (folder.parent / "log").read_text()[-2000:]
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError:
+            raise
+        except urllib.error.URLError:
+            time.sleep(1)
+    raise AssertionError((folder.parent / "log").read_text()[-2000:])
+
+
+def test_the_sum_against_loops() -> None:
+    """Token by token and slot by slot, in float64."""
+    torch.manual_seed(0)
+    widths, d_model = [0, 3, 1, 5], 6
+    w13 = torch.randn(2 * sum(widths), d_model, dtype=torch.float64)
+    w2 = torch.randn(sum(widths), d_model, dtype=torch.float64)
+    x = torch.randn(7, d_model, dtype=torch.float64)
+    weights = torch.rand(7, 2, dtype=torch.float64)
+    ids = torch.rand(7, 4).argsort(1)[:, :2]
+    expected = torch.zeros_like(x)
+    for token, slot in np.ndindex(7, 2):
+        number = int(ids[token, slot])
+        first, width = sum(widths[:number]), widths[number]
+        for atom in range(width):
+            gate = w13[2 * first + atom] @ x[token]
+            up = w13[2 * first + width + atom] @ x[token]
+            h = gate * torch.sigmoid(gate) * up
+            expected[token] += weights[token, slot] * h * w2[first + atom]
+    found = ragged_sum(x, w13, w2, widths, ids.int(), weights, "silu")
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("unusual", "message"),
+    [
+        ({"moe_parallel_config": SimpleNamespace(use_ep=True)}, "expert parallelism"),
+        ({"has_bias": True}, "with biases"),
+        ({"swiglu_limit": 7.0}, "clamped"),
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"activation": MoEActivation.SWIGLUOAI}, "activation swigluoai"),
+        ({}, "CUDA graphs.*enforce-eager"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(
+    unusual: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, before weights are allocated; the last one on a GPU."""
+    usual = {
+        "num_logical_experts": 2,
+        "tp_size": 1,
+        "moe_parallel_config": SimpleNamespace(use_ep=False),
+        "has_bias": False,
+        "swiglu_limit": None,
+        "is_lora_enabled": False,
+        "activation": MoEActivation.SILU,
+    }
+    graphs = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False))
+    monkeypatch.setattr(vllm_plugin, "get_current_vllm_config", lambda: graphs)
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(vllm_plugin, "current_platform", gpu)
+    moe: Any = SimpleNamespace(**usual | unusual)
+    method = vllm_plugin.HeaprWidths({0: [1, 2]})
+    with pytest.raises(SpecError, match=message):
+        method._of_experts(moe, "model.layers.0.mlp.experts")
 
 
 def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
