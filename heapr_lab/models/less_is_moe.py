@@ -155,9 +155,10 @@ class FlatQuantizer(HeaprQuantizer):
         return super()._process_model_before_weight_loading(model, **kwargs)
 
     def update_weight_conversions(
-        self, weight_conversions: list[Any], model: Any
+        self, weight_conversions: list[Any], model: Any = None
     ) -> list[Any]:
         """The family's conversions, with flat tensors in place of experts."""
+        model = self.loading if model is None else model
         kept = super().update_weight_conversions(weight_conversions, model)
         own = {f".{name}" for name in ("up_rows", "down_columns")}
         kept = [c for c in kept if not c.target_patterns[0].endswith(tuple(own))]
