@@ -95,10 +95,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def keep_of(model: nn.Module, structure: str) -> KeepMask:
-    """Widths 32 and 64 by turns of layers, or all sorts within each, 0 among them."""
+    """One width; 32 and 64 by turns of layers; or all sorts in each, 0 among them."""
     rng, arrays = np.random.default_rng(0), {}
     for layer in find_experts(model):
         widths = np.array([0, 13, 64, 32])
+        if structure == "uniform":
+            widths = np.full(layer.n_experts, 32)
         if structure == "per_layer":
             widths = np.full(layer.n_experts, 32 * (1 + layer.layer % 2))
         order = rng.random((layer.n_experts, layer.d_inter)).argsort(1).argsort(1)
@@ -165,6 +167,13 @@ def check_as_transformers(folder: Path, outputs: list[Any]) -> None:
 def test_tokens_and_logprobs(family: str, structure: str, tmp_path: Path) -> None:
     """Prompts of different lengths, some of which wait for others to end."""
     folder = pruned(tmp_path / "pruned", family, structure)
+    check_as_transformers(folder, generated(engine_of(folder)))
+
+
+def test_uniform_is_a_stock_checkpoint(tmp_path: Path) -> None:
+    """Which vLLM loads by itself."""
+    folder = pruned(tmp_path / "pruned", "qwen3_moe", "uniform")
+    assert "quantization_config" not in (folder / "config.json").read_text()
     check_as_transformers(folder, generated(engine_of(folder)))
 
 
