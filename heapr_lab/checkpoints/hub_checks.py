@@ -21,7 +21,6 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from heapr_lab.checkpoints.folder import checksums_in
 from heapr_lab.checkpoints.model_card import loading_code
 from heapr_lab.checkpoints.save import KEEP_FILE
-from heapr_lab.errors import HeaprLabError
 from heapr_lab.models import ragged_experts
 from heapr_lab.models.folders import has_tokenizer, read_config
 from heapr_lab.models.loading import free_memory
@@ -78,8 +77,8 @@ def findings(folder: Path, *, load: bool = True) -> Iterator[Finding]:
     for name, check in checks.items():
         try:
             found = list(check(folder))
-        except (HeaprLabError, OSError) as error:
-            found = [(ERROR, str(error))]
+        except Exception as error:  # a damaged file may cause any of them
+            found = [(ERROR, " ".join(str(error).split()))]
         yield from (Finding(name, level, text) for level, text in found)
 
 
@@ -187,12 +186,13 @@ def _is_ours(path: Path) -> bool:
 
 def _private(folder: Path) -> Found:
     """Nothing in texts that is of this machine."""
-    home = str(Path.home())
-    marks = {str(folder.resolve().parent), *([home] if len(home) > 1 else [])}
+    home, place = Path.home(), folder.resolve().parent
+    marks = [str(home)] if len(home.parts) > 1 else []
+    marks += [str(place)] if len(place.parts) > 2 else []  # else words match
     named = [
         path.name
         for path in (folder / CARD, folder / MANIFEST_FILE, folder / "config.json")
-        if path.is_file() and any(m in path.read_text("utf-8") for m in marks)
+        if path.is_file() and any(mark in path.read_text("utf-8") for mark in marks)
     ]
     for name in named:
         yield WARNING, f"{name} names a folder of this machine: replace it"
