@@ -1,6 +1,6 @@
-"""Write a pruned checkpoint again in another format.
+"""Write a pruned checkpoint again in another format, or with quantised experts.
 
-Weights are the same bit for bit, which is checked with the files that were written.
+What the files are to contain is checked bit for bit with the files that were written.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,13 @@ from heapr_lab.checkpoints.save import (
     check_format,
     save_pruned,
     write_weights,
+    written_as,
 )
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import find_experts, sliced_experts
 from heapr_lab.models.folders import has_tokenizer, read_tokenizer, read_weights
 from heapr_lab.models.less_is_moe import FORMAT
+from heapr_lab.models.ragged_experts import quantise
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
@@ -37,10 +39,20 @@ _NOT_CARRIED = (
     "reloaded",
 )
 """What a manifest says of the files that it is beside."""
+_SLICED = "sliced, otherwise unchanged"
 
 
-def convert(folder: Path | str, out: Path | str, *, format: str) -> Path:
+def convert(
+    folder: Path | str,
+    out: Path | str,
+    *,
+    format: str = HEAPR,
+    quantised: str | None = None,
+) -> Path:
     """Write the pruned checkpoint in `folder` to `out`, in another format.
+
+    With `quantised`, the experts' weights are rounded to integers with a scale for each
+    group, symmetric, to nearest, and all others stay as they are. Any structure can be.
 
     A checkpoint of this package takes its mask, its card and what was measured along.
     One of Less-is-MoE that was made elsewhere does not say which atoms it kept: what is
@@ -50,13 +62,16 @@ def convert(folder: Path | str, out: Path | str, *, format: str) -> Path:
         folder: with a pruned checkpoint, of this package or of Less-is-MoE.
         out: a new folder.
         format: `heapr` or `less-is-moe`.
+        quantised: `int8` (a scale for each row of W_gate, W_up and column of W_down) or
+            `int4` (for each 32 weights of one); by default weights stay as they are.
 
     Returns:
         `out`.
 
     Raises:
-        SpecError: there is no pruned checkpoint in `folder`, there is no such format,
-            it cannot carry the model, or `out` is not empty.
+        SpecError: there is no pruned checkpoint in `folder`, there is no such format or
+            kind, the format cannot carry the model, the experts are quantised already,
+            or `out` is not empty.
         CacheError: the mask is not that of the weights, or what was written differs.
     """
     folder, out = Path(folder), Path(out)
@@ -67,10 +82,41 @@ def convert(folder: Path | str, out: Path | str, *, format: str) -> Path:
             f"or of the format {FORMAT}"
         )
     model = _ragged(model)
+    facts = _facts_of(folder, rounded=quantised is not None) if known else {}
+    model.__dict__["heapr_weights"] = facts.pop("weights", _SLICED)
+    if quantised is not None:
+        quantise_model(model, quantised)
     check_format(format, model)
     tokenizer = read_tokenizer(folder) if has_tokenizer(folder) else None
-    write = _with_mask if known else _without_mask
-    return write(model, folder, out, tokenizer, format=format)
+    if known:
+        return _with_mask(model, folder, out, tokenizer, facts, format=format)
+    return _without_mask(model, folder, out, tokenizer, format=format)
+
+
+def quantise_model(model: Any, kind: str) -> None:
+    """Round the experts' weights of a pruned model to integers, in place.
+
+    Args:
+        model: of `prune`, or a pruned one that was loaded.
+        kind: `int8` or `int4`, as in `convert`.
+
+    Raises:
+        SpecError: it has no pruned experts, they are quantised already, or d_model is
+            no multiple of the size of a group.
+    """
+    experts = sliced_experts(model)
+    if not experts:
+        raise SpecError(
+            f"this {type(model).__name__} has no pruned experts: expected a model that "
+            "heapr_lab.prune returned (its mask may keep every atom)"
+        )
+    for name, module in experts.items():
+        try:
+            quantise(module, kind)
+        except ValueError as error:
+            raise SpecError(f"{name}: {error}") from error
+    was = getattr(model, "heapr_weights", _SLICED)
+    model.__dict__["heapr_weights"] = f"{was}; those of experts rounded to {kind}"
 
 
 def _ragged(model: Any) -> Any:
@@ -84,8 +130,23 @@ def _ragged(model: Any) -> Any:
     return prune(model, KeepMask.from_arrays(whole))
 
 
+def _facts_of(folder: Path, *, rounded: bool) -> dict[str, Any]:
+    """What the manifest says that is true of the new files, too."""
+    manifest = files.read_json(folder / MANIFEST_FILE)
+    facts = {k: v for k, v in manifest.items() if k not in _NOT_CARRIED}
+    if rounded and "perplexity" in facts:
+        facts["perplexity_unrounded"] = facts.pop("perplexity")
+    return facts
+
+
 def _with_mask(
-    model: Any, folder: Path, out: Path, tokenizer: Any, *, format: str
+    model: Any,
+    folder: Path,
+    out: Path,
+    tokenizer: Any,
+    facts: Mapping[str, Any],
+    *,
+    format: str,
 ) -> Path:
     keep = KeepMask.read(folder / KEEP_FILE)
     widths = [w for layer in keep.layers for w in keep.by_layer(layer).sum(1).tolist()]
@@ -97,15 +158,14 @@ def _with_mask(
             f"{folder / KEEP_FILE} is not the mask of the weights beside it: its "
             "experts have other widths; take the file that was written with them"
         )
-    manifest = files.read_json(folder / MANIFEST_FILE)
     model.__dict__["heapr_keep"] = keep
-    model.config._name_or_path = manifest["base_model"] or ""
+    model.config._name_or_path = facts["base_model"] or ""
     return save_pruned(
         model,
         out,
         tokenizer=tokenizer,
         source=folder,
-        facts={k: v for k, v in manifest.items() if k not in _NOT_CARRIED},
+        facts=facts,
         format=format,
         check=lambda written: _same(written, model),
     )
@@ -124,7 +184,7 @@ def _without_mask(
             "base_model": None,
             "structure": "ragged",
             "tokenizer": said,
-            **({} if format == HEAPR else {"format": format}),
+            **written_as(model, format),
             **_same(partial, model),
             "sha256": dict(checksums_in(partial)),
         }

@@ -73,6 +73,9 @@ from heapr_lab import load_model
 model, tokenizer = load_model(folder)
 ```"""
 
+_INTEGERS = """The weights of experts are integers ({kind}) with a scale for each group,
+dequantised one expert at a time."""
+
 _USE = {
     (True, True): _STOCK,
     (True, False): _OWN_STOCK,
@@ -91,7 +94,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         native: whether transformers has a class for the architecture.
     """
     name = manifest["base_model"] or "a model without a name"
-    stock, wrapped = manifest["structure"] == "uniform", "pruned" in manifest
+    stock, wrapped = _is_stock(manifest), "pruned" in manifest
     header = ModelCardData(
         base_model=name if manifest["base_model"] else None,
         license=licence_of(source),
@@ -101,6 +104,9 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
     )
     use = _PORTABLE if "format" in manifest else _USE[stock, native]
     use = use.replace("AutoModelForCausalLM", _class_of(manifest))
+    if "quantised" in manifest:
+        said = _INTEGERS.format(kind=manifest["quantised"])
+        use = use.replace(_WIDTHS, f"{_WIDTHS} {said}")
     return _CARD.format(
         header=header.to_yaml(),
         base=name,
@@ -112,6 +118,11 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         candidates=_candidates(manifest.get("candidates", [])),
         use=use,
     )
+
+
+def _is_stock(manifest: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is an ordinary one of its architecture."""
+    return manifest["structure"] == "uniform" and "quantised" not in manifest
 
 
 _HEAPR = "HEAPr"
@@ -136,7 +147,7 @@ def loading_code(folder: Path) -> str:
         lines = ["from heapr_lab import load_model", ""]
         return "\n".join([*lines, f'model, tokenizer = load_model("{folder}")'])
     name = _class_of(manifest)
-    plain = manifest["structure"] == "uniform" and is_native(read_config(folder))
+    plain = _is_stock(manifest) and is_native(read_config(folder))
     lines = [] if plain else ["import heapr_lab"]
     lines += [f"from transformers import {name}", ""]
     return "\n".join([*lines, f'model = {name}.from_pretrained("{folder}")'])
@@ -216,13 +227,21 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         part = " of the language model" if "pruned" in manifest else ""
         rows.append((_flops(saved) + part, _change(saved, "flops")))
     rows.append(("size of the files", _bytes(manifest)))
-    for corpus, (before, after) in manifest.get("perplexity", {}).items():
-        name = f"perplexity of these weights, {corpus}"
-        rows.append((name, f"{before:.2f} → {after:.2f}"))
+    for key, whose in _PERPLEXITIES.items():
+        for corpus, (before, after) in manifest.get(key, {}).items():
+            name = f"perplexity of {whose}, {corpus}"
+            rows.append((name, f"{before:.2f} → {after:.2f}"))
     if not manifest.get("perplexity"):
         rows.append(("perplexity", "not measured"))
     rows.append(("reloaded", manifest.get("reloaded", "not checked")))
     return rows
+
+
+_PERPLEXITIES = {
+    "perplexity": "these weights",
+    "perplexity_unrounded": "the weights before they were rounded",
+}
+"""Keys of the manifest, and whose perplexity they have."""
 
 
 def _flops(saved: Mapping[str, float]) -> str:

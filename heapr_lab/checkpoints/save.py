@@ -24,7 +24,7 @@ from heapr_lab.checkpoints.folder import (
 from heapr_lab.checkpoints.shards import save_streamed
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import SpecError
-from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.experts import quantised_as, sliced_experts
 from heapr_lab.models.folders import is_native, skeleton_of
 from heapr_lab.models.less_is_moe import (
     ENTRY,
@@ -116,7 +116,7 @@ def save_pruned(
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     with new_folder(Path(folder)) as partial:
         written = checkpoint_of(model, keep, format)
-        facts |= {} if format == HEAPR else {"format": format}
+        facts |= written_as(model, format)
         write_weights(written, partial, max_shard_size, format=format)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
         facts |= what_is_dropped(_dense_skeleton(model), base)
@@ -211,7 +211,8 @@ def _describe_widths(folder: Path, experts: Mapping[str, Any]) -> None:
 
 def checkpoint_of(model: Any, keep: KeepMask, format: str = HEAPR) -> Any:
     """`model`, ready for `save_pretrained`: stock if uniform, else with `attach`."""
-    if format == HEAPR and structure_of(keep) == "uniform":
+    stock = format == HEAPR and quantised_as(model) is None
+    if stock and structure_of(keep) == "uniform":
         return stock_model(model, uniform_width(keep, model.dtype))
     attach(model, structure_of(keep), format)
     return model
@@ -225,13 +226,16 @@ def attach(model: Any, structure: str, format: str = HEAPR) -> None:
     experts = sliced_experts(model)
     widths = {name: module.heapr_widths for name, module in experts.items()}
     biased = any(module.has_added_bias for module in experts.values())
+    kind = quantised_as(model)
     quantizer = (
-        HeaprQuantizer(HeaprConfig(widths, output_bias=biased, structure=structure))
+        HeaprQuantizer(
+            HeaprConfig(widths, output_bias=biased, quantised=kind, structure=structure)
+        )
         if format == HEAPR
         else FlatQuantizer(FlatConfig(widths=widths))
     )
     loaded = getattr(model, "hf_quantizer", None)
-    if type(loaded) is type(quantizer):
+    if type(loaded) is type(quantizer) and _agree(loaded, quantizer):
         return
     family = None if loaded is not None else getattr(model, "_weight_conversions", None)
     if family is None:
@@ -244,6 +248,19 @@ def attach(model: Any, structure: str, format: str = HEAPR) -> None:
     model.config.quantization_config = quantizer.quantization_config
     model._weight_conversions = quantizer.update_weight_conversions(family, model)
     finish(model)
+
+
+def written_as(model: Any, format: str) -> dict[str, str]:
+    """What the manifest says of a format that is not this package's usual one."""
+    kind = quantised_as(model)
+    facts = {} if format == HEAPR else {"format": format}
+    return facts if kind is None else facts | {"quantised": kind}
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether two quantizers read weights of the same kind."""
+    kinds = [getattr(q.quantization_config, "quantised", None) for q in (one, other)]
+    return kinds[0] == kinds[1]
 
 
 # --- the folder -------------------------------------------------------------------

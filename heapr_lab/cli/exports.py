@@ -27,19 +27,21 @@ def export_gguf(
 def convert(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
     out: Annotated[Path, typer.Option(help="A new folder.")],
-    format: options.Format,
+    format: options.Format = "heapr",
+    quantised: options.Quantised = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a pruned checkpoint again in another format, bit for bit the same weights.
+    """Write a pruned checkpoint again in another format, or with quantised experts.
 
-    Of one that was made elsewhere in the format less-is-moe, the mask is not known.
+    What is written is read again and compared bit for bit. Of a checkpoint that was
+    made elsewhere in the format less-is-moe, the mask is not known.
     """
     from heapr_lab.checkpoints.convert import convert as write
     from heapr_lab.checkpoints.folder import check_new
     from heapr_lab.models.sources import weights_bytes
 
     check_new(out)
-    write(folder, out, format=format)
+    write(folder, out, format=format, quantised=quantised)
     print_facts({"out": str(out), "bytes": weights_bytes(out)}, as_json=as_json)
 
 

@@ -49,6 +49,7 @@ Examples:
   heapr-lab prune ./my_moe --ratio 0.5 --out pruned
   heapr-lab convert pruned --format less-is-moe --out portable
   heapr-lab convert portable --format heapr --out back
+  heapr-lab convert pruned --quantise int4 --out pruned-int4
 """
 PUBLISH_EXAMPLES = """\b
 Examples:
@@ -321,6 +322,14 @@ Format = Annotated[
     typer.Option(
         help="Of the checkpoint: heapr, or less-is-moe, whose vLLM plugin serves "
         "experts of any widths."
+    ),
+]
+Quantised = Annotated[
+    str | None,
+    typer.Option(
+        "--quantise",
+        help="Round the weights of experts: int8, a scale for each row, or int4, one "
+        "for 32 weights [default: as they are].",
     ),
 ]
 CardCorpora = Annotated[

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.composed_experts import ComposedExperts
 from heapr_lab.models.families import refuse_by_name
@@ -233,6 +233,29 @@ def sliced_experts(model: nn.Module) -> dict[str, RaggedExperts]:
         for name, module in model.named_modules()
         if isinstance(module, RaggedExperts)
     }
+
+
+def quantised_as(model: nn.Module) -> str | None:
+    """The kind of integers that the experts of a pruned model are; None if floats."""
+    kinds = (
+        getattr(experts, "kind", None) for experts in sliced_experts(model).values()
+    )
+    return next(kinds, None)
+
+
+def trainable_experts(model: nn.Module) -> dict[str, RaggedExperts]:
+    """As `sliced_experts`, of a pruned model whose weights may be changed.
+
+    Raises:
+        SpecError: they are integers.
+    """
+    kind = quantised_as(model)
+    if kind is not None:
+        raise SpecError(
+            f"the weights of the experts of this {type(model).__name__} are {kind}, "
+            "expected floating-point weights: quantise it afterwards"
+        )
+    return sliced_experts(model)
 
 
 def _decorated(

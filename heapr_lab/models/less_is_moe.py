@@ -30,6 +30,7 @@ from heapr_lab.models.ragged_experts import (
     HeaprConfig,
     HeaprQuantizer,
     Pack,
+    QuantisedExperts,
     RaggedExperts,
     normalises,
 )
@@ -284,6 +285,8 @@ def _why_not_experts(module: Any) -> Any:
         yield "its experts have biases"
     elif isinstance(module, RaggedExperts) and module.has_added_bias:
         yield "its experts were given output biases"
+    if isinstance(module, QuantisedExperts):
+        yield "the weights of its experts are integers"
     if normalises(family):
         yield "the outputs of its experts are normalised"
 

@@ -32,9 +32,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "heapr"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _FIRST_VERSION = 1
-"""Version of checkpoints without output biases that their family does not have."""
+"""Of checkpoints with nothing that needs a later one."""
+_BIAS_VERSION = 2
+"""Of checkpoints with output biases that their family does not have."""
 CODE_NAME = "modeling_heapr"
 """Name of the copy of this file in a checkpoint."""
 
@@ -109,13 +111,19 @@ class RaggedExperts(nn.Module):
         atoms = slice(self.starts[expert], self.starts[expert + 1])
         rows = slice(self.factor * atoms.start, self.factor * atoms.stop)
         up_bias = None if self.up_bias is None else self.up_bias[rows]
-        h = activate(self.family, F.linear(x, self.up_rows[rows], up_bias))
-        out = h @ self.down_columns[atoms]
+        h = activate(self.family, F.linear(x, self._up(rows), up_bias))
+        out = h @ self._down(atoms)
         if self.down_bias is not None:
             out = out + self.down_bias[expert]
         if normalises(self.family):
             out = self.family.post_expert_norm(out)
         return out
+
+    def _up(self, rows: slice) -> torch.Tensor:
+        return self.up_rows[rows]
+
+    def _down(self, atoms: slice) -> torch.Tensor:
+        return self.down_columns[atoms]
 
 
 def routed_sum(
@@ -170,6 +178,97 @@ def without_weights(module: nn.Module) -> Any:
     shell._parameters = dict.fromkeys(module._parameters)
     shell._modules = copy.deepcopy(module._modules)  # a norm keeps its weights
     return shell
+
+
+# --- quantised weights ------------------------------------------------------------
+
+QUANTISED = {"int8": (8, None), "int4": (4, 32)}
+"""Bits of a weight, and how many in a row share a scale: None for all of them."""
+SCALES = {"up_rows": "up_scale", "down_columns": "down_scale"}
+"""The scales of each matrix of `RaggedExperts`."""
+
+
+class QuantisedExperts(RaggedExperts):
+    """Ragged experts with integers for weights, which `quantise` makes of others.
+
+    A weight is an integer times the scale of its group. A group is part of an atom's
+    row of W_gate or W_up, or of its column of W_down, so that an atom has scales of its
+    own. The weights of one expert at a time are dequantised.
+
+    Shapes: up_rows (2W, D) int8, or (2W, D/2) uint8 with two integers of 4 bits each;
+    up_scale (2W, n_groups), of the dtype of the activations; without a gate, W rows;
+    likewise down_columns and down_scale, W rows.
+    """
+
+    kind: str
+    """A name in `QUANTISED`."""
+    up_scale: nn.Parameter
+    down_scale: nn.Parameter
+
+    def _up(self, rows: slice) -> torch.Tensor:
+        return dequantised(self.up_rows[rows], self.up_scale[rows], self.kind)
+
+    def _down(self, atoms: slice) -> torch.Tensor:
+        return dequantised(self.down_columns[atoms], self.down_scale[atoms], self.kind)
+
+
+@torch.no_grad()
+def quantise(experts: RaggedExperts, kind: str) -> None:
+    """Round the weights of `experts` to integers; biases stay as they are.
+
+    Args:
+        experts: on any device, the meta device too.
+        kind: `int8`, a scale for each row, or `int4`, one for each 32 weights of a row.
+
+    Raises:
+        ValueError: there is no such kind, the experts are quantised already, or d_model
+            is no multiple of the size of a group.
+    """
+    if kind not in QUANTISED:
+        raise ValueError(f"there is no {kind!r}, expected {', '.join(QUANTISED)}")
+    group = QUANTISED[kind][1] or experts.d_expert
+    if isinstance(experts, QuantisedExperts) or experts.d_expert % group:
+        found = getattr(experts, "kind", f"rows of {experts.d_expert} weights")
+        raise ValueError(
+            f"experts with {found} cannot become {kind}, which needs weights that are "
+            f"not quantised, in rows of a multiple of {group}"
+        )
+    for name, scale_name in SCALES.items():
+        integers, scale = quantised(getattr(experts, name), kind)
+        setattr(experts, name, nn.Parameter(integers, requires_grad=False))
+        setattr(experts, scale_name, nn.Parameter(scale, requires_grad=False))
+    experts.__class__ = QuantisedExperts
+    experts.__dict__["kind"] = kind
+
+
+def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest integers and the scale of each group, symmetric about 0.
+
+    Shapes: weight (n, D); integers (n, D), or (n, D/2) of 4 bits; scale (n, n_groups).
+    """
+    bits, size = QUANTISED[kind]
+    size = size or weight.shape[1]
+    groups = weight.unflatten(1, (weight.shape[1] // size, size))
+    most = 2 ** (bits - 1) - 1
+    scale = groups.abs().amax(2) / most  # rounded to the dtype it is stored in
+    steps = torch.where(scale > 0, scale, 1).float()[..., None]
+    whole = (groups.float() / steps).round().clamp(-most, most).flatten(1)
+    if bits == 8:
+        return whole.to(torch.int8), scale
+    low, high = (whole + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    return low | (high << 4), scale
+
+
+def dequantised(integers: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    """The weights (n, D) of what `quantised` returned, in the dtype of `scale`."""
+    if QUANTISED[kind][0] == 4:
+        pair = torch.stack((integers & 15, integers >> 4), dim=2)
+        integers = pair.flatten(1).to(torch.int8) - 8
+    n_groups = scale.shape[1]
+    size = integers.shape[1] // n_groups
+    whole = integers.to(scale.dtype).unflatten(1, (n_groups, size))
+    weight: torch.Tensor = (whole * scale[..., None]).flatten(1)
+    return weight
 
 
 # --- files: one tensor for each expert, packed when it is loaded ------------------
@@ -310,6 +409,12 @@ def expert_conversions(
         return WeightConverter(sources, f"{here}.{target}", [op])
 
     found = [packed(rows, "up_rows", ROWS), packed(columns, "down_columns", COLUMNS)]
+    if isinstance(module, QuantisedExperts):
+        scales = [
+            [n.replace(".weight", ".scale") for n in own] for own in (rows, columns)
+        ]
+        found.append(packed(scales[0], "up_scale", ROWS))
+        found.append(packed(scales[1], "down_scale", COLUMNS))
     if module.up_bias is not None:
         biases = [name.replace(".weight", ".bias") for name in rows]
         found.append(packed(biases, "up_bias", ROWS))
@@ -352,23 +457,27 @@ class HeaprConfig(QuantizationConfigMixin):
         widths: dict[str, list[int]] | None = None,
         format_version: int | None = None,
         output_bias: bool = False,
+        quantised: str | None = None,
         **facts: Any,
     ) -> None:
         """The `widths` of the experts in each experts module, by its path.
 
-        With `output_bias` experts have an output bias that their family does not have.
+        With `output_bias` experts have an output bias that their family does not have;
+        `quantised` is a name in `QUANTISED`.
         """
         self.quant_method: Any = METHOD
         self.widths = widths or {}
         self.output_bias = output_bias
-        least = FORMAT_VERSION if output_bias else _FIRST_VERSION
-        self.format_version = format_version or least
+        self.quantised = quantised
+        least = _BIAS_VERSION if output_bias else _FIRST_VERSION
+        self.format_version = format_version or (FORMAT_VERSION if quantised else least)
         self.facts = facts
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         version = {"quant_method": METHOD, "format_version": self.format_version}
-        more = {"output_bias": True} if self.output_bias else {}
+        more: dict[str, Any] = {"output_bias": True} if self.output_bias else {}
+        more |= {"quantised": self.quantised} if self.quantised else {}
         return {**version, **more, **self.facts, "widths": self.widths}
 
 
@@ -415,6 +524,8 @@ class HeaprQuantizer(HfQuantizer):
             parent, _, name = path.rpartition(".")
             biased = self.quantization_config.output_bias
             ragged = RaggedExperts(modules[path], widths, output_bias=biased)
+            if self.quantization_config.quantised:
+                quantise(ragged, self.quantization_config.quantised)
             block: Any = model.get_submodule(parent)
             setattr(block, name, ragged)
             # Some families would initialise the parameters that were replaced.

@@ -26,7 +26,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.expert_calls import ExpertCalls
-from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.experts import trainable_experts
 from heapr_lab.models.ragged_experts import RaggedExperts, normalises
 from heapr_lab.progress import Progress
 from heapr_lab.refinement.students import lessons, note_change
@@ -69,7 +69,7 @@ def add_output_bias(
         >>> smaller = compress(model, calibration, ratio=0.4)  # doctest: +SKIP
         >>> add_output_bias(smaller, model, calibration)  # doctest: +SKIP
     """
-    _refuse(pruned, sliced_experts(pruned))
+    _refuse(pruned, trainable_experts(pruned))
     rows = []
     for lesson in lessons(pruned, dense, calibration, progress=progress):
         layer, student = lesson.layer, lesson.student

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.experts import trainable_experts
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Progress, no_report
@@ -96,7 +96,7 @@ def expert_weights(pruned: nn.Module) -> list[nn.Parameter]:
     """The weights of the routed experts, layer by layer.
 
     Raises:
-        SpecError: the model has no sliced experts, or is streamed.
+        SpecError: the model has no sliced experts, is streamed or quantised.
     """
     refuse_streamed(
         pruned,
@@ -105,7 +105,7 @@ def expert_weights(pruned: nn.Module) -> list[nn.Parameter]:
     )
     found = [
         parameter
-        for module in sliced_experts(pruned).values()
+        for module in trainable_experts(pruned).values()
         for parameter in module.parameters(recurse=False)
     ]
     if not found:

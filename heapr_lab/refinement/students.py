@@ -9,7 +9,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
-from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
+from heapr_lab.models.experts import ExpertsLayer, find_experts, trainable_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.models.streamed import refuse_streamed
@@ -62,14 +62,14 @@ def _students(pruned: nn.Module, dense: nn.Module) -> dict[str, RaggedExperts]:
     """The sliced experts of `pruned` by their names, which are those of `dense`.
 
     Raises:
-        SpecError: it has none, or was not made from `dense`, or is streamed.
+        SpecError: it has none, was not made from `dense`, is streamed or quantised.
     """
     refuse_streamed(
         pruned,
         remedy="make it from a dense model that is loaded with stream=False "
         "(--no-stream) to fit biases or distil",
     )
-    found = sliced_experts(pruned)
+    found = trainable_experts(pruned)
     expected = {layer.name: layer.n_experts for layer in find_experts(dense)}
     if {name: len(own.heapr_widths) for name, own in found.items()} != expected:
         raise SpecError(

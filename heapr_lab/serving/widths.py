@@ -22,8 +22,8 @@ def widths_by_layer(settings: Mapping[str, Any]) -> Widths:
     An engine has names of its own for modules, but the same numbers of layers.
 
     Raises:
-        SpecError: the format is of a later version, or experts have output biases that
-            their family does not have.
+        SpecError: the format is of a later version, experts have output biases that
+            their family does not have, or their weights are integers.
         LayoutError: an experts module is in no numbered layer, or shares it.
     """
     found = int(settings.get("format_version", FORMAT_VERSION))
@@ -36,6 +36,11 @@ def widths_by_layer(settings: Mapping[str, Any]) -> Widths:
         raise SpecError(
             "the experts of the checkpoint have output biases (--bias), for which "
             "engines have no place: prune without, or use transformers"
+        )
+    if settings.get("quantised"):
+        raise SpecError(
+            f"the weights of the checkpoint's experts are {settings['quantised']}, "
+            "which only transformers reads: serve the checkpoint it was made of"
         )
     paths: dict[int, str] = {}
     for path in settings["widths"]:
