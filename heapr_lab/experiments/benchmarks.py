@@ -208,6 +208,15 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 of_one_model=True,
             ),
             Benchmark(
+                "quantised",
+                "quantised.py",
+                "Pruned, quantised, or both",
+                table=figures.quantised_table,
+                data=figures.quantised_data,
+                figure=figures.figure_quantised,
+                stem="16_quantised",
+            ),
+            Benchmark(
                 "damage",
                 "damage.py",
                 "Predicting the loss",

@@ -92,6 +92,12 @@ from heapr_lab.figures.quality import (
     quality_data,
     quality_table,
 )
+from heapr_lab.figures.quantised import (
+    figure_quantised,
+    plot_quantised,
+    quantised_data,
+    quantised_table,
+)
 from heapr_lab.figures.scores import (
     plot_score_bins,
     plot_score_histogram,

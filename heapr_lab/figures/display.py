@@ -31,6 +31,7 @@ from heapr_lab.figures import (
     methods,
     pareto,
     quality,
+    quantised,
     scores,
     streaming,
     structures,
@@ -116,6 +117,12 @@ KINDS: Mapping[str, Kind] = {
         quality.plot_quality,
         quality.figure_quality,
         panel=("calibration", "test"),
+    ),
+    "quantised": Kind(
+        quantised.quantised_data,
+        quantised.plot_quantised,
+        quantised.figure_quantised,
+        panel=("model",),
     ),
     "scope": Kind(
         comparisons.scope_data, comparisons.plot_scope, comparisons.figure_scope

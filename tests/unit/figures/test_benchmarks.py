@@ -10,6 +10,7 @@ from figure_rows import (
     measured_growth,
     measured_models,
     measured_quality,
+    measured_quantised,
     measured_structures,
     streamed_runs,
 )
@@ -110,6 +111,24 @@ def test_the_table_of_the_front_is_in_per_cent() -> None:
         [22, 26, 20, 21, 50]
     )
     assert table["on the front"].tolist() == ["yes", "", "yes", "", "yes"]
+
+
+def test_quantised_sizes_are_relative_to_the_dense_model() -> None:
+    """Of the same model in bfloat16; a curve for each kind, a row for each ratio."""
+    data = figures.quantised_data(measured_quantised())
+    assert data["size"].tolist() == [1.0, 0.5, 0.5, 0.25] * 2
+    figure = figures.figure_quantised(data)
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [
+        "lab model",
+        "fine model",
+    ]
+    curves = lines_of(figure.axes[0])
+    assert curves["pruned, bfloat16"].tolist() == [[1.0, 0.0], [0.5, 0.5]]
+    assert curves["experts in int8"].tolist() == [[0.5, 0.01], [0.25, 0.51]]
+    table = figures.quantised_table(data)
+    assert table["model"].tolist() == ["lab model"] * 2 + ["fine model"] * 2
+    assert table["pruned [%]"].tolist() == [0, 50] * 2
+    assert table["int8: size [%] ↓"].tolist() == [50, 25] * 2
 
 
 def test_quality_is_relative_to_the_paper() -> None:

@@ -47,6 +47,7 @@ def display_of(kind: str) -> Display:
         "models": (rows.measured_models(),),
         "pareto": (rows.measured_front(),),
         "quality": (rows.measured_quality(),),
+        "quantised": (rows.measured_quantised(),),
         "scope": (results,),
         "score_histogram": (pd.Series([0.0, 1.0, 2.0], name="heapr"), 1.5),
         "streaming": (rows.streamed_runs(),),
