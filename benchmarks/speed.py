@@ -9,7 +9,9 @@ the same tokens:
 - `dense_grouped_mm`, `dense_eager`: transformers' implementations. The faster of the
   two is the dense model that speedups refer to.
 - `masked`: `masking`, which computes everything, so that no speedup is expected.
-- `sliced`: `prune`.
+- `sliced`: `prune`, run as suits the device.
+- `sliced_at_once`: the same model, all experts at once (`run_ragged`).
+- `grouped`: the same, in levels of equal widths (`group_experts`).
 
 Prefill is one forward without a cache, with logits of the last token of each sequence;
 decode is greedy, with a KV cache, without the forward pass over the prompt. Methods
@@ -49,13 +51,19 @@ from benchmarks.machine import RESULTS, machine, write_results
 from heapr_lab import KeepMask, masking, prune
 from heapr_lab.evaluation.latency import in_turns, seconds_of
 from heapr_lab.models.architecture import Architecture
-from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.models.experts import describe, find_experts, run_ragged
+from heapr_lab.models.grouped_experts import group_experts
+from heapr_lab.models.ragged_experts import AT_ONCE
 
 logger = logging.getLogger("speed")
 
 RATIOS = (0.0, 0.2, 0.4, 0.6)
 DENSE = ("grouped_mm", "eager")
 """Transformers' implementations that the dense model is measured with."""
+PRUNED = ("sliced", "sliced_at_once", "grouped")
+"""Methods that compute what is kept alone."""
+MULTIPLE = 8
+"""Of which widths are multiples, as kernels need in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +112,19 @@ class Method:
     model: Any
     keep: KeepMask | None = None
     implementation: str | None = None
+    way: str | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Mask the model or switch its implementation, if the method does."""
+        """Mask the model or switch how its experts run, if the method does."""
         with contextlib.ExitStack() as stack:
             if self.implementation:
                 previous = self.model.config._experts_implementation
                 self.model.set_experts_implementation(self.implementation)
                 stack.callback(self.model.set_experts_implementation, previous)
+            if self.way is not None:
+                run_ragged(self.model, self.way)
+                stack.callback(run_ragged, self.model, None)
             if self.keep is not None:
                 stack.enter_context(masking(self.model, self.keep))
             yield
@@ -141,7 +153,9 @@ def build_model(configuration: Configuration, device: str) -> Any:
 
 
 def ragged_mask(configuration: Configuration, ratio: float) -> KeepMask:
-    """A random mask that prunes from ½ to 1½ times `ratio` of each expert.
+    """A random mask that prunes about ½ to 1½ times `ratio` of each expert.
+
+    Widths are multiples of `MULTIPLE`.
 
     Raises:
         ValueError: `ratio` would prune more atoms than some expert has.
@@ -152,7 +166,8 @@ def ragged_mask(configuration: Configuration, ratio: float) -> KeepMask:
     arrays = {}
     for layer in range(c.n_layers):
         removed = ratio * c.d_inter * np.linspace(0.5, 1.5, c.n_experts)
-        ends = np.round(np.cumsum(generator.permutation(removed))).astype(int)
+        ends = np.cumsum(generator.permutation(removed)) / MULTIPLE
+        ends = MULTIPLE * np.round(ends).astype(int)
         keep = np.ones((c.n_experts, c.d_inter), bool)
         for row, count in zip(keep, np.diff(ends, prepend=0), strict=True):
             row[generator.choice(c.d_inter, count, replace=False)] = False
@@ -165,7 +180,14 @@ def build_methods(model: Any, keeps: dict[float, KeepMask]) -> list[Method]:
     dense = [Method(0.0, f"dense_{n}", model, implementation=n) for n in DENSE]
     masked = [Method(r, "masked", model, keep) for r, keep in keeps.items()]
     sliced = [Method(r, "sliced", prune(model, keep)) for r, keep in keeps.items()]
-    return dense + masked + sliced
+    at_once = [
+        dataclasses.replace(m, name="sliced_at_once", way=AT_ONCE) for m in sliced
+    ]
+    grouped = [
+        Method(r, "grouped", group_experts(prune(model, keep)))
+        for r, keep in keeps.items()
+    ]
+    return dense + masked + sliced + at_once + grouped
 
 
 # --- what is measured ---------------------------------------------------------------
@@ -263,7 +285,7 @@ def predicted_speedups(
 
     dense = cost(methods[0], keeps[0.0])
     return [
-        dense / cost(m, keeps[m.ratio]) if m.name == "sliced" else 1.0 for m in methods
+        dense / cost(m, keeps[m.ratio]) if m.name in PRUNED else 1.0 for m in methods
     ]
 
 
@@ -287,7 +309,7 @@ def measure(
         speedup = statistics.median(
             base / mine for base, mine in zip(dense, own, strict=True)
         )
-        keep = keeps[method.ratio] if method.name == "sliced" else None
+        keep = keeps[method.ratio] if method.name in PRUNED else None
         rows.append(
             {
                 "mode": mode.name,

@@ -21,7 +21,7 @@ from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.composed_experts import ComposedExperts
 from heapr_lab.models.families import refuse_by_name
-from heapr_lab.models.ragged_experts import RaggedExperts, activate
+from heapr_lab.models.ragged_experts import WAYS, RaggedExperts, activate
 from heapr_lab.models.streamed import filled, stream_of
 from heapr_lab.models.wrapped import is_wrapper, text_modules
 
@@ -233,6 +233,29 @@ def sliced_experts(model: nn.Module) -> dict[str, RaggedExperts]:
         for name, module in model.named_modules()
         if isinstance(module, RaggedExperts)
     }
+
+
+def run_ragged(model: nn.Module, way: str | None) -> None:
+    """Choose how the experts of a pruned model run.
+
+    Args:
+        model: a pruned model.
+        way: `loop`, one expert after the other; `at_once`, each product of all experts
+            in one call, for which torch has kernels on CUDA from SM90 on (widths in
+            multiples of 8 in bfloat16; install nvmath-python) and else a loop; None,
+            at once where there are such kernels.
+
+    Raises:
+        SpecError: there is no such way, or the model is not pruned.
+    """
+    experts = sliced_experts(model)
+    if way not in (None, *WAYS) or not experts:
+        raise SpecError(
+            f"cannot run {len(experts)} layers of ragged experts by {way!r}: expected "
+            f"a pruned model that is not stock, and one of {', '.join(WAYS)}"
+        )
+    for module in experts.values():
+        module.way = way
 
 
 def quantised_as(model: nn.Module) -> str | None:

@@ -42,6 +42,11 @@ CODE_NAME = "modeling_heapr"
 
 # --- experts ----------------------------------------------------------------------
 
+LOOP, AT_ONCE = "loop", "at_once"
+WAYS = (LOOP, AT_ONCE)
+"""How ragged experts run: one after the other, or each product of all of them at once,
+as kernels do that multiply matrices of different shapes."""
+
 
 class RaggedExperts(nn.Module):
     """The kept atoms of one layer's experts, packed one expert after the other.
@@ -52,6 +57,8 @@ class RaggedExperts(nn.Module):
 
     family: Any
     """The family's own module without weights: activation, gating and norm."""
+    way: str | None = None
+    """A name in `WAYS`; without one, that which suits the device."""
 
     def __init__(
         self, module: Any, widths: list[int], *, output_bias: bool = False
@@ -102,22 +109,102 @@ class RaggedExperts(nn.Module):
 
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
+        way = self.way or (AT_ONCE if self._has_kernel(hidden_states) else LOOP)
+        if way == AT_ONCE:
+            return self._all_at_once(hidden_states, top_k_index, top_k_weights)
         n_experts = len(self.heapr_widths)
         return routed_sum(
             self._expert, n_experts, hidden_states, top_k_index, top_k_weights
         )
 
+    def _has_kernel(self, x: torch.Tensor) -> bool:
+        """Whether torch has a kernel for these products: CUDA from SM90 on."""
+        in_16_bytes = 16 // x.element_size()
+        return (
+            x.is_cuda
+            and hasattr(torch, "_foreach_mm")
+            and torch.cuda.get_device_capability(x.device) >= (9, 0)
+            and not torch.is_autocast_enabled("cuda")
+            and all(width % in_16_bytes == 0 for width in self.heapr_widths)
+        )
+
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        atoms = slice(self.starts[expert], self.starts[expert + 1])
-        rows = slice(self.factor * atoms.start, self.factor * atoms.stop)
+        rows = self._rows_of(expert)
         up_bias = None if self.up_bias is None else self.up_bias[rows]
         h = activate(self.family, F.linear(x, self._up(rows), up_bias))
-        out = h @ self._down(atoms)
+        out = h @ self._down(self._atoms_of(expert))
         if self.down_bias is not None:
             out = out + self.down_bias[expert]
         if normalises(self.family):
             out = self.family.post_expert_norm(out)
         return out
+
+    def _all_at_once(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        n_experts = len(self.heapr_widths)
+        counts = torch.bincount(experts, minlength=n_experts)[:n_experts].tolist()
+        order = order[: sum(counts)]
+        tokens = order // top_k_index.shape[-1]
+        out = self._outputs(hidden_states[tokens].split(counts))
+        if self.down_bias is not None:
+            out = out + self.down_bias[experts[: len(order)]]
+        if normalises(self.family):
+            out = self.family.post_expert_norm(out)
+        out = out * top_k_weights.reshape(-1)[order][:, None]
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        total = torch.zeros_like(hidden_states, dtype=wide)
+        return total.index_add_(0, tokens, out.to(wide)).to(hidden_states.dtype)
+
+    def _outputs(self, routed: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Outputs without biases of the rows routed to each expert, joined."""
+        outputs = [torch.zeros_like(x) for x in routed]
+        busy = [e for e, x in enumerate(routed) if len(x) and self.heapr_widths[e]]
+        if busy:
+            hs = self._activations(busy, [routed[e] for e in busy])
+            downs = [self._down(self._atoms_of(e)) for e in busy]
+            found = torch._foreach_mm(hs, downs)
+            for expert, own in zip(busy, found, strict=True):
+                outputs[expert] = own
+        return torch.cat(outputs)
+
+    def _activations(
+        self, busy: list[int], xs: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Atom activations of the experts `busy` for `xs`, (n, w_e) each."""
+        n_parts = self.factor if self.family.is_concatenated else 1
+        weights = [part.T for e in busy for part in self._up_parts(e, n_parts)]
+        found = torch._foreach_mm([x for x in xs for _ in range(n_parts)], weights)
+        if self.up_bias is not None:
+            biases = [
+                part
+                for e in busy
+                for part in self.up_bias[self._rows_of(e)].chunk(n_parts)
+            ]
+            found = tuple(out + bias for out, bias in zip(found, biases, strict=True))
+        flat = [
+            torch.cat([out.reshape(-1) for out in found[part::n_parts]])
+            for part in range(n_parts)
+        ]
+        # Gate and up of each atom and token side by side: the gating is elementwise.
+        pairs = torch.stack(flat, 1).view(-1, self.factor)
+        sizes = [(len(x), self.heapr_widths[e]) for e, x in zip(busy, xs, strict=True)]
+        h = activate(self.family, pairs).view(-1).split([n * w for n, w in sizes])
+        return [own.view(size) for own, size in zip(h, sizes, strict=True)]
+
+    def _up_parts(self, expert: int, n_parts: int) -> tuple[torch.Tensor, ...]:
+        return self._up(self._rows_of(expert)).chunk(n_parts)
+
+    def _atoms_of(self, expert: int) -> slice:
+        return slice(self.starts[expert], self.starts[expert + 1])
+
+    def _rows_of(self, expert: int) -> slice:
+        atoms = self._atoms_of(expert)
+        return slice(self.factor * atoms.start, self.factor * atoms.stop)
 
     def _up(self, rows: slice) -> torch.Tensor:
         return self.up_rows[rows]
