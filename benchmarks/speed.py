@@ -78,6 +78,12 @@ class Configuration:
     d_vocab: int = 4096
 
 
+SHAPES = {
+    "DeepSeekMoE-16B": Configuration(2048, 1408, n_experts=64, top_k=6),
+    "Qwen3-30B-A3B": Configuration(2048, 768, n_experts=128, top_k=8),
+    "gpt-oss-120B": Configuration(2880, 2880, n_experts=128, n_layers=1),
+}
+"""Layers with the sizes of published models, for a GPU."""
 QUICK = Configuration(d_model=64, d_inter=88, d_vocab=256)
 
 
