@@ -213,16 +213,30 @@ def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
     Args:
         measured: mode, ratio, method, tokens_per_second, speedup_over_dense,
             predicted_speedup, share_of_predicted and parameter_bytes.
+
+    Returns:
+        A row for each mode and ratio; the speedups of the other ways to run the same
+        experts where they were measured.
     """
+    others = {"sliced_at_once": "at once ÷ dense ↑", "grouped": "levels ÷ dense ↑"}
+    speedups = measured.pivot_table(
+        index=["mode", "ratio"], columns="method", values="speedup_over_dense"
+    )
     sliced = measured[measured["method"].eq("sliced") & measured["ratio"].gt(0)]
     dense = measured[measured["ratio"].eq(0) & measured["method"].eq("sliced")]
     bytes_before = dense.set_index("mode")["parameter_bytes"]
+    keys = sliced[["mode", "ratio"]]
     return pd.DataFrame(
         {
             "mode": sliced["mode"].str.replace("_", " "),
             "ratio": sliced["ratio"],
             "tokens per second ↑": sliced["tokens_per_second"],
             "÷ dense ↑": sliced["speedup_over_dense"],
+            **{
+                label: speedups.loc[pd.MultiIndex.from_frame(keys), name].to_numpy()
+                for name, label in others.items()
+                if name in speedups
+            },
             "predicted": sliced["predicted_speedup"],
             "reached of it ↑": sliced["share_of_predicted"],
             "bytes ÷ dense ↓": sliced["parameter_bytes"]

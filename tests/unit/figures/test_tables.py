@@ -62,6 +62,12 @@ def test_speed_is_that_of_sliced_models_against_the_dense() -> None:
     table = figures.speed_table(measured)
     assert table["mode"].tolist() == ["decode batch 1"]
     assert table["bytes ÷ dense ↓"].tolist() == [0.7]
+    assert "at once ÷ dense ↑" not in table
+    other = measured[measured["method"].eq("sliced")].assign(
+        method="sliced_at_once", speedup_over_dense=[1.0, 1.5]
+    )
+    table = figures.speed_table(pd.concat([measured, other]))
+    assert table["at once ÷ dense ↑"].tolist() == [1.5]
 
 
 def test_paper_tables_are_found_or_named() -> None:
