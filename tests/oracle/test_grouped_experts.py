@@ -91,6 +91,27 @@ def test_compiled_in_one_graph() -> None:
         torch.testing.assert_close(found, grouped(x, ids, p), rtol=0, atol=0)
 
 
+@pytest.mark.gpu
+def test_captured_on_a_gpu() -> None:
+    """A CUDA graph that is replayed with other tokens and experts."""
+    module = layer([64, 13, 0, 32], torch.bfloat16).cuda()
+    grouped = GroupedExperts(module)
+    size = (7, module.d_expert)
+    x = torch.randn(size, dtype=torch.bfloat16, device="cuda")
+    ids = torch.randint(4, (7, 2), device="cuda")
+    p = torch.rand(7, 2, dtype=torch.bfloat16, device="cuda")
+    grouped(x, ids, p)  # what is allocated once
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = grouped(x, ids, p)
+    for _ in range(2):
+        x.copy_(torch.randn(size))
+        ids.copy_(torch.randint(4, (7, 2)))
+        graph.replay()
+        torch.testing.assert_close(out, module(x, ids, p), rtol=0.05, atol=0.05)
+
+
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=6))
 def test_levels_are_the_best(widths: list[int]) -> None:
     """Of all ways to cut at rounded widths, the one of least cost."""

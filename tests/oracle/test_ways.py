@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, tiny_ids, tiny_model
-from keeps import logits_of, random_keep
+from keeps import logits_of, random_keep, widths_keep
 from torch import nn
 
 from heapr_lab.checkpoints.convert import quantise_model
@@ -36,7 +36,7 @@ def both(model: nn.Module, run: Any) -> list[Any]:
     return found
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model: Any, ids: torch.Tensor = IDS) -> dict[str, torch.Tensor]:
     """Of the loss by all parameters of experts."""
     model.zero_grad()
     own = {
@@ -44,7 +44,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
         for path, module in sliced_experts(model).items()
         for name, parameter in module.named_parameters()
     }
-    model(IDS, labels=IDS).loss.backward()
+    model(ids, labels=ids).loss.backward()
     return {name: parameter.grad for name, parameter in own.items()}
 
 
@@ -118,6 +118,25 @@ def by_atoms(module: RaggedExperts, expert: int, x: torch.Tensor) -> torch.Tenso
         up = module.up_rows[2 * start + width + atom] @ x
         out += gate * torch.sigmoid(gate) * up * module.down_columns[start + atom]
     return out if module.down_bias is None else out + module.down_bias[expert]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_on_a_gpu(family: str, dtype: torch.dtype) -> None:
+    """By the kernels for widths in multiples of 8, against the loop, with gradients."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32}
+    model = tiny_model(family, dtype=dtype, **sizes)
+    keep = widths_keep(model, 16, structure="per_layer")
+    small = prune(model, keep).cuda()
+    close = {"rtol": 0.05, "atol": 0.1} if dtype == torch.bfloat16 else {}
+    close = close or {"rtol": 1e-3, "atol": 1e-3}
+    ids = IDS.cuda()
+    one, other = both(small, lambda: logits_of(small, ids))
+    torch.testing.assert_close(one, other, **close)
+    first, second = both(small, lambda: gradients(small, ids))
+    for name, grad in first.items():
+        torch.testing.assert_close(second[name], grad, **close)
 
 
 def test_no_tokens() -> None:
