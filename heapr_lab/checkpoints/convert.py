@@ -25,6 +25,7 @@ from heapr_lab.models.experts import find_experts, sliced_experts
 from heapr_lab.models.folders import has_tokenizer, read_tokenizer, read_weights
 from heapr_lab.models.less_is_moe import FORMAT
 from heapr_lab.models.ragged_experts import quantise
+from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
@@ -101,9 +102,10 @@ def quantise_model(model: Any, kind: str) -> None:
         kind: `int8` or `int4`, as in `convert`.
 
     Raises:
-        SpecError: it has no pruned experts, they are quantised already, or d_model is
-            no multiple of the size of a group.
+        SpecError: it has no pruned experts, they are quantised already, d_model is no
+            multiple of the size of a group, or the model is streamed.
     """
+    refuse_streamed(model, remedy="save it, and quantise the checkpoint (convert)")
     experts = sliced_experts(model)
     if not experts:
         raise SpecError(

@@ -22,6 +22,7 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import sliced_experts, trainable_experts
 from heapr_lab.models.ragged_experts import RaggedExperts, activate, normalises
+from heapr_lab.models.streamed import refuse_streamed
 
 MULTIPLE = 16
 """Of which the widths of levels are multiples: the kernels' alignment in bytes."""
@@ -197,9 +198,10 @@ def group_experts(model: Any) -> Any:
         `model`.
 
     Raises:
-        SpecError: the model has no ragged experts, or they are quantised or of another
-            dtype; or this torch has no grouped products.
+        SpecError: the model has no ragged experts, they are quantised or of another
+            dtype, it is streamed, or this torch has no grouped products.
     """
+    refuse_streamed(model, remedy="load it with stream=False to arrange its experts")
     experts = trainable_experts(model)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if not experts or model.dtype not in dtypes or not hasattr(F, "grouped_mm"):
