@@ -207,4 +207,4 @@ def _same(written: Path, model: Any) -> Mapping[str, str]:
                 f"{name} is not in the written files as it was read: nothing is kept; "
                 "free disk space, and convert again"
             )
-    return {"reloaded": "every tensor equal to that of the files it was converted from"}
+    return {"reloaded": "every tensor equal to what was to be written"}
