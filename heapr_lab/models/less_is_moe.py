@@ -209,7 +209,20 @@ def read_entry(config: Any) -> None:
     Raises:
         SpecError: it is of another version or layout, or has no widths.
     """
-    entry = config.less_is_moe
+    sizes = sizes_of_entry(config.less_is_moe)
+    del config.less_is_moe
+    config.architectures = [
+        name.removeprefix(PREFIX) for name in config.architectures or []
+    ]
+    config.quantization_config = FlatConfig(sizes).to_dict()
+
+
+def sizes_of_entry(entry: Any) -> dict[str, list[int]]:
+    """The widths of the experts, by the number of the layer, in an entry `less_is_moe`.
+
+    Raises:
+        SpecError: it is of another version or layout, or has no widths.
+    """
     found = entry if isinstance(entry, dict) else {}
     said = found.get("format_version"), found.get("weight_layout")
     sizes = found.get("expert_intermediate_sizes")
@@ -220,11 +233,7 @@ def read_entry(config: Any) -> None:
             f"expected version {VERSION}, layout {LAYOUT!r} and the widths of all "
             "experts: convert it with the version that wrote it"
         )
-    del config.less_is_moe
-    config.architectures = [
-        name.removeprefix(PREFIX) for name in config.architectures or []
-    ]
-    config.quantization_config = FlatConfig(sizes).to_dict()
+    return sizes
 
 
 # --- what it cannot carry ---------------------------------------------------------

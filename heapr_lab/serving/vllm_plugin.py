@@ -19,12 +19,17 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
+from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.less_is_moe import PREFIX
 from heapr_lab.models.ragged_experts import METHOD
 from heapr_lab.serving.vllm_experts import ACTIVATIONS, NarrowMethod, RaggedMethod
 from heapr_lab.serving.widths import Widths, layer_of, widths_by_layer
+
+FLAT_FAMILIES = ("Qwen2Moe", "Qwen3Moe", "Olmoe", "DeepseekV2", "DeepseekV3")
+"""Those whose checkpoints in the format of Less-is-MoE are loaded."""
 
 
 class HeaprWidths(QuantizationConfig):
@@ -125,5 +130,13 @@ def _check_ragged(moe: FusedMoEConfig) -> None:
 
 
 def register() -> None:
-    """Tell vLLM of the format; it may be called again."""
+    """Tell vLLM of our format and of Less-is-MoE's; it may be called again.
+
+    An architecture that another plug-in has made known stays as it is.
+    """
     register_quantization_config(METHOD)(HeaprWidths)
+    known = ModelRegistry.get_supported_archs()
+    for family in FLAT_FAMILIES:
+        name = f"{PREFIX}{family}ForCausalLM"
+        if name not in known:
+            ModelRegistry.register_model(name, f"heapr_lab.serving.vllm_flat:{name}")

@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import find_experts
+from heapr_lab.models.folders import read_weights
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 
@@ -77,6 +78,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 
+FLAT: dict[str, Any] = {"format": "less-is-moe", "first_k_dense_replace": 0}
+"""The format, which has no place for dense layers."""
+
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -108,7 +112,14 @@ def keep_of(model: nn.Module, structure: str) -> KeepMask:
     return KeepMask(arrays, {"structure": structure})
 
 
-def pruned(folder: Path, family: str, structure: str, **changes: Any) -> Path:
+def pruned(
+    folder: Path,
+    family: str,
+    structure: str,
+    *,
+    format: str = "heapr",
+    **changes: Any,
+) -> Path:
     """A pruned model of `family`.
 
     Keys of DeepSeek's attention have no rotary part: this build of vLLM has other
@@ -121,7 +132,8 @@ def pruned(folder: Path, family: str, structure: str, **changes: Any) -> Path:
         for layer in model.model.layers:
             keys = layer.self_attn.kv_a_proj_with_mqa.weight
             keys.data[LATENT["kv_lora_rank"] :] = 0
-    return save_pruned(prune(model, keep_of(model, structure)), folder)
+    keep = keep_of(model, structure)
+    return save_pruned(prune(model, keep), folder, format=format)
 
 
 def engine_of(folder: Path, **settings: Any) -> Any:
@@ -146,7 +158,7 @@ def generated(engine: Any) -> list[Any]:
 
 def check_as_transformers(folder: Path, outputs: list[Any]) -> None:
     """Each token is the likeliest to transformers, with the same logprob."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    model = read_weights(folder, dtype=torch.float32)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert len(tokens) == N_NEW
@@ -168,6 +180,20 @@ def test_tokens_and_logprobs(family: str, structure: str, tmp_path: Path) -> Non
     """Prompts of different lengths, some of which wait for others to end."""
     folder = pruned(tmp_path / "pruned", family, structure)
     check_as_transformers(folder, generated(engine_of(folder)))
+
+
+@pytest.mark.parametrize("structure", ["per_layer", "ragged"])
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mixtral"}))
+def test_the_format_of_less_is_moe(family: str, structure: str, tmp_path: Path) -> None:
+    """By vLLM's own classes under the names of the format, which has no Mixtral."""
+    folder = pruned(tmp_path / "flat", family, structure, **FLAT)
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    assert name.startswith("Ragged")
+    engine = engine_of(folder)
+    check_as_transformers(folder, generated(engine))
+    method = {"per_layer": "NarrowMethod", "ragged": "RaggedMethod"}[structure]
+    shapes = engine.apply_model(_shapes_of_experts)[0]
+    assert {name for name, _ in shapes} == {method}
 
 
 def test_uniform_is_a_stock_checkpoint(tmp_path: Path) -> None:
@@ -210,12 +236,11 @@ def test_prefix_cache(structure: str, tmp_path: Path) -> None:
     [{"tensor_parallel_size": 2}, {"enforce_eager": False}],
     ids=["two ranks", "compiled"],
 )
-@pytest.mark.parametrize("structure", ["per_layer", "ragged"])
-def test_other_ways_to_run(
-    structure: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("form", ["per_layer", "ragged", "flat"])
+def test_other_ways_to_run(form: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Each of two ranks has a part of every expert's atoms, of 13 one has 6."""
-    folder = pruned(tmp_path / "pruned", "qwen2_moe", structure)
+    structure, more = ("ragged", FLAT) if form == "flat" else (form, {})
+    folder = pruned(tmp_path / "pruned", "qwen2_moe", structure, **more)
     engine = engine_of(folder, **settings)
     outputs = generated(engine)
     engine.llm_engine.engine_core.shutdown()
@@ -358,6 +383,38 @@ def test_experts_that_vllm_cannot_carry(tmp_path: Path) -> None:
     config["quantization_config"]["output_bias"] = True
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises((SpecError, ValueError), match="output biases"):
+        engine_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 2}, "version 2, layout 'flat_gate_up_down_v1'"),
+        ({"expert_intermediate_sizes": {"0": [0, 13, 64, 32]}}, "0 widths for .*ers.1"),
+        (
+            {"expert_intermediate_sizes": {n: [0, 13, 64, 48] for n in "01"}},
+            r"_proj: found the shape .* of the widths in config.json",
+        ),
+    ],
+    ids=["version", "a layer", "widths"],
+)
+def test_flat_tensors_of_another_checkpoint(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Nothing is cut at the wrong places."""
+    folder = pruned(tmp_path / "flat", "qwen3_moe", "ragged", **FLAT)
+    config = json.loads((folder / "config.json").read_text())
+    config["less_is_moe"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        engine_of(folder)
+
+
+def test_a_flat_tensor_that_is_missing(tmp_path: Path) -> None:
+    """It is not left as memory was."""
+    folder = pruned(tmp_path / "flat", "qwen3_moe", "ragged", **FLAT)
+    _drop(folder, "model.layers.1.mlp.experts.down_proj")
+    with pytest.raises(ValueError, match=r"4 tensors .*layers.1.* w2 of expert 0"):
         engine_of(folder)
 
 
