@@ -243,7 +243,11 @@ def routing(
             handle.remove()
 
     seconds_of(model, prompt, n_steps=mode.n_steps, watched=watched)
-    n_experts = model.config.get_text_config().num_experts
+    return routed_rows(found, model.config.get_text_config().num_experts)
+
+
+def routed_rows(found: dict[int, list[torch.Tensor]], n_experts: int) -> pd.DataFrame:
+    """The table of `routing` from the experts (tokens, top_k) of every call."""
     rows = []
     for layer, calls in found.items():
         for call, index in enumerate(calls):

@@ -6,10 +6,13 @@ Of greedy decoding with a cache, only the steps are timed, not the prompt.
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache
+
+Found = TypeVar("Found")
+"""What a run returns: mostly seconds."""
 
 
 @torch.inference_mode()
@@ -41,13 +44,13 @@ def seconds_of(
 
 
 def in_turns(
-    runs: Sequence[Callable[[], float]], *, n_rounds: int
-) -> list[list[float]]:
+    runs: Sequence[Callable[[], Found]], *, n_rounds: int
+) -> list[list[Found]]:
     """The result of each of `runs` in each round, (runs, n_rounds).
 
     Each round begins with another run; a round before the first is for warming up.
     """
-    found: list[list[float]] = [[] for _ in runs]
+    found: list[list[Found]] = [[] for _ in runs]
     for turn in range(n_rounds + 1):
         for i in ((turn + i) % len(runs) for i in range(len(runs))):
             value = runs[i]()

@@ -233,6 +233,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 table=figures.speed_table,
             ),
             Benchmark(
+                "serving",
+                "serving.py",
+                "How fast vLLM serves pruned models",
+                table=figures.serving_table,
+            ),
+            Benchmark(
                 "panel",
                 "latency_browser.py",
                 "How fast the panel answers",

@@ -127,5 +127,6 @@ from heapr_lab.figures.tables import (
     panel_table,
     plot_cost,
     plot_main,
+    serving_table,
     speed_table,
 )

@@ -245,6 +245,24 @@ def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
+def serving_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/serving.py` for readers: each structure against dense.
+
+    Args:
+        measured: mode, structure, ratio, speedup_over_dense and share_of_predicted.
+    """
+    pruned = measured[measured["ratio"].gt(0)]
+    columns = {}
+    for structure, rows in pruned.groupby("structure", sort=False):
+        own = rows.set_index(["mode", "ratio"])
+        columns[f"{structure} ÷ dense ↑"] = own["speedup_over_dense"]
+        columns[f"{structure}: of predicted ↑"] = own["share_of_predicted"]
+    table = pd.DataFrame(columns)
+    order = pruned[["mode", "ratio"]].drop_duplicates()
+    table = table.loc[list(order.itertuples(index=False, name=None))].reset_index()
+    return table.assign(mode=table["mode"].str.replace("_", " "))
+
+
 @styled
 def plot_cost(
     data: pd.DataFrame, *, quantity: str = "seconds", ax: Axes | None = None

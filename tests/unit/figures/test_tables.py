@@ -70,6 +70,27 @@ def test_speed_is_that_of_sliced_models_against_the_dense() -> None:
     assert table["at once ÷ dense ↑"].tolist() == [1.5]
 
 
+def test_serving_is_that_of_each_structure_against_the_dense() -> None:
+    """A row for each mode and ratio as measured, two columns for each structure."""
+    modes = ("prefill_batch_8", "decode_batch_1")
+    models = [("dense", 0.0)]
+    models += [(name, ratio) for name in ("uniform", "ragged") for ratio in (0.2, 0.4)]
+    rows = [
+        {"mode": mode, "structure": name, "ratio": ratio}
+        for mode in modes
+        for name, ratio in models
+    ]
+    numbers = [float(number) for number in range(len(rows))]
+    measured = pd.DataFrame(rows).assign(
+        speedup_over_dense=numbers, share_of_predicted=[-x for x in numbers]
+    )
+    table = figures.serving_table(measured)
+    assert table["mode"].tolist() == ["prefill batch 8"] * 2 + ["decode batch 1"] * 2
+    assert table["ratio"].tolist() == [0.2, 0.4] * 2
+    assert table["uniform ÷ dense ↑"].tolist() == [1, 2, 6, 7]
+    assert table["ragged: of predicted ↑"].tolist() == [-3, -4, -8, -9]
+
+
 def test_paper_tables_are_found_or_named() -> None:
     """The published numbers load; an unknown table's error names those there are."""
     assert list(figures.paper_table("boundary")["accuracy_retained"]) == [0.93, 0.38]

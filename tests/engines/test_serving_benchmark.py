@@ -1,0 +1,90 @@
+"""benchmarks/serving.py in vLLM: what it reads of the engine, and that it runs."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from heapr_lab import prune
+from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import find_experts
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's own
+    pytest.importorskip("vllm")
+
+from benchmarks import serving, speed
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+SIZES = serving.QUICK_SIZES
+LOAD = serving.Load(4, 16, 6)
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine in this process."""
+    for name, value in serving.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    yield
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("structure", ["per_layer", "ragged"])
+def test_the_routing_is_that_of_transformers(structure: str) -> None:
+    """For the prompts and for every step, as `benchmarks/speed.py` observes it."""
+    model: Any = speed.build_model(SIZES, "cpu")
+    keep = serving.mask_of(SIZES, structure, 0.4)
+    names = {x.layer: x.name for x in find_experts(model)}
+    prompts = LOAD.prompts(SIZES.d_vocab)
+    engine = serving.engine_of(model, keep, (LOAD,))
+    found = serving.routing(engine, prompts, LOAD.n_steps, SIZES.n_experts)
+    sliced, expected = prune(model, keep), []
+    for n_steps, first in ((0, 0), (LOAD.n_steps, 1)):
+        mode = speed.Mode("", LOAD.batch_size, LOAD.prompt_len, n_steps)
+        own = speed.routing(sliced, names, mode, torch.tensor(prompts))
+        expected.append(own.assign(call=own["call"] + first))
+    by = ["layer", "call", "expert"]
+    pd.testing.assert_frame_equal(
+        found.sort_values(by, ignore_index=True),
+        pd.concat(expected).sort_values(by, ignore_index=True),
+    )
+
+
+def test_a_batch_that_does_not_fit_is_an_error() -> None:
+    """Its times would be of several smaller batches."""
+    model: Any = speed.build_model(SIZES, "cpu")
+    engine = serving.engine_of(model, None, (serving.Load(2, 16, 6),))
+    with pytest.raises(SpecError, match=r"expected 4 in each of 7"):
+        serving.seconds_of(engine, LOAD.prompts(SIZES.d_vocab), LOAD.n_steps)
+
+
+def test_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each structure and phase, run by the experts that are said."""
+    monkeypatch.setattr(serving, "RATIOS", (0.4,))
+    monkeypatch.setattr(serving, "LOADS", (LOAD,))
+    command = ["serving.py", "--quick", "--n-repeats", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    serving.main()
+    rows = pd.read_csv(tmp_path / "serving.csv")
+    assert rows["structure"].tolist() == ["dense", *serving.STRUCTURES] * 2
+    assert (
+        rows["experts_by"].tolist()
+        == [
+            *["UnquantizedFusedMoEMethod"] * 2,
+            *["NarrowMethod", "RaggedMethod"],
+        ]
+        * 2
+    )
+    assert (rows["tokens_per_second"] > 0).all()
+    dense = rows["structure"].eq("dense")
+    assert (rows["predicted_by_flops"][~dense] > 1.3).all()
+    assert set(rows["speedup_over_dense"][dense]) == {1}

@@ -1,0 +1,102 @@
+"""benchmarks/serving.py: its masks, and what it predicts; tests/engines runs it."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks.serving import (
+    QUICK_SIZES,
+    RATIOS,
+    SIZES,
+    STRUCTURES,
+    Load,
+    Measured,
+    Served,
+    costs,
+    mask_of,
+    row_of,
+)
+from benchmarks.speed import Configuration
+from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.pruning.masks import KeepMask
+
+TINY = Architecture(
+    n_parameters=100,
+    bytes_per_parameter=4,
+    d_model=4,
+    layers={0: LayerShape(n_experts=2, d_inter=3, d_expert=4)},
+    other_weights_per_token=50,
+    attention_width=8,
+)
+"""One layer of 2 experts of 3 atoms of 12 parameters; each token goes to one."""
+
+
+def routed(*calls: tuple[int, int]) -> pd.DataFrame:
+    """The tokens of both experts in each call."""
+    rows = [(0, n, k, x) for n, call in enumerate(calls) for k, x in enumerate(call)]
+    return pd.DataFrame(rows, columns=["layer", "call", "expert", "tokens"])
+
+
+@pytest.mark.parametrize("sizes", [SIZES, QUICK_SIZES], ids=["full", "quick"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_structures_keep_the_same_number_of_atoms(
+    ratio: float, sizes: Configuration
+) -> None:
+    """In widths that vLLM does not pad, except ragged ones."""
+    whole = sizes.n_layers * sizes.n_experts * sizes.d_inter
+    for structure in STRUCTURES:
+        keep = mask_of(sizes, structure, ratio)
+        assert int(keep.rows.sum()) == round((1 - ratio) * whole)
+        widths = [keep.by_layer(layer).sum(1) for layer in keep.layers]
+        n_widths = len({int(width) for own in widths for width in own})
+        assert n_widths == {"uniform": 1, "per_layer": 2}.get(structure, n_widths)
+        if structure == "ragged":
+            assert n_widths > sizes.n_experts // 2
+        else:
+            assert all((own % 32 == 0).all() for own in widths)
+
+
+def test_costs_by_hand() -> None:
+    """Two sequences of 3 tokens, then a step for each; expert 1 keeps one atom."""
+    keep = KeepMask.from_arrays({0: np.array([[True] * 3, [True, False, False]])})
+    found = costs(TINY, keep, routed((2, 4), (0, 2), (2, 0)), Load(2, 3, 2), 5)
+    head, context = 2 * 5 * 4, 4
+    atoms = (2 * 3 + 4 * 1) / 6  # of a mean token
+    each = 2 * 50 + 2 * 3 * 8 + atoms * 2 * 12 - head
+    assert found["prefill", "flops"] == pytest.approx(2 * (3 * each + head))
+    assert found["prefill", "bytes"] == 4 * (50 + 12 * (3 + 1))
+    atoms = (3 + 1) / 2
+    assert found["decode", "flops"] == 2 * 50 + 2 * context * 8 + atoms * 2 * 12
+    assert found["decode", "bytes"] == 4 * (50 + 12 * (3 + 1) / 2)
+
+
+class _Engine:
+    def apply_model(self, _function: object) -> list[list[str]]:
+        return [["RaggedMethod"]]
+
+
+def test_a_row_by_hand() -> None:
+    """The speedup is the median of those of the rounds, against the same round."""
+    keep = KeepMask.from_arrays({0: np.ones((2, 3), bool)})
+    dense = Measured(
+        Served("dense", 0.0, keep, _Engine()),
+        [(1.0, 4.0), (2.0, 4.0), (9.0, 4.0)],
+        {("prefill", "flops"): 6, ("prefill", "bytes"): 5, ("decode", "bytes"): 8}
+        | {("decode", "flops"): 7},
+    )
+    own = Measured(
+        Served("ragged", 0.4, keep, _Engine()),
+        [(0.5, 1.0), (2.0, 2.0), (3.0, 4.0)],
+        {("prefill", "flops"): 2, ("prefill", "bytes"): 5, ("decode", "bytes"): 2}
+        | {("decode", "flops"): 7},
+    )
+    row = row_of(own, dense, Load(2, 10, 3), "prefill")
+    assert row["mode"] == "prefill_batch_2"
+    assert row["experts_by"] == "RaggedMethod"
+    assert (row["lowest_speedup"], row["highest_speedup"]) == (1, 3)
+    assert (row["speedup_over_dense"], row["tokens_per_second"]) == (2, 10)
+    assert (row["predicted_by_flops"], row["predicted_by_bytes"]) == (3, 1)
+    assert row["share_of_predicted"] == 0.667
+    row = row_of(own, dense, Load(2, 10, 3), "decode")
+    assert (row["speedup_over_dense"], row["tokens_per_second"]) == (2, 3)
+    assert (row["predicted_by_bytes"], row["share_of_predicted"]) == (4, 0.5)
