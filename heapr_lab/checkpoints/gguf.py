@@ -1,14 +1,13 @@
-"""Write a checkpoint whose experts all have one width as a GGUF file, for llama.cpp.
+"""Write a checkpoint as a GGUF file, for llama.cpp: one width of experts in each layer.
 
-For the two families that are tested here against the engine itself; llama.cpp's own
-`convert_hf_to_gguf.py` supports others, and reads a `uniform` checkpoint unchanged.
-
-Shapes: E n_experts, D d_model, w the width of all experts.
+For the families of `gguf_families`, which are tested here against the engine itself;
+llama.cpp's own `convert_hf_to_gguf.py` supports others, and reads a `uniform`
+checkpoint unchanged.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,30 +16,23 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from heapr_lab.checkpoints.gguf_families import (
+    ELSE,
+    EngineFamily,
+    family_of,
+    head_dim,
+    layer_widths,
+)
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import read_config, read_tokenizer
 from heapr_lab.models.safetensors_headers import read_source
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.cache import writing
 
-ELSE = "use llama.cpp's own convert_hf_to_gguf.py"
-
-
-@dataclass(frozen=True)
-class EngineFamily:
-    """How llama.cpp runs a family; its assumptions are checked here."""
-
-    architecture: str
-    normalises_top_k: bool
-    """Whether it divides the weights of the top-k experts by their sum."""
-
-
-FAMILIES = {
-    "qwen2_moe": EngineFamily("qwen2moe", normalises_top_k=False),
-    "qwen3_moe": EngineFamily("qwen3moe", normalises_top_k=True),
-}
 _QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
 _EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<index>\d+)\.(?P<rest>.*)")
+_SINGLE = re.compile(r".*\.(ffn_gate_inp|ssm_conv1d|ssm_norm)\.weight|.*\.ssm_[ad]")
+"""Matrices that llama.cpp needs in float32."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +44,7 @@ class _Piece:
     stored: str
     shape: tuple[int, ...]
     stacked: bool
+    change: Callable[[torch.Tensor], torch.Tensor]
 
 
 def write_gguf(
@@ -63,8 +56,8 @@ def write_gguf(
     projection of one layer's experts at a time. `llama-quantize` makes smaller files.
 
     Args:
-        folder: a stock checkpoint (as `save_pruned` writes for a uniform mask) with its
-            tokenizer.
+        folder: a checkpoint with its tokenizer, as `save_pruned` writes for a uniform
+            mask and, for Nemotron-H, for one with a width in each layer.
         path: the file to write; it is renamed to this when it is complete.
         progress: called with (tensors done, tensors in all).
 
@@ -72,12 +65,12 @@ def write_gguf(
         `path`.
 
     Raises:
-        SpecError: experts have different widths; llama.cpp would not run the family,
-            one of its settings or its tokenizer exactly as transformers does; `path`
-            exists or is being written by another process; or the package `gguf` is not
-            installed.
+        SpecError: experts have widths that llama.cpp does not load; it would not run
+            the family, one of its settings or its tokenizer exactly as transformers
+            does; `path` exists or is being written by another process; or the package
+            `gguf` is not installed.
 
-    Source: GGUF specification; llama.cpp `src/models/qwen2moe.cpp`, `qwen3moe.cpp`.
+    Source: GGUF specification; the files of llama.cpp in `gguf_families`.
 
     Example:
         >>> write_gguf("pruned", "pruned.gguf")  # doctest: +SKIP
@@ -85,7 +78,8 @@ def write_gguf(
     gguf = _gguf()
     folder, path = Path(folder), Path(path)
     config = read_config(folder)
-    family = _family_of(config)
+    family = family_of(config)
+    widths = layer_widths(config, family)
     pieces = list(_pieces(folder, config, family, gguf))
     with writing(path):
         if path.exists():
@@ -93,7 +87,8 @@ def write_gguf(
         temporary = path.with_name(f".partial-{path.name}")
         writer = gguf.GGUFWriter(temporary, family.architecture)
         try:
-            _add_settings(writer, config, gguf)
+            _add_settings(writer, config, family, gguf)
+            family.add_settings(writer, config, widths)
             _add_tokenizer(writer, folder, config, gguf)
             _write_tensors(writer, pieces, gguf, progress or no_report)
             writer.close()
@@ -136,50 +131,6 @@ def _gguf() -> Any:
     return gguf
 
 
-def _family_of(config: Any) -> EngineFamily:
-    """The engine's family for `config`.
-
-    Raises:
-        SpecError: the engine would compute other logits.
-    """
-    if getattr(config, "quantization_config", None) is not None:
-        raise SpecError(
-            "the checkpoint is quantised, or its experts have different widths, which "
-            "GGUF does not support: prune with --structure uniform"
-        )
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise SpecError(
-            f"GGUF export supports {', '.join(FAMILIES)}, found "
-            f"{config.model_type}: {ELSE}"
-        )
-    if bool(config.norm_topk_prob) != family.normalises_top_k:
-        raise SpecError(
-            f"norm_topk_prob is {config.norm_topk_prob}, but llama.cpp runs every "
-            f"{family.architecture} as if it were {family.normalises_top_k}: the file "
-            "would give other logits. Use another engine for this model"
-        )
-    rope = config.rope_parameters or {}
-    own_heads = _head_dim(config) * config.num_attention_heads != config.hidden_size
-    unusual = {
-        "head_dim": own_heads and config.model_type == "qwen2_moe",
-        "rope_type": rope.get("rope_type", "default") != "default",
-        "use_sliding_window": bool(getattr(config, "use_sliding_window", False)),
-        "mlp_only_layers": bool(config.mlp_only_layers),
-        "decoder_sparse_step": config.decoder_sparse_step != 1,
-        "hidden_act": config.hidden_act != "silu",
-    }
-    found = [name for name, differs in unusual.items() if differs]
-    if found:
-        raise SpecError(f"GGUF export does not support this {found[0]}: {ELSE}")
-    return family
-
-
-def _head_dim(config: Any) -> int:
-    own = getattr(config, "head_dim", None)
-    return int(own or config.hidden_size // config.num_attention_heads)
-
-
 def _pieces(
     folder: Path, config: Any, family: EngineFamily, gguf: Any
 ) -> Iterator[_Piece]:
@@ -200,27 +151,48 @@ def _pieces(
             index = int(match["index"]) if match else -1
             stacks.setdefault(whole, {})[index] = (path, name)
     for whole, parts in sorted(stacks.items()):
-        new = names.get_name(whole, try_suffixes=(".weight", ".bias"))
+        known = _known(whole, family)
+        new = names.get_name(known, try_suffixes=(".weight", ".bias"))
         if new is None:
             raise SpecError(f"{whole} has no name in {family.architecture}: {ELSE}")
         path, name = next(iter(parts.values()))
         shape = stored[path][name].shape
         if stacked := -1 not in parts:
-            if sorted(parts) != list(range(config.num_experts)):
+            n_experts = getattr(config, family.n_experts)
+            if sorted(parts) != list(range(n_experts)):
                 raise SpecError(
                     f"the checkpoint has {whole} for {len(parts)} experts, expected "
-                    f"{config.num_experts}: it is incomplete; write it again"
+                    f"{n_experts}: it is incomplete; write it again"
                 )
             shape = (len(parts), *shape)
         ordered = tuple(parts[index] for index in sorted(parts))
+        change = _change_of(whole, config, family)
+        shape = tuple(change(torch.empty(shape, device="meta")).shape)
         # A single row, such as the gate of the shared expert, is a vector in GGUF.
         flat = shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
-        yield _Piece(new, ordered, stored[path][name].dtype, flat, stacked)
+        yield _Piece(new, ordered, stored[path][name].dtype, flat, stacked, change)
+
+
+def _known(name: str, family: EngineFamily) -> str:
+    """The name of a tensor as the package gguf knows it."""
+    for pattern, replacement in family.names.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _change_of(
+    name: str, config: Any, family: EngineFamily
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes of the tensor `name` the one that is stored in the file."""
+    for end, change in family.changes.items():
+        if name.endswith(end):
+            return lambda tensor: change(tensor, config)
+    return lambda tensor: tensor
 
 
 def _kind(piece: _Piece, gguf: Any) -> Any:
     """The type of a tensor in the file."""
-    if len(piece.shape) == 1 or piece.name.endswith("ffn_gate_inp.weight"):
+    if len(piece.shape) == 1 or _SINGLE.fullmatch(piece.name):
         return gguf.GGMLQuantizationType.F32
     return gguf.GGMLQuantizationType[piece.stored]
 
@@ -232,7 +204,7 @@ def _bytes_of(piece: _Piece, kind: Any) -> np.ndarray:
         with safe_open(path, "pt") as file:
             found.append(file.get_tensor(name))
     tensor = torch.stack(found) if piece.stacked else found[0]
-    tensor = tensor.reshape(piece.shape).contiguous()
+    tensor = piece.change(tensor).reshape(piece.shape).contiguous()
     if kind.name == "F32":
         tensor = tensor.float()
     plain = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
@@ -240,24 +212,17 @@ def _bytes_of(piece: _Piece, kind: Any) -> np.ndarray:
     return array
 
 
-def _add_settings(writer: Any, config: Any, gguf: Any) -> None:
-    head = _head_dim(config)
+def _add_settings(writer: Any, config: Any, family: EngineFamily, gguf: Any) -> None:
+    """What every family has."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(config.num_experts)
+    writer.add_key_length(head_dim(config))
+    writer.add_value_length(head_dim(config))
+    writer.add_layer_norm_rms_eps(getattr(config, family.norm_eps))
+    writer.add_expert_count(getattr(config, family.n_experts))
     writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    shared = getattr(config, "shared_expert_intermediate_size", None)
-    if shared:
-        writer.add_expert_shared_feed_forward_length(shared)
     kinds = {
         torch.float32: gguf.LlamaFileType.ALL_F32,
         torch.float16: gguf.LlamaFileType.MOSTLY_F16,

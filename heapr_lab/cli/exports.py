@@ -14,7 +14,10 @@ def export_gguf(
     out: Annotated[Path, typer.Option(help="The file to write.")],
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a uniform checkpoint as a GGUF file, for llama.cpp."""
+    """Write a checkpoint as a GGUF file, for llama.cpp.
+
+    Structure `uniform`; of Nemotron-H also `per_layer`.
+    """
     preflight.check_file(out)
     from heapr_lab.checkpoints.gguf import write_gguf
     from heapr_lab.progress import progress_bar

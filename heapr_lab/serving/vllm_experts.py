@@ -29,7 +29,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.ragged_experts import routed_sum
-from heapr_lab.serving.widths import shard
+from heapr_lab.models.widths import shard
 
 GATE, DOWN, UP = "w1", "w2", "w3"
 """vLLM's names of the projections of an expert."""

@@ -25,8 +25,8 @@ from vllm.platforms import current_platform
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.less_is_moe import PREFIX
 from heapr_lab.models.ragged_experts import METHOD
+from heapr_lab.models.widths import Widths, layer_of, widths_by_layer
 from heapr_lab.serving.vllm_experts import ACTIVATIONS, NarrowMethod, RaggedMethod
-from heapr_lab.serving.widths import Widths, layer_of, widths_by_layer
 
 FLAT_FAMILIES = ("Qwen2Moe", "Qwen3Moe", "Olmoe", "DeepseekV2", "DeepseekV3")
 """Those whose checkpoints in the format of Less-is-MoE are loaded."""

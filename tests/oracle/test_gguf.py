@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from heapr_lab.checkpoints.gguf import write_gguf
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
+from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 
 pytestmark = pytest.mark.oracle
@@ -24,14 +25,46 @@ pytestmark = pytest.mark.oracle
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"norm_topk_prob": False, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {"norm_topk_prob": True},
+    "olmoe": {"intermediate_size": 64, "num_key_value_heads": 2},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "num_hidden_layers": 4,
+        "moe_shared_expert_intermediate_size": 32,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "routed_scaling_factor": 1.5,
+    },
 }
+ARCHITECTURES = {
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "nemotron_h": "nemotron_h_moe",
+}
+EXPERTS = dict.fromkeys(SIZES, "model.layers.{}.mlp.experts") | {
+    "nemotron_h": "backbone.layers.{}.mixer.experts"
+}
+"""Where a checkpoint has the experts of a layer."""
+LAYERS = dict.fromkeys(SIZES, (0, 1)) | {"nemotron_h": (1, 3)}
+"""Those with experts."""
 WIDTH, D_INTER, D_MODEL, N_EXPERTS = 32, 64, 64, 4
 
 
-def uniform(
-    folder: Path, family: str, *, dtype: torch.dtype = torch.float32, **sizes: Any
+def pruned(
+    folder: Path,
+    family: str,
+    *,
+    widths: tuple[int, ...] = (WIDTH,),
+    dtype: torch.dtype = torch.float32,
+    **sizes: Any,
 ) -> Path:
-    """A pruned model whose experts all have `WIDTH`, with its tokenizer."""
+    """A pruned model with its tokenizer; `widths` of each layer of experts, or of all.
+
+    One width makes a uniform checkpoint, several one with a width in each layer.
+    """
     common = {
         "vocab_size": D_VOCAB,
         "hidden_size": D_MODEL,
@@ -43,10 +76,23 @@ def uniform(
         "max_position_embeddings": 512,
     }
     model = tiny_model(family, dtype=dtype, **(common | SIZES[family] | sizes))
-    keep = widths_keep(model, WIDTH, structure="uniform")
-    save_pruned(prune(model, keep), folder)
+    structure = "uniform" if len(widths) == 1 else "per_layer"
+    every = [widths_keep(model, width, structure=structure).arrays for width in widths]
+    arrays = {
+        layer: every[at % len(widths)][layer] for at, layer in enumerate(every[0])
+    }
+    save_pruned(prune(model, KeepMask(arrays, {"structure": structure})), folder)
     write_tokenizer(folder)
     return folder
+
+
+def fields_of(reader: gguf.GGUFReader) -> dict[str, Any]:
+    """The settings in a file, without the name of the architecture before them."""
+    architecture = reader.fields["general.architecture"].contents()
+    return {
+        name.removeprefix(f"{architecture}."): field.contents()
+        for name, field in reader.fields.items()
+    }
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -54,7 +100,7 @@ def test_the_file_has_the_numbers_of_the_checkpoint(
     family: str, tmp_path: Path
 ) -> None:
     """Every tensor is there once, experts stacked; settings and tokenizer, too."""
-    folder = uniform(tmp_path / "pruned", family)
+    folder = pruned(tmp_path / "pruned", family)
     done: list[tuple[int, int]] = []
     path = write_gguf(
         folder, tmp_path / "pruned.gguf", progress=lambda *now: done.append(now)
@@ -66,28 +112,50 @@ def test_the_file_has_the_numbers_of_the_checkpoint(
         tensor.numel() for tensor in weights.values()
     )
     assert done[-1] == (len(found), len(found))
-    for name, kind in (("gate", "gate"), ("up", "up"), ("down", "down")):
-        for layer in (0, 1):
-            stacked = [
-                weights[f"model.layers.{layer}.mlp.experts.{e}.{name}_proj.weight"]
-                for e in range(N_EXPERTS)
-            ]
-            data = found[f"blk.{layer}.ffn_{kind}_exps.weight"]
-            np.testing.assert_array_equal(data, torch.stack(stacked).numpy())
-    architecture = reader.fields["general.architecture"].contents()
-    fields = {
-        name.removeprefix(f"{architecture}."): field.contents()
-        for name, field in reader.fields.items()
-    }
-    assert architecture == family.replace("_", "")
-    assert fields["expert_feed_forward_length"] == WIDTH
+    check_experts(found, weights, family)
+    fields = fields_of(reader)
+    assert fields["general.architecture"] == ARCHITECTURES[family]
+    assert set(as_list(fields["expert_feed_forward_length"])) - {0} == {WIDTH}
     assert fields["expert_count"] == N_EXPERTS
     assert len(fields["tokenizer.ggml.tokens"]) == D_VOCAB
 
 
+def as_list(value: Any) -> list[int]:
+    """A setting of one number or several."""
+    return value if isinstance(value, list) else [value]
+
+
+def check_experts(
+    found: dict[str, np.ndarray], weights: dict[str, torch.Tensor], family: str
+) -> None:
+    """The file has the experts of every layer, one after the other."""
+    kinds = ("up", "down") if family == "nemotron_h" else ("gate", "up", "down")
+    for layer in LAYERS[family]:
+        for kind in kinds:
+            path = EXPERTS[family].format(layer)
+            stacked = [weights[f"{path}.{e}.{kind}_proj.weight"] for e in range(4)]
+            data = found[f"blk.{layer}.ffn_{kind}_exps.weight"]
+            np.testing.assert_array_equal(data, torch.stack(stacked).numpy())
+
+
+def test_every_layer_has_its_width(tmp_path: Path) -> None:
+    """Nemotron-H: widths by layer, 0 where there are no experts; and the state's A."""
+    folder = pruned(tmp_path / "pruned", "nemotron_h", widths=(WIDTH, 16))
+    reader = gguf.GGUFReader(write_gguf(folder, tmp_path / "pruned.gguf"))
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    weights = load_file(folder / "model.safetensors")
+    fields = fields_of(reader)
+    assert fields["expert_feed_forward_length"] == [0, WIDTH, 0, 16]
+    assert fields["feed_forward_length"] == [0, WIDTH, 0, 16]
+    assert fields["attention.head_count_kv"] == [0, 0, 1, 0]
+    check_experts(found, weights, "nemotron_h")
+    log = weights["backbone.layers.0.mixer.A_log"].double()
+    np.testing.assert_allclose(found["blk.0.ssm_a"][:, 0], -log.exp(), rtol=1e-6)
+
+
 def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
     """Matrices keep their words; vectors and routers become float32."""
-    folder = uniform(tmp_path / "pruned", "qwen3_moe", dtype=torch.bfloat16)
+    folder = pruned(tmp_path / "pruned", "qwen3_moe", dtype=torch.bfloat16)
     reader = gguf.GGUFReader(write_gguf(folder, tmp_path / "pruned.gguf"))
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert kinds["blk.0.ffn_down_exps.weight"] == "BF16"
@@ -104,19 +172,61 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
 
 def test_what_the_engine_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
     """llama.cpp never normalises the top-k weights of qwen2moe."""
-    folder = uniform(tmp_path / "pruned", "qwen2_moe", norm_topk_prob=True)
+    folder = pruned(tmp_path / "pruned", "qwen2_moe", norm_topk_prob=True)
     with pytest.raises(SpecError, match="would give other logits"):
         write_gguf(folder, tmp_path / "pruned.gguf")
     assert not list(tmp_path.glob("*gguf*"))
 
 
-def test_ragged_widths_are_refused(tmp_path: Path) -> None:
-    """GGUF has one width."""
-    model = tiny_model("qwen3_moe", dtype=torch.float32)
-    keep = widths_keep(model, 4, structure="ragged")
-    folder = save_pruned(prune(model, keep), tmp_path / "ragged")
-    with pytest.raises(SpecError, match="--structure uniform"):
-        write_gguf(folder, tmp_path / "ragged.gguf")
+@pytest.mark.parametrize(
+    ("family", "structure", "why"),
+    [
+        ("qwen3_moe", "ragged", "is ragged, but llama.cpp reads one .* of qwen3moe"),
+        ("olmoe", "per_layer", "is per_layer, .* of nemotron_h_moe.*uniform"),
+        ("nemotron_h", "ragged", "layer 1 have widths from 4 to 8.*per_layer or unif"),
+    ],
+)
+def test_widths_that_the_engine_does_not_load_are_refused(
+    family: str, structure: str, why: str, tmp_path: Path
+) -> None:
+    """By the name of the structure, with what to do; nothing is written."""
+    model = tiny_model(family, dtype=torch.float32, **SIZES[family])
+    arrays = dict(widths_keep(model, 4, structure=structure).arrays)
+    first = min(arrays)
+    wider = np.arange(len(arrays[first])) == 0 if structure == "ragged" else [True] * 4
+    arrays[first] = arrays[first] | np.array(wider)[:, None]
+    keep = KeepMask(arrays, {"structure": structure})
+    folder = save_pruned(prune(model, keep), tmp_path / "pruned")
+    with pytest.raises(SpecError, match=why):
+        write_gguf(folder, tmp_path / "pruned.gguf")
+    assert not list(tmp_path.glob("*gguf*"))
+
+
+def test_a_layer_without_atoms_is_refused(tmp_path: Path) -> None:
+    """The engine would take it for another kind of layer."""
+    folder = pruned(tmp_path / "pruned", "nemotron_h", widths=(WIDTH, 0))
+    with pytest.raises(SpecError, match="layer 3 have no atoms"):
+        write_gguf(folder, tmp_path / "pruned.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("olmoe", {"num_key_value_heads": 1}),
+        ("nemotron_h", {"n_group": 2}),
+        ("nemotron_h", {"time_step_limit": [0.0, 1.0]}),
+    ],
+)
+def test_a_setting_that_the_engine_ignores_is_refused(
+    family: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    """By its name."""
+    folder = pruned(tmp_path / "pruned", family)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(SpecError, match=f"does not support this {next(iter(change))}"):
+        write_gguf(folder, tmp_path / "pruned.gguf")
 
 
 def test_a_family_that_is_not_written_here_is_refused(tmp_path: Path) -> None:
@@ -129,7 +239,7 @@ def test_a_family_that_is_not_written_here_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     """Nothing is written of a checkpoint that is not whole."""
-    folder = uniform(tmp_path / "pruned", "qwen3_moe")
+    folder = pruned(tmp_path / "pruned", "qwen3_moe")
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.experts.2.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -140,7 +250,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     """What splits text in its own way would get other tokens there."""
-    folder = uniform(tmp_path / "pruned", "qwen3_moe")
+    folder = pruned(tmp_path / "pruned", "qwen3_moe")
     path = folder / "tokenizer.json"
     settings = json.loads(path.read_text())
     settings["pre_tokenizer"]["add_prefix_space"] = True
@@ -151,7 +261,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     """A file that is there stays."""
-    folder = uniform(tmp_path / "pruned", "qwen3_moe")
+    folder = pruned(tmp_path / "pruned", "qwen3_moe")
     path = tmp_path / "pruned.gguf"
     path.write_text("mine")
     with pytest.raises(SpecError, match="exists already"):
@@ -162,16 +272,24 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 # --- the engine itself ------------------------------------------------------------
 
 
+CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    **{family: (family, (WIDTH,), {}) for family in SIZES},
+    "nemotron_h, a width in each layer": ("nemotron_h", (WIDTH, 48), {}),
+    "nemotron_h, latent": ("nemotron_h", (48, WIDTH), {"moe_latent_size": 32}),
+}
+
+
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("case", CASES)
 def test_llama_cpp_computes_the_same(
-    family: str, dtype: torch.dtype, tmp_path: Path
+    case: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Logits at 64 positions, greedy tokens, and the tokens of a text."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    folder = uniform(tmp_path / "pruned", family, dtype=dtype)
+    family, widths, sizes = CASES[case]
+    folder = pruned(tmp_path / "pruned", family, widths=widths, dtype=dtype, **sizes)
     path = write_gguf(folder, tmp_path / "pruned.gguf")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -192,6 +310,7 @@ def test_llama_cpp_computes_the_same(
         assert error <= 1.5 * (rounded - expected).norm() / expected.norm()
         return
     assert error < 1e-3
+    model.generation_config.eos_token_id = None  # as the engine, which goes on
     new = model.generate(torch.tensor([ids[:8]]), max_new_tokens=24, do_sample=False)
     greedy = engine.generate(ids[:8], temp=0.0, repeat_penalty=1.0)
     first = [token for token, _ in zip(greedy, range(24), strict=False)]
