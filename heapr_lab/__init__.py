@@ -62,6 +62,7 @@ _HOMES = {
     "plan": "workbench.plan",
     "prune": "pruning.surgery",
     "prune_in_rounds": "refinement.iterative",
+    "quantise_gguf": "checkpoints.gguf_quantise",
     "ratio_for_latency": "workbench.budgets",
     "ratio_for_loss": "workbench.budgets",
     "read_provenance": "storage.provenance",

@@ -53,7 +53,7 @@ def write_gguf(
     """Write the model in `folder` to one GGUF file, every tensor in its own dtype.
 
     Vectors and routers become float32, as llama.cpp requires. Memory holds one
-    projection of one layer's experts at a time. `llama-quantize` makes smaller files.
+    projection of one layer's experts at a time. `quantise_gguf` makes smaller files.
 
     Args:
         folder: a checkpoint with its tokenizer, as `save_pruned` writes for a uniform
@@ -97,6 +97,20 @@ def write_gguf(
             writer.close()
             temporary.unlink(missing_ok=True)
     return path
+
+
+def read_gguf(path: Path) -> Any:
+    """A reader of the GGUF file `path`: settings and tensors.
+
+    Raises:
+        SpecError: there is none, or it is damaged; or the package is not installed.
+    """
+    try:
+        return _gguf().GGUFReader(path)
+    except (OSError, ValueError, IndexError) as error:
+        raise SpecError(
+            f"{path} is no GGUF file ({error}): expected one that write_gguf wrote"
+        ) from error
 
 
 def _write_tensors(

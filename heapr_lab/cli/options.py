@@ -42,6 +42,7 @@ GGUF_EXAMPLES = """\b
 Examples:
   heapr-lab prune ./my_moe --ratio 0.25 --structure uniform --multiple 64 --out pruned
   heapr-lab export-gguf pruned --out pruned.gguf
+  heapr-lab export-gguf pruned --out pruned-q4_0.gguf --quantise q4_0
   llama-cli -m pruned.gguf
 """
 CONVERT_EXAMPLES = """\b
@@ -330,6 +331,14 @@ Quantised = Annotated[
         "--quantise",
         help="Round the weights of experts: int8, a scale for each row, or int4, one "
         "for 32 weights [default: as they are].",
+    ),
+]
+GgufType = Annotated[
+    str | None,
+    typer.Option(
+        "--quantise",
+        help="Type of the matrices: q8_0, q4_0 or q4_k, which needs widths in "
+        "multiples of 256 [default: the checkpoint's]; needs heapr-lab[llama].",
     ),
 ]
 CardCorpora = Annotated[
