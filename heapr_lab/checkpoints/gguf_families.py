@@ -88,8 +88,8 @@ def layer_widths(config: Any, family: EngineFamily) -> list[int]:
     own: Widths = {}
     if method is not None:
         settings = config.quantization_config
-        _check_structure(family, settings.get("structure", "ragged"))
         own = widths_by_layer(settings)
+        _check_structure(family, settings.get("structure", "ragged"))
     width = getattr(config, family.width)
     return [
         _one_width(own.get(layer, [width]), layer)

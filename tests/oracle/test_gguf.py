@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_folder import D_VOCAB, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from heapr_lab.checkpoints.convert import quantise_model
 from heapr_lab.checkpoints.gguf import write_gguf
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
@@ -200,6 +201,16 @@ def test_widths_that_the_engine_does_not_load_are_refused(
     with pytest.raises(SpecError, match=why):
         write_gguf(folder, tmp_path / "pruned.gguf")
     assert not list(tmp_path.glob("*gguf*"))
+
+
+def test_experts_that_are_integers_are_refused(tmp_path: Path) -> None:
+    """Those of `convert --quantise`, also where all have one width."""
+    model = tiny_model("qwen3_moe", dtype=torch.float32, **SIZES["qwen3_moe"])
+    pruned_model = prune(model, widths_keep(model, 4, structure="uniform"))
+    quantise_model(pruned_model, "int8")
+    folder = save_pruned(pruned_model, tmp_path / "pruned")
+    with pytest.raises(SpecError, match="are int8, which only transformers reads"):
+        write_gguf(folder, tmp_path / "pruned.gguf")
 
 
 def test_a_layer_without_atoms_is_refused(tmp_path: Path) -> None:
