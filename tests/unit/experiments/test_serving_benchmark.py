@@ -1,5 +1,7 @@
 """benchmarks/serving.py: its masks, and what it predicts; tests/engines runs it."""
 
+import os
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,8 +19,13 @@ from benchmarks.serving import (
     row_of,
 )
 from benchmarks.speed import Configuration
+from heapr_lab.experiments.benchmarks import BENCHMARKS
+from heapr_lab.experiments.readme import as_block, fill_blocks
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.storage import paths
+
+PAGE = paths.project_dir() / "docs" / "serving.md"
 
 TINY = Architecture(
     n_parameters=100,
@@ -100,3 +107,14 @@ def test_a_row_by_hand() -> None:
     row = row_of(own, dense, Load(2, 10, 3), "decode")
     assert (row["speedup_over_dense"], row["tokens_per_second"]) == (2, 3)
     assert (row["predicted_by_bytes"], row["share_of_predicted"]) == (4, 0.5)
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    """The rows at 40 %, from the committed results."""
+    row = BENCHMARKS["serving"]
+    table = row.table(row.rows())
+    block = as_block(table[table["ratio"].eq(0.4)].drop(columns="ratio"))
+    if os.environ.get("HEAPR_UPDATE_README") == "1":
+        fill_blocks(PAGE, {"throughput": block})
+    assert f"<!-- throughput -->{block}<!-- end -->" in PAGE.read_text("utf-8")
+    assert block.count("batch") == 6
