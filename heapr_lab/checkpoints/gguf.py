@@ -30,6 +30,12 @@ from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.cache import writing
 
 _QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WHOLE_WORDS_FIRST = ("llama-bpe",)
+"""Ways of splitting for which llama.cpp looks a word up before it merges its bytes."""
 _EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<index>\d+)\.(?P<rest>.*)")
 _SINGLE = re.compile(r".*\.(ffn_gate_inp|ssm_conv1d|ssm_norm)\.weight|.*\.ssm_[ad]")
 """Matrices that llama.cpp needs in float32."""
@@ -256,9 +262,10 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any, gguf: Any) -> None:
     pre = _pre_tokenizer(backend)
     if backend["model"]["type"] != "BPE" or pre is None:
         raise SpecError(
-            f"the tokenizer in {folder} is no byte-level BPE that splits text as GPT-2 "
-            f"or Qwen2 does: {ELSE}"
+            f"the tokenizer in {folder} is no byte-level BPE that splits text as "
+            f"GPT-2, Qwen2 or Llama 3 does: {ELSE}"
         )
+    _check_words(tokenizer.backend_tokenizer.model, backend, pre)
     tokens = [f"[PAD{index}]" for index in range(config.vocab_size)]
     types = [gguf.TokenType.UNUSED] * len(tokens)
     for token, index in backend["model"]["vocab"].items():
@@ -273,7 +280,8 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any, gguf: Any) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    writer.add_add_bos_token(False)
+    first = tokenizer("a")["input_ids"][0]
+    writer.add_add_bos_token(first == tokenizer.bos_token_id)
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     if tokenizer.eos_token_id is not None:
@@ -292,4 +300,28 @@ def _pre_tokenizer(backend: dict[str, Any]) -> str | None:
     if len(parts) == 1 and last.get("use_regex", True):
         return "gpt-2"
     pattern = parts[0].get("pattern", {}).get("Regex", "") if len(parts) == 2 else ""
+    if pattern == _LLAMA3_SPLIT:
+        return "llama-bpe"
     return "qwen2" if pattern.startswith(_QWEN_SPLIT) else None
+
+
+def _check_words(model: Any, backend: dict[str, Any], pre: str) -> None:
+    """Check that looking words up first, or not, gives the same tokens.
+
+    Raises:
+        SpecError: the tokenizer does the one, the engine the other, and some token is
+            not what its bytes merge to.
+    """
+    words_first = bool(model.ignore_merges)
+    if words_first == (pre in _WHOLE_WORDS_FIRST):
+        return
+    words = set(backend["model"]["vocab"])
+    words -= {added["content"] for added in backend["added_tokens"]}
+    model.ignore_merges = False
+    other = next((word for word in words if len(model.tokenize(word)) != 1), None)
+    model.ignore_merges = words_first
+    if other is not None:
+        raise SpecError(
+            f"the token {other!r} is not what its bytes merge to, so that llama.cpp "
+            f"would give other tokens than this tokenizer: {ELSE}"
+        )

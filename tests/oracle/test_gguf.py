@@ -270,6 +270,50 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         write_gguf(folder, tmp_path / "pruned.gguf")
 
 
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_as_llama3(folder: Path, *, merge: str) -> None:
+    """Give a folder a tokenizer with the splits of Llama 3, "th", "he", "34", `merge`.
+
+    It puts the first token before a text.
+    """
+    path = folder / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    byte_level = settings["pre_tokenizer"] | {"use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated"}
+    settings["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split | {"invert": False}, byte_level],
+    }
+    vocabulary = settings["model"]["vocab"]
+    for byte in "Āāă":  # that no text has
+        del vocabulary[byte]
+    ids = sorted(set(range(D_VOCAB)) - set(vocabulary.values()))
+    vocabulary |= dict(zip(("he", "the", "34"), ids, strict=True))
+    settings["model"]["merges"] = [["t", "h"], ["h", "e"], merge.split(), ["3", "4"]]
+    first = {"SpecialToken": {"id": "<end>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<end>": {"id": "<end>", "ids": [0], "tokens": ["<end>"]}},
+    }
+    path.write_text(json.dumps(settings))
+
+
+def test_words_that_are_not_looked_up_are_refused(tmp_path: Path) -> None:
+    """llama.cpp would take "the" at once; here its bytes merge to "th" and "e"."""
+    folder = pruned(tmp_path / "pruned", "qwen3_moe")
+    split_as_llama3(folder, merge="h e")
+    with pytest.raises(SpecError, match="the token 'the' is not what its bytes merge"):
+        write_gguf(folder, tmp_path / "pruned.gguf")
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     """A file that is there stays."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe")
@@ -326,3 +370,25 @@ def test_llama_cpp_computes_the_same(
     greedy = engine.generate(ids[:8], temp=0.0, repeat_penalty=1.0)
     first = [token for token, _ in zip(greedy, range(24), strict=False)]
     assert first == new[0, 8:].tolist()
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_llama_cpp_splits_as_llama_3_does(tmp_path: Path) -> None:
+    """Tokens of words, numbers and spaces, and the one before the text."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    folder = pruned(tmp_path / "pruned", "nemotron_h", widths=(WIDTH, 48))
+    split_as_llama3(folder, merge="th e")
+    path = write_gguf(folder, tmp_path / "pruned.gguf")
+    fields = fields_of(gguf.GGUFReader(path))
+    assert fields["tokenizer.ggml.pre"] == "llama-bpe"
+    assert fields["tokenizer.ggml.add_bos_token"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = llama_cpp.Llama(str(path), n_ctx=64, verbose=False)
+    for text in (
+        "Then the other, THE héapr's 12345 3456 the6th  the\n\n the\t1",
+        "it's  the-the...\n  the end",
+    ):
+        ids = tokenizer(text)["input_ids"]
+        assert ids[0] == tokenizer.bos_token_id
+        assert engine.tokenize(text.encode(), add_bos=True) == ids
