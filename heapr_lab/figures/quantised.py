@@ -54,7 +54,7 @@ def plot_quantised(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for kind in sorted(data["weights"].unique(), key=place):
         rows = data[data["weights"].eq(kind)].sort_values("ratio")
         ax.plot(rows["size"], rows["delta_nll"], **look(kind).keywords())
-    ax.set_xlabel("size of the files [% of dense] ↓")
+    ax.set_xlabel("file size [% of dense] ↓")
     ax.set_ylabel(LABELS["delta_nll"])
     show_percent(ax.xaxis)
     return ax
