@@ -1,6 +1,7 @@
 """What every test runs under: offline, one thread, silent, a cache of its own."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,12 @@ for _name, _folder in {
 # Time limits per example would measure the machine; fixed examples keep a run the same.
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("house")
+
+
+def pytest_runtest_setup() -> None:
+    """Random numbers of torch do not depend on the tests that ran before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
