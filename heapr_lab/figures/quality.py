@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
     REFERENCE_LINE,
+    figure_by,
     figure_of,
     look,
     own_axes,
@@ -110,11 +111,7 @@ def plot_quality(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def figure_quality(data: pd.DataFrame) -> Figure:
     """One panel for each corpus, with models calibrated and tested on it."""
     same = data[data["calibration"].eq(data["test"])]
-
-    def draw(corpus: str, ax: Axes) -> None:
-        plot_quality(same[same["test"].eq(corpus)], ax=ax).set_title(corpus)
-
-    return figure_of(same["test"].drop_duplicates(), draw)
+    return figure_by(same, "test", plot_quality)
 
 
 def quality_table(data: pd.DataFrame) -> pd.DataFrame:

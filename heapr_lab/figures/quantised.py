@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from heapr_lab.figures.style import (
     LABELS,
-    figure_of,
+    figure_by,
     look,
     own_axes,
     place,
@@ -63,12 +63,7 @@ def plot_quantised(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 @styled
 def figure_quantised(data: pd.DataFrame) -> Figure:
     """One panel for each model."""
-
-    def draw(model: str, ax: Axes) -> None:
-        plot_quantised(data[data["model"].eq(model)], ax=ax)
-        ax.set_title(model)
-
-    return figure_of(data["model"].unique().tolist(), draw)
+    return figure_by(data, "model", plot_quantised)
 
 
 def quantised_table(data: pd.DataFrame) -> pd.DataFrame:

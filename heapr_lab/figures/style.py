@@ -227,6 +227,28 @@ def figure_of(
     return figure
 
 
+def figure_by(
+    data: pd.DataFrame,
+    column: str,
+    plot: Callable[..., Axes],
+    *,
+    title: Callable[[Any], str] = str,
+) -> Figure:
+    """A figure with a panel for the rows of each value of a column.
+
+    Args:
+        data: rows with the column.
+        column: its name.
+        plot: draws some of the rows, on the Axes `ax`.
+        title: of a panel, from its value.
+    """
+
+    def draw(value: Any, ax: Axes) -> None:
+        plot(data[data[column].eq(value)], ax=ax).set_title(title(value))
+
+    return figure_of(data[column].drop_duplicates(), draw)
+
+
 def figure_by_ratio(
     data: pd.DataFrame, plot: Callable[..., Axes], *, title: str
 ) -> Figure:
@@ -237,12 +259,7 @@ def figure_by_ratio(
         plot: draws some of them, on the Axes `ax`.
         title: format of a panel's title, of the ratio in per cent.
     """
-
-    def draw(ratio: float, ax: Axes) -> None:
-        plot(data[data["ratio"].eq(ratio)], ax=ax)
-        ax.set_title(title.format(100 * ratio))
-
-    return figure_of(data["ratio"].drop_duplicates(), draw)
+    return figure_by(data, "ratio", plot, title=lambda r: title.format(100 * r))
 
 
 def share_legend(figure: Figure) -> None:
