@@ -7,7 +7,7 @@ error, before anything is written.
 
 import ctypes
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -72,14 +72,15 @@ def quantise_gguf(source: Path | str, path: Path | str, kind: str) -> Path:
         >>> quantise_gguf("pruned.gguf", "pruned-q4_k.gguf", "q4_k")  # doctest: +SKIP
     """
     source, path, kind_of = Path(source), Path(path), _known(kind)
-    before = _types(source)
-    _check_rows(source, kind)
+    tensors = read_gguf(source).tensors
+    before = _types(tensors)
+    _check_rows(source, tensors, kind)
     with writing(path):
         if path.exists():
             raise SpecError(f"{path} exists already: give a new name, or delete it")
         with replacing(path) as temporary:
             _quantise(source, temporary, kind_of)
-            for name, stored in _types(temporary).items():
+            for name, stored in _types(read_gguf(temporary).tensors).items():
                 if stored not in (before[name], kind_of.stored):
                     raise SpecError(
                         f"llama.cpp stored {name} as {stored}, expected {kind}: its "
@@ -112,14 +113,14 @@ def _known(kind: str) -> BlockType:
     return TYPES[kind]
 
 
-def _check_rows(source: Path, kind: str) -> None:
-    """Check that every matrix divides into blocks of `kind`.
+def _check_rows(source: Path, tensors: Iterable[Any], kind: str) -> None:
+    """Check that the rows of every matrix of `source` divide into blocks of `kind`.
 
     Raises:
         SpecError: one does not, or it is quantised.
     """
     block = TYPES[kind].block
-    for name, stored, row in _matrices(source):
+    for name, stored, row in _matrices(tensors):
         if stored not in _PLAIN:
             raise SpecError(
                 f"{name} in {source} is quantised as {stored}, expected "
@@ -141,17 +142,17 @@ def _remedy(name: str, block: int) -> str:
     return f"prune with --for {engine} (widths in multiples of {block}), or {other}"
 
 
-def _matrices(path: Path) -> Iterator[tuple[str, str, int]]:
+def _matrices(tensors: Iterable[Any]) -> Iterator[tuple[str, str, int]]:
     """Name, type and weights in a row of each matrix that llama.cpp quantises."""
-    for tensor in read_gguf(path).tensors:
+    for tensor in tensors:
         matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
         if matrix and not tensor.name.endswith(_KEPT):
             yield tensor.name, tensor.tensor_type.name, int(tensor.shape[0])
 
 
-def _types(path: Path) -> dict[str, str]:
-    """The type of each tensor in a file."""
-    return {t.name: t.tensor_type.name for t in read_gguf(path).tensors}
+def _types(tensors: Iterable[Any]) -> dict[str, str]:
+    """The type of each of the tensors of a file, by name."""
+    return {t.name: t.tensor_type.name for t in tensors}
 
 
 def _quantise(source: Path, path: Path, kind: BlockType) -> None:
