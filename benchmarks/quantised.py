@@ -45,9 +45,7 @@ def mask(bench: Workbench, ratio: float, corpus: str) -> KeepMask:
     """The atoms kept; at ratio 0 all of them."""
     if ratio:
         return bench.keep(Setting(ratio, calibration=corpus))
-    shapes = bench.importance(Calibration(corpus)).shapes()
-    whole = {layer: np.ones(shape, dtype=bool) for layer, shape in shapes.items()}
-    return KeepMask.from_arrays(whole)
+    return KeepMask.full(bench.importance(Calibration(corpus)))
 
 
 def write(bench: Workbench, keep: KeepMask, weights: str, folder: Path) -> Path:
