@@ -86,11 +86,12 @@ def natural_tensors(
 def _of_experts(
     name: str, flat: torch.Tensor, cut: Cut
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    packed, path = cut.convert({name: flat}, [name], [name])[name], name.rpartition(".")
+    packed = cut.convert({name: flat}, [name], [name])[name]
+    path = name.rpartition(".")[0]
     n_parts = 2 if cut.kind == FLAT_ROWS else 1
     each = packed.split([n_parts * width for width in cut.widths])
     for number, (own, width) in enumerate(zip(each, cut.widths, strict=True)):
-        here = f"{path[0]}.{number}"
+        here = f"{path}.{number}"
         if cut.kind == FLAT_COLUMNS:
             yield f"{here}.down_proj.weight", own.T
         else:
