@@ -125,6 +125,8 @@ def _padded(
 class GroupedExperts(nn.Module):
     """The experts of one layer in levels; replaces `RaggedExperts` for inference."""
 
+    family: Any
+    """The family's own module without weights, as of `RaggedExperts`."""
     place: torch.Tensor
     """Of each expert in the order, and E for no expert: (E + 1,)."""
     down_bias: torch.Tensor | None
@@ -167,7 +169,7 @@ class GroupedExperts(nn.Module):
         ends = torch.searchsorted(experts, numbers, right=True).int()
         out = torch.zeros_like(x)
         for level in self.levels:
-            out = out + level(self.__dict__["family"], x, experts, ends)
+            out = out + level(self.family, x, experts, ends)
         out = self._finished(out, experts)
         out = out * top_k_weights.reshape(-1)[order][:, None]
         wide = torch.promote_types(out.dtype, torch.float32)
@@ -177,11 +179,11 @@ class GroupedExperts(nn.Module):
 
     def _finished(self, out: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """With output biases and norm; 0 where no expert is asked for."""
-        family, n_experts = self.__dict__["family"], len(self.place) - 1
+        n_experts = len(self.place) - 1
         if self.down_bias is not None:
             out = out + self.down_bias[experts.clamp(max=n_experts - 1)]
-        if normalises(family):
-            out = family.post_expert_norm(out)
+        if normalises(self.family):
+            out = self.family.post_expert_norm(out)
         return out.where((experts < n_experts)[:, None], 0)
 
 

@@ -132,7 +132,10 @@ class RaggedExperts(nn.Module):
         rows = self._rows_of(expert)
         up_bias = None if self.up_bias is None else self.up_bias[rows]
         h = activate(self.family, F.linear(x, self._up(rows), up_bias))
-        out = h @ self._down(self._atoms_of(expert))
+        return self._finished(h @ self._down(self._atoms_of(expert)), expert)
+
+    def _finished(self, out: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+        """Rows `out` (n, D) with the output bias of `expert`, one or (n,), and norm."""
         if self.down_bias is not None:
             out = out + self.down_bias[expert]
         if normalises(self.family):
@@ -145,16 +148,10 @@ class RaggedExperts(nn.Module):
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        n_experts = len(self.heapr_widths)
-        counts = torch.bincount(experts, minlength=n_experts)[:n_experts].tolist()
-        order = order[: sum(counts)]
+        experts, order, counts = by_expert(top_k_index, len(self.heapr_widths))
         tokens = order // top_k_index.shape[-1]
         out = self._outputs(hidden_states[tokens].split(counts))
-        if self.down_bias is not None:
-            out = out + self.down_bias[experts[: len(order)]]
-        if normalises(self.family):
-            out = self.family.post_expert_norm(out)
+        out = self._finished(out, experts)
         out = out * top_k_weights.reshape(-1)[order][:, None]
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         total = torch.zeros_like(hidden_states, dtype=wide)
@@ -226,19 +223,33 @@ def routed_sum(
 
     Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
     """
-    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    tokens = torch.bincount(experts, minlength=n_experts).tolist()
-    routed = (order // top_k_index.shape[-1]).split(tokens)  # tokens of each expert
-    p = top_k_weights.reshape(-1)[order][:, None].split(tokens)
+    _, order, counts = by_expert(top_k_index, n_experts)
+    routed = (order // top_k_index.shape[-1]).split(counts)  # tokens of each expert
+    p = top_k_weights.reshape(-1)[order][:, None].split(counts)
     # Each expert's output is added to the total while it is still in the cache:
     # nothing as large as all routed rows is ever allocated.
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     total = torch.zeros_like(hidden_states, dtype=wide)
-    for expert, own in enumerate(routed[:n_experts]):
+    for expert, own in enumerate(routed):
         if len(own):
             out = run(expert, hidden_states[own]) * p[expert]
             total.index_add_(0, own, out.to(wide))
     return total.to(hidden_states.dtype)
+
+
+def by_expert(
+    top_k_index: torch.Tensor, n_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Slots sorted by expert: the expert of each, its number, and how many each has.
+
+    Slots whose index is `n_experts` are left out.
+
+    Shapes: top_k_index (T, K); experts and slots (at most T · K,); counts (E,).
+    """
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    counts = torch.bincount(experts, minlength=n_experts)[:n_experts].tolist()
+    n_routed = sum(counts)
+    return experts[:n_routed], order[:n_routed], counts
 
 
 def activate(module: Any, rows: torch.Tensor) -> torch.Tensor:
