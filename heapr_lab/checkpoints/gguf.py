@@ -5,9 +5,8 @@ llama.cpp's own `convert_hf_to_gguf.py` supports others, and reads a `uniform`
 checkpoint unchanged.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,20 @@ from safetensors import safe_open
 
 from heapr_lab.checkpoints.gguf_families import (
     ELSE,
+    Change,
     EngineFamily,
     family_of,
-    head_dim,
     layer_widths,
 )
+from heapr_lab.checkpoints.gguf_tokenizers import add_tokenizer
 from heapr_lab.errors import SpecError
-from heapr_lab.models.folders import read_config, read_tokenizer
+from heapr_lab.models.folders import read_config
 from heapr_lab.models.safetensors_headers import read_source
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.cache import writing
 
-_QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_WHOLE_WORDS_FIRST = ("llama-bpe",)
-"""Ways of splitting for which llama.cpp looks a word up before it merges its bytes."""
 _EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<index>\d+)\.(?P<rest>.*)")
+_LAYER = re.compile(r"\w+\.layers\.(?P<index>\d+)\.")
 _SINGLE = re.compile(r".*\.(ffn_gate_inp|ssm_conv1d|ssm_norm)\.weight|.*\.ssm_[ad]")
 """Matrices that llama.cpp needs in float32."""
 
@@ -95,7 +89,7 @@ def write_gguf(
         try:
             _add_settings(writer, config, family, gguf)
             family.add_settings(writer, config, widths)
-            _add_tokenizer(writer, folder, config, gguf)
+            add_tokenizer(writer, folder, config, gguf)
             _write_tensors(writer, pieces, gguf, progress or no_report)
             writer.close()
             temporary.replace(path)
@@ -163,22 +157,13 @@ def _pieces(
     keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     architecture = keys[family.architecture]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    stacks: dict[str, dict[int, tuple[Path, str]]] = {}
-    for path, tensors in stored.items():
-        for name in tensors:
-            match = _EXPERT.fullmatch(name)
-            whole = f"{match['stack']}.{match['rest']}" if match else name
-            index = int(match["index"]) if match else -1
-            stacks.setdefault(whole, {})[index] = (path, name)
-    for whole, parts in sorted(stacks.items()):
-        known = _known(whole, family)
-        new = names.get_name(known, try_suffixes=(".weight", ".bias"))
-        if new is None:
-            raise SpecError(f"{whole} has no name in {family.architecture}: {ELSE}")
+    n_experts = getattr(config, family.n_experts)
+    for whole, parts in sorted(_stacks(stored).items()):
+        if _is_beyond(whole, config.num_hidden_layers):
+            continue
         path, name = next(iter(parts.values()))
         shape = stored[path][name].shape
         if stacked := -1 not in parts:
-            n_experts = getattr(config, family.n_experts)
             if sorted(parts) != list(range(n_experts)):
                 raise SpecError(
                     f"the checkpoint has {whole} for {len(parts)} experts, expected "
@@ -186,28 +171,57 @@ def _pieces(
                 )
             shape = (len(parts), *shape)
         ordered = tuple(parts[index] for index in sorted(parts))
-        change = _change_of(whole, config, family)
-        shape = tuple(change(torch.empty(shape, device="meta")).shape)
-        # A single row, such as the gate of the shared expert, is a vector in GGUF.
-        flat = shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
-        yield _Piece(new, ordered, stored[path][name].dtype, flat, stacked, change)
+        for known, made in _written(whole, family):
+            new = names.get_name(known, try_suffixes=(".weight", ".bias"))
+            if new is None:
+                raise SpecError(f"{whole} has no name in {family.architecture}: {ELSE}")
+            change = _with(config, made)
+            after = tuple(change(torch.empty(shape, device="meta")).shape)
+            # A single row, such as the gate of the shared expert, is a vector in GGUF.
+            flat = after[1:] if len(after) == 2 and after[0] == 1 else after
+            yield _Piece(new, ordered, stored[path][name].dtype, flat, stacked, change)
 
 
-def _known(name: str, family: EngineFamily) -> str:
-    """The name of a tensor as the package gguf knows it."""
+def _stacks(
+    stored: Mapping[Path, Mapping[str, Any]],
+) -> dict[str, dict[int, tuple[Path, str]]]:
+    """Where each expert's part of a tensor is, by its name without their index.
+
+    What is not of experts has the index -1.
+    """
+    found: dict[str, dict[int, tuple[Path, str]]] = {}
+    for path, tensors in stored.items():
+        for name in tensors:
+            match = _EXPERT.fullmatch(name)
+            whole = f"{match['stack']}.{match['rest']}" if match else name
+            found.setdefault(whole, {})[int(match["index"]) if match else -1] = (
+                path,
+                name,
+            )
+    return found
+
+
+def _is_beyond(name: str, n_layers: int) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens (not loaded here)."""
+    layer = _LAYER.match(name)
+    return layer is not None and int(layer["index"]) >= n_layers
+
+
+def _written(name: str, family: EngineFamily) -> Iterator[tuple[str, Change]]:
+    """What is written of the tensor `name`: names that gguf knows, and the changes."""
+    for end, parts in family.splits.items():
+        if name.endswith(end):
+            stem = name.removesuffix(end)
+            yield from ((f"{stem}{part}", change) for part, change in parts.items())
+            return
+    changes = (made for end, made in family.changes.items() if name.endswith(end))
     for pattern, replacement in family.names.items():
         name = re.sub(pattern, replacement, name)
-    return name
+    yield name, next(changes, lambda tensor, _: tensor)
 
 
-def _change_of(
-    name: str, config: Any, family: EngineFamily
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes of the tensor `name` the one that is stored in the file."""
-    for end, change in family.changes.items():
-        if name.endswith(end):
-            return lambda tensor: change(tensor, config)
-    return lambda tensor: tensor
+def _with(config: Any, change: Change) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: change(tensor, config)
 
 
 def _kind(piece: _Piece, gguf: Any) -> Any:
@@ -238,8 +252,6 @@ def _add_settings(writer: Any, config: Any, family: EngineFamily, gguf: Any) -> 
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_key_length(head_dim(config))
-    writer.add_value_length(head_dim(config))
     writer.add_layer_norm_rms_eps(getattr(config, family.norm_eps))
     writer.add_expert_count(getattr(config, family.n_experts))
     writer.add_expert_used_count(config.num_experts_per_tok)
@@ -249,79 +261,3 @@ def _add_settings(writer: Any, config: Any, family: EngineFamily, gguf: Any) -> 
         torch.bfloat16: gguf.LlamaFileType.MOSTLY_BF16,
     }
     writer.add_file_type(kinds[config.dtype or torch.float32])
-
-
-def _add_tokenizer(writer: Any, folder: Path, config: Any, gguf: Any) -> None:
-    """Vocabulary and merges of a byte-level BPE.
-
-    Raises:
-        SpecError: the tokenizer is of another kind.
-    """
-    tokenizer = read_tokenizer(folder)
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    pre = _pre_tokenizer(backend)
-    if backend["model"]["type"] != "BPE" or pre is None:
-        raise SpecError(
-            f"the tokenizer in {folder} is no byte-level BPE that splits text as "
-            f"GPT-2, Qwen2 or Llama 3 does: {ELSE}"
-        )
-    _check_words(tokenizer.backend_tokenizer.model, backend, pre)
-    tokens = [f"[PAD{index}]" for index in range(config.vocab_size)]
-    types = [gguf.TokenType.UNUSED] * len(tokens)
-    for token, index in backend["model"]["vocab"].items():
-        tokens[index], types[index] = token, gguf.TokenType.NORMAL
-    for added in backend["added_tokens"]:
-        special = gguf.TokenType.CONTROL if added["special"] else None
-        tokens[added["id"]] = added["content"]
-        types[added["id"]] = special or gguf.TokenType.USER_DEFINED
-    merges = backend["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    first = tokenizer("a")["input_ids"][0]
-    writer.add_add_bos_token(first == tokenizer.bos_token_id)
-    if tokenizer.bos_token_id is not None:
-        writer.add_bos_token_id(tokenizer.bos_token_id)
-    if tokenizer.eos_token_id is not None:
-        writer.add_eos_token_id(tokenizer.eos_token_id)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
-
-
-def _pre_tokenizer(backend: dict[str, Any]) -> str | None:
-    """llama.cpp's name of the splitting of text before the merges; None if unknown."""
-    found = backend.get("pre_tokenizer") or {}
-    parts = found.get("pretokenizers", [found])
-    last = parts[-1]
-    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-        return None
-    if len(parts) == 1 and last.get("use_regex", True):
-        return "gpt-2"
-    pattern = parts[0].get("pattern", {}).get("Regex", "") if len(parts) == 2 else ""
-    if pattern == _LLAMA3_SPLIT:
-        return "llama-bpe"
-    return "qwen2" if pattern.startswith(_QWEN_SPLIT) else None
-
-
-def _check_words(model: Any, backend: dict[str, Any], pre: str) -> None:
-    """Check that looking words up first, or not, gives the same tokens.
-
-    Raises:
-        SpecError: the tokenizer does the one, the engine the other, and some token is
-            not what its bytes merge to.
-    """
-    words_first = bool(model.ignore_merges)
-    if words_first == (pre in _WHOLE_WORDS_FIRST):
-        return
-    words = set(backend["model"]["vocab"])
-    words -= {added["content"] for added in backend["added_tokens"]}
-    model.ignore_merges = False
-    other = next((word for word in words if len(model.tokenize(word)) != 1), None)
-    model.ignore_merges = words_first
-    if other is not None:
-        raise SpecError(
-            f"the token {other!r} is not what its bytes merge to, so that llama.cpp "
-            f"would give other tokens than this tokenizer: {ELSE}"
-        )
