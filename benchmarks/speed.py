@@ -1,6 +1,7 @@
 """Measured and predicted speed of dense, masked and sliced models.
 
-    python benchmarks/speed.py [--device cuda] [--n-threads 1] [--n-repeats 5] [--quick]
+    python benchmarks/speed.py [--device cuda] [--dtype bfloat16] [--only MODE]
+        [--n-threads 1] [--n-repeats 5] [--quick]
 
 A random qwen3_moe model (without shared experts) and random masks, in which the number
 of pruned atoms differs between experts by a factor of up to three; every method gets
@@ -136,7 +137,9 @@ class Method:
             yield
 
 
-def build_model(configuration: Configuration, device: str) -> Any:
+def build_model(
+    configuration: Configuration, device: str, dtype: torch.dtype | None = None
+) -> Any:
     """A model of random weights in eval mode: float32 on a CPU, bfloat16 elsewhere."""
     c = configuration
     config = AutoConfig.for_model(
@@ -153,7 +156,7 @@ def build_model(configuration: Configuration, device: str) -> Any:
         head_dim=64,
     )
     torch.manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False).to(device)
 
@@ -348,6 +351,7 @@ def main() -> None:
     """Measure every mode and write the table."""
     parser = argparse.ArgumentParser(description="Measure the speed of pruned models.")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--n-threads", type=int, default=1)
     parser.add_argument("--n-repeats", type=int, default=5)
     parser.add_argument(
@@ -360,16 +364,18 @@ def main() -> None:
     torch.set_num_threads(options.n_threads)
     configuration = QUICK if options.quick else Configuration()
     modes = [m for m in MODES if options.only in {None, m.name}]
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    model = build_model(configuration, options.device, dtype)
     details = machine(options.device) | {
         "n_threads": options.n_threads,
         "n_repeats": options.n_repeats,
-        "dtype": "float32" if options.device == "cpu" else "bfloat16",
+        "dtype": str(model.dtype).removeprefix("torch."),
         "configuration": dataclasses.asdict(configuration),
         "modes": [dataclasses.asdict(mode) for mode in modes],
     }
     started = time.perf_counter()
     keeps = {ratio: ragged_mask(configuration, ratio) for ratio in RATIOS}
-    methods = build_methods(build_model(configuration, options.device), keeps)
+    methods = build_methods(model, keeps)
     rows = []
     for mode in modes:
         rows += measure(methods, keeps, mode, options.n_repeats)

@@ -131,8 +131,8 @@ class RaggedExperts(nn.Module):
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         rows = self._rows_of(expert)
         up_bias = None if self.up_bias is None else self.up_bias[rows]
-        h = activate(self.family, F.linear(x, self._up(rows), up_bias))
-        return self._finished(h @ self._down(self._atoms_of(expert)), expert)
+        h = activate(self.family, linear(x, self._up(rows), up_bias))
+        return self._finished(times(h, self._down(self._atoms_of(expert))), expert)
 
     def _finished(self, out: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
         """Rows `out` (n, D) with the output bias of `expert`, one or (n,), and norm."""
@@ -250,6 +250,56 @@ def by_expert(
     counts = torch.bincount(experts, minlength=n_experts)[:n_experts].tolist()
     n_routed = sum(counts)
     return experts[:n_routed], order[:n_routed], counts
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """As `F.linear`, in float32 where that is faster.
+
+    Shapes: x (n, a); weight (b, a); bias (b,); result (n, b), of the dtype of x.
+    """
+    if len(x) <= _FEW_ROWS or has_fast_products(x.device, x.dtype):
+        return F.linear(x, weight, bias)
+    bias = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.float(), bias).to(x.dtype)
+
+
+def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `x @ weight`, in float32 where that is faster.
+
+    Shapes: x (n, a); weight (a, b); result (n, b), of the dtype of x.
+    """
+    if has_fast_products(x.device, x.dtype):
+        return x @ weight
+    if len(x) == 1:
+        return torch.mv(weight.T, x[0])[None]
+    return (x.float() @ weight.float()).to(x.dtype)
+
+
+_FEW_ROWS = 2
+"""So many rows are multiplied faster than the weights are made float32."""
+
+
+def _slow_dtypes() -> set[torch.dtype]:
+    """Those of half precision for which this CPU has no instructions."""
+    checks = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
+    found = {dtype: getattr(torch.ops.mkldnn, at, None) for dtype, at in checks.items()}
+    return {dtype for dtype, check in found.items() if check and not check()}
+
+
+_SLOW_ON_CPU = _slow_dtypes()
+
+
+def has_fast_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrices of `dtype` are multiplied as fast as those of float32.
+
+    Without instructions for half precision a CPU takes 8 to 90 times as long.
+    """
+    return device.type != "cpu" or dtype not in _SLOW_ON_CPU
 
 
 def activate(module: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -660,7 +710,7 @@ class HeaprQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the model can be trained: yes, nothing is quantised."""
+        """Whether the model can be trained: yes, all but weights that are integers."""
         return True
 
 

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.utils import set_weight_attrs
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.models.ragged_experts import routed_sum
+from heapr_lab.models.ragged_experts import linear, routed_sum, times
 from heapr_lab.models.widths import shard
 
 GATE, DOWN, UP = "w1", "w2", "w3"
@@ -224,8 +224,9 @@ def ragged_sum(
 
     def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
         atoms = slice(starts[number], starts[number + 1])
-        gate, up = F.linear(rows, w13[2 * atoms.start : 2 * atoms.stop]).chunk(2, -1)
-        return (act(gate) * up) @ w2[atoms]
+        both = linear(rows, w13[2 * atoms.start : 2 * atoms.stop], None)
+        gate, up = both.chunk(2, -1)
+        return times(act(gate) * up, w2[atoms])
 
     return routed_sum(expert, len(widths), x, topk_ids.long(), topk_weights)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from heapr_lab.checkpoints.convert import quantise_model
 from heapr_lab.errors import SpecError
+from heapr_lab.models import ragged_experts
 from heapr_lab.models.experts import run_ragged, sliced_experts
 from heapr_lab.models.ragged_experts import AT_ONCE, LOOP, RaggedExperts
 from heapr_lab.pruning.surgery import prune
@@ -79,6 +80,47 @@ def test_quantised(kind: str) -> None:
     quantise_model(small, kind)
     one, other = both(small, lambda: logits_of(small, IDS))
     torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("n_rows", [0, 1, 2, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_half_precision(
+    dtype: torch.dtype, n_rows: int, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of float64 but for the rounding of the result, on any processor.
+
+    So are the gradients, which are sums of up to 40 products.
+    """
+    monkeypatch.setattr(ragged_experts, "has_fast_products", lambda *_: fast)
+    torch.manual_seed(0)
+    x = torch.randn(n_rows, 24, dtype=dtype)
+    weight, bias = torch.randn(32, 24, dtype=dtype), torch.randn(32, dtype=dtype)
+    for run, exact in (
+        (ragged_experts.linear, nn.functional.linear),
+        (lambda x, w, _: ragged_experts.times(x, w.T), lambda x, w, _: x @ w.T),
+    ):
+        given = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
+        wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+        found, expected = run(*given, bias), exact(*wide, bias.double())
+        step = torch.finfo(dtype).eps
+        assert found.dtype == dtype
+        close = {"rtol": step, "atol": 4 * step, "check_dtype": False}
+        torch.testing.assert_close(found, expected, **close)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        for tensor, true in zip(given, wide, strict=True):
+            error = (tensor.grad - true.grad).norm()
+            assert error <= 4 * step * true.grad.norm()
+
+
+def test_other_processors_and_dtypes_multiply_as_they_are() -> None:
+    """Float32 is only for half precision on a CPU that has no instructions for it."""
+    has = ragged_experts.has_fast_products
+    assert has(torch.device("cuda"), torch.bfloat16)
+    assert has(torch.device("cpu"), torch.float32)
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert has(torch.device("cpu"), torch.bfloat16) == supported
 
 
 def layer(family: str = "qwen3_moe", *, bias: bool = False) -> RaggedExperts:
