@@ -232,15 +232,13 @@ def tiny_model(
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Give parameters, tables of experts and biases of routers random values."""
+    """Give every parameter, and every table of experts, a random value."""
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter) * 0.3
         parameter.copy_(noise + 1 if "norm" in name or "scale" in name else noise)
     for name, table in model.named_buffers():
         if name.endswith("tid2eid"):  # the experts of each token, all of them used
             table.copy_(torch.rand(D_VOCAB, 4).argsort(1)[:, : table.shape[1]])
-        elif name.endswith("correction_bias"):  # a buffer in some families
-            table.copy_(torch.randn_like(table) * 0.3)
 
 
 def tiny_ids(*, n_sequences: int = 3, seq_len: int = 9, seed: int = 1) -> torch.Tensor:

@@ -113,6 +113,9 @@ def pruned(
         "max_position_embeddings": 512,
     }
     model = tiny_model(family, dtype=dtype, **(common | SIZES[family] | sizes))
+    for name, bias in model.named_buffers():
+        if name.endswith("correction_bias"):  # zeros as long as nothing is trained
+            bias.normal_(std=0.3)
     structure = "uniform" if len(widths) == 1 else "per_layer"
     every = [widths_keep(model, width, structure=structure).arrays for width in widths]
     arrays = {
