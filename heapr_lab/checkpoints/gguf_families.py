@@ -334,7 +334,7 @@ def _add_deepseek_v3(writer: Any, config: Any, widths: list[int]) -> None:
     _add_latent(writer, config, widths)
     writer.add_uint32(f"{_LATENT}.expert_gating_func", _SIGMOID)
     writer.add_expert_weights_norm(config.norm_topk_prob)
-    if config.n_group > 1:
+    if (config.n_group or 1) > 1:
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
 
