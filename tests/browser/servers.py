@@ -17,7 +17,7 @@ import nbformat
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, _BROWSERS)), None)
-_ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/\S*token=\w[\w-]+")
+_ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/\S*token=[\w-]+")
 _SECONDS_TO_START = 120
 _SECONDS_TO_STOP = 20
 # No toast with news over the panel, no half-written notebooks, nothing left unrendered.
