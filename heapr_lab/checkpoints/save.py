@@ -117,6 +117,7 @@ def save_pruned(
     with new_folder(Path(folder)) as partial:
         written = checkpoint_of(model, keep, format)
         facts |= written_as(model, format)
+        facts |= padded_by(getattr(written, "heapr_zero_atoms", 0))
         write_weights(written, partial, max_shard_size, format=format)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
         facts |= what_is_dropped(_dense_skeleton(model), base)
@@ -255,6 +256,13 @@ def written_as(model: Any, format: str) -> dict[str, str]:
     kind = quantised_as(model)
     facts = {} if format == HEAPR else {"format": format}
     return facts if kind is None else facts | {"quantised": kind}
+
+
+def padded_by(n_zero: int) -> dict[str, str]:
+    """What the manifest says of the zero atoms in shared experts."""
+    if not n_zero:
+        return {}
+    return {"padded": f"{n_zero} zero atoms in the shared experts of each layer"}
 
 
 def _agree(one: Any, other: Any) -> bool:

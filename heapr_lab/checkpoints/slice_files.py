@@ -1,12 +1,13 @@
 """Slice a checkpoint's safetensors files, one tensor at a time, without its model.
 
 Slicing only copies bits, so tensors are read and written as integers of their size. All
-tensors that are not of routed experts are copied byte for byte. Each file becomes one
-sliced file of the same name, in the layout of safetensors' own writer.
+tensors that are not of routed experts are copied byte for byte; where shared experts
+become wider, they get zeros besides. Each file becomes one sliced file of the same
+name, in the layout of safetensors' own writer.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +34,7 @@ def slice_files(
     out: Path,
     *,
     stacked: bool = False,
+    padded: Mapping[str, tuple[int, ...]] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, str]:
     """Write the weights in `source` without the atoms outside `keep`.
@@ -47,6 +49,8 @@ def slice_files(
         out: the folder for weights and index, created if necessary.
         stacked: keep the experts of a layer in one tensor where they are in one, only
             narrower; needs a mask with one width for all experts.
+        padded: larger shapes of other tensors, by their names in the model; they get
+            zeros at the end of rows and columns.
         progress: called with (bytes written, bytes in all).
 
     Returns:
@@ -60,7 +64,7 @@ def slice_files(
     """
     source, out = Path(source), Path(out)
     stored, index = read_source(source)
-    files = Planner(skeleton, keep, stacked=stacked).files(stored)
+    files = Planner(skeleton, keep, stacked=stacked, padded=padded).files(stored)
     note = _claim(out, files, {"mask": keep.fingerprint, "stacked": stacked})
     written: dict[str, str] = note["written"]
     total, done = sum(file.n_bytes for file in files), 0

@@ -9,9 +9,14 @@ from typing import Any
 from torch import nn
 
 from heapr_lab.checkpoints.folder import new_folder, save_tokenizer
-from heapr_lab.checkpoints.save import describe, other_parts, structure_of
+from heapr_lab.checkpoints.save import (
+    describe,
+    other_parts,
+    padded_by,
+    structure_of,
+)
 from heapr_lab.checkpoints.slice_files import begun, slice_files, stamps_of
-from heapr_lab.checkpoints.uniform import stock_config, uniform_width
+from heapr_lab.checkpoints.uniform import Stock, stock_config, uniform_width
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import (
@@ -66,8 +71,10 @@ def prune_folder(
     config = read_config(source)
     structure = structure_of(keep)
     uniform = structure == "uniform"
-    width = uniform_width(keep, config.dtype) if uniform else None
-    changed = copy.deepcopy(config) if width is None else stock_config(config, width)
+    stock = Stock(copy.deepcopy(config), {}, 0)
+    if uniform:
+        stock = stock_config(config, uniform_width(keep, config.dtype))
+    changed = stock.config
     skeleton: Any = skeleton_of(config)
     tokenizer = read_tokenizer(source) if has_tokenizer(source) else None
     with new_folder(folder, resume=True) as partial:
@@ -89,9 +96,16 @@ def prune_folder(
         said = {"tokenizer": save_tokenizer(partial, tokenizer, base=str(source))}
         said |= what_is_dropped(skeleton, str(source))
         said |= other_parts(skeleton, partial, base=str(source))
+        said |= padded_by(stock.n_zero)
         # Last, because it is slow and would be repeated if a later step failed.
         checksums = slice_files(
-            source, skeleton, keep, partial, stacked=uniform, progress=progress
+            source,
+            skeleton,
+            keep,
+            partial,
+            stacked=uniform,
+            padded=stock.padded,
+            progress=progress,
         )
         said |= {} if check is None else _checked(partial, check)
         describe(

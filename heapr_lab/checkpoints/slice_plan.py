@@ -7,7 +7,7 @@ projection, in which an atom has a row: W_gate and W_up, or W_up alone without a
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -108,6 +108,8 @@ class Piece:
     transposed: bool = False
     part: int = 0
     """Which part it is, if it is one."""
+    padded: tuple[int, ...] | None = None
+    """The larger shape of a copy, a matrix that gets zeros at its ends."""
 
     @property
     def dtype(self) -> Any:
@@ -118,7 +120,7 @@ class Piece:
     def shape(self) -> tuple[int, ...]:
         """The shape that is written."""
         if self.weight is None:
-            return self.tensor.shape
+            return self.padded or self.tensor.shape
         shape, axis = list(self.weight.expert_shape()), self.weight.axis
         if axis is not None:
             width = int(self.weight.keep[self.experts[0]].sum())
@@ -129,7 +131,7 @@ class Piece:
     @property
     def n_bytes(self) -> int:
         """The bytes that are written."""
-        if self.weight is None:
+        if self.weight is None and self.padded is None:
             return self.tensor.n_bytes
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
@@ -140,7 +142,9 @@ class Piece:
             SpecError: the file was truncated meanwhile.
         """
         if self.weight is None:
-            start, size, block = self.tensor.start, self.tensor.n_bytes, _BLOCK
+            row = self.tensor.n_bytes // self.tensor.shape[0] if self.padded else 1
+            block = row * max(1, _BLOCK // row)
+            start, size = self.tensor.start, self.tensor.n_bytes
         else:
             shape = self.weight.expert_shape(len(self.parts))
             block = math.prod(shape) * self.dtype.itemsize
@@ -152,11 +156,20 @@ class Piece:
                 raise SpecError(
                     f"{file.name} became shorter while it was read: run again"
                 )
-            if self.weight is None:
-                yield found
-            else:
+            if self.weight is not None:
                 whole = np.frombuffer(found, self.dtype).reshape(shape)
                 yield self._cut(whole, self.weight, self.experts[number])
+            elif self.padded is not None:
+                yield self._widened(np.frombuffer(found, self.dtype), self.padded[1])
+            else:
+                yield found
+        if self.padded is not None:
+            n_more = self.padded[0] - self.tensor.shape[0]
+            yield np.zeros((n_more, self.padded[1]), self.dtype)
+
+    def _widened(self, rows: np.ndarray, n_columns: int) -> np.ndarray:
+        rows = rows.reshape(-1, self.tensor.shape[1])
+        return np.pad(rows, ((0, 0), (0, n_columns - rows.shape[1])))
 
     def _cut(self, whole: np.ndarray, weight: ExpertWeight, expert: int) -> np.ndarray:
         if weight.axis is not None:
@@ -229,12 +242,19 @@ class SlicedFile:
 class Planner:
     """Plans the pieces of each tensor, and counts those of experts."""
 
-    def __init__(self, skeleton: Any, keep: KeepMask, *, stacked: bool) -> None:
+    def __init__(
+        self,
+        skeleton: Any,
+        keep: KeepMask,
+        *,
+        stacked: bool,
+        padded: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         layers = find_experts(skeleton)
         keeps_of(layers, keep)  # checks that it is of this model
         if stacked:
             uniform_width(keep)
-        self.skeleton, self.stacked = skeleton, stacked
+        self.skeleton, self.stacked, self.padded = skeleton, stacked, padded or {}
         self.conversions = get_model_conversion_mapping(skeleton)
         self.renamings: list[Any] = []
         """From names in the model to names in files."""
@@ -274,7 +294,7 @@ class Planner:
                 _check_tensor(own, stored_as)
                 pieces[found.file] += self._pieces(own, stored_as)
             elif found.parameter in known or not self._in_experts(found):
-                pieces[found.file].append(Piece(found.name, found.tensor))
+                pieces[found.file].append(self._copy(found))
             else:
                 raise LayoutError(
                     f"{found} belongs to routed experts, but is none of their weights "
@@ -288,6 +308,21 @@ class Planner:
             for path, own in pieces.items()
             if own
         ]
+
+    def _copy(self, found: FoundTensor) -> Piece:
+        """A tensor that is not of routed experts.
+
+        Raises:
+            LayoutError: it gets zeros, but is joined with others when it is loaded.
+        """
+        wide = self.padded.get(found.parameter)
+        if wide is not None and found.converter is not None:
+            raise LayoutError(
+                f"{found} becomes part of {found.parameter}, expected a tensor of its "
+                "own, because zeros are added to it: load the model and prune it in "
+                "memory instead"
+            )
+        return Piece(found.name, found.tensor, padded=wide)
 
     def _in_experts(self, found: FoundTensor) -> bool:
         return found.parameter.startswith(self.places)

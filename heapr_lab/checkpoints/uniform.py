@@ -6,11 +6,12 @@ Shapes: E n_experts, D d_expert, w the width of all experts.
 import copy
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from heapr_lab.checkpoints.shared_experts import Shapes, fit, wider, zero_atoms
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.folders import skeleton_of
@@ -22,8 +23,18 @@ from heapr_lab.pruning.sliced_stream import stream_slices
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 """Names of the width of an expert in configurations, the more specific first."""
 
-_SHARED = ("n_shared_experts", "moe_num_shared_experts")
+_SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
 """Names of the number of shared experts."""
+
+
+class Stock(NamedTuple):
+    """A family's own configuration of a model whose experts have one width."""
+
+    config: Any
+    padded: dict[str, tuple[int, ...]]
+    """Shapes of the tensors of shared experts that are wider, by their names."""
+    n_zero: int
+    """The atoms that the shared experts of a layer have more; their weights are 0."""
 
 
 def uniform_width(keep: KeepMask, dtype: torch.dtype | None = None) -> int:
@@ -49,8 +60,10 @@ def uniform_width(keep: KeepMask, dtype: torch.dtype | None = None) -> int:
     return widths[0]
 
 
-def stock_config(config: Any, width: int) -> Any:
+def stock_config(config: Any, width: int) -> Stock:
     """The family's own configuration with experts of `width`, otherwise unchanged.
+
+    Shared experts that are counted in this width may become wider, by zero atoms.
 
     Raises:
         SpecError: the family has no such configuration.
@@ -60,8 +73,9 @@ def stock_config(config: Any, width: int) -> Any:
     for candidate, change in _candidates(config, width):
         skeleton = skeleton_of(candidate)
         fits = {layer.d_inter for layer in find_experts(skeleton)} == {width}
-        if fits and _other_shapes(skeleton) == others:
-            return candidate
+        padded = wider(others, _other_shapes(skeleton))
+        if fits and padded is not None:
+            return Stock(candidate, padded, zero_atoms(others, padded))
         tried.append(change)
     raise SpecError(
         f"{type(config).__name__} cannot give routed experts the width {width} and "
@@ -84,10 +98,11 @@ def _candidates(config: Any, width: int) -> Iterator[tuple[Any, str]]:
         # The width of shared experts may be a multiple of a routed expert's.
         for counted in _SHARED:
             shared = getattr(plain, counted, None)
-            if isinstance(old, int) and shared and not old * shared % width:
+            if isinstance(old, int) and shared:
+                n_shared = -(-old * shared // width)
                 again = copy.deepcopy(new)
-                setattr(again.get_text_config(), counted, old * shared // width)
-                yield again, f"{name}={width}, {counted}={old * shared // width}"
+                setattr(again.get_text_config(), counted, n_shared)
+                yield again, f"{name}={width}, {counted}={n_shared}"
 
 
 def _other_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -121,6 +136,8 @@ def refuse_added_bias(model: nn.Module) -> None:
 def stock_model(model: Any, width: int) -> Any:
     """A stock model that shares the weights of the pruned `model`.
 
+    Its `heapr_zero_atoms` are those that shared experts were given.
+
     Raises:
         SpecError: the family has no such configuration, or its experts have no bias,
             and those of `model` do.
@@ -129,10 +146,12 @@ def stock_model(model: Any, width: int) -> Any:
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    new: Any = skeleton_of(stock_config(config, width))
+    stock = stock_config(config, width)
+    new: Any = skeleton_of(stock.config)
+    new.heapr_zero_atoms = stock.n_zero
     if stream_of(model) is not None:
-        return _streamed(new, model)
-    state = model.state_dict()
+        return _streamed(new, model, stock.padded)
+    state = {n: fit(n, t, stock.padded) for n, t in model.state_dict().items()}
     for layer in find_experts(new):
         ragged = model.get_submodule(layer.name)
         for name in [name for name in state if name.startswith(f"{layer.name}.")]:
@@ -149,13 +168,13 @@ def stock_model(model: Any, width: int) -> Any:
     return new
 
 
-def _streamed(new: Any, model: Any) -> Any:
+def _streamed(new: Any, model: Any, padded: Shapes) -> Any:
     """`new`, which reads what the streamed model `model` slices."""
     experts = {}
     for layer in find_experts(new):
         ragged = model.get_submodule(layer.name)
         experts[layer.layer] = layer.name, functools.partial(_fused, layer, ragged)
-    return stream_slices(new, model, experts)
+    return stream_slices(new, model, experts, functools.partial(fit, padded=padded))
 
 
 @torch.no_grad()

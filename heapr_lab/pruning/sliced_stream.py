@@ -9,6 +9,11 @@ from torch import nn
 from heapr_lab.models.streamed import Stream, stream_of
 
 Tensors = Mapping[str, torch.Tensor]
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def _unchanged(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class SlicedReader:
@@ -19,6 +24,7 @@ class SlicedReader:
         model: nn.Module,
         dense: nn.Module,
         experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
+        change: Change = _unchanged,
     ) -> None:
         """Nothing is read yet.
 
@@ -27,8 +33,10 @@ class SlicedReader:
             dense: a streamed model with modules of the same names.
             experts: by layer, the name of the module of its experts, and what makes
                 its tensors from those of `dense` while these are in memory.
+            change: what the other tensors become, by their names.
         """
         self._model, self._dense, self._experts = model, dense, experts
+        self._change = change
 
     @property
     def _source(self) -> Stream:
@@ -56,12 +64,13 @@ class SlicedReader:
         """Give the model its tensors of other names."""
         dense = self._dense.state_dict()  # may have a part in memory
         for name in self._model.state_dict().keys() - names:
-            _give(self._model, name, dense[name])
+            _give(self._model, name, self._change(name, dense[name]))
 
     def read(self, number: int, names: Collection[str]) -> None:
         """Give the model the tensors of a part, and drop those of the dense model."""
         self._source.fill(number)
-        own = dict(self._dense.state_dict())
+        dense = self._dense.state_dict()
+        own = {name: self._change(name, dense[name]) for name in dense.keys() & names}
         if number in self._experts:
             stem, made = self._experts[number]
             stored = self._stored  # changed weights are rounded as they are written
@@ -81,6 +90,7 @@ def stream_slices(
     model: Any,
     dense: Any,
     experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
+    change: Change = _unchanged,
 ) -> Any:
     """Have a model without weights read those of the streamed model `dense`, sliced.
 
@@ -91,7 +101,7 @@ def stream_slices(
     model.eval()
     if hasattr(dense, "generation_config"):
         model.generation_config = dense.generation_config
-    reader = SlicedReader(model, dense, experts)
+    reader = SlicedReader(model, dense, experts, change)
     stream = Stream(model, reader, dtype=source.dtype, device=source.device)
     stream.host_memory = source.host_memory
     stream.dequantised_from, stream.stored = source.dequantised_from, source.stored

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 from heapr_lab.checkpoints import folder, slice_folder
 from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, save_pruned
 from heapr_lab.checkpoints.slice_folder import prune_folder
-from heapr_lab.checkpoints.uniform import stock_config
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
@@ -141,14 +140,6 @@ def test_uniform_is_a_stock_checkpoint(tmp_path: Path) -> None:
     loaded = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.model.layers[0].mlp.experts.down_proj.shape == (4, 16, 4)
     assert KeepMask.read(tmp_path / "out" / KEEP_FILE) == keep
-
-
-def test_a_width_that_moves_something_else_is_refused() -> None:
-    """DeepSeek counts its shared experts in widths of a routed one."""
-    model = tiny_model("deepseek_v2", dtype=torch.float32)
-    assert stock_config(model.config, 4).n_shared_experts == 2
-    with pytest.raises(SpecError, match="shared experts"):
-        stock_config(model.config, 3)
 
 
 def test_a_width_that_grouped_kernels_refuse_is_refused(tmp_path: Path) -> None:

@@ -448,6 +448,8 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
         (WIDTH,),
         {"norm_topk_prob": False, "tie_word_embeddings": True},
     ),
+    # 64 atoms of the shared expert become two times 48.
+    **{f"{family}, padded": (family, (48,), {}) for family in DEEP},
     "nemotron_h, a width in each layer": ("nemotron_h", (WIDTH, 48), {}),
     "nemotron_h, latent": ("nemotron_h", (48, WIDTH), {"moe_latent_size": 32}),
 }

@@ -118,7 +118,7 @@ def test_stacked_files_are_a_stock_model(
     keep, skeleton = uniform_keep(model), skeleton_of(model.config)
     out = slice_files(source, skeleton, keep, tmp_path / "out", stacked=True)
     assert tensors_in(out).keys() == tensors_in(source).keys()
-    narrow = stock_config(model.config, WIDTH)
+    narrow = stock_config(model.config, WIDTH).config
     assert getattr(narrow, setting) == WIDTH
     narrow.save_pretrained(out)
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype="float32")

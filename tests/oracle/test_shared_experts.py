@@ -1,0 +1,185 @@
+"""Shared experts that get zero atoms, as their width is counted in a routed one's."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import logits_of, widths_keep
+from safetensors import safe_open
+from tiny_folder import write_tokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, save_pruned
+from heapr_lab.checkpoints.shared_experts import wider
+from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.checkpoints.uniform import stock_config
+from heapr_lab.models.folders import read_config
+from heapr_lab.models.loading import load_model
+from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import masking, prune
+
+pytestmark = pytest.mark.oracle
+
+IDS = tiny_ids()
+SHAPES = Path(__file__).parents[1] / "data" / "shapes"
+"""The published config.json of each model of the paper."""
+DENSE, WIDTH = 24, 16
+"""Atoms of a routed expert, before and after."""
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
+COUNTED = {
+    "deepseek": "n_shared_experts",
+    "deepseek_v2": "n_shared_experts",
+    "deepseek_v3": "n_shared_experts",
+    "glm4_moe": "n_shared_experts",
+    "dots1": "n_shared_experts",
+    "ernie4_5_moe": "moe_num_shared_experts",
+}
+"""Families that count shared experts in widths of a routed one: name of the count."""
+
+
+def model_of(family: str, *, n_shared: int = 1, dtype: Any = torch.float32) -> Any:
+    """A tiny model with `n_shared` shared experts."""
+    sizes = {"moe_intermediate_size": DENSE, COUNTED[family]: n_shared}
+    return tiny_model(family, dtype=dtype, **sizes)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in a folder's files."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def check_masked(folder: Path, model: nn.Module, keep: KeepMask) -> None:
+    """The stock model in `folder` is the masked one."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    assert not [m for m in loaded.modules() if isinstance(m, RaggedExperts)]
+    with masking(model, keep):
+        expected = logits_of(model, IDS)
+    torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("n_shared", [1, 2])
+@pytest.mark.parametrize("family", COUNTED)
+def test_saved_and_sliced(family: str, n_shared: int, tmp_path: Path) -> None:
+    """24 atoms become 32 = 2 x 16, and 48 stay; in memory and by slicing files."""
+    model = model_of(family, n_shared=n_shared)
+    keep = widths_keep(model, WIDTH, structure="uniform")
+    model.save_pretrained(tmp_path / "dense")
+    saved = save_pruned(prune(model, keep), tmp_path / "saved")
+    sliced = prune_folder(tmp_path / "dense", keep, tmp_path / "sliced")
+    for name in ("model.safetensors", "config.json", KEEP_FILE):
+        assert (saved / name).read_bytes() == (sliced / name).read_bytes(), name
+    config = json.loads((saved / "config.json").read_text())
+    assert config["moe_intermediate_size"] == WIDTH
+    assert config[COUNTED[family]] == {1: 2, 2: 3}[n_shared]
+    check_masked(saved, model, keep)
+    said = {1: "8 zero atoms in the shared experts of each layer", 2: None}[n_shared]
+    for folder in (saved, sliced):
+        manifest = json.loads((folder / MANIFEST_FILE).read_text())
+        assert manifest.get("padded") == said
+        card = (folder / "README.md").read_text()
+        assert (f"| padded | {said} |" in card) == (said is not None)
+
+
+@pytest.mark.parametrize("family", COUNTED)
+def test_what_is_added_is_zero(family: str, tmp_path: Path) -> None:
+    """The first atoms are the dense model's, to the bit, and nothing else changes."""
+    model = model_of(family)
+    model.save_pretrained(tmp_path / "dense")
+    keep = widths_keep(model, WIDTH, structure="uniform")
+    sliced = prune_folder(tmp_path / "dense", keep, tmp_path / "sliced")
+    before, after = tensors_in(tmp_path / "dense"), tensors_in(sliced)
+    shared = {name for name in before if ".shared_experts." in name}
+    assert shared
+    for name in before:
+        if ".mlp.experts." in name:
+            continue
+        rows, columns = [*before[name].shape, 1][:2]
+        wide = after[name] if after[name].ndim == 2 else after[name][:, None]
+        kept = wide[:rows, :columns].reshape(before[name].shape)
+        assert torch.equal(kept, before[name])
+        wide = wide.clone()
+        wide[:rows, :columns] = 0
+        assert not wide.any()
+        assert (after[name].shape != before[name].shape) == (name in shared)
+
+
+def test_streamed(tmp_path: Path) -> None:
+    """A streamed model is saved with the same tensors, and streams again."""
+    model = model_of("deepseek_v3")
+    model.save_pretrained(tmp_path / "dense", max_shard_size="5KB")
+    write_tokenizer(tmp_path / "dense")
+    keep = widths_keep(model, WIDTH, structure="uniform")
+    folders = []
+    for streamed in (False, True):
+        own, _ = load_model(
+            tmp_path / "dense", device="cpu", dtype="float32", stream=streamed
+        )
+        name = f"pruned-{streamed}"
+        folders.append(save_pruned(prune(own, keep), tmp_path / name))
+    wanted, found = (tensors_in(folder) for folder in folders)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    check_masked(folders[1], model, keep)
+    again, _ = load_model(folders[1], device="cpu", dtype="float32", stream=True)
+    with masking(model, keep):
+        expected = logits_of(model, IDS)
+    torch.testing.assert_close(logits_of(again, IDS), expected, **CLOSE)
+
+
+def test_bfloat16_shards_larger_than_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read in blocks, of which one may end anywhere."""
+    monkeypatch.setattr("heapr_lab.checkpoints.slice_plan._BLOCK", 100)
+    model = model_of("deepseek_v2", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense", max_shard_size="5KB")
+    keep = widths_keep(model, WIDTH, structure="uniform")
+    saved = save_pruned(prune(copy.deepcopy(model), keep), tmp_path / "saved")
+    sliced = prune_folder(tmp_path / "dense", keep, tmp_path / "sliced")
+    assert len(list(sliced.glob("*.safetensors"))) > 1
+    wanted, found = tensors_in(saved), tensors_in(sliced)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_no_zero_atoms_where_the_width_divides() -> None:
+    """Fewer than a routed expert has, elsewhere."""
+    config = model_of("deepseek_v2").config
+    for width in range(1, DENSE + 1):
+        stock = stock_config(config, width)
+        assert stock.n_zero == -DENSE % width < width
+        assert bool(stock.padded) == (stock.n_zero > 0)
+
+
+def test_the_example_of_the_documentation() -> None:
+    """docs/checkpoints.md: DeepSeekMoE-16B with 832 of 1,408 atoms."""
+    stock = stock_config(read_config(SHAPES / "DeepSeekMoE-16B-Base"), 832)
+    assert (stock.n_zero, stock.config.n_shared_experts) == (512, 4)
+    wide = {shape for name, shape in stock.padded.items() if "down_proj" in name}
+    assert wide == {(2048, 2816 + 512)}
+
+
+def test_only_shared_experts_may_grow() -> None:
+    """By whole atoms, each in its matrices; test_wrappers.py has a family refused."""
+    path = "model.layers.1.mlp.shared_experts"
+    before = {f"{path}.up_proj.weight": (8, 4), f"{path}.down_proj.weight": (4, 8)}
+    after = {f"{path}.up_proj.weight": (12, 4), f"{path}.down_proj.weight": (4, 12)}
+    assert wider(before, after) == after
+    assert wider(before, before) == {}
+    assert wider(after, before) is None
+    for name, shape in [("up_proj", (8, 6)), ("up_proj", (12, 6)), ("gate", (12, 4))]:
+        changed = {**before, f"{path}.{name}.weight": shape}
+        assert wider({**before, f"{path}.gate.weight": (8, 4)}, changed) is None
+    dense = {"model.layers.0.mlp.up_proj.weight": (8, 4)}
+    assert wider(dense, dict.fromkeys(dense, (12, 4))) is None
+    assert wider({}, dense) is None
