@@ -39,7 +39,9 @@ from heapr_lab.pruning.surgery import prune
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own
     pytest.importorskip("vllm")
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.rotary_embedding import get_rope
 
     from heapr_lab.serving import vllm_plugin
     from heapr_lab.serving.vllm_experts import ragged_sum
@@ -66,18 +68,35 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 32,
+    },
 }
-"""The heads that vLLM's latent attention supports: those of the published models."""
+"""The heads that vLLM's latent attention supports, and positions with YaRN: those of
+the published models."""
+NO_YARN: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
     "qwen3_moe": {},
     "mixtral": {},
     "olmoe": {},
+    "deepseek": {},
     "deepseek_v2": LATENT,
     # As in the published configurations; transformers knows no other router.
     "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 
+NOT_FLAT = {"mixtral", "deepseek"}
+"""The format of Less-is-MoE does not have them."""
 FLAT: dict[str, Any] = {"format": "less-is-moe", "first_k_dense_replace": 0}
 """The format, which has no place for dense layers."""
 
@@ -120,18 +139,10 @@ def pruned(
     format: str = "heapr",
     **changes: Any,
 ) -> Path:
-    """A pruned model of `family`.
-
-    Keys of DeepSeek's attention have no rotary part: this build of vLLM has other
-    scores for it than transformers, in the dense model too.
-    """
+    """A pruned model of `family`."""
     model: Any = tiny_model(
         family, dtype=torch.float32, **SIZES | FAMILIES[family] | changes
     )
-    if "kv_lora_rank" in FAMILIES[family]:
-        for layer in model.model.layers:
-            keys = layer.self_attn.kv_a_proj_with_mqa.weight
-            keys.data[LATENT["kv_lora_rank"] :] = 0
     keep = keep_of(model, structure)
     return save_pruned(prune(model, keep), folder, format=format)
 
@@ -183,7 +194,7 @@ def test_tokens_and_logprobs(family: str, structure: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("structure", ["per_layer", "ragged"])
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mixtral"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NOT_FLAT))
 def test_the_format_of_less_is_moe(family: str, structure: str, tmp_path: Path) -> None:
     """By vLLM's own classes under the names of the format, which has no Mixtral."""
     folder = pruned(tmp_path / "flat", family, structure, **FLAT)
@@ -196,9 +207,45 @@ def test_the_format_of_less_is_moe(family: str, structure: str, tmp_path: Path) 
     assert {name for name, _ in shapes} == {method}
 
 
-def test_uniform_is_a_stock_checkpoint(tmp_path: Path) -> None:
-    """Which vLLM loads by itself."""
-    folder = pruned(tmp_path / "pruned", "qwen3_moe", "uniform")
+@pytest.mark.parametrize("format", ["heapr", "less-is-moe"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_positions_without_yarn(family: str, format: str, tmp_path: Path) -> None:
+    """They are refused where vLLM would compute something else, with what helps."""
+    changes = {"format": format, "first_k_dense_replace": 0} | NO_YARN
+    folder = pruned(tmp_path / "pruned", family, "ragged", **changes)
+    with pytest.raises(SpecError, match=r"latent attention .*-rotary_embedding"):
+        engine_of(folder)
+    plain = {"custom_ops": ["-rotary_embedding"]}
+    check_as_transformers(
+        folder, generated(engine_of(folder, compilation_config=plain))
+    )
+
+
+def test_why_positions_without_yarn_are_refused() -> None:
+    """The kernel is wrong for two heads; the refusal can go when this fails."""
+    with set_current_vllm_config(VllmConfig()):
+        rotary = get_rope(
+            64,
+            max_position=8,
+            rope_parameters=NO_YARN["rope_parameters"],
+            is_neox_style=False,
+            dtype=torch.float32,
+        )
+    torch.manual_seed(0)
+    query, key = torch.randn(4, 2, 64), torch.randn(4, 1, 64)
+    positions = torch.arange(4)
+    expected, _ = rotary.forward_native(positions, query.clone(), key.clone())
+    found, _ = rotary.forward_cpu(positions, query.clone(), key.clone())
+    assert (found - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_uniform_is_a_stock_checkpoint(family: str, tmp_path: Path) -> None:
+    """Which vLLM loads by itself; 48 atoms of DeepSeek's shared experts become 64."""
+    wide = {"moe_intermediate_size": 48} if "deepseek" in family else {}
+    folder = pruned(tmp_path / "pruned", family, "uniform", **wide)
+    said = json.loads((folder / "heapr_manifest.json").read_text())
+    assert ("padded" in said) == bool(wide)
     assert "quantization_config" not in (folder / "config.json").read_text()
     check_as_transformers(folder, generated(engine_of(folder)))
 
