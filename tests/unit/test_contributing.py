@@ -86,6 +86,14 @@ def test_every_file_it_names_is_there() -> None:
         assert re.search(rf"^{name}\b", (ROOT / path).read_text("utf-8"), re.M), name
 
 
+def test_tests_with_a_browser_have_their_folder() -> None:
+    """`make test` looks for them there alone, and elsewhere none would ever run."""
+    marked = re.compile(r"^(@|pytestmark = |    )pytest\.mark\.browser\b", re.M)
+    files = (ROOT / "tests").rglob("test_*.py")
+    found = {file for file in files if marked.search(file.read_text("utf-8"))}
+    assert found == set((ROOT / "tests" / "browser").glob("test_*.py"))
+
+
 def test_it_is_one_page() -> None:
     """It is read before the first change."""
     assert len(TEXT.splitlines()) <= MOST_LINES
