@@ -479,15 +479,17 @@ def test_llama_cpp_computes_the_same(
     engine.eval(ids)
     found = torch.from_numpy(np.array(engine.scores[: len(ids)]))
     expected = logits_of(model, torch.tensor([ids]))[0]
-    error = (found - expected).norm() / expected.norm()
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     same = (found.argmax(-1) == expected.argmax(-1)).float().mean()
     if dtype == torch.bfloat16:  # the engine rounds activations, as transformers does
         rounded = logits_of(model.bfloat16(), torch.tensor([ids]))[0].float()
-        assert error <= 1.5 * (rounded - expected).norm() / expected.norm()
+        usual = (rounded - expected).norm(dim=-1) / expected.norm(dim=-1)
+        # Not the largest: with either, rounding changes the experts of some token.
+        assert error.median() <= 1.5 * usual.median()
         also = (rounded.argmax(-1) == expected.argmax(-1)).float().mean()
         assert same >= also - 0.05
         return
-    assert error < 1e-3
+    assert error.max() < 1e-3
     assert same == 1
     model.generation_config.eos_token_id = None  # as the engine, which goes on
     new = model.generate(torch.tensor([ids[:8]]), max_new_tokens=24, do_sample=False)
