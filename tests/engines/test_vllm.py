@@ -38,7 +38,7 @@ from heapr_lab.pruning.surgery import prune
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own
-    pytest.importorskip("vllm")
+    vllm = pytest.importorskip("vllm")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -294,25 +294,36 @@ def test_other_ways_to_run(form: str, settings: dict[str, Any], tmp_path: Path) 
     check_as_transformers(folder, outputs)
 
 
-def test_served(tmp_path: Path) -> None:
+SERVERS = {
+    "command": [str(Path(sys.executable).with_name("vllm")), "serve"],
+    "module": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"],
+}
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_served(kind: str, tmp_path: Path) -> None:
     """The server answers as the model does, from processes of its own.
 
-    `vllm serve` itself does not start in this build, whose package is not named vllm.
+    `vllm serve` asks for the version of a package named vllm, which the CPU build is
+    not; the server itself is the same.
     """
     folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged", vocab_size=D_VOCAB)
     write_tokenizer(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(folder), "--port", str(port), "--max-model-len", "96"]
-    command += ["--dtype", "float32", "--enforce-eager"]
+    command = [*SERVERS[kind], str(folder), "--port", str(port)]
+    command += ["--max-model-len", "96", "--dtype", "float32", "--enforce-eager"]
+    paths = [os.environ.get("PYTHONPATH", "")]
+    if kind == "command":
+        paths.insert(0, str(_package_named_vllm(tmp_path)))
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(
-            [*command, "--enforce-eager"],
+            command,
             stdout=log,
             stderr=log,
             start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )
     try:
         answer = _asked(server, f"http://127.0.0.1:{port}/v1/completions", folder)
@@ -325,6 +336,16 @@ def test_served(tmp_path: Path) -> None:
         torch.tensor([PROMPTS[1]]), max_new_tokens=N_NEW, do_sample=False
     )
     assert answer["choices"][0]["token_ids"] == expected[0, len(PROMPTS[1]) :].tolist()
+
+
+def _package_named_vllm(folder: Path) -> Path:
+    """A folder for PYTHONPATH that gives this build's version under that name."""
+    version = f"{vllm.__version__}+cpu"
+    facts = folder / "names" / f"vllm-{version}.dist-info"
+    facts.mkdir(parents=True)
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    (facts / "METADATA").write_text(text, "utf-8")
+    return facts.parent
 
 
 def _asked(server: subprocess.Popen[bytes], url: str, folder: Path) -> Any:
