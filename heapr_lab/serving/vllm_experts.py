@@ -4,28 +4,36 @@ vLLM does not check that all tensors of a "quantized" checkpoint were loaded, an
 a narrower tensor into a wider parameter: both are checked here.
 
 Shapes: E n_experts, D d_model, T tokens, K experts of each token, w_e atoms of expert e
-on this rank, W = sum of w_e.
+on this rank, with those of zeros that a kernel wants, W = sum of w_e.
 """
 
 import itertools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     FusedMoEConfig,
 )
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import (
     FusedMoEMethodBase,
+)
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+    select_unquantized_moe_backend,
 )
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import round_up
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.ragged_experts import linear, routed_sum, times
@@ -34,30 +42,46 @@ from heapr_lab.models.widths import shard
 GATE, DOWN, UP = "w1", "w2", "w3"
 """vLLM's names of the projections of an expert."""
 
-ACTIVATIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
-    MoEActivation.SILU: F.silu,
-    MoEActivation.GELU: F.gelu,
-    MoEActivation.GELU_TANH: lambda gate: F.gelu(gate, approximate="tanh"),
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """That of gpt-oss, with the two numbers that are fixed in vLLM."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+ACTIVATIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    MoEActivation.SILU: lambda gate, up: F.silu(gate) * up,
+    MoEActivation.GELU: lambda gate, up: F.gelu(gate) * up,
+    MoEActivation.GELU_TANH: lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    MoEActivation.SWIGLUOAI: clamped_swiglu,
 }
-"""What the gate goes through, by vLLM's name."""
+"""Atom activations from gate and up projection, by vLLM's name."""
 
 
 class Arrived:
     """Which tensors of the experts of a layer were loaded."""
 
-    def __init__(self, widths: list[int], prefix: str) -> None:
+    def __init__(
+        self, widths: list[int], prefix: str, *, has_bias: bool = False
+    ) -> None:
         """Of experts with `widths` (E,) atoms, in the module at the path `prefix`."""
         self.widths, self.prefix = widths, prefix
+        weights = (GATE, DOWN, UP)
+        biases = tuple(map(bias_of, weights)) if has_bias else ()
+        self.parts = weights + biases
         self.seen: set[tuple[int, str]] = set()
 
     def see(self, expert: int, part: str, tensor: torch.Tensor) -> None:
-        """Note a tensor as it is in the file: `DOWN` (D, w_e), the others (w_e, D).
+        """Note a tensor as it is in the file.
+
+        Shapes: `DOWN` (D, w_e), its bias (D,), the others (w_e, D) and (w_e,).
 
         Raises:
             LayoutError: it has another width than config.json says.
         """
         found = tensor.shape[1 if part == DOWN else 0]
-        if found != self.widths[expert]:
+        if part != bias_of(DOWN) and found != self.widths[expert]:
             raise LayoutError(
                 f"{part} of expert {expert} of {self.prefix} has the width {found}, "
                 f"config.json says {self.widths[expert]}: a file belongs to another "
@@ -66,12 +90,12 @@ class Arrived:
         self.seen.add((expert, part))
 
     def check(self) -> None:
-        """Check that all were loaded.
+        """Check that all were loaded; all have to be, if they are again.
 
         Raises:
             LayoutError: some were not.
         """
-        every = itertools.product(range(len(self.widths)), (GATE, DOWN, UP))
+        every = itertools.product(range(len(self.widths)), self.parts)
         lost = [pair for pair in every if pair not in self.seen]
         if lost:
             raise LayoutError(
@@ -79,6 +103,12 @@ class Arrived:
                 f"{lost[0][1]} of expert {lost[0][0]}: a file of the checkpoint is "
                 "missing; download it again"
             )
+        self.seen.clear()
+
+
+def bias_of(part: str) -> str:
+    """The name of the bias of a projection."""
+    return f"{part}_bias"
 
 
 class NarrowMethod(UnquantizedFusedMoEMethod):
@@ -128,27 +158,43 @@ class RaggedMethod(FusedMoEMethodBase):
     def __init__(self, moe: FusedMoEConfig, widths: list[int], prefix: str) -> None:
         """Experts of `widths` (E,) in the module at the path `prefix`."""
         super().__init__(moe)
-        self.arrived = Arrived(widths, prefix)
+        self.arrived = Arrived(widths, prefix, has_bias=moe.has_bias)
         self.own = [shard(width, moe.tp_rank, moe.tp_size) for width in widths]
         """The atoms of each expert that are on this rank."""
-        self.widths = [atoms.stop - atoms.start for atoms in self.own]
+        kernel = kernel_of(moe)
+        self.isa = "" if kernel is None else kernel.isa
+        """The instructions of vLLM's kernel, or "" where torch computes."""
+        block = 1 if kernel is None else _block(kernel)
+        self.widths = [round_up(atoms.stop - atoms.start, block) for atoms in self.own]
         self.starts = [0, *itertools.accumulate(self.widths)]
 
     def create_weights(
         self,
         layer: nn.Module,
-        num_experts: int,  # noqa: ARG002 (the interface of vLLM)
+        num_experts: int,
         hidden_size: int,
-        intermediate_size_per_partition: int,  # noqa: ARG002
+        intermediate_size_per_partition: int,  # noqa: ARG002 (the interface of vLLM)
         params_dtype: torch.dtype,
         **_attributes: Any,
     ) -> None:
-        """Allocate w13 (2W, D), of each expert the gate's rows first, and w2 (W, D)."""
-        for name, n_rows in {"w13": 2 * self.starts[-1], "w2": self.starts[-1]}.items():
-            empty = torch.empty(n_rows, hidden_size, dtype=params_dtype)
-            weight = nn.Parameter(empty, requires_grad=False)
-            layer.register_parameter(f"{name}_weight", weight)
-            set_weight_attrs(weight, {"weight_loader": self.load})
+        """Allocate w13 (2W, D), of each expert the gate's rows first, and w2 (W, D).
+
+        With biases w13_bias (2W,) and w2_bias (E, D), too.
+        """
+        n_atoms = self.starts[-1]
+        shapes: dict[str, tuple[int, ...]] = {
+            "w13_weight": (2 * n_atoms, hidden_size),
+            "w2_weight": (n_atoms, hidden_size),
+            "w13_bias": (2 * n_atoms,),
+            "w2_bias": (num_experts, hidden_size),
+        }
+        if not self.moe.has_bias:
+            del shapes["w13_bias"], shapes["w2_bias"]
+        for name, shape in shapes.items():
+            weight = nn.Parameter(torch.empty(shape, dtype=params_dtype), False)
+            layer.register_parameter(name, weight)
+            load = self.load_output_bias if name == "w2_bias" else self.load
+            set_weight_attrs(weight, {"weight_loader": load})
 
     def load(
         self,
@@ -164,21 +210,44 @@ class RaggedMethod(FusedMoEMethodBase):
         Raises:
             LayoutError: it has another width than config.json says.
         """
-        self.arrived.see(expert_id, shard_id, loaded_weight)
-        rows = loaded_weight.T if shard_id == DOWN else loaded_weight
+        part = shard_id if loaded_weight.ndim == 2 else bias_of(shard_id)
+        self.arrived.see(expert_id, part, loaded_weight)
+        whole = loaded_weight.T if part == DOWN else loaded_weight
+        rows = whole[self.own[expert_id]]
         start, width = self.starts[expert_id], self.widths[expert_id]
         if shard_id != DOWN:
             start = 2 * start + (width if shard_id == UP else 0)
-        param.data[start : start + width].copy_(rows[self.own[expert_id]])
+        place = param.data[start : start + width]
+        place[: len(rows)].copy_(rows)
+        place[len(rows) :].zero_()
         return True if return_success else None
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:  # noqa: ARG002
-        """Check that all tensors were loaded.
+    def load_output_bias(
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,  # noqa: ARG002 (the interface of vLLM)
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Copy the output bias of one expert on the first rank; others have zeros."""
+        self.arrived.see(expert_id, bias_of(shard_id), loaded_weight)
+        own = loaded_weight * (self.moe.tp_rank == 0)
+        param.data[expert_id].copy_(own)
+        return True if return_success else None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Check that all tensors were loaded, and arrange them for the kernel.
 
         Raises:
             LayoutError: some were not.
         """
         self.arrived.check()
+        if self.isa:
+            by_turns = self.moe.activation == MoEActivation.SWIGLUOAI
+            experts = each_expert(*tensors_of(layer), self.widths)
+            pack(experts, self.isa, by_turns=by_turns)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:  # noqa: ARG002
         """That nothing is quantised."""
@@ -197,11 +266,92 @@ class RaggedMethod(FusedMoEMethodBase):
 
         Shapes: x (T, D); topk_weights, topk_ids (T, K); result (T, D).
         """
-        w13, w2, name = layer.w13_weight, layer.w2_weight, layer.activation.value
         out: torch.Tensor = ragged_sum(
-            x, w13, w2, self.widths, topk_ids, topk_weights, name
+            x,
+            *tensors_of(layer),
+            self.widths,
+            topk_ids,
+            topk_weights,
+            layer.activation.value,
+            self.isa,
         )
         return out
+
+
+def tensors_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+    """The tensors w13, w2 and their biases, which may be None."""
+    biases = (getattr(layer, name, None) for name in ("w13_bias", "w2_bias"))
+    first, second = (None if bias is None else bias.data for bias in biases)
+    return layer.w13_weight.data, layer.w2_weight.data, first, second
+
+
+def kernel_of(moe: FusedMoEConfig) -> type[CPUUnquantizedExperts] | None:
+    """VLLM's kernel for the experts of a layer on this processor.
+
+    It runs one expert at a time here, as any other width is one of its own. None where
+    it does not take the model's shape, and on a GPU.
+    """
+    if not current_platform.is_cpu():
+        return None
+    try:
+        kernel = select_unquantized_moe_backend(moe)[1]
+    except NotImplementedError:
+        return None
+    if not (isinstance(kernel, type) and issubclass(kernel, CPUUnquantizedExperts)):
+        return None
+    return None if moe.hidden_dim % _block(kernel) else kernel
+
+
+def _block(kernel: type[CPUUnquantizedExperts]) -> int:
+    """What widths have to be multiples of."""
+    return math.lcm(kernel.output_alignment, kernel.reduction_alignment)
+
+
+class Expert(NamedTuple):
+    """The tensors of one expert: (2w, D), (w, D), (2w,) and (D,)."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    bias: torch.Tensor | None = None
+    output_bias: torch.Tensor | None = None
+
+
+def each_expert(
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    widths: list[int],
+) -> list[Expert]:
+    """Views of the tensors of a layer.
+
+    Shapes: w13 (2W, D); w2 (W, D); w13_bias (2W,); w2_bias (E, D).
+    """
+    double = [2 * width for width in widths]
+    parts: list[Iterable[Any]] = [w13.split(double), w2.split(widths)]
+    if w13_bias is not None and w2_bias is not None:
+        parts += [w13_bias.split(double), w2_bias]
+    return list(itertools.starmap(Expert, zip(*parts, strict=True)))
+
+
+def pack(experts: list[Expert], isa: str, *, by_turns: bool) -> None:
+    """Arrange the weights as vLLM's kernel reads them, each in its place.
+
+    Args:
+        experts: their widths are multiples of the kernel's block.
+        isa: instructions of the kernel.
+        by_turns: of each atom its gate and then its up projection, as the kernel wants
+            them for the activation of gpt-oss.
+    """
+    for rows, columns, bias, _ in experts:
+        if not len(columns):
+            continue
+        for tensor in (rows, bias) if by_turns else ():
+            if tensor is not None:
+                tensor.copy_(torch.stack(tensor.chunk(2), 1).view_as(tensor))
+        for weight, place in ((rows, rows), (columns.T.contiguous(), columns)):
+            packed = cpu_prepack_moe_weight(weight[None], isa)
+            place.view(-1).copy_(packed.view(-1))
 
 
 @torch.library.custom_op("heapr_lab::ragged_sum", mutates_args=())
@@ -209,26 +359,43 @@ def ragged_sum(
     x: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
     widths: list[int],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     activation: str,
+    isa: str,
 ) -> torch.Tensor:
     """The weighted sum of experts of `widths`, one operation to a compiler.
 
-    Shapes: x (T, D); w13 (2W, D); w2 (W, D); topk_ids, topk_weights (T, K); result
-    (T, D).
+    With `isa` by vLLM's kernel, and the weights are those that `pack` has arranged.
+
+    Shapes: x (T, D); w13 (2W, D); w2 (W, D); w13_bias (2W,); w2_bias (E, D);
+    topk_ids, topk_weights (T, K); result (T, D).
     """
+    experts = each_expert(w13, w2, w13_bias, w2_bias, widths)
     act = ACTIVATIONS[MoEActivation(activation)]
-    starts = [0, *itertools.accumulate(widths)]
 
-    def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
-        atoms = slice(starts[number], starts[number + 1])
-        both = linear(rows, w13[2 * atoms.start : 2 * atoms.stop], None)
-        gate, up = both.chunk(2, -1)
-        return times(act(gate) * up, w2[atoms])
+    def by_torch(number: int, x: torch.Tensor) -> torch.Tensor:
+        rows, columns, bias, output_bias = experts[number]
+        gate, up = linear(x, rows, bias).chunk(2, -1)
+        out = times(act(gate, up), columns)
+        return out if output_bias is None else out + output_bias
 
-    return routed_sum(expert, len(widths), x, topk_ids.long(), topk_weights)
+    def by_kernel(number: int, x: torch.Tensor) -> torch.Tensor:
+        rows, columns, bias, output_bias = experts[number]
+        if not len(columns):
+            return by_torch(number, x)
+        weights = rows[None], columns.view(1, x.shape[1], -1)
+        biases = [None if b is None else b[None] for b in (bias, output_bias)]
+        only, whole = torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1)
+        out = torch.empty_like(x)
+        cpu_fused_moe(out, x, *weights, *biases, whole, only, activation, isa)
+        return out
+
+    run = by_kernel if isa else by_torch
+    return routed_sum(run, len(widths), x, topk_ids.long(), topk_weights)
 
 
 @ragged_sum.register_fake

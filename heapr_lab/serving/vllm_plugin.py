@@ -31,6 +31,8 @@ from heapr_lab.serving.vllm_experts import ACTIVATIONS, NarrowMethod, RaggedMeth
 
 FLAT_FAMILIES = ("Qwen2Moe", "Qwen3Moe", "Olmoe", "DeepseekV2", "DeepseekV3")
 """Those whose checkpoints in the format of Less-is-MoE are loaded."""
+GPT_OSS = "GptOssForCausalLM"
+"""Its class in vLLM reads its own files alone; ours reads ours, too."""
 
 
 class HeaprWidths(QuantizationConfig):
@@ -98,7 +100,8 @@ class HeaprWidths(QuantizationConfig):
                 "expert parallelism does not support experts of different widths: "
                 "use tensor parallelism alone"
             )
-        if len(set(widths)) == 1 and widths[0] and widths[0] % moe.tp_size == 0:
+        same = len(set(widths)) == 1 and widths[0] and widths[0] % moe.tp_size == 0
+        if same and not moe.has_bias:
             return NarrowMethod(moe, widths[0], prefix)
         _check_ragged(moe)
         return RaggedMethod(moe, widths, prefix)
@@ -108,11 +111,10 @@ def _check_ragged(moe: FusedMoEConfig) -> None:
     """Check that experts of different widths can be run.
 
     Raises:
-        SpecError: they have biases or another activation, LoRA adapters are used, or
+        SpecError: they have another activation, LoRA adapters are used, or
             CUDA graphs are.
     """
     unusual = {
-        "biases": moe.has_bias,
         f"the activation {moe.activation.value}": moe.activation not in ACTIVATIONS,
         "clamped activations": moe.swiglu_limit is not None,
         "LoRA adapters": moe.is_lora_enabled,
@@ -157,9 +159,10 @@ def _check_positions() -> None:
 def register() -> None:
     """Tell vLLM of our format and of Less-is-MoE's; it may be called again.
 
-    An architecture that another plug-in has made known stays as it is.
+    An architecture of that format that another plug-in has made known stays as it is.
     """
     register_quantization_config(METHOD)(HeaprWidths)
+    ModelRegistry.register_model(GPT_OSS, f"heapr_lab.serving.vllm_gpt_oss:{GPT_OSS}")
     known = ModelRegistry.get_supported_archs()
     for family in FLAT_FAMILIES:
         name = f"{PREFIX}{family}ForCausalLM"

@@ -44,13 +44,14 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
     from heapr_lab.serving import vllm_plugin
-    from heapr_lab.serving.vllm_experts import ragged_sum
+    from heapr_lab.serving.vllm_experts import each_expert, pack, ragged_sum
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.filterwarnings("ignore"),
 ]
 
+BF16 = torch.bfloat16
 N_NEW, N_LONG = 12, 48
 PROMPTS = [list(range(3, 3 + n)) for n in (5, 17, 1, N_LONG)]
 SIZES: dict[str, Any] = {
@@ -93,9 +94,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     # As in the published configurations; transformers knows no other router.
     "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "gpt_oss": {},
 }
 
-NOT_FLAT = {"mixtral", "deepseek"}
+NOT_FLAT = {"mixtral", "deepseek", "gpt_oss"}
 """The format of Less-is-MoE does not have them."""
 FLAT: dict[str, Any] = {"format": "less-is-moe", "first_k_dense_replace": 0}
 """The format, which has no place for dense layers."""
@@ -239,7 +241,9 @@ def test_why_positions_without_yarn_are_refused() -> None:
     assert (found - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"]
+)
 def test_uniform_is_a_stock_checkpoint(family: str, tmp_path: Path) -> None:
     """Which vLLM loads by itself; 48 atoms of DeepSeek's shared experts become 64."""
     wide = {"moe_intermediate_size": 48} if "deepseek" in family else {}
@@ -256,7 +260,7 @@ def test_each_layer_has_its_own_width(structure: str, tmp_path: Path) -> None:
     folder = pruned(tmp_path / "pruned", "qwen3_moe", structure)
     shapes = engine_of(folder).apply_model(_shapes_of_experts)[0]
     if structure == "ragged":
-        assert shapes == [("RaggedMethod", 109 * 64)] * 2
+        assert shapes == [("RaggedMethod", 128 * 64)] * 2
     else:
         assert shapes == [("NarrowMethod", 4 * 32 * 64), ("NarrowMethod", 4 * 64 * 64)]
 
@@ -283,11 +287,16 @@ def test_prefix_cache(structure: str, tmp_path: Path) -> None:
     [{"tensor_parallel_size": 2}, {"enforce_eager": False}],
     ids=["two ranks", "compiled"],
 )
-@pytest.mark.parametrize("form", ["per_layer", "ragged", "flat"])
+@pytest.mark.parametrize("form", ["per_layer", "ragged", "flat", "gpt_oss"])
 def test_other_ways_to_run(form: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Each of two ranks has a part of every expert's atoms, of 13 one has 6."""
-    structure, more = ("ragged", FLAT) if form == "flat" else (form, {})
-    folder = pruned(tmp_path / "pruned", "qwen2_moe", structure, **more)
+    """Each of two ranks has a part of every expert's atoms, of 13 one has 6.
+
+    An output bias, as in gpt-oss, is added on one of them.
+    """
+    family = form if form in FAMILIES else "qwen2_moe"
+    structure = form if form == "per_layer" else "ragged"
+    more = FLAT if form == "flat" else {}
+    folder = pruned(tmp_path / "pruned", family, structure, **more)
     engine = engine_of(folder, **settings)
     outputs = generated(engine)
     engine.llm_engine.engine_core.shutdown()
@@ -367,36 +376,66 @@ def _asked(server: subprocess.Popen[bytes], url: str, folder: Path) -> Any:
     raise AssertionError((folder.parent / "log").read_text()[-2000:])
 
 
-def test_the_sum_against_loops() -> None:
-    """Token by token and slot by slot, in float64."""
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "tolerance"),
+    [("", torch.float64, 1e-6), ("vec", torch.float32, 1e-5), ("vec", BF16, 2e-2)],
+    ids=["torch", "kernel", "kernel, bfloat16"],
+)
+def test_the_sum_against_loops(
+    isa: str, dtype: torch.dtype, tolerance: float, activation: str
+) -> None:
+    """Token by token, slot by slot and atom by atom, in float64.
+
+    That of gpt-oss with biases, whose gates are clamped here.
+    """
     torch.manual_seed(0)
-    widths, d_model = [0, 3, 1, 5], 6
-    w13 = torch.randn(2 * sum(widths), d_model, dtype=torch.float64)
-    w2 = torch.randn(sum(widths), d_model, dtype=torch.float64)
-    x = torch.randn(7, d_model, dtype=torch.float64)
-    weights = torch.rand(7, 2, dtype=torch.float64)
-    ids = torch.rand(7, 4).argsort(1)[:, :2]
-    expected = torch.zeros_like(x)
+    biased = activation == "swigluoai"
+    widths, d_model = ([0, 32, 64, 96], 64) if isa else ([0, 3, 1, 5], 6)
+    shapes: Any = [(2 * sum(widths), d_model), (sum(widths), d_model)]
+    shapes += [(2 * sum(widths),), (len(widths), d_model)] if biased else []
+    tensors: list[Any] = [torch.randn(shape).to(dtype) for shape in shapes]
+    tensors += [None] * (4 - len(tensors))
+    x = torch.randn(7, d_model).to(dtype)
+    weights, ids = torch.rand(7, 2), torch.rand(7, 4).argsort(1)[:, :2]
+    expected = torch.zeros_like(x, dtype=torch.float64)
+    w13, w2, b13, b2 = (None if t is None else t.double() for t in tensors)
     for token, slot in np.ndindex(7, 2):
         number = int(ids[token, slot])
+        out = b2[number].clone() if biased else torch.zeros(d_model).double()
         first, width = sum(widths[:number]), widths[number]
         for atom in range(width):
-            gate = w13[2 * first + atom] @ x[token]
-            up = w13[2 * first + width + atom] @ x[token]
-            h = gate * torch.sigmoid(gate) * up
-            expected[token] += weights[token, slot] * h * w2[first + atom]
-    found = ragged_sum(x, w13, w2, widths, ids.int(), weights, "silu")
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            rows = 2 * first + atom, 2 * first + width + atom
+            gate, up = (w13[row] @ x[token].double() for row in rows)
+            if biased:
+                gate = min(gate + b13[rows[0]], torch.tensor(7.0))
+                up = (up + b13[rows[1]]).clamp(-7, 7) + 1
+            h = gate * torch.sigmoid((1.702 if biased else 1) * gate) * up
+            out += h * w2[first + atom]
+        expected[token] += weights[token, slot] * out
+    if isa:
+        pack(each_expert(*tensors, widths), isa, by_turns=biased)
+    found = ragged_sum(x, *tensors, widths, ids.int(), weights, activation, isa)
+    assert found.dtype == dtype
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error < tolerance
+
+
+def test_widths_that_no_kernel_takes(tmp_path: Path) -> None:
+    """Torch computes where the model is not as wide as vLLM's kernel needs."""
+    folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged", hidden_size=48)
+    engine = engine_of(folder)
+    assert engine.apply_model(_shapes_of_experts)[0] == [("RaggedMethod", 109 * 48)] * 2
+    check_as_transformers(folder, generated(engine))
 
 
 @pytest.mark.parametrize(
     ("unusual", "message"),
     [
         ({"moe_parallel_config": SimpleNamespace(use_ep=True)}, "expert parallelism"),
-        ({"has_bias": True}, "with biases"),
         ({"swiglu_limit": 7.0}, "clamped"),
         ({"is_lora_enabled": True}, "LoRA"),
-        ({"activation": MoEActivation.SWIGLUOAI}, "activation swigluoai"),
+        ({"activation": MoEActivation.SWIGLUSTEP}, "activation swiglustep"),
         ({}, "CUDA graphs.*enforce-eager"),
     ],
     ids=str,
@@ -424,11 +463,25 @@ def test_what_is_refused(
         method._of_experts(moe, "model.layers.0.mlp.experts")
 
 
-def test_a_tensor_that_is_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind", "part"),
+    [("qwen3_moe", "weight", "w3"), ("gpt_oss", "bias", "w3_bias")],
+)
+def test_a_tensor_that_is_missing(
+    family: str, kind: str, part: str, tmp_path: Path
+) -> None:
     """It is not left as memory was."""
-    folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged")
-    _drop(folder, "model.layers.1.mlp.experts.2.up_proj.weight")
-    with pytest.raises(LayoutError, match=r"1 tensors .*layers.1.* w3 of expert 2"):
+    folder = pruned(tmp_path / "pruned", family, "ragged")
+    _drop(folder, f"model.layers.1.mlp.experts.2.up_proj.{kind}")
+    message = rf"1 tensors .*layers.1.* {part} of expert 2"
+    with pytest.raises(LayoutError, match=message):
+        engine_of(folder)
+
+
+def test_another_activation_of_gpt_oss(tmp_path: Path) -> None:
+    """The two numbers are fixed in vLLM; transformers reads them in config.json."""
+    folder = pruned(tmp_path / "pruned", "gpt_oss", "ragged", swiglu_limit=5.0)
+    with pytest.raises(SpecError, match=r"swiglu_limit and swiglu_alpha \(5.0, 1.7"):
         engine_of(folder)
 
 
