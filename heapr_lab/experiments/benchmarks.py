@@ -239,6 +239,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 table=figures.serving_table,
             ),
             Benchmark(
+                "serving_bfloat16",
+                "serving.py",
+                "How fast vLLM serves pruned models in bfloat16",
+                table=figures.serving_table,
+            ),
+            Benchmark(
                 "panel",
                 "latency_browser.py",
                 "How fast the panel answers",

@@ -66,15 +66,16 @@ def test_a_batch_that_does_not_fit_is_an_error() -> None:
         serving.seconds_of(engine, LOAD.prompts(SIZES.d_vocab), LOAD.n_steps)
 
 
-def test_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", serving.NAMES)
+def test_all_of_it(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each structure and phase, run by the experts that are said."""
     monkeypatch.setattr(serving, "RATIOS", (0.4,))
     monkeypatch.setattr(serving, "LOADS", (LOAD,))
     command = ["serving.py", "--quick", "--n-repeats", "2", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr("sys.argv", [*command, "--dtype", dtype])
     monkeypatch.setattr(os, "environ", os.environ.copy())
     serving.main()
-    rows = pd.read_csv(tmp_path / "serving.csv")
+    rows = pd.read_csv(tmp_path / f"{serving.NAMES[dtype]}.csv")
     assert rows["structure"].tolist() == ["dense", *serving.STRUCTURES] * 2
     assert (
         rows["experts_by"].tolist()
