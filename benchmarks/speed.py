@@ -31,6 +31,7 @@ dense and of the sliced model, and in decode the experts that each step needs.
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import logging
 import statistics
 import sys
@@ -53,7 +54,7 @@ from heapr_lab import KeepMask, masking, prune
 from heapr_lab.evaluation.latency import in_turns, seconds_of
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import describe, find_experts, run_ragged
-from heapr_lab.models.grouped_experts import group_experts
+from heapr_lab.models.grouped_experts import GroupedExperts, group_experts
 from heapr_lab.models.ragged_experts import AT_ONCE
 
 logger = logging.getLogger("speed")
@@ -215,8 +216,13 @@ def measure_seconds(
 
 
 def storage_bytes(model: Any) -> int:
-    """Bytes of the parameters in memory; a storage shared by views counts once."""
-    storages = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
+    """Bytes of the weights in memory; a storage shared by views counts once.
+
+    Those of `group_experts` are buffers.
+    """
+    grouped = [m.buffers() for m in model.modules() if isinstance(m, GroupedExperts)]
+    weights = itertools.chain(model.parameters(), *grouped)
+    storages = {p.untyped_storage().data_ptr(): p for p in weights}
     return sum(p.untyped_storage().nbytes() for p in storages.values())
 
 

@@ -1,0 +1,20 @@
+"""benchmarks/speed.py: what it counts."""
+
+from typing import Any
+
+from benchmarks import speed
+
+
+def test_bytes_of_every_way() -> None:
+    """Levels are copies of an expert's weights, padded, and no parameters."""
+    model: Any = speed.build_model(speed.QUICK, "cpu")
+    keeps = {r: speed.ragged_mask(speed.QUICK, r) for r in speed.RATIOS}
+    found = {
+        (method.name, method.ratio): speed.storage_bytes(method.model)
+        for method in speed.build_methods(model, keeps)
+    }
+    for ratio in speed.RATIOS:
+        assert found["sliced_at_once", ratio] == found["sliced", ratio]
+        assert found["sliced", ratio] <= found["grouped", ratio]
+        assert found["grouped", ratio] < 2 * found["sliced", ratio]
+    assert found["masked", 0.4] == found["dense_eager", 0.0]
