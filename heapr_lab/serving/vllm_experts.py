@@ -193,8 +193,7 @@ class RaggedMethod(FusedMoEMethodBase):
         for name, shape in shapes.items():
             weight = nn.Parameter(torch.empty(shape, dtype=params_dtype), False)
             layer.register_parameter(name, weight)
-            load = self.load_output_bias if name == "w2_bias" else self.load
-            set_weight_attrs(weight, {"weight_loader": load})
+            set_weight_attrs(weight, {"weight_loader": self.load})
 
     def load(
         self,
@@ -207,35 +206,30 @@ class RaggedMethod(FusedMoEMethodBase):
     ) -> bool | None:
         """Copy this rank's part of a tensor of one expert to its place.
 
+        Output biases are on the first rank; others have zeros.
+
         Raises:
             LayoutError: it has another width than config.json says.
         """
         part = shard_id if loaded_weight.ndim == 2 else bias_of(shard_id)
         self.arrived.see(expert_id, part, loaded_weight)
-        whole = loaded_weight.T if part == DOWN else loaded_weight
-        rows = whole[self.own[expert_id]]
-        start, width = self.starts[expert_id], self.widths[expert_id]
-        if shard_id != DOWN:
-            start = 2 * start + (width if shard_id == UP else 0)
-        place = param.data[start : start + width]
+        if part == bias_of(DOWN):
+            rows = loaded_weight if self.moe.tp_rank == 0 else loaded_weight[:0]
+            place = param.data[expert_id]
+        else:
+            whole = loaded_weight.T if part == DOWN else loaded_weight
+            rows = whole[self.own[expert_id]]
+            place = self._place(param, part, expert_id)
         place[: len(rows)].copy_(rows)
         place[len(rows) :].zero_()
         return True if return_success else None
 
-    def load_output_bias(
-        self,
-        param: nn.Parameter,
-        loaded_weight: torch.Tensor,
-        weight_name: str,  # noqa: ARG002 (the interface of vLLM)
-        shard_id: str,
-        expert_id: int,
-        return_success: bool = False,
-    ) -> bool | None:
-        """Copy the output bias of one expert on the first rank; others have zeros."""
-        self.arrived.see(expert_id, bias_of(shard_id), loaded_weight)
-        own = loaded_weight * (self.moe.tp_rank == 0)
-        param.data[expert_id].copy_(own)
-        return True if return_success else None
+    def _place(self, param: nn.Parameter, part: str, expert: int) -> torch.Tensor:
+        """The rows of a parameter that a tensor of an expert takes."""
+        start, width = self.starts[expert], self.widths[expert]
+        if part != DOWN:
+            start = 2 * start + width * (part in {UP, bias_of(UP)})
+        return param.data[start : start + width]
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that all tensors were loaded, and arrange them for the kernel.
