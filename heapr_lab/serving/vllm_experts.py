@@ -9,7 +9,7 @@ on this rank, with those of zeros that a kernel wants, W = sum of w_e.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,15 +41,16 @@ from heapr_lab.models.widths import shard
 
 GATE, DOWN, UP = "w1", "w2", "w3"
 """vLLM's names of the projections of an expert."""
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+"""Of gpt-oss, as they are fixed in vLLM."""
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """That of gpt-oss, with the two numbers that are fixed in vLLM."""
+    """Atom activations of gpt-oss."""
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
 
 
-SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 ACTIVATIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     MoEActivation.SILU: lambda gate, up: F.silu(gate) * up,
     MoEActivation.GELU: lambda gate, up: F.gelu(gate) * up,
@@ -185,11 +186,10 @@ class RaggedMethod(FusedMoEMethodBase):
         shapes: dict[str, tuple[int, ...]] = {
             "w13_weight": (2 * n_atoms, hidden_size),
             "w2_weight": (n_atoms, hidden_size),
-            "w13_bias": (2 * n_atoms,),
-            "w2_bias": (num_experts, hidden_size),
         }
-        if not self.moe.has_bias:
-            del shapes["w13_bias"], shapes["w2_bias"]
+        if self.moe.has_bias:
+            shapes["w13_bias"] = (2 * n_atoms,)
+            shapes["w2_bias"] = (num_experts, hidden_size)
         for name, shape in shapes.items():
             weight = nn.Parameter(torch.empty(shape, dtype=params_dtype), False)
             layer.register_parameter(name, weight)
@@ -240,7 +240,8 @@ class RaggedMethod(FusedMoEMethodBase):
         self.arrived.check()
         if self.isa:
             by_turns = self.moe.activation == MoEActivation.SWIGLUOAI
-            experts = each_expert(*tensors_of(layer), self.widths)
+            numbers, tensors = range(len(self.widths)), tensors_of(layer)
+            experts = [expert_of(tensors, self.starts, number) for number in numbers]
             pack(experts, self.isa, by_turns=by_turns)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:  # noqa: ARG002
@@ -263,7 +264,7 @@ class RaggedMethod(FusedMoEMethodBase):
         out: torch.Tensor = ragged_sum(
             x,
             *tensors_of(layer),
-            self.widths,
+            self.starts,
             topk_ids,
             topk_weights,
             layer.activation.value,
@@ -310,22 +311,22 @@ class Expert(NamedTuple):
     output_bias: torch.Tensor | None = None
 
 
-def each_expert(
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    w13_bias: torch.Tensor | None,
-    w2_bias: torch.Tensor | None,
-    widths: list[int],
-) -> list[Expert]:
-    """Views of the tensors of a layer.
+def expert_of(
+    tensors: tuple[torch.Tensor, torch.Tensor, Any, Any], starts: list[int], number: int
+) -> Expert:
+    """Views of the tensors of one expert, whose atoms are from `starts[number]` on.
 
-    Shapes: w13 (2W, D); w2 (W, D); w13_bias (2W,); w2_bias (E, D).
+    Shapes: w13 (2W, D); w2 (W, D); w13_bias (2W,) or None; w2_bias (E, D) or None;
+    starts (E + 1,).
     """
-    double = [2 * width for width in widths]
-    parts: list[Iterable[Any]] = [w13.split(double), w2.split(widths)]
-    if w13_bias is not None and w2_bias is not None:
-        parts += [w13_bias.split(double), w2_bias]
-    return list(itertools.starmap(Expert, zip(*parts, strict=True)))
+    w13, w2, w13_bias, w2_bias = tensors
+    start, end = starts[number : number + 2]
+    return Expert(
+        w13[2 * start : 2 * end],
+        w2[start:end],
+        None if w13_bias is None else w13_bias[2 * start : 2 * end],
+        None if w2_bias is None else w2_bias[number],
+    )
 
 
 def pack(experts: list[Expert], isa: str, *, by_turns: bool) -> None:
@@ -355,30 +356,31 @@ def ragged_sum(
     w2: torch.Tensor,
     w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None,
-    widths: list[int],
+    starts: list[int],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     activation: str,
     isa: str,
 ) -> torch.Tensor:
-    """The weighted sum of experts of `widths`, one operation to a compiler.
+    """The weighted sum of experts of any widths, one operation to a compiler.
 
     With `isa` by vLLM's kernel, and the weights are those that `pack` has arranged.
 
     Shapes: x (T, D); w13 (2W, D); w2 (W, D); w13_bias (2W,); w2_bias (E, D);
-    topk_ids, topk_weights (T, K); result (T, D).
+    starts (E + 1,), the first atom of each and W; topk_ids, topk_weights (T, K);
+    result (T, D).
     """
-    experts = each_expert(w13, w2, w13_bias, w2_bias, widths)
+    tensors = w13, w2, w13_bias, w2_bias
     act = ACTIVATIONS[MoEActivation(activation)]
 
     def by_torch(number: int, x: torch.Tensor) -> torch.Tensor:
-        rows, columns, bias, output_bias = experts[number]
+        rows, columns, bias, output_bias = expert_of(tensors, starts, number)
         gate, up = linear(x, rows, bias).chunk(2, -1)
         out = times(act(gate, up), columns)
         return out if output_bias is None else out + output_bias
 
     def by_kernel(number: int, x: torch.Tensor) -> torch.Tensor:
-        rows, columns, bias, output_bias = experts[number]
+        rows, columns, bias, output_bias = expert_of(tensors, starts, number)
         if not len(columns):
             return by_torch(number, x)
         weights = rows[None], columns.view(1, x.shape[1], -1)
@@ -389,7 +391,7 @@ def ragged_sum(
         return out
 
     run = by_kernel if isa else by_torch
-    return routed_sum(run, len(widths), x, topk_ids.long(), topk_weights)
+    return routed_sum(run, len(starts) - 1, x, topk_ids.long(), topk_weights)
 
 
 @ragged_sum.register_fake
