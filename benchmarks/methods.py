@@ -251,7 +251,7 @@ def items() -> Any:
 
 def accuracy(model: Any, bench: Workbench) -> Row:
     """Accuracy on the continuation task, and its standard error."""
-    frame = run_tasks(model, bench.tokenizer, [items()], batch_size=64)
+    frame = run_tasks(model, bench.tokenizer, [items()])
     row = frame[frame["metric"].eq("acc")].iloc[0]
     return {"accuracy": float(row["value"]), "accuracy_stderr": float(row["stderr"])}
 

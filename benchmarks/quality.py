@@ -258,7 +258,7 @@ def accuracy(
     if keep is not None:
         masked = masking(bench.model, keep, downs)
     with masked:
-        frame = run_tasks(bench.model, bench.tokenizer, [task], batch_size=64)
+        frame = run_tasks(bench.model, bench.tokenizer, [task])
     row = frame[frame["metric"].eq("acc")].iloc[0]
     return float(row["value"]), float(row["stderr"])
 

@@ -52,7 +52,6 @@ def run_tasks(
     tasks: "Sequence[str | ConfigurableTask] | str",
     *,
     limit: int | None = None,
-    batch_size: int = 16,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
     """Accuracies of `model` on `tasks`, one row for each task and metric.
@@ -66,7 +65,6 @@ def run_tasks(
         tokenizer: its tokenizer; it is not changed.
         tasks: names (`PAPER_TASKS`, or any that the harness knows) or tasks.
         limit: evaluate only the first `limit` items of each task; all by default.
-        batch_size: requests per forward pass; a four-way item has four.
         progress: called with (requests done, requests in all).
 
     Raises:
@@ -76,7 +74,6 @@ def run_tasks(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not names:
         raise SpecError(f"no tasks given; for example {', '.join(PAPER_TASKS)}")
-    whole_number(batch_size, name="batch_size")
     if limit is not None:
         whole_number(limit, name="limit")
     import lm_eval
@@ -85,9 +82,7 @@ def run_tasks(
         loaded = _load(names)
         from heapr_lab.evaluation.harness_model import PackingHFLM
 
-        lm = PackingHFLM(
-            model, tokenizer, n_requests_at_once=batch_size, progress=progress
-        )
+        lm = PackingHFLM(model, tokenizer, progress=progress)
         # `simple_evaluate` would only add seeds for sampling, which is not used here,
         # and a slow survey of the machine.
         output = lm_eval.evaluate(

@@ -1,13 +1,15 @@
-"""The harness's own model class, except that choices share their context.
+"""The harness's own model class, except that the choices of an item share prefixes.
 
-A four-way item is four requests with the same context. `PackingHFLM` packs the context
-and all continuations into one row; each continuation attends only to the context and to
-itself, at the positions it would have alone. This is exact for models in which every
-layer is ordinary softmax attention. The first item is also computed by the harness; if
-the two differ, or for models of another kind, the harness computes all items.
+A four-way item is four requests, which begin alike. `PackingHFLM` packs them into one
+row as a tree: a prefix that they share is there once, and each token attends to those
+before it in its own request, at the position it would have alone. This is exact for
+models in which every layer is ordinary softmax attention. The first item is also
+computed by the harness; if the two differ, or for models of another kind, each request
+is a row of its own.
 
-The layers of a streamed model run on the batches of all requests, one layer after the
-other, so that it is read once and not for every batch; contexts are not shared then.
+Rows of similar length are run together. The layers of a streamed model run on many
+such batches, one layer after the other, so that it is read once and not for every
+batch; each request is a row of its own then.
 
 Importing this module imports the harness.
 """
@@ -15,11 +17,11 @@ Importing this module imports the harness.
 import copy
 import itertools
 import logging
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lm_eval.api.model import CacheHook
 from lm_eval.models.huggingface import HFLM
@@ -27,7 +29,8 @@ from torch import nn
 
 from heapr_lab.importance.sweep_store import budget_of
 from heapr_lab.models.layerwise import swept_states
-from heapr_lab.models.likelihood import final_states, iter_log_probs
+from heapr_lab.models.likelihood import final_states, input_device, iter_log_probs
+from heapr_lab.models.memory import halving_batches
 from heapr_lab.models.streamed import Stream, stream_of
 from heapr_lab.progress import Progress
 
@@ -38,6 +41,11 @@ Request = tuple[Any, list[int], list[int]]
 Answer = tuple[float, bool]
 """Log-likelihood in nats, and whether greedy decoding yields the continuation."""
 
+_TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 32768}
+"""Tokens in a batch, padding included, by type of device.
+
+A CPU is not faster with more, and rows of more different lengths need more padding.
+"""
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _COARSE = 0.02
 """Relative tolerance of the first item in half precision."""
@@ -56,32 +64,37 @@ class _Counter(CacheHook):
 
 
 class PackingHFLM(HFLM):
-    """HFLM of a loaded model, without progress bars and with shared contexts."""
+    """HFLM of a loaded model, without progress bars and with shared prefixes."""
 
     def __init__(
         self,
         model: nn.Module,
         tokenizer: Any,
         *,
-        n_requests_at_once: int = 16,
+        tokens_at_once: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__(
             pretrained=model,
             tokenizer=copy.deepcopy(tokenizer),  # it is given a padding token
-            batch_size=n_requests_at_once,
             softmax_dtype=torch.float32,  # else bfloat16 rounds the likelihoods
         )
+        default = _TOKENS_AT_ONCE.get(input_device(model).type, _TOKENS_AT_ONCE["cpu"])
+        self.tokens_at_once = tokens_at_once or default
         self.progress = progress
-        self.packs = _attends_plainly(model)
+        self.packs = stream_of(model) is None and _attends_plainly(model)
+        self._compared = False
+        self._items: list[Any] = []
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
         """(log-likelihood, is greedy) of each request, in order."""
         del disable_tqdm  # the harness would show its bars by default
+        self._items = [(request.task_name, request.doc_id) for request in requests]
         if self.progress is not None:
             self.set_cache_hook(_Counter(len(requests), self.progress))
         return super().loglikelihood(requests, disable_tqdm=True)
 
+    @torch.no_grad()
     def _loglikelihood_tokens(
         self,
         requests: list[Request],
@@ -89,67 +102,42 @@ class PackingHFLM(HFLM):
         override_bs: Any = None,
     ) -> list[Answer]:
         del disable_tqdm, override_bs
-        stream = stream_of(self.model)
-        if stream is not None:
-            return self._swept(requests, stream)
-        groups = self._groups(requests) if self.packs else []
         answers: dict[int, Answer] = {}
-        for batch in _batches(requests, groups, self.batch_size):
-            if not answers and not self._agrees(requests, batch[0]):
-                break
-            packed = [_pack([requests[i] for i in group]) for group in batch]
-            found = _packed_answers(self.model, packed)
-            for index, answer in zip(_flat(batch), found, strict=True):
-                answers[index] = answer
-                self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
-        rest = [index for index in range(len(requests)) if index not in answers]
-        alone = super()._loglikelihood_tokens(
-            [requests[index] for index in rest], disable_tqdm=True
-        )
-        answers.update(zip(rest, alone, strict=True))
+        rows = self._rows(requests)
+
+        def run(size: int) -> None:
+            left = [row for row in rows if row.requests[0] not in answers]
+            for batch, states in self._states(_batches(left, size)):
+                for index, answer in _answers(self.model, batch, states):
+                    answers[index] = answer
+                    key = requests[index][0]
+                    self.cache_hook.add_partial("loglikelihood", key, answer)
+
+        halving_batches(run, self.tokens_at_once, model=self.model)
         return [answers[index] for index in range(len(requests))]
 
-    @torch.no_grad()
-    def _swept(self, requests: list[Request], stream: Stream) -> list[Answer]:
-        """The answers of a streamed model, which is read once for many batches."""
-        rows = [_row(request, self.max_length) for request in requests]
-        # Longest first, as the harness does it; equal ones are together.
-        order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), rows[i]))
-        size = self.batch_size
-        batches = [order[i : i + size] for i in range(0, len(order), size)]
-        # Of a token: the states between two layers, and the last ones.
-        d_model = self.model.config.get_text_config().hidden_size
-        n_bytes = 2 * d_model * stream.dtype.itemsize
-        answers: dict[int, Answer] = {}
-        for group in _within(budget_of(stream) // n_bytes, batches, rows):
-            ids = [_padded([rows[i] for i in batch]) for batch in group]
-            swept = swept_states(self.model, ids)
-            for batch, states in zip(group, swept, strict=True):
-                wanted = [requests[i][2] for i in batch]
-                ends = [
-                    own[len(rows[i]) - len(continuation) : len(rows[i])]
-                    for own, i, continuation in zip(states, batch, wanted, strict=True)
-                ]
-                last = torch.cat(ends).to(stream.device)
-                found = _answers(self.model, last, wanted)
-                answers |= zip(batch, found, strict=True)
-        ordered = [answers[index] for index in range(len(requests))]
-        for request, answer in zip(requests, ordered, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request[0], answer)
-        return ordered
+    def _rows(self, requests: list[Request]) -> list["_Row"]:
+        """The rows of all requests: one for each item, or one for each request."""
+        known = len(self._items) == len(requests)
+        items = self._items if known else range(len(requests))
+        runs = itertools.groupby(range(len(requests)), key=items.__getitem__)
+        groups = [list(run) for _, run in runs]
+        if not self._packs_well(requests, groups):
+            groups = [[index] for index in range(len(requests))]
+        return [_row(requests, group, self.max_length) for group in groups]
 
-    def _groups(self, requests: list[Request]) -> list[list[int]]:
-        """Indices of the requests of each context that several requests share."""
-        by_context: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        for index, (_, context, continuation) in enumerate(requests):
-            if len(context) + len(continuation) <= self.max_length:
-                by_context[tuple(context)].append(index)
-        return [group for group in by_context.values() if len(group) > 1]
+    def _packs_well(self, requests: list[Request], groups: list[list[int]]) -> bool:
+        """Whether requests are packed, which the first group of several decides."""
+        several = [group for group in groups if len(group) > 1]
+        if self.packs and several and not self._compared:
+            self._compared = True
+            self.packs = self._agrees([requests[index] for index in several[0]])
+        return self.packs
 
-    def _agrees(self, requests: list[Request], group: list[int]) -> bool:
-        """Whether packing gives the same answers for `group` as the harness."""
-        some = [requests[index] for index in group]
-        ours = _packed_answers(self.model, [_pack(some)])
+    def _agrees(self, some: list[Request]) -> bool:
+        """Whether packing gives the same answers as the harness."""
+        row = _row(some, range(len(some)), self.max_length)
+        ours = [own for _, own in _answers(self.model, [row], self._run([row]))]
         counter = self.cache_hook
         self.set_cache_hook(CacheHook(None))  # these requests come again
         theirs = super()._loglikelihood_tokens(some, disable_tqdm=True)
@@ -166,6 +154,39 @@ class PackingHFLM(HFLM):
             )
         return agree
 
+    def _states(
+        self, batches: "list[list[_Row]]"
+    ) -> "Iterator[tuple[list[_Row], torch.Tensor]]":
+        """Each batch with its final states (B, L, d_model)."""
+        stream = stream_of(self.model)
+        if stream is None:
+            for batch in batches:
+                yield batch, self._run(batch)
+            return
+        for group in _within(self._room(stream), batches):
+            swept = swept_states(self.model, [_padded(batch) for batch in group])
+            for batch, states in zip(group, swept, strict=True):
+                yield batch, states.to(stream.device)
+
+    def _run(self, batch: "list[_Row]") -> torch.Tensor:
+        ids = _padded(batch)
+        if not self.packs:
+            return final_states(self.model, ids)
+        seen = _seen(batch, ids.shape[1])
+        hidden = torch.zeros(seen.shape, dtype=self.model.dtype)
+        hidden = hidden.masked_fill(~seen, torch.finfo(hidden.dtype).min)
+        return final_states(
+            self.model,
+            ids,
+            position_ids=seen.sum(2) - 1,
+            attention_mask=hidden[:, None],
+        )
+
+    def _room(self, stream: Stream) -> int:
+        """Tokens whose states, between two layers and the last, fit in the budget."""
+        d_model = self.model.config.get_text_config().hidden_size
+        return budget_of(stream) // (2 * d_model * stream.dtype.itemsize)
+
 
 def _attends_plainly(model: Any) -> bool:
     """Whether our attention mask determines what every layer attends to."""
@@ -181,96 +202,68 @@ def _attends_plainly(model: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Packed:
-    """A context and its continuations in one row."""
+class _Row:
+    """What the model is fed of one or several requests, as a tree of tokens."""
 
+    requests: list[int]
+    """Numbers of the requests."""
     ids: list[int]
-    positions: list[int]
-    blocks: list[int]
-    """0 for the context, then 1, 2, ... for the continuations."""
+    parents: list[int]
+    """For each token, the one before it, which is further left; -1 for none."""
     predicts: list[list[int]]
-    """For each continuation, the positions that predict its tokens."""
+    """For each request, the tokens that predict those of its continuation."""
     targets: list[list[int]]
+    """For each request, its continuation."""
 
 
-def _pack(requests: Sequence[Request]) -> _Packed:
-    context = requests[0][1]
-    n_context = len(context)
-    ids, positions = list(context), list(range(n_context))
-    blocks = [0] * n_context
+def _row(requests: list[Request], group: Sequence[int], max_length: int) -> _Row:
+    """All but the last token of each request of a group, cut from the left."""
+    tokens: dict[tuple[int, int], int] = {}  # (token before it, id) to its place
     predicts, targets = [], []
-    for block, (_, _, continuation) in enumerate(requests, start=1):
-        fed = continuation[:-1]  # nothing is predicted from the last token
-        predicts.append([n_context - 1, *range(len(ids), len(ids) + len(fed))])
+    for _, context, continuation in (requests[index] for index in group):
+        place, path = -1, []
+        for token in [*context, *continuation][-(max_length + 1) : -1]:
+            place = tokens.setdefault((place, token), len(tokens))
+            path.append(place)
+        predicts.append(path[-len(continuation) :])
         targets.append(continuation)
-        ids += fed
-        positions += range(n_context, n_context + len(fed))
-        blocks += [block] * len(fed)
-    return _Packed(ids, positions, blocks, predicts, targets)
+    parents, ids = zip(*tokens, strict=True)
+    return _Row(list(group), list(ids), list(parents), predicts, targets)
 
 
-def _batches(
-    requests: list[Request], groups: list[list[int]], n_requests: int
-) -> list[list[list[int]]]:
-    """Groups of similar length together, about `n_requests` requests in each batch."""
-
-    def length(group: list[int]) -> int:
-        context = len(requests[group[0]][1])
-        return context + sum(len(requests[index][2]) for index in group)
-
-    batches: list[list[list[int]]] = []
-    room = 0
-    # Longest first, so that a lack of memory shows at once.
-    for group in sorted(groups, key=length, reverse=True):
-        if room < len(group):
+def _batches(rows: list[_Row], n_tokens: int) -> list[list[_Row]]:
+    """Rows of similar length together, at most `n_tokens` padded ones in each batch."""
+    batches: list[list[_Row]] = []
+    # Longest first, so that a lack of memory shows at once; equal ones are together.
+    for row in sorted(rows, key=lambda row: (-len(row.ids), row.ids)):
+        if not batches or (len(batches[-1]) + 1) * len(batches[-1][0].ids) > n_tokens:
             batches.append([])
-            room = max(n_requests, len(group))
-        batches[-1].append(group)
-        room -= len(group)
+        batches[-1].append(row)
     return batches
 
 
-@torch.no_grad()
-def _packed_answers(model: Any, packed: Sequence[_Packed]) -> list[Answer]:
-    """The answers to every continuation of every row, in order."""
-    ids, positions, blocks = (
-        nn.utils.rnn.pad_sequence(
-            [torch.tensor(getattr(row, name)) for row in packed],
-            batch_first=True,
-            padding_value=padding,
-        )
-        for name, padding in (("ids", 0), ("positions", 0), ("blocks", -1))
-    )
-    states = final_states(
-        model,
-        ids,
-        position_ids=positions,
-        attention_mask=_attention_mask(blocks, model.dtype),
-    )
-    predicts = [torch.tensor(_flat(row.predicts)) for row in packed]
-    rows = torch.cat([s[p.to(s.device)] for s, p in zip(states, predicts, strict=True)])
-    return _answers(model, rows, [own for row in packed for own in row.targets])
+def _padded(batch: Sequence[_Row]) -> torch.Tensor:
+    """The ids with zeros to their right, to at least two tokens: (B, L)."""
+    length = max(2, *(len(row.ids) for row in batch))
+    return torch.tensor([row.ids + [0] * (length - len(row.ids)) for row in batch])
 
 
-def _row(request: Request, max_length: int) -> list[int]:
-    """What the model is fed of a request: all but the last token, cut from the left."""
-    return [*request[1], *request[2]][-(max_length + 1) : -1]
+def _seen(batch: Sequence[_Row], length: int) -> torch.Tensor:
+    """Whether a token attends to another: itself and those before it, (B, L, L)."""
+    seen = np.tile(np.eye(length, dtype=bool), (len(batch), 1, 1))
+    for own, row in zip(seen, batch, strict=True):
+        for token, parent in enumerate(row.parents):
+            if parent >= 0:
+                own[token] |= own[parent]
+    return torch.from_numpy(seen)
 
 
-def _padded(rows: Sequence[list[int]]) -> torch.Tensor:
-    """Rows with zeros to their right, to at least two tokens: (B, L)."""
-    length = max(2, *map(len, rows))
-    return torch.tensor([row + [0] * (length - len(row)) for row in rows])
-
-
-def _within(
-    n_tokens: int, batches: Sequence[list[int]], rows: Sequence[list[int]]
-) -> Iterator[list[list[int]]]:
+def _within(n_tokens: int, batches: list[list[_Row]]) -> Iterator[list[list[_Row]]]:
     """Groups of consecutive batches of at most `n_tokens` tokens, or of one batch."""
-    group: list[list[int]] = []
+    group: list[list[_Row]] = []
     room = n_tokens
     for batch in batches:
-        size = len(batch) * len(rows[batch[0]])  # the longest
+        size = len(batch) * len(batch[0].ids)  # the longest
         if group and size > room:
             yield group
             group, room = [], n_tokens
@@ -281,43 +274,47 @@ def _within(
 
 
 def _answers(
-    model: nn.Module, rows: torch.Tensor, continuations: Sequence[list[int]]
-) -> list[Answer]:
-    """The answers to continuations from the states (n, d_model) before their tokens."""
-    targets = torch.tensor(_flat(continuations), device=rows.device)
-    log_p, greedy = _score(model, rows, targets)
-    sizes = [len(continuation) for continuation in continuations]
-    return [
-        (float(values.sum()), bool(hits.all()))
-        for values, hits in zip(log_p.split(sizes), greedy.split(sizes), strict=True)
+    model: nn.Module, batch: Sequence[_Row], states: torch.Tensor
+) -> Iterator[tuple[int, Answer]]:
+    """The number of each request of a batch, and its answer from the final states."""
+    length = states.shape[1]
+    predicts = [
+        [number * length + place for place in places]
+        for number, row in enumerate(batch)
+        for places in row.predicts
     ]
+    targets = [own for row in batch for own in row.targets]
+    log_p, greedy = _score(
+        model, states.flatten(0, 1), torch.tensor(_flat(predicts)), _flat(targets)
+    )
+    sizes = [len(continuation) for continuation in targets]
+    scores = zip(log_p.split(sizes), greedy.split(sizes), strict=True)
+    indices = [index for row in batch for index in row.requests]
+    for index, (values, hits) in zip(indices, scores, strict=True):
+        yield index, (float(values.sum()), bool(hits.all()))
 
 
 def _score(
-    model: nn.Module, rows: torch.Tensor, targets: torch.Tensor
+    model: nn.Module, states: torch.Tensor, places: torch.Tensor, targets: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target, and whether it is the most probable token."""
-    log_p, greedy, start = [], [], 0
-    for chunk in iter_log_probs(model, rows):
-        wanted = targets[start : start + len(chunk)].to(chunk.device)
-        log_p.append(chunk.gather(1, wanted[:, None])[:, 0].double().cpu())
-        greedy.append((chunk.argmax(-1) == wanted).cpu())
+    """Log-probability of each target, and whether it is the most probable token.
+
+    Shapes: states (n, d_model); places, targets and both results (m,), where several
+    targets may be predicted at one place.
+    """
+    unique, rows = torch.unique(places, return_inverse=True)
+    wanted = torch.tensor(targets)
+    log_p = torch.empty(len(targets), dtype=torch.float64)
+    greedy = torch.empty(len(targets), dtype=torch.bool)
+    start = 0
+    for chunk in iter_log_probs(model, states[unique.to(states.device)]):
+        own = ((rows >= start) & (rows < start + len(chunk))).nonzero()[:, 0]
+        row, target = ((x[own]).to(chunk.device) for x in (rows - start, wanted))
+        log_p[own] = chunk[row, target].double().cpu()
+        greedy[own] = (chunk.argmax(-1)[row] == target).cpu()
         start += len(chunk)
-    return torch.cat(log_p), torch.cat(greedy)
+    return log_p, greedy
 
 
 def _flat(lists: Sequence[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(lists))
-
-
-def _attention_mask(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The additive attention mask: 0 where a token may attend.
-
-    Shapes: blocks (B, L); result (B, 1, L, L).
-    """
-    same = blocks[:, :, None] == blocks[:, None, :]
-    context = blocks[:, None, :] == 0
-    earlier = torch.ones(blocks.shape[1], blocks.shape[1], dtype=torch.bool).tril()
-    allowed = (same | context) & earlier
-    hidden = torch.zeros(allowed.shape, dtype=dtype)
-    return hidden.masked_fill(~allowed, torch.finfo(dtype).min)[:, None]

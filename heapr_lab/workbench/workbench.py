@@ -458,7 +458,6 @@ class Workbench:
                 self.tokenizer,
                 [self._asked(task, limit)],
                 limit=limit,
-                batch_size=64,
                 progress=progress or bar,
             )
         rows: list[dict[str, Any]] = frame[_OF_TASKS].to_dict("records")

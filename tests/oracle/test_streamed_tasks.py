@@ -17,6 +17,8 @@ from heapr_lab.pruning.surgery import masking
 from heapr_lab.text.corpora import Corpus
 
 SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
+TOKENS_AT_ONCE = 2100
+"""Five requests or so."""
 TEXTS = tuple(" ".join(f"w{i}x{j}" for j in range(70)) for i in range(9))
 
 
@@ -40,11 +42,11 @@ def written(folder: Path, family: str) -> Path:
     return folder
 
 
-def answers(model: Any, tokenizer: Any, batch_size: int) -> list[tuple[float, bool]]:
+def answers(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
     """What the streamed model says."""
     from heapr_lab.evaluation.harness_model import PackingHFLM
 
-    lm = PackingHFLM(model, tokenizer, n_requests_at_once=batch_size)
+    lm = PackingHFLM(model, tokenizer, tokens_at_once=TOKENS_AT_ONCE)
     found: list[tuple[float, bool]] = lm.loglikelihood(task().instances)
     return found
 
@@ -67,16 +69,16 @@ def alone(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
     "family", ["qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h"]
 )
 def test_answers_are_those_in_memory(family: str, tmp_path: Path) -> None:
-    """To 1e-9 in float64, in batches of 5 padded requests, with a mask and without."""
+    """To 1e-9 in float64, in batches of padded requests, with a mask and without."""
     folder = written(tmp_path, family)
     whole, tokenizer = opened(folder, stream=False)
     streamed, _ = opened(folder, stream=True)
     keep = random_keep(whole)
     # These compute a part of their layers in float32, where the padding matters.
     tolerance = 1e-5 if family in {"qwen3_next", "nemotron_h"} else 1e-9
-    dense, wanted = answers(streamed, tokenizer, 5), alone(whole, tokenizer)
+    dense, wanted = answers(streamed, tokenizer), alone(whole, tokenizer)
     with masking(streamed, keep), masking(whole, keep):
-        masked, wanted_masked = answers(streamed, tokenizer, 5), alone(whole, tokenizer)
+        masked, wanted_masked = answers(streamed, tokenizer), alone(whole, tokenizer)
     for found, expected in ((dense, wanted), (masked, wanted_masked)):
         values = [value for value, _ in expected]
         assert [value for value, _ in found] == pytest.approx(values, rel=tolerance)
@@ -103,7 +105,7 @@ def test_parts_are_read_once(
         read(own, number, names)
 
     monkeypatch.setattr(FileReader, "read", noted)
-    answers(streamed, tokenizer, 5)
+    answers(streamed, tokenizer)
     assert {part: reads.count(part) for part in reads} == dict.fromkeys(
         range(-1, 3), n_reads
     )

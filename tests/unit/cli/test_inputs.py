@@ -94,7 +94,7 @@ def test_what_is_not_windows_is_refused(model: nn.Module, ids: Any) -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
 def test_batch_sizes_are_whole_numbers_from_one(model: nn.Module, size: Any) -> None:
-    """In a pass, in an evaluation and in a task."""
+    """In a pass and in an evaluation."""
     said = "batch_size must be a whole number from 1, got"
     windows = CalibrationSet.from_ids(IDS)
     keep = full_keep(model)
@@ -102,7 +102,6 @@ def test_batch_sizes_are_whole_numbers_from_one(model: nn.Module, size: Any) -> 
         lambda: collect_statistics(model, windows, batch_size=size),
         lambda: evaluate_perplexity(model, IDS, batch_size=size),
         lambda: evaluate_divergence(model, keep, IDS, batch_size=size),
-        lambda: run_tasks(model, None, "piqa", batch_size=size),
     ):
         with pytest.raises(SpecError, match=said):
             call()

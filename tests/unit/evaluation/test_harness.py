@@ -177,7 +177,7 @@ def test_packed_contexts_change_nothing(tokenizer, caplog, family, changes, pack
     model = byte_model(family, **changes)
     task = continuation_task(corpus_of(9, n_words=62), n_items=7)
     task.build_all_requests(limit=None, rank=0, world_size=1)
-    ours = PackingHFLM(model, tokenizer, n_requests_at_once=8)
+    ours = PackingHFLM(model, tokenizer, tokens_at_once=900)
     assert ours.packs == packs
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
     expected = theirs.loglikelihood(task.instances, disable_tqdm=True)
@@ -186,6 +186,33 @@ def test_packed_contexts_change_nothing(tokenizer, caplog, family, changes, pack
     assert [a[1] for a in got] == [a[1] for a in expected]
     assert pd.Series([a[0] for a in got]).std() > 1
     assert "by itself" not in caplog.text
+
+
+def test_a_shared_prefix_is_fed_once(tokenizer):
+    """Also of contexts that differ, as WinoGrande's: a tree gives the same answers."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from heapr_lab.evaluation.harness_model import PackingHFLM, _row
+
+    requests = [("a", [7, 8], [3, 4]), ("b", [7, 9], [3, 4, 5]), ("c", [7, 8], [3, 6])]
+    row = _row(requests, range(3), 10)
+    assert (row.ids, row.parents) == ([7, 8, 3, 9, 3, 4], [-1, 0, 1, 0, 3, 4])
+    assert row.predicts == [[1, 2], [3, 4, 5], [1, 2]]
+    assert _row(requests[1:2], range(1), 2).ids == [3, 4]
+
+    model = byte_model()
+    pairs = [
+        (f"The {name} of item {i}", " is") for i in range(3) for name in ("a", "bb")
+    ]
+    instances = [
+        Instance("loglikelihood", {}, pair, 0, metadata=("two", number // 2, 1))
+        for number, pair in enumerate(pairs)
+    ]
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
+    expected = theirs.loglikelihood(instances, disable_tqdm=True)
+    got = PackingHFLM(model, tokenizer).loglikelihood(instances)
+    assert [a[0] for a in got] == pytest.approx([a[0] for a in expected], rel=1e-5)
 
 
 def test_packing_that_would_be_wrong_is_not_used(tokenizer, caplog):
@@ -220,9 +247,7 @@ def test_limit(tokenizer):
 def test_seven_tasks_run_from_local_items(tokenizer, tmp_path, monkeypatch):
     """Each task gives acc from its parquet; a part of a task is labelled as one."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    frame = run_tasks(
-        byte_model(), tokenizer, PAPER_TASKS, limit=2, batch_size=64
-    ).set_index("task")
+    frame = run_tasks(byte_model(), tokenizer, PAPER_TASKS, limit=2).set_index("task")
     assert list(frame.index.unique()) == [
         name if name != "hellaswag" else "hellaswag (1000 of 10042)"
         for name in PAPER_TASKS
