@@ -78,8 +78,8 @@ def run_tasks(
         whole_number(limit, name="limit")
     import lm_eval
 
-    with _quiet(), evaluating(model):
-        loaded = _load(names)
+    with quiet(), evaluating(model):
+        loaded = load_tasks(names)
         from heapr_lab.evaluation.harness_model import PackingHFLM
 
         lm = PackingHFLM(model, tokenizer, progress=progress)
@@ -103,8 +103,8 @@ def check_tasks(tasks: Sequence[str]) -> None:
         CorpusError: the items of a task are not available here.
         SpecError: a task is unknown.
     """
-    with _quiet():
-        _load(list(tasks))
+    with quiet():
+        load_tasks(list(tasks))
 
 
 def continuation_task(
@@ -142,11 +142,13 @@ def continuation_task(
             "source": f"{corpus.name} {corpus.split}: {corpus.source}",
         },
     }
-    with _quiet():
+    with quiet():
         return ConfigurableTask(config=config)
 
 
-def items_fingerprint(task: str, *, limit: int | None = None) -> dict[str, str]:
+def items_fingerprint(
+    task: "str | ConfigurableTask", *, limit: int | None = None
+) -> dict[str, str]:
     """A fingerprint of the items of `task` and of how they are asked.
 
     For items in `$HEAPR_TASKS_DIR`: the file's bytes and the version of the harness,
@@ -154,17 +156,17 @@ def items_fingerprint(task: str, *, limit: int | None = None) -> dict[str, str]:
     documents and the configuration, as the harness loads them.
 
     Args:
-        task: a name, as `run_tasks` takes it.
+        task: a name or a task, as `run_tasks` takes it.
         limit: only the first `limit` items; all by default.
 
     Raises:
         CorpusError: the items are not available here.
         SpecError: there is no such task.
     """
-    path = _local_items(task)
+    path = _local_items(task) if isinstance(task, str) else None
     if path is None:
-        with _quiet():
-            loaded = _load([task])["tasks"]
+        with quiet():
+            loaded = load_tasks([task])["tasks"]
         items = digest({name: _asked(own, limit) for name, own in loaded.items()})
     else:
         items = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -189,7 +191,7 @@ def _as_dataset(items: pd.DataFrame, **_metadata: Any) -> dict[str, Any]:
 # --- sources of the items --------------------------------------------------------
 
 
-def _load(tasks: "list[str | ConfigurableTask]") -> Any:
+def load_tasks(tasks: "list[str | ConfigurableTask]") -> Any:
     """The `tasks`, loaded by the harness's task manager.
 
     Stock definitions are included from small files of our own, so that the manager
@@ -288,7 +290,7 @@ def _local_items(name: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide the harness's log and progress bars; its errors are still shown."""
     import datasets
     import lm_eval.api.task

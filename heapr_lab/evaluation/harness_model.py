@@ -185,7 +185,7 @@ class PackingHFLM(HFLM):
     def _room(self, stream: Stream) -> int:
         """Tokens whose states, between two layers and the last, fit in the budget."""
         d_model = self.model.config.get_text_config().hidden_size
-        return budget_of(stream) // (2 * d_model * stream.dtype.itemsize)
+        return int(budget_of(stream) // (2 * d_model * stream.dtype.itemsize))
 
 
 def _attends_plainly(model: Any) -> bool:

@@ -262,7 +262,7 @@ def test_prompts_are_the_stock_ones(tmp_path, monkeypatch):
     """Prompt and choices of ARC-Easy are those of the stock definition."""
     from heapr_lab.evaluation import harness
 
-    task = harness._load(["arc_easy"])["tasks"]["arc_easy"]
+    task = harness.load_tasks(["arc_easy"])["tasks"]["arc_easy"]
     doc = task.eval_docs[0]
     assert len(task.eval_docs) == 2376
     assert task.doc_to_text(doc) == f"Question: {doc['question']}\nAnswer:"

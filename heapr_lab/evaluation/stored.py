@@ -1,0 +1,95 @@
+"""Results by window or by item, kept for each state of a model.
+
+A state is the model with its weights and dtype, and with the mask and the replaced
+W_down that are active around the call. What was measured in a state, in this process or
+another, is read from the cache; an interrupted measurement goes on where it was.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from torch import nn
+
+from heapr_lab.evaluation.perplexity import Perplexity, exp_nll, window_nll
+from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
+from heapr_lab.models.streamed import stream_of
+from heapr_lab.progress import Progress
+from heapr_lab.storage.rows import cached_rows
+from heapr_lab.text.calibration import CalibrationSet
+
+_SCHEMA = 1
+"""Increased whenever results change for the same input."""
+_TOKENS_AT_ONCE = 8192
+"""Tokens of the windows that an interrupt loses at most."""
+
+
+class State:
+    """The present state of a model, in which rows are computed once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.identity = identity_in_force(model)
+        self._weights = weights_state(model)
+
+    def rows(
+        self,
+        kind: str,
+        key: Mapping[str, Any],
+        numbers: Sequence[int],
+        compute: Callable[[list[int]], pd.DataFrame],
+        *,
+        at_once: int,
+        progress: Progress | None = None,
+    ) -> pd.DataFrame:
+        """As `cached_rows`, of what the model computes in this state.
+
+        All rows of a streamed model are computed at once, because it is read from disk
+        once for each call of `compute`.
+        """
+
+        def of_one_model(missing: list[int]) -> pd.DataFrame:
+            made = compute(missing)
+            check_unchanged(self.model, self._weights)
+            return made
+
+        return cached_rows(
+            kind,
+            {"schema": _SCHEMA, "model": self.identity, **key},
+            numbers,
+            of_one_model,
+            at_once=at_once if stream_of(self.model) is None else len(numbers),
+            progress=progress,
+        )
+
+
+def stored_perplexity(
+    model: nn.Module, ids: Any, *, progress: Progress | None = None
+) -> Perplexity:
+    """The perplexity of `model` on `ids`; windows measured once are not run again.
+
+    Shapes: ids (n_windows, seq_len).
+
+    Args:
+        model: a causal language model of transformers; active masks apply.
+        ids: token ids in non-overlapping windows: a tensor, an array or lists.
+        progress: called with (windows done, windows in all).
+    """
+    windows = CalibrationSet.from_ids(ids)
+
+    def compute(missing: list[int]) -> pd.DataFrame:
+        nll = window_nll(model, windows.ids[missing])
+        return pd.DataFrame({"nll": nll.numpy()}, index=missing)
+
+    rows = State(model).rows(
+        "window_losses",
+        {"windows": windows.fingerprint},
+        range(windows.n_sequences),
+        compute,
+        at_once=max(1, _TOKENS_AT_ONCE // windows.seq_len),
+        progress=progress,
+    )
+    losses = rows["nll"].tolist()
+    nll = math.fsum(losses) / len(losses)
+    return Perplexity(exp_nll(nll), nll, windows.n_predicted, tuple(losses))

@@ -1,0 +1,175 @@
+"""Zero-shot accuracy item by item: the same items for every state of a model.
+
+Two states are compared on the items that both answered, whose accuracies differ far
+less between states than between samples of items; `task_summary` has the tables.
+
+The harness's stock definitions ask and judge; the items are drawn by seed, so that
+the first 100 of 400 are those of a draw of 100.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from torch import nn
+
+from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.evaluation.harness import items_fingerprint, load_tasks, quiet
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.evaluation.stored import State
+from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import Parts, Progress
+from heapr_lab.text.calibration import tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
+_ITEMS_AT_ONCE = 100
+"""Items that an interrupt loses at most."""
+
+
+def task_items(
+    model: nn.Module,
+    tokenizer: Any,
+    tasks: "Sequence[str | ConfigurableTask]" = tuple(PAPER_TASKS),
+    *,
+    n_items: int | None = 400,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """How `model` answers each of some items of each task, one row for each.
+
+    Columns: task; item, its number in the task; acc and acc_norm, 1 if the harness
+    counts it as right by that metric and 0 if not (NaN if the task has no acc_norm);
+    p_right, the likelihood of the right choice over that of all choices.
+
+    Items that were answered in this state of the model, by weights, dtype and the masks
+    that are active around the call, come from the cache.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer; it is not changed.
+        tasks: names (`PAPER_TASKS`, or any multiple-choice task that the harness knows)
+            or tasks.
+        n_items: items of each task, or all that it has if there are fewer; None for
+            all.
+        seed: draws the items, whatever the model.
+        progress: called with (items done, items in all).
+
+    Raises:
+        CorpusError: the items of a task are not available here.
+        SpecError: no task is given, a task is unknown or not judged by accuracy, or
+            `n_items` is not positive.
+    """
+    if n_items is not None:
+        whole_number(n_items, name="n_items")
+    if not tasks:
+        raise SpecError(f"no tasks given; for example {', '.join(PAPER_TASKS)}")
+    with quiet(), evaluating(model):
+        from heapr_lab.evaluation.harness_model import PackingHFLM
+
+        lm, state = PackingHFLM(model, tokenizer), State(model)
+        read = {"tokenizer": tokenizer_fingerprint(tokenizer)}
+        asked = [
+            _Asked(name, one, read | items_fingerprint(task), n_items, seed)
+            for task in tasks
+            for name, one in load_tasks([task])["tasks"].items()
+        ]
+        parts = Parts(sum(len(one.drawn) for one in asked), progress)
+        return pd.concat(
+            [one.rows(lm, state, parts) for one in asked], ignore_index=True
+        )
+
+
+def drawn_items(
+    n_available: int, n_items: int | None = None, *, seed: int
+) -> list[int]:
+    """Numbers of the drawn items, in the order of the draw, which is nested.
+
+    Example:
+        >>> drawn_items(9, 3, seed=0), drawn_items(9, 4, seed=0)
+        ([6, 4, 2], [6, 4, 2, 1])
+    """
+
+    def place(item: int) -> str:
+        return hashlib.sha256(f"{seed} {item}".encode()).hexdigest()
+
+    return sorted(range(n_available), key=place)[:n_items]
+
+
+class _Asked:
+    """A task and the items of it that are asked."""
+
+    def __init__(
+        self, name: str, task: Any, key: dict[str, str], n_items: int | None, seed: int
+    ) -> None:
+        self.name, self.task, self.key = name, task, key | {"task": name}
+        self.drawn = drawn_items(len(task.eval_docs), n_items, seed=seed)
+
+    def rows(self, lm: Any, state: State, parts: Parts) -> pd.DataFrame:
+        """The rows of the items drawn, from the cache where they are there."""
+        rows = state.rows(
+            "task_items",
+            self.key,
+            self.drawn,
+            lambda items: self._answered(lm, items),
+            at_once=_ITEMS_AT_ONCE,
+            progress=parts,
+        )
+        parts.end(len(self.drawn))
+        named = rows.rename_axis("item").reset_index()
+        named.insert(0, "task", self.name)
+        return named
+
+    def _answered(self, lm: Any, items: list[int]) -> pd.DataFrame:
+        import lm_eval
+
+        numbers = sorted(items)  # the harness numbers its answers in this order
+        output = lm_eval.evaluate(
+            lm=lm,
+            task_dict={"tasks": {self.name: self.task}, "groups": {}, "group_map": {}},
+            samples={self.name: numbers},
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+        assert output is not None  # only the other ranks of a parallel run get None
+        samples = output["samples"][self.name]
+        return pd.DataFrame(
+            [self._row(sample) for sample in samples],
+            index=[sample["doc_id"] for sample in samples],
+        )
+
+    def _row(self, sample: dict[str, Any]) -> dict[str, float]:
+        """What the harness says of one item.
+
+        Raises:
+            SpecError: it is not judged by accuracy.
+        """
+        if "acc" not in sample:
+            raise SpecError(
+                f"task {self.name!r} is not judged by the accuracy of choices, but by "
+                f"{', '.join(sample['metrics'])}; run it with run_tasks"
+            )
+        values = [value for value, _ in sample["filtered_resps"]]
+        return {
+            "acc": float(sample["acc"]),
+            "acc_norm": float(sample.get("acc_norm", math.nan)),
+            "p_right": _share(values, self._right(sample)),
+        }
+
+    def _right(self, sample: dict[str, Any]) -> int | None:
+        """The number of the right choice, as the harness finds it; None for several."""
+        document, several = sample["doc"], self.task.multiple_input
+        right = self.task.doc_to_text(document) if several else sample["target"]
+        if isinstance(right, str):
+            right = self.task.doc_to_choice(document).index(right)
+        return right if isinstance(right, int) else None
+
+
+def _share(values: list[float], one: int | None) -> float:
+    """One of the likelihoods over the sum of all, from their logarithms."""
+    if one is None:
+        return math.nan
+    return 1 / math.fsum(math.exp(min(value - values[one], 700)) for value in values)

@@ -1,0 +1,207 @@
+"""Accuracy item by item: which items, what is kept, and differences between states."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from families import tiny_model
+from keeps import random_keep
+from tiny_folder import D_VOCAB, write_tokenizer
+
+from heapr_lab.errors import SpecError
+from heapr_lab.evaluation import task_items as module
+from heapr_lab.evaluation.harness import continuation_task, run_tasks
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.evaluation.stored import stored_perplexity
+from heapr_lab.evaluation.task_items import drawn_items, task_items
+from heapr_lab.evaluation.task_summary import task_difference, task_summary
+from heapr_lab.models.folders import read_tokenizer
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.text.corpora import Corpus
+
+TEXTS = tuple(" ".join(f"w{i}x{j}" for j in range(70)) for i in range(16))
+SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder of this test's own."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture(name="tokenizer")
+def tokenizer_(tmp_path: Path) -> Any:
+    """One token for each byte."""
+    write_tokenizer(tmp_path)
+    return read_tokenizer(str(tmp_path))
+
+
+def model() -> Any:
+    """A tiny Qwen2-MoE."""
+    return tiny_model("qwen2_moe", dtype=torch.float32, **SIZES)
+
+
+def task(n_items: int = 12) -> Any:
+    """Four-way continuations."""
+    corpus = Corpus("numbered", "test", TEXTS, "made here")
+    return continuation_task(corpus, n_items=n_items)
+
+
+# --- items ------------------------------------------------------------------------
+
+
+def test_draws_are_nested() -> None:
+    """By seed alone; each item once."""
+    whole = drawn_items(500, seed=1)
+    assert sorted(whole) == list(range(500))
+    assert drawn_items(500, 40, seed=1) == whole[:40]
+    assert drawn_items(500, 40, seed=2) != whole[:40]
+    assert drawn_items(3, 40, seed=1) == drawn_items(3, seed=1)
+
+
+def test_all_items_have_the_accuracies_of_run_tasks(tokenizer: Any) -> None:
+    """With their standard errors, whatever the order of the draw."""
+    items = task_items(model(), tokenizer, [task()], n_items=None)
+    frame = run_tasks(model(), tokenizer, [task()]).set_index("metric")
+    for metric in ("acc", "acc_norm"):
+        row = task_summary(items, metric=metric).iloc[0]
+        assert row["value"] == pytest.approx(frame.loc[metric, "value"])
+        assert row["stderr"] == pytest.approx(frame.loc[metric, "stderr"])
+        assert row["n"] == 12
+    assert list(items["item"]) == drawn_items(12, seed=0)
+    wins = items[items["p_right"] > 0.5]
+    assert (wins["acc"] == 1).all()
+    assert module._share([math.log(2e-9), math.log(6e-9)], 0) == pytest.approx(0.25)
+
+
+def test_items_are_answered_once(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More items, a mask, and other weights: only what is new is computed."""
+    asked: list[int] = []
+    answered = module._Asked._answered
+    monkeypatch.setattr(
+        module._Asked,
+        "_answered",
+        lambda own, lm, items: [asked.append(len(items)), answered(own, lm, items)][1],
+    )
+    heard: list[tuple[int, int]] = []
+    dense = model()
+    few = task_items(dense, tokenizer, [task()], n_items=4)
+    more = task_items(
+        dense, tokenizer, [task()], n_items=9, progress=lambda *now: heard.append(now)
+    )
+    assert asked == [4, 5]
+    assert heard == [(4, 9), (9, 9)]
+    pd.testing.assert_frame_equal(more.head(4), few)
+    with masking(dense, random_keep(dense)):
+        masked = [task_items(dense, tokenizer, [task()], n_items=4) for _ in range(2)]
+    assert asked == [4, 5, 4]
+    pd.testing.assert_frame_equal(*masked)
+    assert list(masked[0]["item"]) == list(few["item"])
+    assert (masked[0]["p_right"] != few["p_right"]).all()
+    with torch.no_grad():
+        dense.lm_head.weight.mul_(2)
+    task_items(dense, tokenizer, [task()], n_items=4)
+    assert asked == [4, 5, 4, 4]
+
+
+def test_an_interrupt_keeps_earlier_items(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which ends the work through the progress; the rest is computed afterwards."""
+    monkeypatch.setattr(module, "_ITEMS_AT_ONCE", 5)
+
+    def stop(done: int, _total: int) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    dense = model()
+    with pytest.raises(KeyboardInterrupt):
+        task_items(dense, tokenizer, [task()], progress=stop)
+    heard: list[tuple[int, int]] = []
+    task_items(dense, tokenizer, [task()], progress=lambda *now: heard.append(now))
+    assert heard == [(5, 12), (10, 12), (12, 12)]
+
+
+def test_refusals(tokenizer: Any) -> None:
+    """No tasks, and no items."""
+    with pytest.raises(SpecError, match="no tasks given; for example openbookqa"):
+        task_items(model(), tokenizer, [])
+    with pytest.raises(SpecError, match="n_items must be a whole number from 1"):
+        task_items(model(), tokenizer, [task()], n_items=0)
+
+
+# --- tables -----------------------------------------------------------------------
+
+ITEMS = pd.DataFrame(
+    {
+        "task": ["a", "a", "a", "a", "b", "b"],
+        "item": [3, 0, 1, 2, 7, 5],
+        "acc": [1.0, 0.0, 1.0, 1.0, 0.0, 1.0],
+        "acc_norm": [0.0, 0.0, 1.0, 1.0, math.nan, math.nan],
+        "p_right": [0.5, 0.25, 0.5, 0.75, 0.5, 0.5],
+    }
+)
+
+
+def test_summary_by_hand() -> None:
+    """Means and standard errors of each task, and of their mean."""
+    rows = task_summary(ITEMS).set_index("task")
+    assert rows["value"].to_dict() == {"a": 0.75, "b": 0.5, "mean": 0.625}
+    assert rows["n"].to_dict() == {"a": 4, "b": 2, "mean": 6}
+    assert rows.loc["a", "stderr"] == pytest.approx(0.25)  # sqrt(.25 / 4)
+    assert rows.loc["b", "stderr"] == pytest.approx(0.5)
+    assert rows.loc["mean", "stderr"] == pytest.approx(math.hypot(0.25, 0.5) / 2)
+    norm = task_summary(ITEMS, metric="acc_norm").set_index("task")
+    assert norm["value"].to_dict() == {"a": 0.5, "b": 0.5, "mean": 0.5}
+    assert norm["metric"].to_dict() == {
+        "a": "acc_norm",
+        "b": "acc",
+        "mean": "acc_norm/acc",
+    }
+    with pytest.raises(SpecError, match="no metric 'f1', expected acc, acc_norm"):
+        task_summary(ITEMS, metric="f1")
+
+
+def test_differences_are_paired_by_item() -> None:
+    """Whatever the order of the rows; other items cannot be paired."""
+    other = ITEMS.assign(acc=[1.0, 0.0, 0.0, 1.0, 0.0, 1.0]).iloc[::-1]
+    rows = task_difference(ITEMS, other).set_index("task")
+    assert rows["value"].to_dict() == {"a": 0.25, "b": 0.0, "mean": 0.125}
+    assert rows.loc["a", "stderr"] == pytest.approx(0.25)  # of 1, 0, 0, 0
+    assert rows.loc["b", "stderr"] == 0
+    for others in (ITEMS.head(5), ITEMS.assign(item=[3, 0, 1, 4, 7, 5])):
+        with pytest.raises(SpecError, match=r"6 and \d items cannot be paired"):
+            task_difference(ITEMS, others)
+
+
+# --- windows ----------------------------------------------------------------------
+
+
+def test_windows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the perplexity of one pass; an interrupt keeps earlier windows."""
+    monkeypatch.setattr("heapr_lab.evaluation.stored._TOKENS_AT_ONCE", 64)
+    dense = model()
+    ids = torch.randint(D_VOCAB, (7, 32), generator=torch.Generator().manual_seed(0))
+    whole = evaluate_perplexity(dense, ids)
+
+    def stop(done: int, _total: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stored_perplexity(dense, ids, progress=stop)
+    heard: list[tuple[int, int]] = []
+    for _ in range(2):
+        found = stored_perplexity(dense, ids, progress=lambda *now: heard.append(now))
+        assert found.windows == pytest.approx(whole.windows)
+        assert (found.nll, found.n_tokens) == (pytest.approx(whole.nll), 7 * 31)
+    assert heard == [(4, 7), (6, 7), (7, 7), (7, 7)]
+    with masking(dense, random_keep(dense)):
+        masked = stored_perplexity(dense, ids)
+        assert masked.windows == pytest.approx(evaluate_perplexity(dense, ids).windows)
+    assert masked.nll != found.nll
