@@ -6,14 +6,23 @@ module names them by the hash of their inputs and locks them while they are writ
 
 import contextlib
 import logging
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import filelock
+from safetensors import SafetensorError
 
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.storage.files import read_json, remedy, replacing, write_json
+from heapr_lab.storage.files import (
+    read_json,
+    remedy,
+    replacing,
+    share_mode,
+    write_json,
+)
 from heapr_lab.storage.hashing import canonical_json, digest
 from heapr_lab.storage.paths import cache_dir
 
@@ -117,6 +126,64 @@ def cached_json(kind: str, key: Mapping[str, Any], compute: Callable[[], Any]) -
     return cached(
         kind, key, compute, read=read_json, write=write_json, extension="json"
     )
+
+
+def cached_folder(
+    kind: str, key: Mapping[str, Any], make: Callable[[Path], None], *, name: str
+) -> Path:
+    """The stored folder for `key`, or what `make` writes into an empty one.
+
+    It is `name` in a folder of `cache_dir()/kind` under the hash of `key`, and is seen
+    only when it is complete. While one thread or process makes it, others wait.
+
+    Args:
+        kind: the folder, such as `models`.
+        key: every field that determines the files, as plain data.
+        make: writes the files; what it writes beside the folder is deleted afterwards.
+        name: of the folder itself.
+
+    Raises:
+        SpecError: it cannot be written, as where the disk is full.
+        CacheError: there is a folder of another key, or one without its key.
+    """
+    folder = cache_dir() / kind / digest(dict(key))[:16] / name
+    if not folder.is_dir():
+        with _writable(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(folder):
+                if not folder.is_dir():  # else another made it while this one waited
+                    write_json(_key_path(folder), dict(key))
+                    _make(folder, make)
+    _check_key(folder, key)
+    return folder
+
+
+def _make(folder: Path, make: Callable[[Path], None]) -> None:
+    """Write a new folder under a temporary name; the lock on it is held."""
+    for left in folder.parent.glob(".partial-*"):  # of processes that were killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as place:
+        partial = Path(place) / folder.name
+        partial.mkdir()
+        make(partial)
+        share_mode(partial, like=_key_path(folder))
+        partial.replace(folder)
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Errors of the disk while `folder` is made become one that says what to do.
+
+    Raises:
+        SpecError: it cannot be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise SpecError(
+            f"{folder} could not be written ({' '.join(str(error).split())}): free "
+            "some space, or set HEAPR_CACHE_DIR to a folder on another disk"
+        ) from error
 
 
 def _locked(path: Path) -> filelock.AcquireReturnProxy:

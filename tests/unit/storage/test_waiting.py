@@ -1,6 +1,8 @@
 """Who asks for what another is computing or writing, waits or is refused."""
 
 import logging
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,80 @@ def test_after_a_failure_others_can_compute_at_once() -> None:
     other.join(30)
     assert results == [2]
     assert failed.value.args
+
+
+# --- folders ----------------------------------------------------------------------
+
+MAKE = """
+import sys, time
+from pathlib import Path
+from heapr_lab.storage.cache import cached_folder
+
+def make(folder):
+    with open(sys.argv[1], "a") as log:
+        log.write("made\\n")
+    (folder.parent / "download").write_text("large")
+    time.sleep(0.5)
+    (folder / "weights").write_text("whole")
+
+print(cached_folder("models", {"x": 1}, make, name="tiny"))
+"""
+
+
+def test_a_folder_is_made_once_by_two_processes(folder: Path) -> None:
+    """The second waits; both have the same folder, and nothing else is left."""
+    log = folder / "log"
+    command = [sys.executable, "-c", MAKE, str(log)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    said = {process.communicate(timeout=100)[0].strip() for process in both}
+    assert log.read_text() == "made\n"
+    (place,) = map(Path, said)
+    assert place.relative_to(folder).parts[0] == "models"
+    assert place.name == "tiny"
+    assert (place / "weights").read_text() == "whole"
+    left = {path.name for path in place.parent.iterdir()}
+    assert left == {"tiny", "tiny.key.json", "tiny.lock"}
+
+
+def test_a_folder_that_fails_is_not_there(folder: Path) -> None:
+    """Nor is one of a process that was killed; what it left is deleted."""
+
+    def fail(partial: Path) -> None:
+        (partial / "weights").write_text("half")
+        raise SpecError("no")
+
+    with pytest.raises(SpecError, match=r"^no$"):
+        cache.cached_folder("models", {"x": 1}, fail, name="tiny")
+    (home,) = (folder / "models").iterdir()
+    assert {path.name for path in home.iterdir()} == {"tiny.key.json", "tiny.lock"}
+    (home / ".partial-killed" / "tiny").mkdir(parents=True)
+    made = cache.cached_folder(
+        "models", {"x": 1}, lambda partial: (partial / "a").touch(), name="tiny"
+    )
+    assert [path.name for path in made.iterdir()] == ["a"]
+    assert not (home / ".partial-killed").exists()
+
+
+def test_a_folder_of_another_key_is_refused(folder: Path) -> None:
+    """As any cached result."""
+
+    def make(partial: Path) -> None:
+        (partial / "a").touch()
+
+    made = cache.cached_folder("models", {"x": 1}, make, name="tiny")
+    files.write_json(made.with_name("tiny.key.json"), {"x": 2})
+    with pytest.raises(CacheError, match="was made for another key"):
+        cache.cached_folder("models", {"x": 1}, make, name="tiny")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another place to put it; here a file stands in the way."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder / "file" / "cache"))
+    (folder / "file").touch()
+    with pytest.raises(SpecError, match="set HEAPR_CACHE_DIR to a folder") as error:
+        cache.cached_folder("models", {"x": 1}, lambda _partial: None, name="tiny")
+    assert "\n" not in str(error.value)
