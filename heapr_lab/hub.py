@@ -17,6 +17,8 @@ from huggingface_hub import constants
 _SECONDS = 10.0
 _REFUSED = (403, 407)
 """Status codes of a proxy that blocks the hub."""
+UNREACHABLE = "HEAPR_HUB_UNREACHABLE"
+"""Set, with `HF_HUB_OFFLINE`, where the hub was tried and does not answer."""
 
 
 @functools.cache
@@ -38,6 +40,14 @@ def answers() -> bool:
     return False
 
 
+def offline_by_choice() -> bool:
+    """Whether `HF_HUB_OFFLINE` was set from outside: then nothing is to be fetched.
+
+    Where only the hub does not answer, other places can be tried.
+    """
+    return constants.is_offline_mode() and not os.environ.get(UNREACHABLE)
+
+
 def _asked() -> bool:
     page = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
@@ -51,7 +61,7 @@ def _asked() -> bool:
 
 def _go_offline() -> None:
     """Make the hub's clients, here and in later processes, use local files only."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = os.environ[UNREACHABLE] = "1"
     constants.HF_HUB_OFFLINE = True
     if "datasets" in sys.modules:  # it read the variable when it was imported
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True

@@ -49,6 +49,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv(hub.UNREACHABLE, "")
     hub.answers.cache_clear()
     with Server() as here:
         monkeypatch.setattr(
@@ -85,6 +86,7 @@ def test_a_proxy_that_refuses_is_no_hub(server: Server, status: int) -> None:
     assert constants.is_offline_mode()
     assert datasets.config.HF_HUB_OFFLINE
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert not hub.offline_by_choice()
 
 
 def test_nothing_is_tried_where_the_variable_says_so(
@@ -93,6 +95,7 @@ def test_nothing_is_tried_where_the_variable_says_so(
     """`HF_HUB_OFFLINE=1` needs no try."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert not hub.answers()
+    assert hub.offline_by_choice()
     assert server.asked == []
 
 
