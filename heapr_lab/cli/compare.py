@@ -11,7 +11,6 @@ from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import names_in, print_facts, say
 from heapr_lab.cli.opening import open_bench
 from heapr_lab.errors import SpecError
-from heapr_lab.models.paper_models import hub_id
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +28,7 @@ def compare(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A hub id or a model of the paper, a local folder, or `lab`.",
+            help=options.NAME_HELP,
         ),
     ] = None,
     listed: Annotated[
@@ -262,7 +261,7 @@ def _given(model: str | None) -> str:
         raise SpecError(
             "nothing to compare: give MODEL, or --list for the methods that there are"
         )
-    return hub_id(model)
+    return options.model_name(model)
 
 
 def _check_asked(*lists: Sequence[Any]) -> None:

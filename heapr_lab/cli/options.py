@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from heapr_lab.models.named import dense_of
 from heapr_lab.models.paper_models import hub_id
 
 EXAMPLES = """\b
@@ -115,11 +116,33 @@ Examples:
   heapr-lab app importance.parquet --port 8866 --no-browser
 """
 
-_NAME_HELP = "A hub id or a model of the paper, a local folder, or `lab`."
+
+def model_name(name: str) -> str:
+    """The hub id or folder of a model as it was named.
+
+    A dense model is made a MoE here, so that all that follows sees its folder.
+
+    Raises:
+        SpecError: there is no such dense model.
+        LayoutError: it has no such form.
+    """
+    if dense_of(name) is None:
+        return hub_id(name)
+    from heapr_lab.models.loading import model_folder
+
+    return str(model_folder(name))
+
+
+NAME_HELP = (
+    "A hub id or a model of the paper, a local folder, `lab` or `smollm2`; a dense "
+    "Llama with `as-moe:` before its name."
+)
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help=_NAME_HELP, callback=hub_id)
+    str, typer.Argument(metavar="MODEL", help=NAME_HELP, callback=model_name)
 ]
-ModelOption = Annotated[str, typer.Option("--model", help=_NAME_HELP, callback=hub_id)]
+ModelOption = Annotated[
+    str, typer.Option("--model", help=NAME_HELP, callback=model_name)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Profile = Annotated[
     str | None,

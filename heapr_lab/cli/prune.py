@@ -348,7 +348,7 @@ class Request:
         """Write the checkpoint; without compensation the model need not be loaded."""
         from heapr_lab.checkpoints.save import HEAPR
         from heapr_lab.models.folders import has_tokenizer
-        from heapr_lab.models.loading import LAB
+        from heapr_lab.models.named import LAB
         from heapr_lab.models.sources import is_dequantised, read_source
         from heapr_lab.workbench import export
 

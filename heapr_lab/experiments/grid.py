@@ -82,7 +82,7 @@ class Grid:
     folder: Path
     """Where the rows are; each task has a file in it."""
     models: Sequence[str]
-    """Hub ids, local folders, or `lab`."""
+    """As `load_model` takes them."""
     methods: Sequence[str]
     """Names in `presets.METHODS`."""
     ratios: Sequence[float]

@@ -24,7 +24,7 @@ from heapr_lab.experiments import claims, paper, readme
 from heapr_lab.experiments.benchmarks import BENCHMARKS, Draw, Reshape, measured_for
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
 from heapr_lab.figures.files import write_files
-from heapr_lab.models.loading import LAB
+from heapr_lab.models.named import LAB
 from heapr_lab.progress import progress_bar
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import cache, files, paths
@@ -93,7 +93,7 @@ def reproduce(
     """Make every figure and table for a model, and execute the notebooks.
 
     Args:
-        name_or_path: a hub id, a local folder, or `lab`.
+        name_or_path: as `load_model`.
         profile: how much text to use; a name in `settings.PROFILES`.
         device: as `load_model`.
         dtype: as `load_model`.

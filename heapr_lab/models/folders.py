@@ -6,6 +6,7 @@ named, and no missing weight is initialised at random.
 """
 
 import contextlib
+import importlib
 import json
 import logging
 import re
@@ -25,6 +26,7 @@ from transformers import (
 from heapr_lab.errors import SpecError
 from heapr_lab.models import less_is_moe
 from heapr_lab.models.families import refuse_by_name
+from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import refuse_holes
 from heapr_lab.models.safetensors_headers import names_in
 
@@ -139,6 +141,32 @@ def read_tokenizer(source: str | Path) -> Any:
         )
     with _named(source, *_TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+def read_gguf(path: Path) -> tuple[Any, Any]:
+    """The model in a GGUF file with its weights in float32, and its tokenizer.
+
+    Raises:
+        SpecError: the file is damaged, holds another kind of model, or the package gguf
+            is not installed.
+    """
+    try:
+        importlib.import_module("gguf")
+    except ImportError as error:
+        raise SpecError(
+            f"{path.name} cannot be read without the package gguf, which is not "
+            "installed: pip install gguf"
+        ) from error
+    with _named(path, path.name):
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            trust_remote_code=False,
+        )
+        return model, AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False
+        )
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -262,8 +290,7 @@ def _named(source: str | Path, *names: str) -> Iterator[None]:
 
 def _cannot(source: str | Path, why: str) -> str:
     return (
-        f"cannot load the model {str(source)!r}: {why}. Expected a hub id that can be "
-        "reached, a local folder in the hub's layout, or 'lab'"
+        f"cannot load the model {str(source)!r}: {why}. Expected {what_is_expected()}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Load models and tokenizers from the hub, a folder, or the bundled lab model."""
+"""Load models and tokenizers from the hub, a folder, or by a name of their own."""
 
 import logging
 import textwrap
@@ -27,15 +27,13 @@ from heapr_lab.models.footprint import Work, sizes_of
 from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.memory import size_of, why_streamed
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.named import AS_MOE, dense_of, folder_of, what_is_expected
+from heapr_lab.models.one_expert import one_expert_config, one_expert_folder
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import silent
-from heapr_lab.storage import paths
 
 logger = logging.getLogger(__name__)
-
-LAB = "lab"
-"""Name of the bundled model."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types in which everything in this package can be computed."""
@@ -49,12 +47,13 @@ def load_model(
     stream: bool | str = "auto",
     host_memory: int | str | None = None,
     seq_len: int = 2048,
+    as_moe: bool = False,
 ) -> tuple[nn.Module, Any]:
     """A causal language model in eval mode, and its tokenizer.
 
     Args:
-        name_or_path: a hub id, a local folder in the hub's layout, `lab`, or a name in
-            `heapr_lab.models.paper_models`. Remote code is never run.
+        name_or_path: a hub id, a local folder in the hub's layout, `lab`, `smollm2`, or
+            a name in `heapr_lab.models.paper_models`. Remote code is never run.
         device: `cpu`, `cuda`, `cuda:1`, ...; `auto` spreads the model over all GPUs
             (accelerate's device map), or uses the CPU if there is none.
         dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else
@@ -67,19 +66,23 @@ def load_model(
             "16GB"; those beyond it go to files in the cache's folder. By default half
             of what is free.
         seq_len: tokens of the windows that scores are measured on, for `auto`.
+        as_moe: open a dense Llama or Mistral as a MoE with one expert a layer, whose
+            logits are the same; a copy of it is made in the cache. The name with
+            `as-moe:` before it does the same wherever a model is named.
 
     Raises:
         SpecError: the device or the model is not available, the model's files are
             damaged or quantised in another format, there is no such dtype or size, or
             `stream` is none of these.
-        LayoutError: the family is refused by name, or cannot be streamed.
+        LayoutError: the family is refused by name, cannot be streamed, or has no such
+            form as a MoE.
     """
     if stream not in (True, False, "auto"):
         raise SpecError(f"stream is {stream!r}, expected True, False or 'auto'")
     check_device(device)
     length = whole_number(seq_len, name="seq_len", least=1)
     budget = None if host_memory is None else size_of(host_memory, least=0)
-    path = _resolve(name_or_path)
+    path = _resolve(f"{AS_MOE}{name_or_path}" if as_moe else name_or_path)
     on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     chosen = _dtype(dtype, on_gpu=on_gpu)
     placement = "auto" if device == "auto" and on_gpu else None
@@ -205,8 +208,12 @@ def config_of(name_or_path: str | Path) -> Any:
 
     Raises:
         SpecError: there is no such model, or its configuration is damaged.
+        LayoutError: it cannot be opened as a MoE.
     """
-    return read_config(_resolve(name_or_path))
+    dense = dense_of(str(name_or_path))
+    if dense is None:
+        return read_config(_resolve(name_or_path))
+    return one_expert_config(config_of(dense))
 
 
 def model_folder(name_or_path: str | Path) -> Path:
@@ -225,22 +232,24 @@ def model_folder(name_or_path: str | Path) -> Path:
     except (OSError, ValueError) as error:
         raise SpecError(
             f"cannot get the files of the model {str(name_or_path)!r}: {error}\n"
-            "Expected a hub id that can be reached, a local folder, or 'lab'"
+            f"Expected {what_is_expected()}"
         ) from error
 
 
 def _resolve(name_or_path: str | Path) -> str:
-    if str(name_or_path) != LAB:
-        if not Path(name_or_path).is_dir():
-            hub.answers()  # if it does not, only local files are used
-        return hub_id(str(name_or_path))
-    folder = paths.lab_model_dir()
-    if not (folder / "config.json").is_file():
-        raise SpecError(
-            f"the lab model is not in {folder}: it comes with the repository; work in "
-            "a clone (pip install -e .), or train it with `heapr-lab train-lab-model`"
-        )
-    return str(folder)
+    """The folder of a model, or its hub id."""
+    name = str(name_or_path)
+    dense = dense_of(name)
+    if dense is not None:
+        source = model_folder(dense)
+        own = source if Path(dense).is_dir() else Path(dense)
+        return str(one_expert_folder(source, name=own.resolve().name))
+    named = folder_of(name)
+    if named is not None:
+        return str(named)
+    if not Path(name).is_dir():
+        hub.answers()  # if it does not, only local files are used
+    return hub_id(name)
 
 
 def check_dtype(dtype: str | torch.dtype) -> None:

@@ -190,7 +190,7 @@ def plan(
     """What the scores and a perplexity of `model` need and cost.
 
     Args:
-        model: a hub id, a local folder, a config.json, or `lab`. Only the
+        model: as `load_model` takes it, or a config.json. Only the
             configuration is read.
         n_sequences: calibration windows.
         seq_len: tokens of each.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.loading import LAB
+from heapr_lab.models.named import LAB
 from heapr_lab.pruning.options import Selection
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration

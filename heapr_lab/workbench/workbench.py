@@ -36,7 +36,8 @@ from heapr_lab.models.identity import (
     refuse_disturbed,
     weights_state,
 )
-from heapr_lab.models.loading import LAB, load_model
+from heapr_lab.models.loading import load_model
+from heapr_lab.models.named import LAB, dense_of
 from heapr_lab.models.own_text import own_text
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.sources import Source, source_of
@@ -618,7 +619,7 @@ def open_workbench(
     """Load a model into a `Workbench`.
 
     Args:
-        name_or_path: a hub id, a local folder, or `lab`.
+        name_or_path: as `load_model`.
         profile: a name in `PROFILES`; by default `lab` for the lab model, else `paper`.
         seq_len: tokens of a window, overriding the profile's.
         device: as `load_model`.
@@ -640,7 +641,8 @@ def open_workbench(
         host_memory=host_memory,
         seq_len=chosen.seq_len,
     )
-    name = "lab model" if name_or_path == LAB else hub_id(str(name_or_path))
+    given = str(name_or_path)
+    name = "lab model" if given == LAB else hub_id(dense_of(given) or given)
     bench = Workbench(model, tokenizer, name=name, profile=chosen)
     bench.opening = Opening.of(
         name_or_path, profile=profile, seq_len=seq_len, device=device, dtype=dtype,

@@ -1,0 +1,80 @@
+"""The models that have a name of their own, whose folders are found or made.
+
+A wing above this one adds a name with `register`; `heapr_lab/__init__.py` does so for
+those of the package. Without torch.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from heapr_lab.errors import SpecError
+from heapr_lab.storage import paths
+
+LAB = "lab"
+"""Name of the bundled model."""
+
+AS_MOE = "as-moe:"
+"""Before the name of a dense model: it is opened as a MoE with one expert a layer."""
+
+_FOLDERS: dict[str, Callable[[], Path]] = {}
+
+
+def register(name: str, folder: Callable[[], Path]) -> None:
+    """Let `name` be that of the model in `folder()`, a folder in the hub's layout.
+
+    Args:
+        name: as it is given to `load_model`; it comes before a local folder.
+        folder: called at each use; it makes the folder if there is none yet.
+    """
+    _FOLDERS[name] = folder
+
+
+def names() -> list[str]:
+    """The names there are.
+
+    Example:
+        >>> names()[0]
+        'lab'
+    """
+    return list(_FOLDERS)
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder of the model of that name; None if it is no such name."""
+    return _FOLDERS[name]() if name in _FOLDERS else None
+
+
+def dense_of(name: str) -> str | None:
+    """The dense model that a name asks to open as a MoE; None if it asks for none.
+
+    Example:
+        >>> dense_of("as-moe:./my_llama"), dense_of("lab")
+        ('./my_llama', None)
+    """
+    return name.removeprefix(AS_MOE) if name.startswith(AS_MOE) else None
+
+
+def what_is_expected() -> str:
+    """What can be given as a model, for messages."""
+    return (
+        "a hub id that can be reached, a local folder in the hub's layout, or one of "
+        f"{', '.join(names())}"
+    )
+
+
+def _lab_folder() -> Path:
+    """The folder of the bundled model.
+
+    Raises:
+        SpecError: it is not there.
+    """
+    folder = paths.lab_model_dir()
+    if not (folder / "config.json").is_file():
+        raise SpecError(
+            f"the lab model is not in {folder}: it comes with the repository; work in "
+            "a clone (pip install -e .), or train it with `heapr-lab train-lab-model`"
+        )
+    return folder
+
+
+register(LAB, _lab_folder)

@@ -1,0 +1,368 @@
+"""A dense Llama opened as a MoE computes the same; what would not is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import randomise
+from keeps import logits_of
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_folder import D_VOCAB, write_model, write_tokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaTokenizer,
+    PreTrainedTokenizerFast,
+)
+from typer.testing import CliRunner
+
+from heapr_lab.cli.app import app
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.models import loading
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.loading import config_of, load_model, model_folder
+from heapr_lab.models.one_expert import one_expert_config
+
+SIZES = {
+    "vocab_size": D_VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.02,
+}
+SHAPES = ((1, 1), (1, 17), (3, 100))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_dense(
+    folder: Path,
+    family: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard: str = "1GB",
+    **changes: Any,
+) -> Path:
+    """A tiny random dense model with a tokenizer, written to `folder`."""
+    config = AutoConfig.for_model(family, **(SIZES | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    randomise(model)
+    model.save_pretrained(folder, max_shard_size=shard)
+    write_tokenizer(folder)
+    return folder
+
+
+def check_equal(folder: Path, **options: Any) -> Any:
+    """Check that the MoE's logits are the dense model's to the last bit."""
+    model, _ = load_model(folder, device="cpu", as_moe=True, **options)
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).eval()
+    for shape in SHAPES:
+        ids = torch.randint(D_VOCAB, shape)
+        assert torch.equal(logits_of(model, ids), logits_of(dense, ids)), shape
+    assert len(find_experts(model)) == SIZES["num_hidden_layers"]
+    return model
+
+
+def change(path: Path, **changes: Any) -> None:
+    """Change settings in a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# --- exactness --------------------------------------------------------------------
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+        "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_logits_are_the_same_to_the_last_bit(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    """Beyond Mistral's sliding window, too."""
+    window = {"sliding_window": 7} if family == "mistral" else {}
+    folder = write_dense(tmp_path / "d", family, tie_word_embeddings=tied, **window)
+    model = check_equal(folder)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    assert model.config.sliding_window == window.get("sliding_window")
+
+
+def test_an_odd_width_changes_the_rounding_of_silu(tmp_path: Path) -> None:
+    """Of the values that do not fill a register; nothing else differs."""
+    folder = write_dense(tmp_path / "d", intermediate_size=84)
+    model, _ = load_model(folder, device="cpu", as_moe=True)
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for shape in SHAPES:
+        ids = torch.randint(D_VOCAB, shape)
+        found, own = logits_of(model, ids), logits_of(dense, ids)
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_embeddings_are_the_same(kind: str, tmp_path: Path) -> None:
+    """Of every kind that is taken, beyond the length that it was made for."""
+    rope = {"rope_type": kind, "rope_theta": 5e3, **ROPES[kind]}
+    check_equal(write_dense(tmp_path / "d", rope_parameters=rope))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_other_settings_are_kept(family: str, tmp_path: Path) -> None:
+    """Wide heads, a large ε, another name of silu, another base."""
+    changes = {"head_dim": 20, "rms_norm_eps": 1e-2, "hidden_act": "swish"}
+    rope = {"rope_type": "default", "rope_theta": 77.0}
+    check_equal(write_dense(tmp_path / "d", family, rope_parameters=rope, **changes))
+
+
+def test_shards_and_types_are_kept(tmp_path: Path) -> None:
+    """A file at a time; a layer's FFN may lie in two of them."""
+    folder = write_dense(tmp_path / "d", dtype=torch.bfloat16, shard="8KB")
+    check_equal(folder, dtype="bfloat16")
+    check_equal(folder)
+    made = model_folder(f"as-moe:{folder}")
+    names = {path.name for path in folder.glob("*.safetensors*")}
+    assert {path.name for path in made.glob("*.safetensors*")} == names
+    assert len(names) > 5
+    for path in made.glob("*.safetensors"):
+        kinds = {tensor.dtype for tensor in load_file(path).values()}
+        assert kinds == {torch.bfloat16}
+    found, _ = load_model(made, device="cpu", stream=True)
+    plain, _ = load_model(made, device="cpu")
+    ids = torch.randint(D_VOCAB, (2, 9))
+    assert torch.equal(logits_of(found, ids), logits_of(plain, ids))
+
+
+def test_older_files_hold_what_is_computed_now(tmp_path: Path) -> None:
+    """The frequencies of rotary embeddings are left out."""
+    folder = write_dense(tmp_path / "d")
+    path = folder / "model.safetensors"
+    old = {
+        f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(6) for n in (0, 1)
+    }
+    save_file(load_file(path) | old, path, metadata={"format": "pt"})
+    check_equal(folder)
+
+
+# --- the folder -------------------------------------------------------------------
+
+
+def test_it_is_made_once_and_anew_when_the_files_change(tmp_path: Path) -> None:
+    """It has the name of the folder, a card, and the settings of generation."""
+    folder = write_dense(tmp_path / "my-llama")
+    name = f"as-moe:{folder}"
+    made = model_folder(name)
+    assert made.name == "my-llama"
+    assert "`llama` model my-llama" in (made / "README.md").read_text()
+    assert (made / "generation_config.json").is_file()
+    first = (made / "model.safetensors").stat().st_mtime_ns
+    assert model_folder(name) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == first
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) + 1 for key in file.keys()}  # noqa: SIM118
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert model_folder(name) != made
+    check_equal(folder)
+
+
+def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:
+    """Read with a Mixtral it is of another class, which gives the same ids."""
+    folder = write_dense(tmp_path / "d")
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁a": 3, "▁": 4, "a": 5, "b": 6}
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    LlamaTokenizer(vocab=vocabulary, merges=[("▁", "a")]).save_pretrained(folder)
+    _, tokenizer = load_model(folder, device="cpu", as_moe=True)
+    text = "a b</s> ab"
+    own = AutoTokenizer.from_pretrained(folder)
+    ids = own(text)["input_ids"]
+    assert tokenizer(text)["input_ids"] == ids
+    assert tokenizer.decode(ids) == own.decode(ids)
+    assert tokenizer.all_special_tokens == own.all_special_tokens
+
+
+def test_a_tokenizer_that_would_change_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids of a sample text are compared."""
+    folder = write_dense(tmp_path / "d")
+    other = Tokenizer(models.WordLevel({"<x>": 0, "?": 1}, unk_token="?"))
+    other.pre_tokenizer = pre_tokenizers.Whitespace()
+    other.add_special_tokens([AddedToken("<x>", special=True)])
+    strange = PreTrainedTokenizerFast(tokenizer_object=other)
+    real = loading.one_expert_folder.__globals__["read_tokenizer"]
+    monkeypatch.setitem(
+        loading.one_expert_folder.__globals__,
+        "read_tokenizer",
+        lambda path: real(path) if Path(path) == folder else strange,
+    )
+    with pytest.raises(SpecError, match=r"the tokenizer of .* is another one"):
+        model_folder(f"as-moe:{folder}")
+
+
+def test_the_command_line_takes_it_too(tmp_path: Path, cache: Path) -> None:
+    """`plan` reads the configuration alone; others make the folder."""
+    folder = write_dense(tmp_path / "d")
+    assert config_of(f"as-moe:{folder}").model_type == "mixtral"
+    done = CliRunner().invoke(app, ["plan", f"as-moe:{folder}", "--device", "cpu"])
+    assert not cache.exists()
+    for words in (
+        ["score", f"as-moe:{folder}", "--profile", "small", "--out"],
+        ["prune", f"as-moe:{folder}", "--profile", "small", "--ratio", "0.25", "--out"],
+    ):
+        place = tmp_path / f"{words[0]}.parquet"
+        done = CliRunner().invoke(
+            app, [*words, str(place), "--corpus", text_in(tmp_path)]
+        )
+        assert done.exit_code == 0, done.output
+        assert place.is_file()
+    refused = CliRunner().invoke(app, ["score", "as-moe:lab"])
+    assert refused.exit_code == 2
+    assert "another family" in refused.stderr
+
+
+def text_in(folder: Path) -> str:
+    """A file of text."""
+    path = folder / "text.txt"
+    path.write_text("\n\n".join(f"the {n} words are many " * 40 for n in range(12)))
+    return str(path)
+
+
+# --- refusals ---------------------------------------------------------------------
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"attention_bias": True}, "it has attention_bias"),
+    ("llama", {"mlp_bias": True}, "it has mlp_bias"),
+    ("mistral", {"hidden_act": "gelu"}, "its activation is gelu"),
+    ("qwen2", {}, r"\(qwen2\) .*it is of another family"),
+    ("gemma2", {"head_dim": 8}, r"\(gemma2\) .*it is of another family"),
+    ("mixtral", {"num_local_experts": 2}, "it is of another family"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "why"), REFUSED)
+def test_what_mixtral_does_not_have_is_refused_by_name(
+    family: str, changes: dict[str, Any], why: str, tmp_path: Path, cache: Path
+) -> None:
+    """Before a file is written."""
+    folder = write_dense(tmp_path / "d", family, **changes)
+    with pytest.raises(LayoutError, match=why) as error:
+        load_model(folder, as_moe=True)
+    assert "expected a dense model of the family llama or mistral" in str(error.value)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ({"rope_parameters": {"rope_type": "new", "rope_theta": 1e4}}, "is 'new'"),
+    ],
+)
+def test_settings_nobody_can_express_are_refused(
+    changes: dict[str, Any], why: str
+) -> None:
+    """Quantised weights, and rotary embeddings of an unknown kind."""
+    config = AutoConfig.for_model("llama", **SIZES)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(LayoutError, match=why):
+        one_expert_config(config)
+
+
+def add_bias(path: Path) -> None:
+    """A bias that the configuration does not tell of."""
+    bias = {"model.layers.1.mlp.down_proj.bias": torch.ones(48)}
+    save_file(load_file(path) | bias, path, metadata={"format": "pt"})
+
+
+def drop(path: Path) -> None:
+    """A tensor less."""
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def reshape(path: Path) -> None:
+    """An FFN that is narrower than the others."""
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:40].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def truncate(path: Path) -> None:
+    """Half a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def only_pickled(path: Path) -> None:
+    """Weights that would have to be unpickled."""
+    path.rename(path.with_name("pytorch_model.bin"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (add_bias, r"config\.json does not, .*layers\.1\.mlp\.down_proj\.bias"),
+        (drop, r"up_proj"),
+        (reshape, r"up_proj"),
+        (truncate, "it is incomplete"),
+        (only_pickled, "has neither model.safetensors nor"),
+    ],
+)
+def test_damaged_files_are_named(
+    damage: Callable[[Path], None], why: str, tmp_path: Path, cache: Path
+) -> None:
+    """Nothing is left in the cache."""
+    folder = write_dense(tmp_path / "d")
+    damage(folder / "model.safetensors")
+    with pytest.raises(HeaprLabError, match=why) as error:
+        load_model(folder, as_moe=True)
+    assert "\n" not in str(error.value)
+    assert list(cache.rglob("*.safetensors")) == []
+    assert list(cache.rglob(".partial-*")) == []
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    """The dense one, not the copy in the cache."""
+    folder = write_dense(tmp_path / "d")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(SpecError, match=f"there is no tokenizer in {folder}"):
+        load_model(folder, as_moe=True)
+
+
+def test_a_moe_is_opened_without_as_moe(tmp_path: Path) -> None:
+    """The message says of which family it is."""
+    folder = write_model(tmp_path / "moe")
+    with pytest.raises(LayoutError, match="qwen2_moe"):
+        load_model(folder, as_moe=True)
