@@ -131,7 +131,7 @@ def _write_tensors(
 
 
 def _gguf() -> Any:
-    """The package that writes the format, an optional extra.
+    """The package that writes the format.
 
     Raises:
         SpecError: it is not installed.
@@ -140,7 +140,7 @@ def _gguf() -> Any:
         import gguf
     except ImportError as error:
         raise SpecError(
-            "the package gguf is not installed: pip install 'heapr-lab[gguf]'"
+            "the package gguf is not installed: pip install gguf"
         ) from error
     return gguf
 
