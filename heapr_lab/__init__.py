@@ -20,7 +20,11 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from heapr_lab.models import named
 
 _HOMES = {
     "Calibration": "text.calibration_spec",
@@ -134,6 +138,22 @@ for _registry, _ours in _REGISTRIES.items():
         importlib.import_module(f"{__name__}.{_ours}")
     else:
         sys.meta_path.insert(0, _Registration(_registry))
+
+
+NAMED = {
+    "smollm2": ("pretrained.smollm2", "smollm2_folder"),
+}
+"""Models by a name of their own: the module and function that make their folder."""
+
+
+def _made(module: str, function: str) -> Path:
+    """The folder that a function of a wing makes, which is imported now."""
+    folder: Path = getattr(importlib.import_module(f"{__name__}.{module}"), function)()
+    return folder
+
+
+for _name, _maker in NAMED.items():
+    named.register(_name, partial(_made, *_maker))
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -15,8 +15,8 @@ def panel(
         str,
         typer.Argument(
             metavar="MODEL_OR_TABLE",
-            help="A hub id, a local folder, `lab`, or a table of `score`, which cannot "
-            "be evaluated.",
+            help="A hub id, a local folder, `lab`, `smollm2`, or a table of `score`, "
+            "which cannot be evaluated.",
         ),
     ] = "lab",
     port: Annotated[

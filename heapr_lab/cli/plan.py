@@ -12,7 +12,8 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A hub id, a folder, a config.json, or `lab`."
+            metavar="MODEL",
+            help="A hub id, a folder, a config.json, `lab` or `smollm2`.",
         ),
     ],
     n_sequences: Annotated[

@@ -16,6 +16,7 @@ WINGS = (
     "storage",
     "text",
     "models",
+    "pretrained",
     "importance",
     "pruning",
     "evaluation",

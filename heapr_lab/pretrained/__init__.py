@@ -1,0 +1,1 @@
+"""Published weights in the workbench: fetched, checked, converted, and carved."""

