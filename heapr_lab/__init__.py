@@ -142,6 +142,7 @@ for _registry, _ours in _REGISTRIES.items():
 
 NAMED = {
     "smollm2": ("pretrained.smollm2", "smollm2_folder"),
+    "smolmoe": ("pretrained.smolmoe", "smolmoe_folder"),
 }
 """Models by a name of their own: the module and function that make their folder."""
 

@@ -11,13 +11,17 @@ from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts
 from heapr_lab.errors import SpecError
 
+SMOLMOE = "smolmoe"
+
 
 def train_lab_model(
     recipe: Annotated[
         str,
         typer.Option(
             help="bundled; wide (another family, wider experts), unbalanced, fine "
-            "(fine-grained, two shared experts) or biased (experts with biases)."
+            "(fine-grained, two shared experts), biased (experts with biases), "
+            "upcycled (copies of one expert, trained on), or smolmoe "
+            "(carved from a published model; hours)."
         ),
     ] = "bundled",
     out: Annotated[
@@ -47,6 +51,9 @@ def train_lab_model(
     for folder in (out, work):
         if folder is not None:
             preflight.check_folder(folder)
+    if recipe == SMOLMOE:
+        _build_smolmoe(out, work, seed, as_json=as_json)
+        return
     from heapr_lab.lab_model import card, train
     from heapr_lab.lab_model.recipes import RECIPES
     from heapr_lab.models.loading import check_device
@@ -89,6 +96,18 @@ def train_lab_model(
         "tokens": sum(run.n_tokens for run in runs),
     }
     print_facts({**facts, "last_batch_loss_nats": last}, as_json=as_json)
+
+
+def _build_smolmoe(
+    out: Path | None, work: Path | None, seed: int, *, as_json: bool
+) -> None:
+    from heapr_lab.lab_model import smolmoe
+    from heapr_lab.storage import paths
+
+    out = out or paths.project_dir() / "data" / SMOLMOE
+    work = work or paths.cache_dir() / f"lab_training-{SMOLMOE}"
+    smolmoe.build_smolmoe(out, work, smolmoe.SmolmoeSpec(seed=seed))
+    print_facts({"out": str(out)}, as_json=as_json)
 
 
 def _check_start(start_from: Path | None, steps: int | None) -> None:

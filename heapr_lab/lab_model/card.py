@@ -99,12 +99,12 @@ def write_card(folder: Path, *, title: str = "The lab model", note: str = "") ->
         "n_moe": len(find_experts(model)),
         "millions": sum(p.numel() for p in model.parameters()) / 1e6,
         "n_tokens": sum(run["n_tokens"] for run in _runs(training)),
-        "runs": _markdown(_schedules(training)),
+        "runs": markdown(_schedules(training)),
         "n_windows": _N_WINDOWS,
         "note": note,
-        "mixture": _markdown(_mixtures(training)),
-        "losses": _markdown(losses),
-        "load": _markdown(load),
+        "mixture": markdown(_mixtures(training)),
+        "losses": markdown(losses),
+        "load": markdown(load),
     }
     (folder / "README.md").write_text(_CARD.format(**facts))
 
@@ -203,7 +203,8 @@ def _mixtures(training: dict[str, Any]) -> pd.DataFrame:
     )
 
 
-def _markdown(frame: pd.DataFrame) -> str:
+def markdown(frame: pd.DataFrame) -> str:
+    """A frame as a Markdown table."""
     head = "| " + " | ".join(frame.columns) + " |"
     rule = "|" + "---|" * len(frame.columns)
     rows = ["| " + " | ".join(map(str, row)) + " |" for row in frame.to_numpy()]

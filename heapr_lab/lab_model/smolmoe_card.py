@@ -1,0 +1,141 @@
+"""The card of `smolmoe`: what it was made from and how, and how good it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from heapr_lab.lab_model.card import markdown
+from heapr_lab.pretrained.carved import Layout
+from heapr_lab.pretrained.smollm2 import WHEEL
+from heapr_lab.storage.files import read_json
+
+_CARD = """---
+license: apache-2.0
+language: en
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+tags: [mixture-of-experts, pruning]
+---
+
+# smolmoe: a pretrained dense model carved into experts
+
+**What it is**: the published SmolLM2-135M-Instruct, dequantised from Q4_1 (`{wheel}`),
+each feed-forward layer of which was divided into {n_shared} shared neurons and
+{n_experts} routed experts of {d_inter} neurons, {top_k} of them active for a token, and
+which was then distilled for {n_tokens:,} tokens to predict as the dense model does. It
+is an ordinary `glm4_moe` of transformers. **What it is not**: a model that was trained
+as a mixture of experts. Its experts are parts of one layer, most of them are active,
+and how it is pruned may differ from how a large sparse model is. (Qwen1.5-MoE and
+Qwen2-57B, which the paper prunes, were also made from dense models.)
+
+`delta.safetensors` ({megabytes:.1f} MB) is the change of the published weights: three
+levels and a scale for each neuron's row, the routers in bfloat16, norms, scales and
+correction biases in float32. `load_model("smolmoe")` makes the model of both, in
+bfloat16. Attention and embeddings are as they were published.
+
+Made by `heapr-lab train-lab-model --recipe smolmoe` (seed {seed}, torch {torch}): a few
+CPU hours, of which an interrupted run keeps what is done. Of its {parameters:,}
+parameters {routed:.1%} are in routed experts.
+
+## The layout
+
+Carved without training, then healed for {trial:,} tokens. Perplexity on the first
+{n_judged} windows of {seq_len} tokens of each validation split; "captured" is the share
+of the neurons' energy that the experts of a token have. The one that was taken is
+marked.
+
+{trials}
+
+## Healing
+
+AdamW, highest learning rate {rate} for the experts' weights, linear decay, batches of
+{batch} tokens; KL to the dense model alone. Then the change was rounded, and norms,
+routers and scales settled for {settling:,} tokens. Perplexity on the same windows:
+
+{stages}
+
+KL [nats per token], mean over each tenth of the run, as it was trained on: {curve}.
+
+## Training text
+
+Windows of {seq_len} tokens. The tests of this repository use the test splits of
+WikiText-2, PTB and C4, of which no text was seen here; WikiText-2 and C4 are, however,
+corpora that it was healed on.
+
+{mixture}
+
+## Expert load
+
+Share of the tokens that an expert gets, over its fair share, on the validation windows:
+smallest {smallest}, largest {largest}, over all {n_layers} × {n_experts} experts.
+"""
+
+
+def card_text(folder: Path, mixture: dict[str, float], seq_len: int) -> str:
+    """The card of the files in `folder`, from its training.json.
+
+    Args:
+        folder: it holds `delta.safetensors` and `training.json`.
+        mixture: share of the training windows of each corpus.
+        seq_len: tokens of a window.
+    """
+    record = read_json(folder / "training.json")
+    spec, layout = record["spec"], Layout.named(record["chosen"])
+    healing = spec["healing"]
+    size = (folder / "delta.safetensors").stat().st_size
+    return _CARD.format(
+        **vars(layout),
+        parameters=record["parameters"],
+        routed=record["routed_parameters"] / record["parameters"],
+        wheel=f"{WHEEL.project} {WHEEL.version}",
+        n_tokens=healing["n_tokens"],
+        rate=healing["learning_rate"],
+        batch=healing["batch_size"] * seq_len,
+        settling=spec["settling"]["n_tokens"],
+        trial=spec["trial"]["n_tokens"],
+        seed=spec["seed"],
+        torch=record["torch"],
+        megabytes=size / 1e6,
+        n_judged=record["n_judged"],
+        seq_len=seq_len,
+        trials=_trials(record),
+        stages=_stages(record),
+        curve=_curve(record["kl"]),
+        mixture=markdown(_shares(mixture)),
+        smallest=record["load"][0],
+        largest=record["load"][1],
+        n_layers=len(record["captured"]),
+    )
+
+
+def _trials(record: dict[str, Any]) -> str:
+    rows = []
+    for name, own in record["trials"].items():
+        chosen = " (taken)" if name == record["chosen"] else ""
+        rows.append(
+            {
+                "layout": name + chosen,
+                "captured": own["captured"],
+                **{f"{c}, carved": p for c, p in own["carved"].items()},
+                **{f"{c}, healed": p for c, p in own["healed"].items()},
+                "least load": own["load"][0],
+            }
+        )
+    return markdown(pd.DataFrame(rows))
+
+
+def _stages(record: dict[str, Any]) -> str:
+    stages = ("dense", "healed", "rounded", "settled")
+    rows = [{"state": stage, **record[stage]} for stage in stages]
+    return markdown(pd.DataFrame(rows))
+
+
+def _curve(values: list[float]) -> str:
+    tenth = max(1, len(values) // 10)
+    parts = [values[start : start + tenth] for start in range(0, len(values), tenth)]
+    return ", ".join(f"{sum(part) / len(part):.3f}" for part in parts)
+
+
+def _shares(mixture: dict[str, float]) -> pd.DataFrame:
+    rows = [{"corpus": name, "share": share} for name, share in mixture.items()]
+    return pd.DataFrame(rows)

@@ -1,0 +1,267 @@
+"""A carved model as what was changed of a dense one, in a small file.
+
+The file holds the order of the neurons, the routers, the norms, and the change of each
+matrix in three levels (`delta`). Read together with the dense model of one expert a
+layer, it makes a stock `glm4_moe`: shared experts, a sigmoid router with a correction
+bias, and gates of 2·σ(z).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.folders import build
+from heapr_lab.pretrained.delta import Ternary
+from heapr_lab.storage.files import replacing
+
+GATE_SCALE = 2.0
+"""A gate is 2·σ(z): 1 at a logit of 0."""
+MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
+"""Our names of an expert's matrices, and those of Mixtral's files."""
+_ENTRY = "heapr_lab.carved"
+NORMS = ("input_layernorm", "post_attention_layernorm")
+_LAYOUT = re.compile(r"s(\d+)e(\d+)x(\d+)k(\d+)")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the neurons of a layer are divided."""
+
+    n_shared: int
+    """Neurons that every token uses."""
+    n_experts: int
+    d_inter: int
+    """Neurons of each routed expert."""
+    top_k: int
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The layout of a name such as `s192e21x64k16`.
+
+        Raises:
+            SpecError: it is no such name.
+        """
+        found = _LAYOUT.fullmatch(name)
+        if found is None:
+            raise SpecError(f"layout {name!r}: expected a name such as s192e21x64k16")
+        return cls(*map(int, found.groups()))
+
+    @property
+    def name(self) -> str:
+        """Shared neurons, experts, their neurons, and top-k."""
+        return f"s{self.n_shared}e{self.n_experts}x{self.d_inter}k{self.top_k}"
+
+    @property
+    def d_ff(self) -> int:
+        """Neurons of the layer."""
+        return self.n_shared + self.n_experts * self.d_inter
+
+    @property
+    def sizes(self) -> list[int]:
+        """Neurons of the shared part, and of each expert."""
+        return [self.n_shared, *[self.d_inter] * self.n_experts]
+
+
+@dataclass(frozen=True, eq=False)
+class CarvedLayer:
+    """One carved layer, apart from the dense weights."""
+
+    order: torch.Tensor
+    """The neurons, those of the shared part first, then expert by expert: (d_ff,)."""
+    router: torch.Tensor
+    """(n_experts, d_model)."""
+    bias: torch.Tensor
+    """Correction of the choice of experts, (n_experts,)."""
+    expert_scale: torch.Tensor
+    """What the output of each expert is multiplied by, (n_experts,)."""
+    norms: Mapping[str, torch.Tensor]
+    """The weights of the layer's two norms, each (d_model,)."""
+    changes: Mapping[str, Ternary]
+    """The change of each of `MATRICES`, one row for each neuron in its new order."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the file holds, by name."""
+        found = {
+            "order": self.order.short(),
+            "router": self.router.bfloat16(),
+            "bias": self.bias.float(),
+            "expert_scale": self.expert_scale.float(),
+        }
+        found |= {name: weight.float() for name, weight in self.norms.items()}
+        for name, change in self.changes.items():
+            found |= {f"{name}.packed": change.packed, f"{name}.scale": change.scale}
+        return found
+
+    @classmethod
+    def read(cls, found: Mapping[str, torch.Tensor]) -> Self:
+        """The layer that `tensors` described."""
+        d_model = found["router"].shape[1]
+        return cls(
+            found["order"].long(),
+            found["router"].float(),
+            found["bias"],
+            found["expert_scale"],
+            {name: found[name] for name in NORMS},
+            {
+                name: Ternary(found[f"{name}.packed"], found[f"{name}.scale"], d_model)
+                for name in MATRICES
+            },
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Carved:
+    """All that was changed of a dense model."""
+
+    layout: Layout
+    base: str
+    """SHA-256 of what the dense model was made from."""
+    layers: tuple[CarvedLayer, ...]
+    norm: torch.Tensor
+    """The weight of the last norm, (d_model,)."""
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        tensors = {"norm": self.norm.float()}
+        for index, layer in enumerate(self.layers):
+            for name, tensor in layer.tensors().items():
+                tensors[f"{index}.{name}"] = tensor.contiguous()
+        # One entry: several are written in an order that differs from run to run.
+        entry = {_ENTRY: f"{self.layout.name} {self.base}"}
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, entry)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The file that `write` made.
+
+        Raises:
+            SpecError: there is none, or it is damaged.
+        """
+        try:
+            with safe_open(path, "pt") as stored:
+                layout, base = stored.metadata()[_ENTRY].split()
+                found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            layers: dict[int, dict[str, torch.Tensor]] = {}
+            for name, tensor in found.items():
+                index, dot, rest = name.partition(".")
+                if dot:
+                    layers.setdefault(int(index), {})[rest] = tensor
+            return cls(
+                Layout.named(layout),
+                base,
+                tuple(CarvedLayer.read(layers[index]) for index in range(len(layers))),
+                found["norm"],
+            )
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise SpecError(
+                f"{path} cannot be read ({error}): it comes with the repository; get "
+                "it again with `git checkout`"
+            ) from error
+
+
+def as_glm4_moe(
+    carved: Carved, dense: Mapping[str, torch.Tensor], config: Any, dtype: torch.dtype
+) -> Any:
+    """The stock model of transformers that `carved` and the dense weights make.
+
+    Args:
+        carved: what was changed.
+        dense: the weights of the dense model as a Mixtral of one expert, by the names
+            of its files.
+        config: the configuration of that Mixtral.
+        dtype: of the model; the correction biases stay in float32.
+    """
+    model = build(_config(carved.layout, config), dtype=dtype)
+    state = {
+        name: weight for name, weight in dense.items() if "block_sparse_moe" not in name
+    }
+    for index, layer in enumerate(carved.layers):
+        own = {
+            name: dense[
+                f"model.layers.{index}.block_sparse_moe.experts.0.{theirs}.weight"
+            ]
+            for name, theirs in MATRICES.items()
+        }
+        found = _mlp(layer, own, carved.layout)
+        found |= {f"{name}.weight": layer.norms[name] for name in NORMS}
+        for name, tensor in found.items():
+            state[f"model.layers.{index}.{name}"] = tensor
+    state["model.norm.weight"] = carved.norm
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def _mlp(
+    layer: CarvedLayer, dense: Mapping[str, torch.Tensor], layout: Layout
+) -> dict[str, torch.Tensor]:
+    """The weights of one carved layer, by the names of `glm4_moe`."""
+    rows = {
+        name: (weight.T if name == "down" else weight)[layer.order]
+        + layer.changes[name].values()
+        for name, weight in dense.items()
+    }
+    scale = layer.expert_scale.repeat_interleave(layout.d_inter)
+    rows["down"] *= F.pad(scale, (layout.n_shared, 0), value=1.0)[:, None]
+    shared = {name: weight[: layout.n_shared] for name, weight in rows.items()}
+    gate, up, down = (
+        rows[name][layout.n_shared :].view(layout.n_experts, layout.d_inter, -1)
+        for name in MATRICES
+    )
+    return {
+        "mlp.gate.weight": layer.router,
+        "mlp.gate.e_score_correction_bias": layer.bias,
+        "mlp.experts.gate_up_proj": torch.cat([gate, up], 1),
+        "mlp.experts.down_proj": down.transpose(1, 2),
+        "mlp.shared_experts.gate_proj.weight": shared["gate"],
+        "mlp.shared_experts.up_proj.weight": shared["up"],
+        "mlp.shared_experts.down_proj.weight": shared["down"].T,
+    }
+
+
+def _config(layout: Layout, dense: Any) -> Any:
+    """The configuration of the carved model, from that of the dense one."""
+    same = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
+    return AutoConfig.for_model(
+        "glm4_moe",
+        **{name: getattr(dense, name) for name in same},
+        attention_bias=False,
+        rope_parameters=dict(dense.rope_parameters) | {"partial_rotary_factor": 1.0},
+        intermediate_size=layout.d_ff,
+        moe_intermediate_size=layout.d_inter,
+        num_experts_per_tok=layout.top_k,
+        n_shared_experts=layout.n_shared // layout.d_inter,
+        n_routed_experts=layout.n_experts,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        norm_topk_prob=False,
+        routed_scaling_factor=GATE_SCALE,
+        use_qk_norm=False,
+        num_mtp_layers=0,
+    )

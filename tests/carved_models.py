@@ -1,0 +1,81 @@
+"""A tiny dense model of one expert a layer, and what is carved from it."""
+
+from typing import Any
+
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from heapr_lab.lab_model.carved_ffn import CarvedFfn, dense_ffns
+from heapr_lab.lab_model.carving import carve
+from heapr_lab.lab_model.smolmoe import described as described_by
+from heapr_lab.lab_model.smolmoe import rounded_change
+from heapr_lab.pretrained.carved import Carved, Layout
+
+D_VOCAB = 31
+
+
+def one_expert_model(d_ff: int = 24, dtype: torch.dtype = torch.float64) -> Any:
+    """A Mixtral with one expert in each of two layers, at random."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=D_VOCAB,
+        hidden_size=16,
+        intermediate_size=d_ff,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=1,
+        num_experts_per_tok=1,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        pad_token_id=None,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return MixtralForCausalLM(config).to(dtype).eval()
+
+
+def one_expert_state(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of a `dense_model`, by the names of Mixtral's files."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if ".mlp." not in name:
+            found[name] = tensor
+            continue
+        layer, _, own = name.partition(".mlp.")
+        theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[own]
+        found[f"{layer}.block_sparse_moe.experts.0.{theirs}.weight"] = tensor
+    return found
+
+
+def dense_model(d_ff: int = 24) -> Any:
+    """The same with plain feed-forward layers."""
+    model = one_expert_model(d_ff)
+    dense_ffns(model)
+    return model
+
+
+def student_of(dense: Any, layout: Layout) -> Any:
+    """A model carved from `dense`."""
+    ids = torch.randint(D_VOCAB, (4, 40), generator=torch.Generator().manual_seed(0))
+    carvings = carve(dense, ids, layout)
+    student = one_expert_model(layout.d_ff)
+    dense_ffns(student)
+    for layer, carving in zip(student.model.layers, carvings, strict=True):
+        layer.mlp = CarvedFfn(layer.mlp, carving, layout)
+    return student
+
+
+def described(dense: Any, layout: Layout) -> tuple[Any, Carved]:
+    """A carved model whose weights have changed since, and what its file would hold."""
+    student = student_of(dense, layout)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in student.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += 0.05 * noise
+    student.model.embed_tokens.weight.data.copy_(dense.model.embed_tokens.weight)
+    for layer, other in zip(student.model.layers, dense.model.layers, strict=True):
+        layer.self_attn.load_state_dict(other.self_attn.state_dict())
+    return student, described_by(student, rounded_change(student, dense), layout)

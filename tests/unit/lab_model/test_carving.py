@@ -1,0 +1,79 @@
+"""Dense layers divided into experts, without training."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from carved_models import D_VOCAB, dense_model
+
+from heapr_lab.errors import SpecError
+from heapr_lab.lab_model.carving import _assigned, carve
+from heapr_lab.pretrained.carved import Layout
+
+_IDS = torch.randint(D_VOCAB, (4, 40), generator=torch.Generator().manual_seed(3))
+
+
+def test_every_neuron_has_one_place() -> None:
+    """The order of a layer is a permutation of its neurons."""
+    layout = Layout.named("s4e5x4k3")
+    for carving in carve(dense_model(), _IDS, layout):
+        assert sorted(carving.order.tolist()) == list(range(layout.d_ff))
+        assert carving.router.shape == (5, 16)
+        assert carving.bias.shape == (5,)
+
+
+def test_the_same_seed_gives_the_same_carving() -> None:
+    """Order and router, to the bit."""
+    layout, dense = Layout.named("s4e5x4k3"), dense_model()
+    one, two = carve(dense, _IDS, layout), carve(dense, _IDS, layout)
+    for own, other in zip(one, two, strict=True):
+        assert torch.equal(own.order, other.order)
+        assert torch.equal(own.router, other.router)
+
+
+def test_more_active_experts_capture_more() -> None:
+    """Up to everything, where all are active."""
+    dense = dense_model()
+    captured = [
+        np.mean([own.captured for own in carve(dense, _IDS, Layout.named(name))])
+        for name in ("s4e5x4k1", "s4e5x4k3", "s4e5x4k5")
+    ]
+    assert captured[0] < captured[1] < captured[2]
+    assert captured[2] == pytest.approx(1, abs=1e-5)
+
+
+def test_it_captures_more_than_a_random_division() -> None:
+    """Experts taken at random would have the share of energy that is active."""
+    for carving in carve(dense_model(), _IDS, Layout.named("s4e5x4k3")):
+        assert carving.captured > (4 + 3 * 4) / 24
+
+
+def test_the_model_is_as_before() -> None:
+    """Weights and hooks."""
+    dense = dense_model()
+    before = {name: own.clone() for name, own in dense.state_dict().items()}
+    carve(dense, _IDS, Layout.named("s4e5x4k3"))
+    for name, own in dense.state_dict().items():
+        assert torch.equal(own, before[name])
+    assert not any(own._forward_hooks for own in dense.modules())
+
+
+def test_a_layout_of_another_size_is_refused() -> None:
+    """Both sizes are named."""
+    with pytest.raises(SpecError, match="s4e4x4k2 has 20 neurons, the layers 24"):
+        carve(dense_model(), _IDS, Layout.named("s4e4x4k2"))
+
+
+def test_places_are_kept_and_the_sum_is_near_the_largest() -> None:
+    """Compared with all assignments of eight rows."""
+    gain = torch.rand(8, 3, generator=torch.Generator().manual_seed(0))
+    sizes = [2, 3, 3]
+    found = _assigned(gain, sizes)
+    assert np.bincount(found, minlength=3).tolist() == sizes
+
+    def total(parts: tuple[int, ...]) -> float:
+        return float(sum(gain[row, part] for row, part in enumerate(parts)))
+
+    everything = set(itertools.permutations([0, 0, 1, 1, 1, 2, 2, 2]))
+    assert total(tuple(found)) > 0.97 * max(map(total, everything))

@@ -1,0 +1,88 @@
+"""The layouts are tried, one is healed, and its change and card are written."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from carved_models import D_VOCAB, dense_model, one_expert_state
+
+from heapr_lab.lab_model import smolmoe
+from heapr_lab.lab_model.healing import HealSpec
+from heapr_lab.lab_model.smolmoe import SmolmoeSpec, build_smolmoe
+from heapr_lab.pretrained.carved import Carved, as_glm4_moe
+from heapr_lab.storage.files import read_json
+
+_SEQ_LEN = 16
+_SPEC = SmolmoeSpec(
+    layouts=("s4e5x4k3", "s4e5x4k5"),
+    trial=HealSpec(64, learning_rate=1e-3),
+    healing=HealSpec(128, learning_rate=1e-3),
+    settling=HealSpec(64, learning_rate=0.0),
+)
+
+
+def _windows(_tokenizer: Any, n_windows: int, *, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(D_VOCAB, (n_windows, _SEQ_LEN), generator=generator)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny dense model, and windows at random."""
+    monkeypatch.setattr(smolmoe, "SEQ_LEN", _SEQ_LEN)
+    monkeypatch.setattr(smolmoe, "dense_model", lambda: (dense_model(), None))
+    monkeypatch.setattr(smolmoe, "training_windows", _windows)
+    judged = {"a": _windows(None, 4, seed=7)}
+    monkeypatch.setattr(smolmoe, "judged_windows", lambda _tokenizer: judged)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_best_layout_is_written_with_its_record(tmp_path: Path) -> None:
+    """The change makes the model whose perplexity the record has."""
+    out = build_smolmoe(tmp_path / "out", tmp_path / "work", _SPEC)
+    record = read_json(out / "training.json")
+    trials = record["trials"]
+    best = min(trials, key=lambda name: trials[name]["healed"]["a"])
+    assert record["chosen"] == best
+    carved = Carved.read(out / "delta.safetensors")
+    assert carved.layout.name == best
+    dense = dense_model()
+    made = as_glm4_moe(carved, one_expert_state(dense), dense.config, torch.float32)
+    found = smolmoe.perplexities(made, smolmoe.judged_windows(None))
+    assert found["a"] == pytest.approx(record["settled"]["a"], rel=0.01)
+    assert record["parameters"] == sum(own.numel() for own in made.parameters())
+    experts = [own for name, own in made.named_parameters() if ".experts." in name]
+    assert record["routed_parameters"] == sum(own.numel() for own in experts)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_card_has_every_trial_and_stage(tmp_path: Path) -> None:
+    """With the layout that was taken marked."""
+    out = build_smolmoe(tmp_path / "out", tmp_path / "work", _SPEC)
+    card, record = (out / "README.md").read_text(), read_json(out / "training.json")
+    assert f"{record['chosen']} (taken)" in card
+    for name in (*record["trials"], "dense", "healed", "rounded", "settled"):
+        assert f"| {name}" in card
+    assert str(record["settled"]["a"]) in card
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_is_done_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run reads the trials and the healed state, and writes the same."""
+    first = build_smolmoe(tmp_path / "one", tmp_path / "work", _SPEC)
+    steps: list[int] = []
+    heal = smolmoe.heal
+
+    def counting(*args: Any, **options: Any) -> list[float]:
+        losses = heal(*args, **options)
+        steps.append(options.get("state") is None)
+        return losses
+
+    monkeypatch.setattr(smolmoe, "heal", counting)
+    second = build_smolmoe(tmp_path / "two", tmp_path / "work", _SPEC)
+    assert steps == [False, True]  # the resumed one and the settling: no trial
+    for name in ("delta.safetensors", "training.json", "README.md"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()

@@ -1,0 +1,72 @@
+"""A carved model in a small file, and as a stock model of transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from carved_models import dense_model, described, one_expert_state, student_of
+
+from heapr_lab.errors import SpecError
+from heapr_lab.pretrained.carved import Carved, Layout, as_glm4_moe
+
+_IDS = torch.arange(24).view(2, 12) % 31
+
+
+@pytest.mark.parametrize("name", ["s4e5x4k3", "s8e8x2k2", "s4e5x4k5"])
+def test_the_stock_model_computes_what_was_trained(name: str) -> None:
+    """The logits of transformers' glm4_moe are those of the wide layers."""
+    dense = dense_model()
+    student, carved = described(dense, Layout.named(name))
+    stock = as_glm4_moe(carved, one_expert_state(dense), dense.config, torch.float64)
+    stock.set_experts_implementation("eager")  # the only one in float64
+    with torch.no_grad():
+        expected, found = student(_IDS).logits, stock(_IDS).logits
+    assert found.dtype == torch.float64
+    # Norms and routers of the stock model compute in float32 in any case.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+
+
+def test_all_experts_without_routing_are_the_dense_model() -> None:
+    """With every expert active and routers of 0."""
+    dense = dense_model()
+    layout = Layout.named("s4e5x4k5")
+    student = student_of(dense, layout)
+    for layer in student.model.layers:
+        layer.mlp.router.data.zero_()
+    with torch.no_grad():
+        expected, found = dense(_IDS).logits, student(_IDS).logits
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_written_file_is_read_again(tmp_path: Path) -> None:
+    """It makes the same weights."""
+    dense = dense_model()
+    _, carved = described(dense, Layout.named("s4e5x4k3"))
+    path = tmp_path / "delta.safetensors"
+    carved.write(path)
+    found = Carved.read(path)
+    assert (found.layout, found.base) == (carved.layout, carved.base)
+    state = one_expert_state(dense)
+    expected, again = (
+        as_glm4_moe(own, state, dense.config, torch.float32).state_dict()
+        for own in (carved, found)
+    )
+    assert expected.keys() == again.keys()
+    for name, tensor in expected.items():
+        # Routers are kept in bfloat16, all else in float32.
+        rounding = 2**-8 if "gate.weight" in name else 1e-6
+        torch.testing.assert_close(again[name], tensor, rtol=rounding, atol=1e-7)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    """With what to do."""
+    path = tmp_path / "delta.safetensors"
+    path.write_bytes(b"damaged")
+    with pytest.raises(SpecError, match=r"delta\.safetensors cannot be read .*git"):
+        Carved.read(path)
+
+
+def test_a_name_that_is_no_layout_is_refused() -> None:
+    """With an example of one."""
+    with pytest.raises(SpecError, match="s192e21x64k16"):
+        Layout.named("16x64")

@@ -1,0 +1,75 @@
+"""`smolmoe`: published weights and a small change, as a folder in the cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from carved_models import dense_model, described, one_expert_model, one_expert_state
+from tiny_folder import write_tokenizer
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.loading import load_model
+from heapr_lab.pretrained import smolmoe
+from heapr_lab.pretrained.carved import Carved, Layout, as_glm4_moe
+from heapr_lab.pretrained.smollm2 import WHEEL
+from heapr_lab.storage import paths
+
+_IDS = torch.arange(24).view(2, 12) % 31
+_LAYOUT = Layout.named("s4e5x4k3")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a change of tiny weights, which stand for the published ones."""
+    published = tmp_path / "published"
+    one_expert_model(dtype=torch.float32).save_pretrained(published)
+    write_tokenizer(published)
+    monkeypatch.setattr(smolmoe, "smollm2_folder", lambda: published)
+    monkeypatch.setattr(paths, "project_dir", lambda: tmp_path)
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    data = tmp_path / "data" / "smolmoe"
+    data.mkdir(parents=True)
+    (data / "README.md").write_text("# The card\n")
+    return data
+
+
+def _write(folder: Path, base: str) -> Carved:
+    _, carved = described(dense_model(), _LAYOUT)
+    made = Carved(carved.layout, base, carved.layers, carved.norm)
+    made.write(folder / smolmoe.DELTA)
+    return Carved.read(folder / smolmoe.DELTA)
+
+
+def test_the_name_is_a_model_with_the_experts_of_its_layout(project: Path) -> None:
+    """Made once, in bfloat16, with its card; correction biases are in float32."""
+    carved = _write(project, WHEEL.sha256)
+    model, _ = load_model("smolmoe", device="cpu", stream=False)
+    layers = find_experts(model)
+    assert {(layer.n_experts, layer.d_inter) for layer in layers} == {(5, 4)}
+    dense = dense_model()
+    made = as_glm4_moe(carved, one_expert_state(dense), dense.config, torch.bfloat16)
+    found = model.state_dict()
+    for name, tensor in made.state_dict().items():
+        torch.testing.assert_close(found[name], tensor.float(), rtol=0, atol=0)
+    biases = [own for name, own in found.items() if "correction_bias" in name]
+    for own, layer in zip(biases, carved.layers, strict=True):
+        assert torch.equal(own, layer.bias)
+    folder = smolmoe.smolmoe_folder()
+    assert (folder / "README.md").read_text() == "# The card\n"
+    written = (folder / "config.json").stat().st_mtime_ns
+    load_model("smolmoe", device="cpu", stream=False)
+    assert (smolmoe.smolmoe_folder() / "config.json").stat().st_mtime_ns == written
+
+
+def test_a_change_of_other_weights_is_refused(project: Path) -> None:
+    """It would make a model that was never trained."""
+    _write(project, "0" * 64)
+    with pytest.raises(SpecError, match=r"0{64}, expected bcc81830"):
+        load_model("smolmoe", device="cpu")
+
+
+def test_without_the_change_it_says_where_it_comes_from(project: Path) -> None:
+    """And with which command it is made."""
+    with pytest.raises(SpecError, match=r"not there.*--recipe smolmoe"):
+        load_model("smolmoe", device="cpu")
