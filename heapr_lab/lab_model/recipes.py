@@ -137,10 +137,39 @@ BIASED_RUNS = (
 This model and the fine-grained one are for judging alone: nothing is tuned on them.
 """
 
+UPCYCLED_RUNS = (
+    TrainSpec(
+        family="qwen3_moe",
+        d_inter=128,
+        n_layers=4,
+        n_experts=1,
+        top_k=1,
+        n_steps=3000,
+        learning_rate=2e-3,
+        precision="bfloat16",
+        n_threads=1,
+    ),
+    TrainSpec(
+        family="qwen3_moe",
+        d_inter=128,
+        n_layers=4,
+        n_steps=2800,
+        learning_rate=1e-3,
+        precision="bfloat16",
+        n_threads=1,
+        seed=1,
+    ),
+)
+"""One dense expert a layer, copied into 16 with noise, and trained on.
+
+Experts are alike then, which is what merging them needs.
+"""
+
 RECIPES = {
     "bundled": BUNDLED_RUNS,
     "wide": WIDE_RUNS,
     "unbalanced": UNBALANCED_RUNS,
     "fine": FINE_RUNS,
     "biased": BIASED_RUNS,
+    "upcycled": UPCYCLED_RUNS,
 }

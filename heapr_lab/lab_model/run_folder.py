@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from heapr_lab.text.corpora import Corpus
 from heapr_lab.text.tokenization import tokenise
 
 END_OF_TEXT = "<|endoftext|>"
+UPCYCLED_NOISE = 0.02
+"""Of copies of an expert, in standard deviations of its weights."""
 
 
 def fitted_tokenizer(
@@ -128,11 +131,13 @@ def restore(
 def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:
     """Load weights and tokenizer of the model in `earlier`, which has the same shapes.
 
+    If it has one expert a layer, all experts become copies of it, with noise.
+
     Raises:
         CacheError: it has other shapes.
     """
     found = read_weights(earlier, dtype=torch.float32)
-    weights = found.state_dict()
+    weights = upcycled(found.state_dict(), model.state_dict())
     expected = {name: p.shape for name, p in model.state_dict().items()}
     if {name: w.shape for name, w in weights.items()} != expected:
         raise CacheError(
@@ -143,6 +148,29 @@ def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:
     tokenizer = work / "tokenizer.json"
     if not tokenizer.exists():
         shutil.copyfile(earlier / "tokenizer.json", tokenizer)
+
+
+def upcycled(
+    weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """`weights` with a layer's one expert copied for every expert of `wanted`.
+
+    Each copy has noise of 2 % of the weights' standard deviation. Routers, which chose
+    among one, are those of `wanted`; other weights are as they were.
+    Source: Komatsuzaki et al. 2023 (sparse upcycling).
+    """
+    found = dict(weights)
+    for name, other in wanted.items():
+        own = weights.get(name)
+        if own is None or own.shape == other.shape or own.shape[0] != 1:
+            continue
+        if own.dim() == 2:  # a router
+            found[name] = other
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(other.shape, generator=generator)
+        found[name] = own + UPCYCLED_NOISE * own.std() * noise
+    return found
 
 
 def write_model(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from heapr_lab.errors import CacheError, CorpusError, SpecError
 from heapr_lab.lab_model import train
 from heapr_lab.lab_model.recipes import DECAY_MIXTURE, MIXTURE, RECIPES, TrainSpec
+from heapr_lab.lab_model.run_folder import begin_from
 from heapr_lab.lab_model.train import (
     balance_losses,
     build_lab_model,
@@ -391,3 +392,28 @@ def test_an_unknown_family_is_refused() -> None:
     """The message lists what there is."""
     with pytest.raises(SpecError, match=r"'gpt2': expected one of \['deepseek_v2'"):
         build_lab_model(dataclasses.replace(SPEC, family="gpt2"))
+
+
+def test_upcycled_experts_are_copies_with_noise(
+    tmp_path: Path, mixture: dict[str, float]
+) -> None:
+    """All else is as it was, and the router is a new one."""
+    family = {"family": "qwen3_moe", "n_steps": 2}
+    one = dataclasses.replace(SPEC, n_experts=1, top_k=1, **family)
+    earlier = train_lab_model(
+        tmp_path / "one", spec=one, work=tmp_path / "work", mixture=mixture
+    )
+    dense = load_file(earlier / "model.safetensors")
+    model = build_lab_model(dataclasses.replace(SPEC, **family))
+    fresh = {name: own.clone() for name, own in model.state_dict().items()}
+    begin_from(tmp_path, earlier, model)
+    (layer, _) = find_experts(model)
+    for expert in range(4):
+        copied = dense["model.layers.0.mlp.experts.0.down_proj.weight"].float()
+        noise = layer.down[expert] - copied
+        expected = 0.02 * copied.std().item()
+        assert noise.std().item() == pytest.approx(expected, rel=0.3)
+    name = "model.layers.0.mlp.gate.weight"
+    assert torch.equal(model.state_dict()[name], fresh[name])
+    name = "model.embed_tokens.weight"
+    assert torch.equal(model.state_dict()[name], dense[name].float())
