@@ -43,9 +43,13 @@ _ALWAYS_SHOWN = ("estimator", "scope", "granularity", "structure", "multiple")
 PROFILES = {
     "small": Profile("small", 8, 64, 4, 8, n_seeds=2),
     "lab": Profile("lab", 128, 256, 32, 80),
+    "pretrained": Profile("pretrained", 32, 512, 4, 60, n_seeds=2),
     "paper": Profile("paper", 128, 2048, None, 500),
 }
-"""`small` for tests, `lab` for the lab model, `paper` as the paper calibrates."""
+"""`small` for tests, `lab` for the lab model, `pretrained` for models of some hundred
+million parameters on a CPU, `paper` as the paper calibrates."""
+_OWN = {LAB: "lab", "smollm2": "pretrained", "smolmoe": "pretrained"}
+"""The profiles of models that have a name of their own."""
 
 
 @dataclass(frozen=True, init=False)
@@ -156,12 +160,12 @@ DENSE = Setting(0.0).columns() | {"estimator": "dense"}
 
 
 def profile_of(name_or_path: str, profile: str | None) -> Profile:
-    """The profile of that name; by default `lab` for the lab model, else `paper`.
+    """The profile of that name; by default the model's own, else `paper`.
 
     Raises:
         SpecError: there is no such profile.
     """
-    chosen = profile or ("lab" if name_or_path == LAB else "paper")
+    chosen = profile or _OWN.get(name_or_path, "paper")
     if chosen not in PROFILES:
         raise SpecError(f"profile is {chosen!r}, expected one of {', '.join(PROFILES)}")
     return PROFILES[chosen]
