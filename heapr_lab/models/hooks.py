@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from heapr_lab.models.all_experts import all_experts, most_are_active
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import (
     accumulating_dtype,
@@ -265,6 +266,9 @@ def _experts_forward(
     probe = module.__dict__.get("_heapr_probe") if torch.is_grad_enabled() else None
     if edit is None and probe is None and observer is None:
         forward = _plain_implementation(module)
+    elif probe is None and observer is None and most_are_active(module, top_k_index):
+        assert edit is not None
+        forward = functools.partial(all_experts, keep=edit.keep, down=edit.new_down)
     else:
         forward = functools.partial(
             _routed_forward, edit=edit, probe=probe, observer=observer

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub
 from heapr_lab.errors import LayoutError, SpecError, whole_number
+from heapr_lab.models.all_experts import ON_CPU
 from heapr_lab.models.families import refuse_by_name, refuse_to_stream
 from heapr_lab.models.file_reader import open_streamed, refuse_format
 from heapr_lab.models.folders import (
@@ -25,6 +26,7 @@ from heapr_lab.models.folders import (
 )
 from heapr_lab.models.footprint import Work, sizes_of
 from heapr_lab.models.layerwise import LayerByLayer
+from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.memory import size_of, why_streamed
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.named import AS_MOE, dense_of, folder_of, what_is_expected
@@ -127,7 +129,13 @@ def load_like(folder: Path, model: Any) -> Any:
 def _ready(model: Any) -> Any:
     if model.dtype == torch.float64:  # the default, grouped kernels do not support it
         model.set_experts_implementation("eager")
+    elif model.config._experts_implementation == "grouped_mm" and _on_cpu(model):
+        model.set_experts_implementation(ON_CPU)
     return model.eval()
+
+
+def _on_cpu(model: Any) -> bool:
+    return input_device(model).type == "cpu"
 
 
 def _streamed(
