@@ -20,7 +20,7 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.lab_model.carved_ffn import CarvedFfn, dense_ffns, load_shares
 from heapr_lab.lab_model.carving import carve
 from heapr_lab.lab_model.healing import HealSpec, heal
-from heapr_lab.lab_model.smolmoe_card import card_text
+from heapr_lab.lab_model.smolmoe_card import write_card
 from heapr_lab.models.loading import load_model
 from heapr_lab.pretrained.carved import NORMS, Carved, CarvedLayer, Layout
 from heapr_lab.pretrained.delta import Ternary
@@ -76,7 +76,7 @@ def training_windows(tokenizer: Any, n_windows: int, *, seed: int) -> torch.Tens
     folder = Path(os.environ.get("HEAPR_DATA_DIR", "."))
     files = {own: str(folder / own / "train.parquet") for own in EXTRA}
     mixture = " + ".join(
-        f"{share:.4f}*{files.get(name, name)}" for name, share in _shares().items()
+        f"{share:.4f}*{files.get(name, name)}" for name, share in shares().items()
     )
     drawn = load_calibration(
         mixture, tokenizer, n_sequences=n_windows, seq_len=SEQ_LEN, seed=seed
@@ -85,7 +85,7 @@ def training_windows(tokenizer: Any, n_windows: int, *, seed: int) -> torch.Tens
     return drawn.ids[order]
 
 
-def _shares() -> dict[str, float]:
+def shares() -> dict[str, float]:
     """The share of the windows of every corpus."""
     rest = (1 - sum(MIXTURE.values())) / len(EXTRA)
     return MIXTURE | {name: round(rest, 4) for name in EXTRA}
@@ -193,8 +193,7 @@ def build_smolmoe(
     record |= {"n_judged": N_JUDGED, "torch": torch.__version__}
     path = out / "training.json"
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    card = card_text(out, _shares(), SEQ_LEN)
-    (out / "README.md").write_text(card, encoding="utf-8")
+    write_card(out, shares(), SEQ_LEN)
     return out
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import pandas as pd
 
+from heapr_lab.evaluation.task_summary import MEAN, METRICS, task_difference
 from heapr_lab.lab_model.card import markdown
 from heapr_lab.pretrained.carved import Layout
 from heapr_lab.pretrained.smollm2 import WHEEL
+from heapr_lab.storage import paths
 from heapr_lab.storage.files import read_json
 
 _CARD = """---
@@ -64,6 +66,14 @@ corpora that it was healed on.
 
 {mixture}
 
+## How good it is
+
+Both models in float32, by `benchmarks/real.py`: the first windows of {seq_len} tokens
+of each test split, and the same items of the paper's seven tasks; ± is one standard
+error.
+
+{tests}
+
 ## Expert load
 
 Share of the tokens that an expert gets, over its fair share, on the validation windows:
@@ -71,8 +81,10 @@ smallest {smallest}, largest {largest}, over all {n_layers} × {n_experts} exper
 """
 
 
-def card_text(folder: Path, mixture: dict[str, float], seq_len: int) -> str:
-    """The card of the files in `folder`, from its training.json.
+def write_card(folder: Path, mixture: dict[str, float], seq_len: int) -> None:
+    """Write the card of the files in `folder`, README.md, from its training.json.
+
+    What the tests say comes from the results of `benchmarks/real.py`, if there are any.
 
     Args:
         folder: it holds `delta.safetensors` and `training.json`.
@@ -83,7 +95,7 @@ def card_text(folder: Path, mixture: dict[str, float], seq_len: int) -> str:
     spec, layout = record["spec"], Layout.named(record["chosen"])
     healing = spec["healing"]
     size = (folder / "delta.safetensors").stat().st_size
-    return _CARD.format(
+    text = _CARD.format(
         **vars(layout),
         parameters=record["parameters"],
         routed=record["routed_parameters"] / record["parameters"],
@@ -105,7 +117,9 @@ def card_text(folder: Path, mixture: dict[str, float], seq_len: int) -> str:
         smallest=record["load"][0],
         largest=record["load"][1],
         n_layers=len(record["captured"]),
+        tests=_tests(paths.project_dir() / "benchmarks" / "results"),
     )
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _trials(record: dict[str, Any]) -> str:
@@ -128,6 +142,49 @@ def _stages(record: dict[str, Any]) -> str:
     stages = ("dense", "healed", "rounded", "settled")
     rows = [{"state": stage, **record[stage]} for stage in stages]
     return markdown(pd.DataFrame(rows))
+
+
+def _tests(results: Path) -> str:
+    """Both models, dense and carved, and their difference item by item."""
+    table, answers = results / "real.csv", results / "real_items.parquet"
+    if not table.is_file():
+        return "Not measured yet."
+    rows = pd.read_csv(table)
+    rows = rows[rows["method"].eq("dense")].set_index("model")
+    if not {"smollm2", "smolmoe"} <= set(rows.index):
+        return "Not measured yet."
+    shown = [
+        {
+            "model": model,
+            **{
+                corpus: f"{row[f'perplexity {corpus}']:.2f}"
+                for corpus in ("wikitext2", "ptb", "c4")
+            },
+            "accuracy": f"{row['accuracy']:.1%} ± {row['accuracy_stderr']:.1%}",
+            "windows": row["windows"],
+            "items of a task": row["items"],
+        }
+        for model, row in rows.loc[["smollm2", "smolmoe"]].iterrows()
+    ]
+    found = markdown(pd.DataFrame(shown))
+    return f"{found}\n\n{_difference(pd.read_parquet(answers))}"
+
+
+def _difference(answers: pd.DataFrame) -> str:
+    """How much the mean accuracy of the carved model differs, in a sentence."""
+    dense = answers[answers["method"].eq("dense")]
+    one, other = (
+        dense.loc[dense["model"].eq(name), ["task", "item", *METRICS]]
+        for name in ("smolmoe", "smollm2")
+    )
+    keys = ["task", "item"]
+    both = one[keys].merge(other[keys])
+    pair = task_difference(both.merge(one), both.merge(other)).set_index("task")
+    value, error = pair.loc[MEAN, ["value", "stderr"]]
+    return (
+        f"Mean accuracy of the carved model less the dense one's, item by item: "
+        f"{100 * value:+.1f} ± {100 * error:.1f} points."
+    )
 
 
 def _curve(values: list[float]) -> str:
