@@ -76,6 +76,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         benchmark.name: benchmark
         for benchmark in (
             Benchmark(
+                "real",
+                "real.py",
+                "What pruning costs pretrained models",
+                table=figures.real_table,
+            ),
+            Benchmark(
                 "cost",
                 "cost.py",
                 "What scoring costs",

@@ -20,8 +20,6 @@ from heapr_lab.figures.files import table_markdown
 from heapr_lab.pruning.savings import at_context
 
 SUMMARY_RATIOS = (0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.8)
-FRONT_RATIOS = (0.0, 0.2, 0.4, 0.6)
-"""Ratios shown in README.md; `figures/README.md` shows all."""
 
 
 def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
@@ -62,32 +60,21 @@ def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
 
 
 def front_blocks(
-    summary: pd.DataFrame, claims: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
+    claims: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
 ) -> dict[str, str]:
     """The blocks of README.md that contain numbers.
 
     Args:
-        summary: from `summary_table`.
         claims: from `claims.claims`.
         measured: rows of the benchmarks, from `benchmarks.measured_for`.
     """
     return {
         "numbers": _numbers(measured),
-        "summary": as_block(_front_summary(summary)),
+        "real": as_block(figures.real_front_table(measured["real"])),
         "claims": as_block(claims_by_corpus(claims)),
         "better": as_block(better_table(measured)),
         "methods": as_block(figures.best_methods_table(measured["methods"])),
-        "commands": as_block(figures.commands_table(measured["beyond"])),
     }
-
-
-def _front_summary(summary: pd.DataFrame) -> pd.DataFrame:
-    """Some ratios of the summary, with shares in per cent."""
-    rows = summary[summary["ratio"].isin(FRONT_RATIOS)].copy()
-    rows.insert(0, "removed", rows.pop("ratio").map("{:.0%}".format))
-    shares = rows.columns[rows.columns.str.contains("saved|accuracy")]
-    rows[shares] = rows[shares].map("{:.1%}".format)
-    return rows
 
 
 def better_table(measured: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
@@ -162,7 +149,13 @@ class Section:
 def sections(
     summary: pd.DataFrame, claims: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
 ) -> dict[str, Section]:
-    """Every section of `figures/README.md`; arguments as `front_blocks`."""
+    """Every section of `figures/README.md`.
+
+    Args:
+        summary: from `summary_table`.
+        claims: from `claims.claims`.
+        measured: rows of the benchmarks, from `benchmarks.measured_for`.
+    """
     holds = claims["holds"].map({True: "yes", False: "**no**"})
     checked = as_block(claims.assign(holds=holds))
     found = {

@@ -315,7 +315,8 @@ def _of_benchmarks(found: Findings) -> Iterator[Drawing]:
 def _fill_readmes(found: Findings) -> None:
     """Write the findings to README.md and figures/README.md."""
     parts = (found.summary, found.claims, found.benchmarks)
-    readme.fill_blocks(paths.project_dir() / "README.md", readme.front_blocks(*parts))
+    front = readme.front_blocks(found.claims, found.benchmarks)
+    readme.fill_blocks(paths.project_dir() / "README.md", front)
     readme.fill_sections(paths.figures_dir() / "README.md", readme.sections(*parts))
 
 

@@ -15,7 +15,6 @@ from heapr_lab.figures.atom import (
 )
 from heapr_lab.figures.beyond import (
     beyond_table,
-    commands_table,
     solves_table,
 )
 from heapr_lab.figures.bins import bins_data, figure_bins, plot_bins
@@ -98,6 +97,7 @@ from heapr_lab.figures.quantised import (
     quantised_data,
     quantised_table,
 )
+from heapr_lab.figures.real import real_front_table, real_table
 from heapr_lab.figures.scores import (
     plot_score_bins,
     plot_score_histogram,

@@ -37,35 +37,6 @@ def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values("removed", kind="stable", ignore_index=True)
 
 
-_COMMANDS = {
-    "heapr": "`--method paper`: HEAPr as published",
-    "compress": "`compress`",
-    "+ bias": "`--bias`: and an output bias for each expert",
-    "+ bias + distillation": "`--bias --distill 100`: and a little training",
-    "+ bias + distillation, 4 × text": "the same, `--distill-sequences 512`",
-}
-
-
-def commands_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """What each option of `heapr-lab prune` gains, over all models of `beyond_table`.
-
-    Δloss ÷ HEAPr's on the calibrated corpus (sum ÷ sum), the share of greedy
-    continuations before the first other token than the dense model's.
-    """
-    table = beyond_table(measured)
-    rows = []
-    for variant, command in _COMMANDS.items():
-        own = table[table["variant"].eq(variant)].set_index("removed")
-        row: dict[str, object] = {"`heapr-lab prune` with": command}
-        for removed in own.index:
-            loss = own.loc[removed, "Δloss pydocs [× HEAPr] ↓"]
-            row[f"Δloss at {removed} [× HEAPr] ↓"] = f"{loss:.2f}"
-        for removed in own.index:
-            row[f"same text at {removed} ↑"] = own.loc[removed, _UNTIL]
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
 def solves_table(measured: pd.DataFrame) -> pd.DataFrame:
     """Rows of `benchmarks/solves.py` for readers."""
     named = {

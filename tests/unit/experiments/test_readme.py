@@ -82,7 +82,7 @@ def test_the_wings_are_those_of_the_package() -> None:
 
 def test_the_numbers_in_front_are_the_committed_ones() -> None:
     """Summary, claims and benchmarks in README.md are made of the committed files."""
-    made = readme.front_blocks(*committed())
+    made = readme.front_blocks(*committed()[1:])
     if UPDATE:
         readme.fill_blocks(README, made)
     by_hand = {"n_families", "families"}

@@ -1,0 +1,357 @@
+"""What pruning costs a pretrained model: perplexity, and the paper's seven tasks.
+
+    python benchmarks/real.py [--models smolmoe,smollm2] [--only heapr,compress]
+        [--windows 16] [--items 100]
+
+Two models: `smolmoe`, which was carved from a published one, and `smollm2`, the
+published weights as one expert a layer. Each method is fitted to the same 32 windows of
+512 tokens of WikiText-2 (three also to other draws, and to C4), removes 20, 25, 40 or
+50 % of the atoms, and is measured on the first windows of the test splits of
+WikiText-2, PTB and C4, and on the same items of each task. `--windows 0` takes the
+whole splits.
+
+Written are `real_windows.parquet`, the loss of every state on every window;
+`real_items.parquet`, which items it answers rightly; and, made of both, `real.csv`: a
+row for each state, with paired differences to the dense model and to HEAPr at the same
+ratio. A state that the files have with as many windows and items is not measured again,
+and a stopped run goes on where it was.
+"""
+
+import argparse
+import dataclasses
+import functools
+import logging
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import RESULTS, write_results
+from benchmarks.machine import machine as this_machine
+from heapr_lab import methods
+from heapr_lab.errors import HeaprLabError
+from heapr_lab.evaluation.paired import paired_difference
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.evaluation.stored import stored_perplexity
+from heapr_lab.evaluation.task_items import task_items
+from heapr_lab.evaluation.task_summary import MEAN, task_difference, task_summary
+from heapr_lab.methods.collectors import Measurements
+from heapr_lab.models.loading import load_model, model_folder
+from heapr_lab.models.safetensors_headers import SINGLE
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.refinement.candidates import Candidate
+from heapr_lab.storage.files import checksum, replacing
+from heapr_lab.text.calibration import load_calibration, load_windows
+
+logger = logging.getLogger("real")
+
+SEQ_LEN, N_CALIBRATION = 512, 32
+CORPORA = ("wikitext2", "ptb", "c4")
+FITTED_TO = CORPORA[0]
+RATIOS = (0.25, 0.2, 0.4, 0.5)
+DENSE = "dense"
+ESTIMATORS = ("fisher", "shrunk", "heapr_total")
+"""Scores that are not methods of a paper."""
+ELIMINATION = "elimination + compensation"
+MAIN = ("heapr", ELIMINATION, "fisher")
+"""What is measured at every ratio; the others at 25 % alone."""
+OTHERS = (
+    "camera-p",
+    "heapr-l",
+    "shrunk",
+    "heapr_total",
+    "magnitude",
+    "random",
+    "reap",
+    "frequency",
+    "compress",
+)
+REPEATED = ("heapr", ELIMINATION)
+"""What is fitted to other draws and to C4 as well, at 25 %."""
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class State:
+    """A model, dense or pruned in one way."""
+
+    model: str
+    weights: str
+    """The beginning of the hash of the model's file."""
+    method: str = DENSE
+    ratio: float = 0.0
+    fitted_to: str = FITTED_TO
+    seed: int = 0
+
+    @property
+    def dense(self) -> "State":
+        """The model as it is."""
+        return State(self.model, self.weights)
+
+    @property
+    def reference(self) -> "State":
+        """HEAPr as published in the same setting."""
+        return dataclasses.replace(self, method="heapr")
+
+
+def states(model: str) -> Iterator[State]:
+    """All states of a model, those that matter most first."""
+    dense = State(model, checksum(model_folder(model) / SINGLE)[:12])
+    yield dense
+    pruned = functools.partial(dataclasses.replace, dense)
+    for ratio in RATIOS:
+        for method in MAIN:
+            yield pruned(method=method, ratio=ratio)
+        if ratio == RATIOS[0]:
+            for method in OTHERS:
+                yield pruned(method=method, ratio=ratio)
+    for method in REPEATED:
+        for seed in SEEDS[1:]:
+            yield pruned(method=method, ratio=RATIOS[0], seed=seed)
+        yield pruned(method=method, ratio=RATIOS[0], fitted_to="c4")
+
+
+class Pruner:
+    """One model, and what is measured of it on the calibration windows."""
+
+    def __init__(self, model: str) -> None:
+        self.model, self.tokenizer = load_model(model, device="cpu", stream=False)
+        self._measured: dict[tuple[str, int], Measurements] = {}
+
+    def measured(self, state: State) -> Measurements:
+        """The measurements on the windows of a state, which states share."""
+        key = state.fitted_to, state.seed
+        if key not in self._measured:
+            self._measured.clear()  # the sums of one draw are enough to hold
+            windows = load_calibration(
+                state.fitted_to,
+                self.tokenizer,
+                n_sequences=N_CALIBRATION,
+                seq_len=SEQ_LEN,
+                seed=state.seed,
+            )
+            self._measured[key] = Measurements(self.model, windows)
+        return self._measured[key]
+
+    def pruned(self, state: State) -> tuple[Any, dict[str, Any]]:
+        """The model of a state, and its size."""
+        if state.method == DENSE:
+            return self.model, _sizes(0.0, (1, 1))
+        if state.method not in (*ESTIMATORS, ELIMINATION):
+            return self._of_a_method(state)
+        measured, downs = self.measured(state), None
+        if state.method == ELIMINATION:
+            keep, made = measured.portfolio.made(
+                Candidate("elimination"), Selection(state.ratio), windows="all"
+            )
+            downs = None if made is None else made.downs
+        else:
+            selection = Selection(state.ratio, estimator=state.method)
+            keep = select(measured.table(), selection)
+        smaller = prune(self.model, keep, downs=downs)
+        return smaller, _sizes(
+            keep.achieved_ratio, (_count(self.model), _count(smaller))
+        )
+
+    def _of_a_method(self, state: State) -> tuple[Any, dict[str, Any]]:
+        """What a method of the registry makes."""
+        measured = self.measured(state)
+        fitted = methods.get(state.method).fit(
+            self.model,
+            measured.calibration,
+            ratio=state.ratio,
+            seed=state.seed,
+            shared=measured,
+        )
+        saved = fitted.savings(self.model).parameters
+        return fitted.materialise(self.model), _sizes(fitted.achieved_ratio, saved)
+
+
+def _sizes(ratio: float, parameters: tuple[int, int]) -> dict[str, Any]:
+    before, after = parameters
+    return {"achieved_ratio": ratio, "parameters_saved": 1 - after / before}
+
+
+def _count(model: Any) -> int:
+    """The parameters of a model, tied ones once."""
+    return sum(own.numel() for own in model.parameters())
+
+
+# --- measuring --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is measured of one state."""
+
+    windows: pd.DataFrame
+    """Columns corpus, window, nll [nats per token]."""
+    items: pd.DataFrame
+    """A frame of `task_items`."""
+    sizes: dict[str, Any]
+
+    def losses(self, corpus: str) -> list[float]:
+        """The loss on each window of a corpus."""
+        rows = self.windows[self.windows["corpus"].eq(corpus)]
+        return rows.sort_values("window")["nll"].tolist()
+
+    def suffices(self, options: argparse.Namespace) -> bool:
+        """Whether it has as many windows and items as are asked for."""
+        n_windows = self.windows.groupby("corpus").size().reindex(CORPORA).min()
+        n_items = self.items.groupby("task").size().min()
+        enough = options.windows and n_windows >= options.windows
+        return bool(enough and n_items >= options.items)
+
+
+def measured(pruner: Pruner, state: State, options: argparse.Namespace) -> Results:
+    """Losses and answers of a state; what is in the cache is not measured again."""
+    began = time.process_time()
+    model, sizes = pruner.pruned(state)
+    fitted = time.process_time()
+    parts = []
+    for corpus in CORPORA:
+        found = load_windows(corpus, pruner.tokenizer, seq_len=SEQ_LEN)
+        ids = found.ids[: options.windows or None]
+        losses = stored_perplexity(model, ids).windows
+        part = pd.DataFrame({"corpus": corpus, "nll": losses})
+        parts.append(part.rename_axis("window").reset_index())
+    read = time.process_time()
+    items = task_items(
+        model, pruner.tokenizer, n_items=options.items, seed=options.seed
+    )
+    sizes |= {
+        "seconds_fit": round(fitted - began, 1),
+        "seconds_text": round(read - fitted, 1),
+        "seconds_tasks": round(time.process_time() - read, 1),
+    }
+    return Results(pd.concat(parts, ignore_index=True), items, sizes)
+
+
+def row_of(state: State, found: dict[State, Results]) -> dict[str, Any]:
+    """The row of a state, with differences to the dense model and to HEAPr."""
+    own, dense = found[state], found[state.dense]
+    row: dict[str, Any] = {**vars(state), **own.sizes}
+    for corpus in CORPORA:
+        losses = own.losses(corpus)
+        others = dense.losses(corpus)[: len(losses)]
+        difference, error = paired_difference(losses[: len(others)], others)
+        row[f"perplexity {corpus}"] = math.exp(statistics.fmean(losses))
+        row[f"delta_nll {corpus}"], row[f"delta_nll_stderr {corpus}"] = (
+            difference,
+            error,
+        )
+    accuracies = task_summary(own.items).set_index("task")
+    for task in PAPER_TASKS:
+        row[f"accuracy {task}"] = accuracies.loc[task, "value"]
+    row |= _mean("accuracy", accuracies)
+    row |= _mean("against_dense", _difference(own, dense))
+    reference = found.get(state.reference)
+    if reference is not None and state.method not in (DENSE, "heapr"):
+        row |= _mean("against_heapr", _difference(own, reference))
+    row["windows"] = ", ".join(str(len(own.losses(corpus))) for corpus in CORPORA)
+    row["items"] = int(accuracies["n"].drop(MEAN).min())
+    return row
+
+
+def _difference(own: Results, other: Results) -> pd.DataFrame:
+    """The difference on the items that both have answered."""
+    keys = ["task", "item"]
+    both = own.items[keys].merge(other.items[keys])
+    pair = (both.merge(results.items) for results in (own, other))
+    return task_difference(*pair).set_index("task")
+
+
+def _mean(name: str, table: pd.DataFrame) -> dict[str, float]:
+    value, error = table.loc[MEAN, ["value", "stderr"]]
+    return {name: value, f"{name}_stderr": error}
+
+
+# --- files ------------------------------------------------------------------------
+
+
+def stored(folder: Path) -> dict[State, Results]:
+    """The states that were measured before."""
+    names = [field.name for field in dataclasses.fields(State)]
+    paths = [folder / f"real_{name}.parquet" for name in ("windows", "items", "sizes")]
+    if not all(path.exists() for path in paths):
+        return {}
+    parts = [dict(iter(pd.read_parquet(path).groupby(names))) for path in paths]
+    return {
+        State(*key): Results(
+            _without(parts[0][key], names),
+            _without(parts[1][key], names),
+            _without(parts[2][key], names).iloc[0].to_dict(),
+        )
+        for key in parts[0]
+    }
+
+
+def _without(frame: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    return frame.drop(columns=names).reset_index(drop=True)
+
+
+def write(found: dict[State, Results], folder: Path, seed: int) -> None:
+    """Write what was measured, and the table that is made of it."""
+    frames: dict[str, list[pd.DataFrame]] = {"windows": [], "items": [], "sizes": []}
+    for state, own in found.items():
+        parts = (own.windows, own.items, pd.DataFrame([own.sizes]))
+        for name, part in zip(frames, parts, strict=True):
+            frames[name].append(part.assign(**vars(state)))
+    for name, list_of in frames.items():
+        frame = pd.concat(list_of, ignore_index=True)
+        with replacing(folder / f"real_{name}.parquet") as temporary:
+            frame.to_parquet(temporary, compression="zstd")
+    details = {
+        "calibration": f"{N_CALIBRATION} windows of {SEQ_LEN} tokens",
+        "test windows": f"{SEQ_LEN} tokens each",
+        "seed of the items": seed,
+        "dtype": "float32",
+    }
+    rows = [row_of(state, found) for state in found]
+    write_results("real", rows, this_machine() | details, folder)
+
+
+def main() -> None:
+    """Measure the states one by one, and write the table after each."""
+    parser = argparse.ArgumentParser(description="Measure pretrained models.")
+    parser.add_argument("--models", default="smolmoe,smollm2")
+    parser.add_argument("--only", default="", help="methods, by default all")
+    parser.add_argument("--windows", type=int, default=16, help="0 for all")
+    parser.add_argument("--items", type=int, default=100, help="of each task")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of items")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    for name in options.models.split(","):
+        measure_model(name, options)
+
+
+def measure_model(name: str, options: argparse.Namespace) -> None:
+    """Measure the states of one model that are asked for and missing."""
+    only = [DENSE, *options.only.split(",")] if options.only else []
+    found, pruner = stored(options.out), None
+    for state in states(name):
+        done = state in found and found[state].suffices(options)
+        if done or (only and state.method not in only):
+            continue
+        pruner = pruner or Pruner(name)
+        try:
+            found[state] = measured(pruner, state, options)
+        except HeaprLabError as error:
+            logger.warning("%s: %s", state, error)
+            continue
+        write(found, options.out, options.seed)
+        logger.warning("%s", row_of(state, found))
+
+
+if __name__ == "__main__":
+    main()

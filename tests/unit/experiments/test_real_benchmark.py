@@ -1,0 +1,93 @@
+"""The table of pretrained models goes on where it was, and pairs what is the same."""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from benchmarks import real
+from benchmarks.real import CORPORA, Results, State
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+
+_DENSE = State("tiny", "abc")
+_HEAPR = State("tiny", "abc", "heapr", 0.25)
+_OTHER = State("tiny", "abc", "random", 0.25)
+
+
+def _results(
+    nll: float, right: int, *, n_windows: int = 3, n_items: int = 4
+) -> Results:
+    windows = pd.DataFrame(
+        [
+            {"corpus": corpus, "window": window, "nll": nll + window}
+            for corpus in CORPORA
+            for window in range(n_windows)
+        ]
+    )
+    items = pd.DataFrame(
+        [
+            {
+                "task": task,
+                "item": item,
+                "acc": float(item < right),
+                "acc_norm": float(item < right),
+                "p_right": 0.5,
+            }
+            for task in PAPER_TASKS
+            for item in range(n_items)
+        ]
+    )
+    return Results(windows, items, {"achieved_ratio": 0.25, "parameters_saved": 0.1})
+
+
+def _found() -> dict[State, Results]:
+    return {
+        _DENSE: _results(1.0, 3),
+        _HEAPR: _results(1.5, 2),
+        _OTHER: _results(2.5, 1),
+    }
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    """Every state with its windows, items and sizes."""
+    found = _found()
+    real.write(found, tmp_path, seed=0)
+    again = real.stored(tmp_path)
+    assert list(again) == sorted(found, key=lambda state: [*map(str, vars(state))])
+    for state, own in found.items():
+        pd.testing.assert_frame_equal(again[state].windows, own.windows)
+        pd.testing.assert_frame_equal(again[state].items, own.items)
+        assert again[state].sizes == own.sizes
+
+
+def test_differences_are_to_the_dense_model_and_to_heapr() -> None:
+    """Of losses window by window, and of answers item by item."""
+    row = real.row_of(_OTHER, _found())
+    assert row["delta_nll ptb"] == pytest.approx(1.5)
+    assert row["delta_nll_stderr ptb"] == pytest.approx(0)
+    assert row["accuracy"] == pytest.approx(1 / 4)
+    assert row["against_dense"] == pytest.approx(-2 / 4)
+    assert row["against_heapr"] == pytest.approx(-1 / 4)
+    assert "against_heapr" not in real.row_of(_HEAPR, _found())
+
+
+def test_states_with_more_items_are_paired_on_the_same() -> None:
+    """The dense model may have been asked more."""
+    found = _found() | {_DENSE: _results(1.0, 3, n_windows=5, n_items=9)}
+    row = real.row_of(_HEAPR, found)
+    assert row["against_dense"] == pytest.approx(-1 / 4)
+    assert row["delta_nll c4"] == pytest.approx(0.5)
+    assert row["items"] == 4
+
+
+@pytest.mark.parametrize(
+    ("windows", "items", "expected"),
+    [(3, 4, True), (4, 4, False), (3, 5, False), (0, 4, False)],
+)
+def test_a_state_is_measured_again_if_more_is_asked_for(
+    windows: int, items: int, expected: bool
+) -> None:
+    """Of windows or of items; all windows are counted by the cache alone."""
+    asked = argparse.Namespace(windows=windows, items=items)
+    assert _results(1.0, 3).suffices(asked) is expected

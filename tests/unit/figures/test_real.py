@@ -1,0 +1,64 @@
+"""The tables of pretrained models, in absolute numbers."""
+
+import math
+
+import pandas as pd
+
+from heapr_lab import figures
+
+
+def _row(method: str, ratio: float, **others: object) -> dict[str, object]:
+    accuracy = 0.5 - ratio / 10
+    return {
+        "model": "smolmoe",
+        "weights": "abc",
+        "method": method,
+        "ratio": ratio,
+        "fitted_to": "wikitext2",
+        "seed": 0,
+        "achieved_ratio": ratio,
+        "parameters_saved": ratio / 2,
+        "perplexity wikitext2": 20 + 100 * ratio,
+        "perplexity ptb": 50 + 100 * ratio,
+        "accuracy": accuracy,
+        "accuracy_stderr": 0.01,
+        "accuracy piqa": accuracy,
+        "against_heapr": math.nan if method == "dense" else 0.02,
+        "against_heapr_stderr": math.nan if method == "dense" else 0.005,
+        "windows": "16, 16, 16",
+        "items": 100,
+    } | others
+
+
+def test_every_state_has_its_numbers_with_their_errors() -> None:
+    """Shares of atoms and of parameters, and what the numbers are of."""
+    rows = pd.DataFrame([_row("fisher", 0.25), _row("dense", 0.0)])
+    table = figures.real_table(rows)
+    assert table["method"].tolist() == ["dense", "fisher"]
+    assert table["atoms removed"].tolist() == ["0.0%", "25.0%"]
+    assert table["parameters removed"].tolist() == ["0.0%", "12.5%"]
+    assert table["perplexity ptb ↓"].tolist() == ["50.00", "75.00"]
+    assert table["mean accuracy of seven ↑"].tolist() == [
+        "50.0% ± 1.0%",
+        "47.5% ± 1.0%",
+    ]
+    assert table["Δ to HEAPr ↑"].tolist() == ["–", "2.0% ± 0.5%"]
+    assert table["piqa ↑"].tolist() == ["50.0%", "47.5%"]
+    assert table["items of a task"].tolist() == [100, 100]
+
+
+def test_the_front_has_one_model_and_one_draw() -> None:
+    """Other draws, corpora and controls are in the whole table alone."""
+    rows = pd.DataFrame(
+        [
+            _row("dense", 0.0),
+            _row("heapr", 0.25),
+            _row("heapr", 0.25, seed=1),
+            _row("heapr", 0.25, fitted_to="c4"),
+            _row("random", 0.25),
+            _row("heapr", 0.25, model="smollm2"),
+        ]
+    )
+    front = figures.real_front_table(rows)
+    assert front["method"].tolist() == ["dense", "heapr"]
+    assert not {"model", "draw", "piqa ↑"} & set(front.columns)
