@@ -22,7 +22,6 @@ from heapr_lab.cli import (
     panel,
     plan,
     prune,
-    publish,
     reproduce,
     score,
     train,
@@ -85,7 +84,6 @@ app.command(epilog=options.SCORE_EXAMPLES)(score.score)
 app.command(epilog=options.PRUNE_EXAMPLES)(prune.prune)
 app.command(epilog=options.GGUF_EXAMPLES)(exports.export_gguf)
 app.command(epilog=options.CONVERT_EXAMPLES)(exports.convert)
-app.command(epilog=options.PUBLISH_EXAMPLES)(publish.publish)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
 app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)
 app.command(epilog=options.GENERATE_EXAMPLES)(generate.generate)

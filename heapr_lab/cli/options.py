@@ -52,11 +52,6 @@ Examples:
   heapr-lab convert portable --format heapr --out back
   heapr-lab convert pruned --quantise int4 --out pruned-int4
 """
-PUBLISH_EXAMPLES = """\b
-Examples:
-  heapr-lab publish pruned --repo me/my-moe-pruned --dry-run
-  heapr-lab publish pruned --repo me/my-moe-pruned
-"""
 EVALUATE_EXAMPLES = """\b
 Examples:
   heapr-lab evaluate lab --corpora pydocs,ptb

@@ -15,8 +15,8 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.workbench import budgets
 
 COMMANDS = (
-    "plan", "score", "prune", "export-gguf", "convert", "publish", "evaluate",
-    "compare", "generate", "figures", "reproduce", "train-lab-model",
+    "plan", "score", "prune", "export-gguf", "convert", "evaluate", "compare",
+    "generate", "figures", "reproduce", "train-lab-model",
 )  # fmt: skip
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
