@@ -62,7 +62,6 @@ _HOMES = {
     "plan": "workbench.plan",
     "prune": "pruning.surgery",
     "prune_in_rounds": "refinement.iterative",
-    "quantise_gguf": "checkpoints.gguf_quantise",
     "ratio_for_latency": "workbench.budgets",
     "ratio_for_loss": "workbench.budgets",
     "read_provenance": "storage.provenance",
@@ -70,7 +69,6 @@ _HOMES = {
     "run_tasks": "evaluation.harness",
     "save_pruned": "checkpoints.save",
     "select": "pruning.selection",
-    "write_gguf": "checkpoints.gguf",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 (a computed list of names)

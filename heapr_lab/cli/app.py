@@ -82,7 +82,6 @@ def _common(
 app.command(epilog=options.PLAN_EXAMPLES)(plan.plan)
 app.command(epilog=options.SCORE_EXAMPLES)(score.score)
 app.command(epilog=options.PRUNE_EXAMPLES)(prune.prune)
-app.command(epilog=options.GGUF_EXAMPLES)(exports.export_gguf)
 app.command(epilog=options.CONVERT_EXAMPLES)(exports.convert)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
 app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)

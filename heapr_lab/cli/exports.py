@@ -1,35 +1,12 @@
-"""`heapr-lab export-gguf`, `convert` and `provenance`: convert and describe files."""
+"""`heapr-lab convert` and `provenance`: convert and describe files."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from heapr_lab.cli import options, preflight
+from heapr_lab.cli import options
 from heapr_lab.cli.console import print_facts
-
-
-def export_gguf(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
-    out: Annotated[Path, typer.Option(help="The file to write.")],
-    quantise: options.GgufType = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Write a checkpoint as a GGUF file, for llama.cpp.
-
-    Structure `uniform`; of Nemotron-H also `per_layer`.
-    """
-    preflight.check_file(out)
-    from heapr_lab.checkpoints.gguf import write_gguf
-    from heapr_lab.checkpoints.gguf_quantise import write_quantised
-    from heapr_lab.progress import progress_bar
-
-    with progress_bar(f"writing {out.name}", "tensor") as bar:
-        if quantise is None:
-            write_gguf(folder, out, progress=bar)
-        else:
-            write_quantised(folder, out, quantise, progress=bar)
-    print_facts({"out": str(out), "bytes": out.stat().st_size}, as_json=as_json)
 
 
 def convert(

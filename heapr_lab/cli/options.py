@@ -38,13 +38,6 @@ Examples:
   heapr-lab prune lab --max-rise 0.02 --out at_most_two_per_cent
   heapr-lab prune lab --max-latency 0.8 --out a_fifth_faster
 """
-GGUF_EXAMPLES = """\b
-Examples:
-  heapr-lab prune ./my_moe --ratio 0.25 --structure uniform --multiple 64 --out pruned
-  heapr-lab export-gguf pruned --out pruned.gguf
-  heapr-lab export-gguf pruned --out pruned-q4_0.gguf --quantise q4_0
-  llama-cli -m pruned.gguf
-"""
 CONVERT_EXAMPLES = """\b
 Examples:
   heapr-lab prune ./my_moe --ratio 0.5 --out pruned
@@ -326,14 +319,6 @@ Quantised = Annotated[
         "--quantise",
         help="Round the weights of experts: int8, a scale for each row, or int4, one "
         "for 32 weights [default: as they are].",
-    ),
-]
-GgufType = Annotated[
-    str | None,
-    typer.Option(
-        "--quantise",
-        help="Type of the matrices: q8_0, q4_0 or q4_k, which needs widths in "
-        "multiples of 256 [default: the checkpoint's]; needs heapr-lab[llama].",
     ),
 ]
 CardCorpora = Annotated[

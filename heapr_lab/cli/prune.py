@@ -132,6 +132,7 @@ def prune(
         format=format,
         corpora=perplexity,
         seq_len=seq_len,
+        engine=engine,
         open_bench=functools.cache(lambda: open_bench(*opening)),
     )
     print_facts(request.run(in_words=not as_json), as_json=as_json)
@@ -161,6 +162,7 @@ class Request:
     format: str
     corpora: str | None
     seq_len: int | None
+    engine: str | None
     open_bench: "Callable[[], Workbench]"
 
     def __post_init__(self) -> None:
@@ -247,14 +249,18 @@ class Request:
 
         Raises:
             SpecError: a layer or a corpus cannot be used, --max-rise is given with a
-                mixture, or the format cannot carry the model.
+                mixture, the format cannot carry the model, or the engine computes
+                another one.
         """
         from heapr_lab.checkpoints.save import check_format
         from heapr_lab.models.folders import read_config, skeleton_of
+        from heapr_lab.pruning.engines import check_computed
         from heapr_lab.text.calibration import corpora_of
 
         corpus = self.setting.calibration.corpus
-        check_format(self.format, skeleton_of(read_config(source)))
+        config = read_config(source)
+        check_computed(self.engine, config)
+        check_format(self.format, skeleton_of(config))
         preflight.check_layers(source, self.setting.selection.exclude_layers)
         parts = corpora_of(corpus)
         if self.max_rise is not None and len(parts) > 1:

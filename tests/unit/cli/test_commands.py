@@ -15,7 +15,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.workbench import budgets
 
 COMMANDS = (
-    "plan", "score", "prune", "export-gguf", "convert", "evaluate", "compare",
+    "plan", "score", "prune", "convert", "evaluate", "compare",
     "generate", "figures", "reproduce", "train-lab-model",
 )  # fmt: skip
 N_ATOMS = 2 * 4 * 8
@@ -302,16 +302,6 @@ def test_what_is_wrong_is_refused_before_the_model_is_loaded(
         ("--ratio", 0.2, "--out", folder),
     ):
         refused("prune", folder / "moe", *wrong)
-
-
-def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) -> None:
-    """`export-gguf` writes what `prune --structure uniform` left; once."""
-    out, file = tmp_path / "pruned", tmp_path / "new" / "pruned.gguf"
-    chosen = ("--ratio", 0.5, "--structure", "uniform", "--multiple", 4)
-    prune(folder, *chosen, "--out", out)
-    facts = json.loads(run("export-gguf", out, "--out", file, "--json"))
-    assert facts == {"out": str(file), "bytes": file.stat().st_size}
-    assert "exists already" in refused("export-gguf", out, "--out", file)
 
 
 def test_score_with_elimination(folder: Path) -> None:
