@@ -12,21 +12,19 @@ from heapr_lab.cli.console import print_facts
 def convert(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
     out: Annotated[Path, typer.Option(help="A new folder.")],
-    format: options.Format = "heapr",
-    quantised: options.Quantised = None,
+    quantised: options.Quantised,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a pruned checkpoint again in another format, or with quantised experts.
+    """Write a pruned checkpoint again with quantised experts.
 
-    What is written is read again and compared bit for bit. Of a checkpoint that was
-    made elsewhere in the format less-is-moe, the mask is not known.
+    What is written is read again and compared bit for bit.
     """
     from heapr_lab.checkpoints.convert import convert as write
     from heapr_lab.checkpoints.folder import check_new
     from heapr_lab.models.sources import weights_bytes
 
     check_new(out)
-    write(folder, out, format=format, quantised=quantised)
+    write(folder, out, quantised=quantised)
     print_facts({"out": str(out), "bytes": weights_bytes(out)}, as_json=as_json)
 
 

@@ -41,8 +41,6 @@ Examples:
 CONVERT_EXAMPLES = """\b
 Examples:
   heapr-lab prune ./my_moe --ratio 0.5 --out pruned
-  heapr-lab convert pruned --format less-is-moe --out portable
-  heapr-lab convert portable --format heapr --out back
   heapr-lab convert pruned --quantise int4 --out pruned-int4
 """
 EVALUATE_EXAMPLES = """\b
@@ -306,19 +304,12 @@ PrunedOut = Annotated[
     Path | None,
     typer.Option(help="FILE.parquet for only the mask, else a checkpoint folder."),
 ]
-Format = Annotated[
+Quantised = Annotated[
     str,
     typer.Option(
-        help="Of the checkpoint: heapr, or less-is-moe, whose vLLM plugin serves "
-        "experts of any widths."
-    ),
-]
-Quantised = Annotated[
-    str | None,
-    typer.Option(
         "--quantise",
-        help="Round the weights of experts: int8, a scale for each row, or int4, one "
-        "for 32 weights [default: as they are].",
+        help="To what weights of experts are rounded: int8, a scale for each row, or "
+        "int4, one for 32 weights.",
     ),
 ]
 CardCorpora = Annotated[

@@ -60,7 +60,6 @@ def prune(
     protect_outliers: options.ProtectOutliers = 0.0,
     protect_unrouted: options.ProtectUnrouted = False,
     out: options.PrunedOut = None,
-    format: options.Format = "heapr",
     perplexity: options.CardCorpora = None,
     corpus: options.Corpus = "pydocs",
     own_text: options.OwnTextOrMethods = None,
@@ -129,7 +128,6 @@ def prune(
         importance=importance,
         rounds=rounds,
         out=out,
-        format=format,
         corpora=perplexity,
         seq_len=seq_len,
         engine=engine,
@@ -159,7 +157,6 @@ class Request:
     importance: Path | None
     rounds: int
     out: Path | None
-    format: str
     corpora: str | None
     seq_len: int | None
     engine: str | None
@@ -249,18 +246,14 @@ class Request:
 
         Raises:
             SpecError: a layer or a corpus cannot be used, --max-rise is given with a
-                mixture, the format cannot carry the model, or the engine computes
-                another one.
+                mixture, or the engine computes another model.
         """
-        from heapr_lab.checkpoints.save import check_format
-        from heapr_lab.models.folders import read_config, skeleton_of
+        from heapr_lab.models.folders import read_config
         from heapr_lab.pruning.engines import check_computed
         from heapr_lab.text.calibration import corpora_of
 
         corpus = self.setting.calibration.corpus
-        config = read_config(source)
-        check_computed(self.engine, config)
-        check_format(self.format, skeleton_of(config))
+        check_computed(self.engine, read_config(source))
         preflight.check_layers(source, self.setting.selection.exclude_layers)
         parts = corpora_of(corpus)
         if self.max_rise is not None and len(parts) > 1:
@@ -352,7 +345,6 @@ class Request:
         corpora: list[str],
     ) -> None:
         """Write the checkpoint; without compensation the model need not be loaded."""
-        from heapr_lab.checkpoints.save import HEAPR
         from heapr_lab.models.folders import has_tokenizer
         from heapr_lab.models.loading import LAB
         from heapr_lab.models.sources import is_dequantised, read_source
@@ -368,11 +360,10 @@ class Request:
             candidates=made.candidates,
         )
         with _reported() as report:
-            whole = self.format != HEAPR or is_dequantised(source)
-            if whole or made.compensation is not None or made.after:
+            if is_dequantised(source) or made.compensation is not None or made.after:
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
-                    corpora=corpora, format=self.format, report=report,
+                    corpora=corpora, report=report,
                 )  # fmt: skip
             else:
                 bench = self.open_bench() if corpora else None

@@ -26,7 +26,6 @@ from transformers.utils import logging
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.composed_files import COMPOSED
 from heapr_lab.models.folders import DEQUANTISED, build, quantisation, read_config
-from heapr_lab.models.less_is_moe import FORMAT, FlatConfig, FlatQuantizer
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
 from heapr_lab.models.safetensors_headers import TORCH, read_source
 from heapr_lab.models.streamed import Stream
@@ -83,7 +82,7 @@ def refuse_format(folder: Path | str, config: Any) -> None:
         SpecError: they are quantised in a format that is not dequantised.
     """
     kind = quantisation(config)
-    if kind not in (None, METHOD, FORMAT, COMPOSED, *DEQUANTISED):
+    if kind not in (None, METHOD, COMPOSED, *DEQUANTISED):
         raise SpecError(
             f"{folder} has weights in the format {kind!r}, expected none, "
             f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised"
@@ -109,8 +108,6 @@ def _quantizer(config: Any, folder: Path) -> Any:
     settings = dict(found if isinstance(found, dict) else found.to_dict())
     if kind == METHOD:
         quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
-    elif kind == FORMAT:
-        quantizer = FlatQuantizer(FlatConfig.from_dict(settings))
     else:
         settings |= {"dequantize": True}
         chosen = AutoQuantizationConfig.from_dict(settings)
