@@ -17,7 +17,6 @@ from heapr_lab.cli import (
     evaluate,
     exports,
     generate,
-    grid,
     options,
     panel,
     plan,
@@ -86,7 +85,6 @@ app.command(epilog=options.CONVERT_EXAMPLES)(exports.convert)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
 app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)
 app.command(epilog=options.GENERATE_EXAMPLES)(generate.generate)
-app.command(epilog=options.GRID_EXAMPLES)(grid.grid)
 app.command(epilog=options.FIGURES_EXAMPLES)(reproduce.figures)
 app.command(epilog=options.REPRODUCE_EXAMPLES)(reproduce.reproduce)
 app.command(epilog=options.TRAIN_EXAMPLES)(train.train_lab_model)

@@ -71,13 +71,6 @@ Examples:
   heapr-lab train-lab-model --out tiny --work tiny_work --steps 200 --seed 1
   heapr-lab train-lab-model --out more --work more_work --steps 500 --start-from tiny
 """
-GRID_EXAMPLES = """\b
-Examples:
-  heapr-lab grid runs.toml
-  heapr-lab grid runs.toml --count
-  heapr-lab grid runs.toml --task 3
-  heapr-lab grid runs.toml --merge --out runs.csv
-"""
 FIGURES_EXAMPLES = """\b
 Examples:
   heapr-lab figures
