@@ -32,7 +32,7 @@ ifneq ($(wildcard ../shared/data/zero_shot),)
 export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
 endif
 
-.PHONY: help install test lint types tests engines test-engines mutants reproduce publish lab docs clean
+.PHONY: help install test lint types tests engines test-engines reproduce publish lab docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -87,9 +87,6 @@ test-engines: $(ENGINES_STAMP) ## tests with vLLM, llama.cpp, torchao, and the l
 	PYTHONPATH=$(LOWEST) HEAPR_TRANSFORMERS=$(LOWEST_TRANSFORMERS) \
 		$(ENGINES)/python -m pytest -m engine tests/engines/test_transformers_range.py
 	PYTHONPATH=$(TORCHAO) $(ENGINES)/python -m pytest -m engine tests/engines/test_torchao.py
-
-mutants: $(STAMP) ## hours: which small wrong changes no test notices (MODULE=... for one file)
-	$(BIN)/python tests/mutation/run.py $(MODULE)
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")
