@@ -49,7 +49,6 @@ _HOMES = {
     "evaluate_perplexity": "evaluation.perplexity",
     "explore": "panel.panel",
     "fit_damage": "evaluation.loss_prediction",
-    "learn_mask": "refinement.learned_masks",
     "load_calibration": "text.calibration",
     "load_corpus": "text.corpora",
     "load_model": "models.loading",
