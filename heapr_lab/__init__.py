@@ -59,7 +59,6 @@ _HOMES = {
     "plan": "workbench.plan",
     "prune": "pruning.surgery",
     "prune_in_rounds": "refinement.iterative",
-    "ratio_for_latency": "workbench.budgets",
     "ratio_for_loss": "workbench.budgets",
     "read_provenance": "storage.provenance",
     "recover": "refinement.recovery",

@@ -36,7 +36,6 @@ Examples:
   heapr-lab prune lab --ratio 0.4 --method paper --out as_published
   heapr-lab prune lab --ratio 0.4 --distill 100 --out distilled
   heapr-lab prune lab --max-rise 0.02 --out at_most_two_per_cent
-  heapr-lab prune lab --max-latency 0.8 --out a_fifth_faster
 """
 CONVERT_EXAMPLES = """\b
 Examples:
@@ -192,13 +191,6 @@ MaxRise = Annotated[
     typer.Option(
         help="Instead of --ratio: prune as much as possible while perplexity, before "
         "compensation, rises by at most this share; 0.02 is 2 %."
-    ),
-]
-MaxLatency = Annotated[
-    float | None,
-    typer.Option(
-        help="Instead of --ratio: prune as little as possible so that decoding takes "
-        "at most this share of the dense model's time on this machine; 0.8 is 80 %."
     ),
 ]
 MethodName = Annotated[

@@ -38,7 +38,6 @@ def prune(
     model: options.Model,
     ratio: options.Ratio = None,
     max_rise: options.MaxRise = None,
-    max_latency: options.MaxLatency = None,
     importance: options.Importance = None,
     method: options.MethodName = "best",
     quick: options.Quick = False,
@@ -89,9 +88,7 @@ def prune(
     from heapr_lab.workbench.settings import Setting
 
     preset = find_method(method)
-    check_amount(
-        ratio, max_rise, max_latency, rounds=rounds, table_alone=importance is not None
-    )
+    check_amount(ratio, max_rise, rounds=rounds, table_alone=importance is not None)
     structure, multiple = widths_for(engine, structure, multiple)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
@@ -117,7 +114,6 @@ def prune(
         model=model,
         method=preset,
         max_rise=max_rise,
-        max_latency=max_latency,
         setting=Setting(selection, calibration),
         weights=weights,
         quick=quick,
@@ -143,7 +139,6 @@ class Request:
     model: str
     method: "Method"
     max_rise: float | None
-    max_latency: float | None
     setting: "Setting"
     """The ratio is 0 if it is searched for; the multiple is 1 if it is set later."""
     weights: str
@@ -323,16 +318,12 @@ class Request:
             SpecError: the search does not support the selection, or no ratio is fast
                 enough.
         """
-        from heapr_lab.workbench.budgets import ratio_for_latency, ratio_for_loss
+        from heapr_lab.workbench.budgets import ratio_for_loss
 
         if self.max_rise is not None:
             check_searchable(setting, option="--max-rise")
             corpus, rise = setting.calibration.corpus, self.max_rise
             return ratio_for_loss(self.open_bench(), setting, corpus, rise=rise)[0]
-        if self.max_latency is not None:
-            check_searchable(setting, option="--max-latency")
-            bench, share = self.open_bench(), self.max_latency
-            return ratio_for_latency(bench, setting, share=share)[0]
         return setting
 
     def _write(

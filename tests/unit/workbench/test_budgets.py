@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +14,15 @@ from heapr_lab.evaluation.latency import in_turns
 from heapr_lab.evaluation.perplexity import Perplexity
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.budgets import (
     decoding_rounds,
-    ratio_for_latency,
     ratio_for_loss,
+    share_of_decoding,
 )
 from heapr_lab.workbench.settings import Setting
 
 DENSE_NLL = 3.0
-LATENCY_FLOOR = 0.4
-"""Share of the dense time that the stand-in takes without any atoms."""
 
 
 @dataclass
@@ -34,7 +32,6 @@ class Bench:
     delta: Callable[[float], float] = lambda ratio: ratio**3
     model: nn.Module = field(default_factory=nn.Module)
     evaluated: list[float] = field(default_factory=list)
-    shapes: dict[int, tuple[int, int]] = field(default_factory=lambda: {0: (50, 100)})
 
     def test_windows(self, corpus: str) -> str:
         """The name of the corpus stands for its windows."""
@@ -45,14 +42,9 @@ class Bench:
         return CalibrationSet.from_ids(tiny_ids())
 
     def keep(self, setting: Setting) -> KeepMask:
-        """A mask of the first atoms of each expert."""
-        return KeepMask.from_arrays(
-            {
-                layer: setting.selection.ratio * n * width
-                <= np.arange(n * width).reshape(width, n).T
-                for layer, (n, width) in self.shapes.items()
-            }
-        )
+        """A mask without the first atoms of each of 50 experts of 100."""
+        atoms = np.arange(5000).reshape(100, 50).T
+        return KeepMask.from_arrays({0: setting.selection.ratio * 5000 <= atoms})
 
     def perplexity(self, keep: KeepMask | None, windows: str) -> Perplexity:
         """What the curve says; every pruned model asked for is written down."""
@@ -136,46 +128,12 @@ def tiny() -> nn.Module:
     return tiny_model("qwen2_moe").eval()
 
 
-def tiny_bench(tiny: nn.Module) -> Bench:
-    """The stand-in with a model that can be sliced."""
-    config: Any = tiny.config
-    size = config.num_experts, config.moe_intermediate_size
-    return Bench(
-        model=tiny, shapes=dict.fromkeys(range(config.num_hidden_layers), size)
-    )
-
-
-def straight(dense: nn.Module, pruned: nn.Module) -> list[list[float]]:
-    """Rounds that drift, in which time falls evenly with what is left."""
-    kept = 1 - pruned.heapr_keep.achieved_ratio
-    drift = (1.0, 3.0, 2.0)
-    share = LATENCY_FLOOR + (1 - LATENCY_FLOOR) * kept
-    return [list(drift), [share * seconds for seconds in drift]]
-
-
-def test_the_smallest_ratio_below_a_latency_is_found(tiny: nn.Module) -> None:
-    """What is returned was itself measured below the limit, with the sliced model."""
-    bench = tiny_bench(tiny)
-    setting, history = ratio_for_latency(
-        bench, Setting(0.0), share=0.7, measure=straight
-    )
-    chosen = history.set_index("ratio").loc[setting.selection.ratio]
-    assert chosen["share"] <= 0.7
-    # 0.4 + 0.6 · (1 − r) = 0.7 at r = ½, on a grid of whole atoms
-    n_atoms = bench.keep(Setting(0.0)).n_atoms
-    assert chosen["achieved_ratio"] == pytest.approx(0.5, abs=0.02 + 1 / n_atoms)
-    assert chosen["dense_ms"] == 2000
-    assert chosen["pruned_ms"] == pytest.approx(2000 * chosen["share"])
-
-
-def test_a_latency_that_cannot_be_had_is_an_error(tiny: nn.Module) -> None:
-    """The error says how far the highest ratio gets."""
-    with pytest.raises(SpecError, match=r"takes 0\.4.* of the dense time with 0\.95"):
-        ratio_for_latency(tiny_bench(tiny), Setting(0.0), share=0.3, measure=straight)
-    with pytest.raises(SpecError, match=r"share must be in \(0, 1\)"):
-        ratio_for_latency(tiny_bench(tiny), Setting(0.0), share=1.2)
+def test_prompts_are_calibration_windows(tiny: nn.Module) -> None:
+    """As many as there are."""
+    bench = Bench(model=tiny)
+    keep = bench.keep(Setting(0.5))
     with pytest.raises(SpecError, match="batch_size must be from 1 to 3"):
-        ratio_for_latency(tiny_bench(tiny), Setting(0.0), share=0.8, batch_size=4)
+        share_of_decoding(bench, keep, Calibration(), batch_size=4)
 
 
 def test_decoding_is_timed_for_both_models(tiny: nn.Module) -> None:
