@@ -620,7 +620,7 @@ def open_workbench(
 
     Args:
         name_or_path: as `load_model`.
-        profile: a name in `PROFILES`; by default that of the model's name, else `paper`.
+        profile: a name in `PROFILES`; by default the model's own, else `paper`.
         seq_len: tokens of a window, overriding the profile's.
         device: as `load_model`.
         dtype: as `load_model`.
