@@ -21,6 +21,8 @@ LOWEST := .engines/lowest
 LOWEST_TRANSFORMERS := 5.16.0
 # Apart, so that vLLM and transformers are tested without it.
 TORCHAO := .engines/torchao
+# Its source has llama.cpp, and that the converter.
+LLAMA := llama_cpp_python-0.3.36
 
 export HEAPR_CACHE_DIR ?= $(abspath data/cache)
 ifneq ($(wildcard ../shared/data/text),)
@@ -30,7 +32,7 @@ ifneq ($(wildcard ../shared/data/zero_shot),)
 export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
 endif
 
-.PHONY: help install test lint types tests engines test-engines mutants reproduce publish lab docs clean
+.PHONY: help install test lint types tests engines test-engines reproduce publish lab docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -60,7 +62,7 @@ tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (browser or gpu or slow or network or engine)"
 	$(BIN)/python -m pytest -m browser tests/browser
 
-engines: $(ENGINES_STAMP) ## make .engines, an environment of its own with vLLM for the CPU
+engines: $(ENGINES_STAMP) ## make .engines, an environment of its own with vLLM and llama.cpp for the CPU
 
 # torchvision, torchaudio and torchcodec do not fit the torch that vLLM brings with them,
 # and text models need none.
@@ -73,16 +75,18 @@ $(ENGINES_STAMP): pyproject.toml
 	$(ENGINES)/python -m pip install --upgrade --no-deps --target $(LOWEST) \
 		transformers==$(LOWEST_TRANSFORMERS) 'huggingface_hub<2'
 	$(ENGINES)/python -m pip install --upgrade --no-deps --target $(TORCHAO) torchao==0.18.0
+	$(ENGINES)/python -m pip download --no-deps --no-binary :all: --dest .engines \
+		$(subst _,-,$(subst -,==,$(LLAMA)))
+	tar xzf .engines/$(LLAMA).tar.gz -C .engines
+	$(ENGINES)/python -m pip install .engines/$(LLAMA).tar.gz sentencepiece
 	touch $@
 
-test-engines: $(ENGINES_STAMP) ## tests with vLLM, torchao, and the lowest transformers
-	$(ENGINES)/python -m pytest -m engine tests/engines
+test-engines: $(ENGINES_STAMP) ## tests with vLLM, llama.cpp, torchao, and the lowest transformers
+	HEAPR_LLAMA_CPP=.engines/$(LLAMA)/vendor/llama.cpp \
+		$(ENGINES)/python -m pytest -m engine tests/engines
 	PYTHONPATH=$(LOWEST) HEAPR_TRANSFORMERS=$(LOWEST_TRANSFORMERS) \
 		$(ENGINES)/python -m pytest -m engine tests/engines/test_transformers_range.py
 	PYTHONPATH=$(TORCHAO) $(ENGINES)/python -m pytest -m engine tests/engines/test_torchao.py
-
-mutants: $(STAMP) ## hours: which small wrong changes no test notices (MODULE=... for one file)
-	$(BIN)/python tests/mutation/run.py $(MODULE)
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")

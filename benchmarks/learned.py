@@ -1,10 +1,10 @@
-"""What training adds: learned masks compared with scores, and recovery after each.
+"""What training adds: pruned models by scores, and recovery after each.
 
     python benchmarks/learned.py [--model lab] [--corpus pydocs] [--ratios 0.4,0.6]
 
 Δloss in nats per token, on the test split of the corpus used for calibration and
-training, of the masks of two scores, of the mask learned from the ranks of the better
-score, and of each after a recovery run on the same calibration windows.
+training, of the masks of two scores, and of each after a recovery run on the same
+calibration windows.
 
 *Token passes* count how often the tokens of the calibration set went through a model,
 forward or backward: twice for a score. A row of a recovery run has the cost of that run
@@ -31,7 +31,6 @@ from heapr_lab.progress import progress_bar
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compensation import compensate
-from heapr_lab.refinement.learned_masks import learn_mask
 from heapr_lab.refinement.recovery import recover
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
@@ -45,7 +44,6 @@ _SCORE_PASSES = 2
 class Steps:
     """Lengths, batch size and learning rate of the training runs."""
 
-    learning: int
     recovery: int
     batch_size: int
     recovery_rate: float
@@ -62,36 +60,17 @@ class Made:
     """Forward and backward passes, in calibration sets."""
 
 
-def by_score(bench: Workbench, setting: Setting, _steps: Steps) -> Made:
+def by_score(bench: Workbench, setting: Setting) -> Made:
     """Sliced by the ranks of the setting's estimator."""
     keep = bench.keep(setting)
     return Made(prune(bench.model, keep), keep, _SCORE_PASSES)
 
 
-def by_compensation(bench: Workbench, setting: Setting, _steps: Steps) -> Made:
+def by_compensation(bench: Workbench, setting: Setting) -> Made:
     """Sliced by the ranks of the setting's estimator and compensated."""
     keep = bench.keep(setting)
     made = compensate(bench.model, keep, bench.calibration_set(setting.calibration))
     return Made(made, keep, _SCORE_PASSES + 1)
-
-
-def by_learning(bench: Workbench, setting: Setting, steps: Steps) -> Made:
-    """Sliced by a mask that was learned, from the ranks of the setting's estimator."""
-    windows = bench.calibration_set(setting.calibration)
-    with progress_bar(f"learning at {setting.ratio:g}", "step") as bar:
-        keep = learn_mask(
-            bench.model,
-            bench.table_of(setting),
-            windows,
-            ratio=setting.ratio,
-            estimator=setting.estimator,
-            n_steps=steps.learning,
-            batch_size=steps.batch_size,
-            progress=bar,
-        )
-    # Besides the steps, the dense model and the first and last mask are evaluated once.
-    passes = _SCORE_PASSES + 3 + _step_passes(steps.learning, steps, windows)
-    return Made(prune(bench.model, keep), keep, passes)
 
 
 def _step_passes(n_steps: int, steps: Steps, windows: CalibrationSet) -> float:
@@ -99,10 +78,9 @@ def _step_passes(n_steps: int, steps: Steps, windows: CalibrationSet) -> float:
     return 2 * n_steps * steps.batch_size / windows.n_sequences
 
 
-METHODS: dict[str, tuple[str, Callable[[Workbench, Setting, Steps], Made]]] = {
+METHODS: dict[str, tuple[str, Callable[[Workbench, Setting], Made]]] = {
     "heapr": ("heapr", by_score),
     "fisher": ("fisher", by_score),
-    "learned": ("fisher", by_learning),
     "shrunk, compensated": ("shrunk", by_compensation),
 }
 """For each method, the estimator and the function that makes the model."""
@@ -116,7 +94,7 @@ def measure(
     setting = Setting(ratio, estimator=estimator, calibration=corpus)
     windows = bench.calibration_set(setting.calibration)
     clocks = time.perf_counter(), time.process_time()
-    made = make(bench, setting, steps)
+    made = make(bench, setting)
     yield _row(bench, method, ratio, corpus, made, n_recovery=0, since=clocks)
     clocks = time.perf_counter(), time.process_time()
     with progress_bar(f"recovery of {method} at {ratio:g}", "step") as bar:
@@ -170,14 +148,12 @@ def main() -> None:
     parser.add_argument("--model", default=LAB)
     parser.add_argument("--corpus", default="pydocs")
     parser.add_argument("--ratios", default="0.4,0.6", help="with commas")
-    parser.add_argument("--learning-steps", type=int, default=100)
     parser.add_argument("--recovery-steps", type=int, default=40)
     parser.add_argument("--recovery-rate", type=float, default=1e-3)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--name", default="learned", help="of the files written")
     options = parser.parse_args()
     steps = Steps(
-        learning=options.learning_steps,
         recovery=options.recovery_steps,
         batch_size=options.batch_size,
         recovery_rate=options.recovery_rate,

@@ -21,9 +21,7 @@ All of it takes about 87 minutes on 2 cores: a model 14.5 minutes with the first
 and 7.2 with another one, measured with the lab model, which has a third of all fits.
 
 A method that refuses a model or ratio has a row with the reason. Rows are written when
-a method on a model is finished, so that a stopped run resumes where it was. The grid of
-`heapr_lab.experiments.grid` is not used: its tasks are settings of the panel, each with
-one perplexity, and tasks share statistics of atoms alone.
+a method on a model is finished, so that a stopped run resumes where it was.
 """
 
 import argparse

@@ -12,7 +12,6 @@ the same tokens:
 - `masked`: `masking`, which computes everything, so that no speedup is expected.
 - `sliced`: `prune`, run as suits the device.
 - `sliced_at_once`: the same model, all experts at once (`run_ragged`).
-- `grouped`: the same, in levels of equal widths (`group_experts`).
 
 Prefill is one forward without a cache, with logits of the last token of each sequence;
 decode is greedy, with a KV cache, without the forward pass over the prompt. Methods
@@ -31,7 +30,6 @@ dense and of the sliced model, and in decode the experts that each step needs.
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import logging
 import statistics
 import sys
@@ -54,7 +52,6 @@ from heapr_lab import KeepMask, masking, prune
 from heapr_lab.evaluation.latency import in_turns, seconds_of
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import describe, find_experts, run_ragged
-from heapr_lab.models.grouped_experts import GroupedExperts, group_experts
 from heapr_lab.models.ragged_experts import AT_ONCE
 
 logger = logging.getLogger("speed")
@@ -62,7 +59,7 @@ logger = logging.getLogger("speed")
 RATIOS = (0.0, 0.2, 0.4, 0.6)
 DENSE = ("grouped_mm", "eager")
 """Transformers' implementations that the dense model is measured with."""
-PRUNED = ("sliced", "sliced_at_once", "grouped")
+PRUNED = ("sliced", "sliced_at_once")
 """Methods that compute what is kept alone."""
 MULTIPLE = 8
 """Of which widths are multiples, as kernels need in bfloat16."""
@@ -193,11 +190,7 @@ def build_methods(model: Any, keeps: dict[float, KeepMask]) -> list[Method]:
     at_once = [
         dataclasses.replace(m, name="sliced_at_once", way=AT_ONCE) for m in sliced
     ]
-    grouped = [
-        Method(r, "grouped", group_experts(prune(model, keep)))
-        for r, keep in keeps.items()
-    ]
-    return dense + masked + sliced + at_once + grouped
+    return dense + masked + sliced + at_once
 
 
 # --- what is measured ---------------------------------------------------------------
@@ -216,13 +209,8 @@ def measure_seconds(
 
 
 def storage_bytes(model: Any) -> int:
-    """Bytes of the weights in memory; a storage shared by views counts once.
-
-    Those of `group_experts` are buffers.
-    """
-    grouped = [m.buffers() for m in model.modules() if isinstance(m, GroupedExperts)]
-    weights = itertools.chain(model.parameters(), *grouped)
-    storages = {p.untyped_storage().data_ptr(): p for p in weights}
+    """Bytes of the weights in memory; a storage shared by views counts once."""
+    storages = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
     return sum(p.untyped_storage().nbytes() for p in storages.values())
 
 

@@ -177,22 +177,6 @@ def measured_damage() -> pd.DataFrame:
     return pd.concat(rows, ignore_index=True)
 
 
-def measured_front() -> pd.DataFrame:
-    """Rows as `benchmarks/pareto.py` writes them; fisher's second is dominated."""
-    rows = [
-        ("heapr", 0.0, 0.2, 0.22, 0.03),
-        ("heapr", 1.0, 0.2, 0.26, 0.05),
-        ("fisher", 0.0, 0.2, 0.20, 0.02),
-        ("fisher", 1.0, 0.2, 0.21, 0.04),
-        ("fisher", 0.0, 0.4, 0.50, 0.04),
-    ]
-    names = ["estimator", "price", "ratio", "routed_flops_reduction", "delta_nll"]
-    frame = pd.DataFrame(rows, columns=names)
-    return frame.assign(
-        model="lab model", parameter_reduction=frame["ratio"], score=1.0
-    )
-
-
 def measured_quantised() -> pd.DataFrame:
     """Two models, of which rounding halves the bytes and adds 0.01 nats per token."""
     rows = [

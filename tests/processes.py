@@ -3,4 +3,4 @@
 import multiprocessing
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["heapr_lab.experiments.grid"])
+CONTEXT.set_forkserver_preload(["heapr_lab.workbench.workbench"])

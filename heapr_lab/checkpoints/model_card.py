@@ -64,15 +64,6 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 _OWN_RAGGED = f"""{_WIDTHS} transformers has no class for the architecture.
 {_WITH_HEAPR_LAB}"""
 
-_PORTABLE = f"""{_WIDTHS} The format is that of Less-is-MoE, version 1: vLLM serves it
-with that project's plugin (`VLLM_PLUGINS=less_is_moe_ragged`). In transformers, with
-heapr_lab:
-
-```python
-from heapr_lab import load_model
-model, tokenizer = load_model(folder)
-```"""
-
 _INTEGERS = """The weights of experts are integers ({kind}) with a scale for each group,
 dequantised one expert at a time."""
 
@@ -102,8 +93,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         tags=["mixture-of-experts", "pruning", "heapr"],
         pipeline_tag="image-text-to-text" if wrapped else "text-generation",
     )
-    use = _PORTABLE if "format" in manifest else _USE[stock, native]
-    use = use.replace("AutoModelForCausalLM", _class_of(manifest))
+    use = _USE[stock, native].replace("AutoModelForCausalLM", _class_of(manifest))
     if "quantised" in manifest:
         said = _INTEGERS.format(kind=manifest["quantised"])
         use = use.replace(_WIDTHS, f"{_WIDTHS} {said}")
@@ -143,9 +133,6 @@ def loading_code(folder: Path) -> str:
         SpecError: its configuration is.
     """
     manifest = read_json(folder / MANIFEST_FILE)
-    if "format" in manifest:
-        lines = ["from heapr_lab import load_model", ""]
-        return "\n".join([*lines, f'model, tokenizer = load_model("{folder}")'])
     name = _class_of(manifest)
     plain = _is_stock(manifest) and is_native(read_config(folder))
     lines = [] if plain else ["import heapr_lab"]

@@ -26,22 +26,8 @@ from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import quantised_as, sliced_experts
 from heapr_lab.models.folders import is_native, skeleton_of
-from heapr_lab.models.less_is_moe import (
-    ENTRY,
-    FORMAT,
-    PREFIX,
-    FlatConfig,
-    FlatQuantizer,
-    check_carried,
-    entry_of,
-)
 from heapr_lab.models.predicting import what_is_dropped, without_predicting
-from heapr_lab.models.ragged_experts import (
-    CODE_NAME,
-    HeaprConfig,
-    HeaprQuantizer,
-    finish,
-)
+from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer, finish
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.models.wrapped import what_is_pruned
 from heapr_lab.pruning.masks import KeepMask
@@ -51,9 +37,6 @@ from heapr_lab.storage.provenance import MANIFEST_FILE
 
 KEEP_FILE = "heapr_keep.parquet"
 MANIFEST_VERSION = 1
-HEAPR = "heapr"
-"""The format of this package: stock files where all widths are equal."""
-FORMATS = (HEAPR, FORMAT)
 
 
 def save_pruned(
@@ -65,7 +48,6 @@ def save_pruned(
     source: Path | None = None,
     facts: Mapping[str, Any] | None = None,
     max_shard_size: str = "5GB",
-    format: str = HEAPR,
     check: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write a model of `prune` with tokenizer, mask, manifest and card.
@@ -86,7 +68,6 @@ def save_pruned(
             they were changed besides slicing; by default as `compensate` recorded).
         max_shard_size: largest size of a safetensors file; a streamed model has a file
             for each layer.
-        format: `heapr`, or `less-is-moe`, whose widths may all differ, too.
         check: called with the folder when it can be loaded, before it has its name; it
             returns further facts. If it raises, nothing is left.
 
@@ -96,15 +77,13 @@ def save_pruned(
     Raises:
         SpecError: `model` was not made by `prune`; `folder` is not empty, is not
             writable or is being written by another process; or the family's
-            configuration cannot express a uniform mask; or there is no such format, or
-            it cannot carry the model.
+            configuration cannot express a uniform mask.
         CacheError: the files changed while they were written.
 
     Example:
         >>> save_pruned(prune(model, keep), "pruned")  # doctest: +SKIP
     """
     keep = _mask_of(model)
-    check_format(format, model)
     base = base or model.config._name_or_path
     changed = getattr(model, "heapr_weights", None)
     stream = stream_of(model)
@@ -115,10 +94,11 @@ def save_pruned(
         )
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     with new_folder(Path(folder)) as partial:
-        written = checkpoint_of(model, keep, format)
-        facts |= written_as(model, format)
+        written = checkpoint_of(model, keep)
+        kind = quantised_as(model)
+        facts |= {} if kind is None else {"quantised": kind}
         facts |= padded_by(getattr(written, "heapr_zero_atoms", 0))
-        write_weights(written, partial, max_shard_size, format=format)
+        write_weights(written, partial, max_shard_size)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
         facts |= what_is_dropped(_dense_skeleton(model), base)
         facts |= other_parts(model, partial, base=base)
@@ -173,53 +153,24 @@ def structure_of(keep: KeepMask) -> str:
     return found if found in STRUCTURES else "ragged"
 
 
-def check_format(format: str, model: Any) -> None:
-    """Check that a model, dense or pruned, can be written in a format.
-
-    Raises:
-        SpecError: there is no such format, or it cannot carry the model.
-    """
-    if format not in FORMATS:
-        raise SpecError(f"format is {format!r}, expected one of {', '.join(FORMATS)}")
-    if format != HEAPR:
-        check_carried(model)
-
-
-def write_weights(
-    model: Any, folder: Path, max_shard_size: str = "5GB", *, format: str
-) -> None:
+def write_weights(model: Any, folder: Path, max_shard_size: str = "5GB") -> None:
     """Write weights and config.json of what `checkpoint_of` or `attach` prepared."""
     without_predicting(model.config)
     if stream_of(model) is None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
         save_streamed(model, folder)
-    if format != HEAPR:
-        _describe_widths(folder, sliced_experts(model))
 
 
-def _describe_widths(folder: Path, experts: Mapping[str, Any]) -> None:
-    """Give the config.json of a finished folder the form of Less-is-MoE."""
-    path = folder / "config.json"
-    config = files.read_json(path)
-    config.pop("quantization_config")
-    config.pop("auto_map", None)
-    (folder / f"{CODE_NAME}.py").unlink(missing_ok=True)
-    config["architectures"] = [PREFIX + name for name in config["architectures"]]
-    widths = {name: module.heapr_widths for name, module in experts.items()}
-    files.write_json(path, {**config, ENTRY: entry_of(widths)})
-
-
-def checkpoint_of(model: Any, keep: KeepMask, format: str = HEAPR) -> Any:
+def checkpoint_of(model: Any, keep: KeepMask) -> Any:
     """`model`, ready for `save_pretrained`: stock if uniform, else with `attach`."""
-    stock = format == HEAPR and quantised_as(model) is None
-    if stock and structure_of(keep) == "uniform":
+    if quantised_as(model) is None and structure_of(keep) == "uniform":
         return stock_model(model, uniform_width(keep, model.dtype))
-    attach(model, structure_of(keep), format)
+    attach(model, structure_of(keep))
     return model
 
 
-def attach(model: Any, structure: str, format: str = HEAPR) -> None:
+def attach(model: Any, structure: str) -> None:
     """Make transformers save the ragged experts of `model` in the form it loads.
 
     A model that was loaded in this format is saved as it was.
@@ -228,12 +179,8 @@ def attach(model: Any, structure: str, format: str = HEAPR) -> None:
     widths = {name: module.heapr_widths for name, module in experts.items()}
     biased = any(module.has_added_bias for module in experts.values())
     kind = quantised_as(model)
-    quantizer = (
-        HeaprQuantizer(
-            HeaprConfig(widths, output_bias=biased, quantised=kind, structure=structure)
-        )
-        if format == HEAPR
-        else FlatQuantizer(FlatConfig(widths=widths))
+    quantizer = HeaprQuantizer(
+        HeaprConfig(widths, output_bias=biased, quantised=kind, structure=structure)
     )
     loaded = getattr(model, "hf_quantizer", None)
     if type(loaded) is type(quantizer) and _agree(loaded, quantizer):
@@ -249,13 +196,6 @@ def attach(model: Any, structure: str, format: str = HEAPR) -> None:
     model.config.quantization_config = quantizer.quantization_config
     model._weight_conversions = quantizer.update_weight_conversions(family, model)
     finish(model)
-
-
-def written_as(model: Any, format: str) -> dict[str, str]:
-    """What the manifest says of a format that is not this package's usual one."""
-    kind = quantised_as(model)
-    facts = {} if format == HEAPR else {"format": format}
-    return facts if kind is None else facts | {"quantised": kind}
 
 
 def padded_by(n_zero: int) -> dict[str, str]:

@@ -17,12 +17,10 @@ from heapr_lab.cli import (
     evaluate,
     exports,
     generate,
-    grid,
     options,
     panel,
     plan,
     prune,
-    publish,
     reproduce,
     score,
     train,
@@ -83,13 +81,10 @@ def _common(
 app.command(epilog=options.PLAN_EXAMPLES)(plan.plan)
 app.command(epilog=options.SCORE_EXAMPLES)(score.score)
 app.command(epilog=options.PRUNE_EXAMPLES)(prune.prune)
-app.command(epilog=options.GGUF_EXAMPLES)(exports.export_gguf)
 app.command(epilog=options.CONVERT_EXAMPLES)(exports.convert)
-app.command(epilog=options.PUBLISH_EXAMPLES)(publish.publish)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
 app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)
 app.command(epilog=options.GENERATE_EXAMPLES)(generate.generate)
-app.command(epilog=options.GRID_EXAMPLES)(grid.grid)
 app.command(epilog=options.FIGURES_EXAMPLES)(reproduce.figures)
 app.command(epilog=options.REPRODUCE_EXAMPLES)(reproduce.reproduce)
 app.command(epilog=options.TRAIN_EXAMPLES)(train.train_lab_model)

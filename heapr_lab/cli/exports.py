@@ -1,55 +1,30 @@
-"""`heapr-lab export-gguf`, `convert` and `provenance`: convert and describe files."""
+"""`heapr-lab convert` and `provenance`: convert and describe files."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from heapr_lab.cli import options, preflight
+from heapr_lab.cli import options
 from heapr_lab.cli.console import print_facts
-
-
-def export_gguf(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
-    out: Annotated[Path, typer.Option(help="The file to write.")],
-    quantise: options.GgufType = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Write a checkpoint as a GGUF file, for llama.cpp.
-
-    Structure `uniform`; of Nemotron-H also `per_layer`.
-    """
-    preflight.check_file(out)
-    from heapr_lab.checkpoints.gguf import write_gguf
-    from heapr_lab.checkpoints.gguf_quantise import write_quantised
-    from heapr_lab.progress import progress_bar
-
-    with progress_bar(f"writing {out.name}", "tensor") as bar:
-        if quantise is None:
-            write_gguf(folder, out, progress=bar)
-        else:
-            write_quantised(folder, out, quantise, progress=bar)
-    print_facts({"out": str(out), "bytes": out.stat().st_size}, as_json=as_json)
 
 
 def convert(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
     out: Annotated[Path, typer.Option(help="A new folder.")],
-    format: options.Format = "heapr",
-    quantised: options.Quantised = None,
+    quantised: options.Quantised,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a pruned checkpoint again in another format, or with quantised experts.
+    """Write a pruned checkpoint again with quantised experts.
 
-    What is written is read again and compared bit for bit. Of a checkpoint that was
-    made elsewhere in the format less-is-moe, the mask is not known.
+    What is written is read again and compared bit for bit.
     """
     from heapr_lab.checkpoints.convert import convert as write
     from heapr_lab.checkpoints.folder import check_new
     from heapr_lab.models.sources import weights_bytes
 
     check_new(out)
-    write(folder, out, format=format, quantised=quantised)
+    write(folder, out, quantised=quantised)
     print_facts({"out": str(out), "bytes": weights_bytes(out)}, as_json=as_json)
 
 

@@ -26,9 +26,7 @@ _NUMBER = re.compile(r"\(os error (\d+)\)")
 _CACHED = "measurements are kept, and the same command continues from there"
 _SAVED = "the same command continues from the last saved state"
 _RESUMED = {
-    **dict.fromkeys(
-        ["compare", "evaluate", "figures", "grid", "prune", "reproduce"], _CACHED
-    ),
+    **dict.fromkeys(["compare", "evaluate", "figures", "prune", "reproduce"], _CACHED),
     **dict.fromkeys(["score", "train-lab-model"], _SAVED),
 }
 """What remains of an interrupted command; other commands leave nothing behind."""

@@ -37,26 +37,11 @@ Examples:
   heapr-lab prune lab --ratio 0.4 --method paper --out as_published
   heapr-lab prune lab --ratio 0.4 --distill 100 --out distilled
   heapr-lab prune lab --max-rise 0.02 --out at_most_two_per_cent
-  heapr-lab prune lab --max-latency 0.8 --out a_fifth_faster
-"""
-GGUF_EXAMPLES = """\b
-Examples:
-  heapr-lab prune ./my_moe --ratio 0.25 --structure uniform --multiple 64 --out pruned
-  heapr-lab export-gguf pruned --out pruned.gguf
-  heapr-lab export-gguf pruned --out pruned-q4_0.gguf --quantise q4_0
-  llama-cli -m pruned.gguf
 """
 CONVERT_EXAMPLES = """\b
 Examples:
   heapr-lab prune ./my_moe --ratio 0.5 --out pruned
-  heapr-lab convert pruned --format less-is-moe --out portable
-  heapr-lab convert portable --format heapr --out back
   heapr-lab convert pruned --quantise int4 --out pruned-int4
-"""
-PUBLISH_EXAMPLES = """\b
-Examples:
-  heapr-lab publish pruned --repo me/my-moe-pruned --dry-run
-  heapr-lab publish pruned --repo me/my-moe-pruned
 """
 EVALUATE_EXAMPLES = """\b
 Examples:
@@ -85,13 +70,6 @@ Examples:
   heapr-lab train-lab-model --recipe wide
   heapr-lab train-lab-model --out tiny --work tiny_work --steps 200 --seed 1
   heapr-lab train-lab-model --out more --work more_work --steps 500 --start-from tiny
-"""
-GRID_EXAMPLES = """\b
-Examples:
-  heapr-lab grid runs.toml
-  heapr-lab grid runs.toml --count
-  heapr-lab grid runs.toml --task 3
-  heapr-lab grid runs.toml --merge --out runs.csv
 """
 FIGURES_EXAMPLES = """\b
 Examples:
@@ -238,13 +216,6 @@ MaxRise = Annotated[
         "compensation, rises by at most this share; 0.02 is 2 %."
     ),
 ]
-MaxLatency = Annotated[
-    float | None,
-    typer.Option(
-        help="Instead of --ratio: prune as little as possible so that decoding takes "
-        "at most this share of the dense model's time on this machine; 0.8 is 80 %."
-    ),
-]
 MethodName = Annotated[
     str,
     typer.Option(
@@ -341,27 +312,12 @@ PrunedOut = Annotated[
     Path | None,
     typer.Option(help="FILE.parquet for only the mask, else a checkpoint folder."),
 ]
-Format = Annotated[
+Quantised = Annotated[
     str,
     typer.Option(
-        help="Of the checkpoint: heapr, or less-is-moe, whose vLLM plugin serves "
-        "experts of any widths."
-    ),
-]
-Quantised = Annotated[
-    str | None,
-    typer.Option(
         "--quantise",
-        help="Round the weights of experts: int8, a scale for each row, or int4, one "
-        "for 32 weights [default: as they are].",
-    ),
-]
-GgufType = Annotated[
-    str | None,
-    typer.Option(
-        "--quantise",
-        help="Type of the matrices: q8_0, q4_0 or q4_k, which needs widths in "
-        "multiples of 256 [default: the checkpoint's]; needs heapr-lab[llama].",
+        help="To what weights of experts are rounded: int8, a scale for each row, or "
+        "int4, one for 32 weights.",
     ),
 ]
 CardCorpora = Annotated[

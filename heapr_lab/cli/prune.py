@@ -38,7 +38,6 @@ def prune(
     model: options.Model,
     ratio: options.Ratio = None,
     max_rise: options.MaxRise = None,
-    max_latency: options.MaxLatency = None,
     importance: options.Importance = None,
     method: options.MethodName = "best",
     quick: options.Quick = False,
@@ -60,7 +59,6 @@ def prune(
     protect_outliers: options.ProtectOutliers = 0.0,
     protect_unrouted: options.ProtectUnrouted = False,
     out: options.PrunedOut = None,
-    format: options.Format = "heapr",
     perplexity: options.CardCorpora = None,
     corpus: options.Corpus = "pydocs",
     own_text: options.OwnTextOrMethods = None,
@@ -90,9 +88,7 @@ def prune(
     from heapr_lab.workbench.settings import Setting
 
     preset = find_method(method)
-    check_amount(
-        ratio, max_rise, max_latency, rounds=rounds, table_alone=importance is not None
-    )
+    check_amount(ratio, max_rise, rounds=rounds, table_alone=importance is not None)
     structure, multiple = widths_for(engine, structure, multiple)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
@@ -118,7 +114,6 @@ def prune(
         model=model,
         method=preset,
         max_rise=max_rise,
-        max_latency=max_latency,
         setting=Setting(selection, calibration),
         weights=weights,
         quick=quick,
@@ -129,9 +124,9 @@ def prune(
         importance=importance,
         rounds=rounds,
         out=out,
-        format=format,
         corpora=perplexity,
         seq_len=seq_len,
+        engine=engine,
         open_bench=functools.cache(lambda: open_bench(*opening)),
     )
     print_facts(request.run(in_words=not as_json), as_json=as_json)
@@ -144,7 +139,6 @@ class Request:
     model: str
     method: "Method"
     max_rise: float | None
-    max_latency: float | None
     setting: "Setting"
     """The ratio is 0 if it is searched for; the multiple is 1 if it is set later."""
     weights: str
@@ -158,9 +152,9 @@ class Request:
     importance: Path | None
     rounds: int
     out: Path | None
-    format: str
     corpora: str | None
     seq_len: int | None
+    engine: str | None
     open_bench: "Callable[[], Workbench]"
 
     def __post_init__(self) -> None:
@@ -247,14 +241,14 @@ class Request:
 
         Raises:
             SpecError: a layer or a corpus cannot be used, --max-rise is given with a
-                mixture, or the format cannot carry the model.
+                mixture, or the engine computes another model.
         """
-        from heapr_lab.checkpoints.save import check_format
-        from heapr_lab.models.folders import read_config, skeleton_of
+        from heapr_lab.models.folders import read_config
+        from heapr_lab.pruning.engines import check_computed
         from heapr_lab.text.calibration import corpora_of
 
         corpus = self.setting.calibration.corpus
-        check_format(self.format, skeleton_of(read_config(source)))
+        check_computed(self.engine, read_config(source))
         preflight.check_layers(source, self.setting.selection.exclude_layers)
         parts = corpora_of(corpus)
         if self.max_rise is not None and len(parts) > 1:
@@ -324,16 +318,12 @@ class Request:
             SpecError: the search does not support the selection, or no ratio is fast
                 enough.
         """
-        from heapr_lab.workbench.budgets import ratio_for_latency, ratio_for_loss
+        from heapr_lab.workbench.budgets import ratio_for_loss
 
         if self.max_rise is not None:
             check_searchable(setting, option="--max-rise")
             corpus, rise = setting.calibration.corpus, self.max_rise
             return ratio_for_loss(self.open_bench(), setting, corpus, rise=rise)[0]
-        if self.max_latency is not None:
-            check_searchable(setting, option="--max-latency")
-            bench, share = self.open_bench(), self.max_latency
-            return ratio_for_latency(bench, setting, share=share)[0]
         return setting
 
     def _write(
@@ -346,7 +336,6 @@ class Request:
         corpora: list[str],
     ) -> None:
         """Write the checkpoint; without compensation the model need not be loaded."""
-        from heapr_lab.checkpoints.save import HEAPR
         from heapr_lab.models.folders import has_tokenizer
         from heapr_lab.models.named import LAB
         from heapr_lab.models.sources import is_dequantised, read_source
@@ -362,11 +351,10 @@ class Request:
             candidates=made.candidates,
         )
         with _reported() as report:
-            whole = self.format != HEAPR or is_dequantised(source)
-            if whole or made.compensation is not None or made.after:
+            if is_dequantised(source) or made.compensation is not None or made.after:
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
-                    corpora=corpora, format=self.format, report=report,
+                    corpora=corpora, report=report,
                 )  # fmt: skip
             else:
                 bench = self.open_bench() if corpora else None

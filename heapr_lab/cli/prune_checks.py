@@ -15,7 +15,7 @@ _SEARCHED = ("estimator", "scope", "granularity", "structure", "multiple")
 
 
 def check_amount(
-    ratio: float | None, *limits: float | None, rounds: int, table_alone: bool
+    ratio: float | None, max_rise: float | None, *, rounds: int, table_alone: bool
 ) -> None:
     """Make sure that the amount to prune is given once, and can be determined.
 
@@ -23,16 +23,13 @@ def check_amount(
         SpecError: it is given twice or not at all, or depends on a model that is not
             run where there is a table alone.
     """
-    if table_alone and (rounds > 1 or any(limit is not None for limit in limits)):
-        raise SpecError(
-            "--rounds, --max-rise and --max-latency run the model: leave --importance "
-            "out"
-        )
-    given = sum(value is not None for value in (ratio, *limits))
+    if table_alone and (rounds > 1 or max_rise is not None):
+        raise SpecError("--rounds and --max-rise run the model: leave --importance out")
+    given = sum(value is not None for value in (ratio, max_rise))
     if given != 1:
         raise SpecError(
-            f"the amount to prune is given {given} times, expected once: give --ratio, "
-            "--max-rise or --max-latency"
+            f"the amount to prune is given {given} times, expected once: give --ratio "
+            "or --max-rise"
         )
 
 

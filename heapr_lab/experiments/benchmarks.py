@@ -204,16 +204,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 of_one_model=True,
             ),
             Benchmark(
-                "pareto",
-                "pareto.py",
-                "Two budgets at once",
-                table=figures.pareto_table,
-                data=figures.pareto_data,
-                figure=figures.figure_pareto,
-                stem="12_pareto",
-                of_one_model=True,
-            ),
-            Benchmark(
                 "quantised",
                 "quantised.py",
                 "Pruned, quantised, or both",

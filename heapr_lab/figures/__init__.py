@@ -71,12 +71,6 @@ from heapr_lab.figures.methods import (
     rankings_table,
 )
 from heapr_lab.figures.paper import paper_label, paper_table
-from heapr_lab.figures.pareto import (
-    figure_pareto,
-    pareto_data,
-    pareto_table,
-    plot_pareto,
-)
 from heapr_lab.figures.quality import (
     accuracy_table,
     figure_models,

@@ -29,7 +29,6 @@ from heapr_lab.figures import (
     layers,
     mask_diff,
     methods,
-    pareto,
     quality,
     quantised,
     scores,
@@ -108,9 +107,6 @@ KINDS: Mapping[str, Kind] = {
         quality.plot_models,
         quality.figure_models,
         panel=("model", "test"),
-    ),
-    "pareto": Kind(
-        pareto.pareto_data, pareto.plot_pareto, pareto.figure_pareto, panel=("ratio",)
     ),
     "quality": Kind(
         quality.quality_data,

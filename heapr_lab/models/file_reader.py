@@ -6,6 +6,7 @@ that `from_pretrained` would give it, or none.
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from transformers.utils import logging
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.composed_files import COMPOSED
 from heapr_lab.models.folders import DEQUANTISED, build, quantisation, read_config
-from heapr_lab.models.less_is_moe import FORMAT, FlatConfig, FlatQuantizer
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
-from heapr_lab.models.read_ahead import ReadAhead
 from heapr_lab.models.safetensors_headers import TORCH, read_source
 from heapr_lab.models.streamed import Stream
 from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
+
+_ADVICE = 2**20
+"""Bytes: of more at once the system reads only the first."""
 
 
 def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
@@ -80,7 +82,7 @@ def refuse_format(folder: Path | str, config: Any) -> None:
         SpecError: they are quantised in a format that is not dequantised.
     """
     kind = quantisation(config)
-    if kind not in (None, METHOD, FORMAT, COMPOSED, *DEQUANTISED):
+    if kind not in (None, METHOD, COMPOSED, *DEQUANTISED):
         raise SpecError(
             f"{folder} has weights in the format {kind!r}, expected none, "
             f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised"
@@ -106,8 +108,6 @@ def _quantizer(config: Any, folder: Path) -> Any:
     settings = dict(found if isinstance(found, dict) else found.to_dict())
     if kind == METHOD:
         quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
-    elif kind == FORMAT:
-        quantizer = FlatQuantizer(FlatConfig.from_dict(settings))
     else:
         settings |= {"dequantize": True}
         chosen = AutoQuantizationConfig.from_dict(settings)
@@ -183,7 +183,6 @@ class FileReader:
             if found.parameter in known:  # not of layers that predict further tokens
                 self._tensors.setdefault(found.parameter, []).append(found)
         self._quantizer = quantizer
-        self._ahead = ReadAhead()
 
     @property
     def dequantises(self) -> bool:
@@ -221,8 +220,18 @@ class FileReader:
         self._read(names)
 
     def prepare(self, names: Collection[str]) -> None:
-        """Have the system read them ahead."""
-        self._ahead.begin(self.tensors_of(names))
+        """Have the system read them ahead, if it takes advice.
+
+        A file that is shorter or gone is an error of `read`.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for found in self.tensors_of(names):
+            start, end = found.tensor.start, found.tensor.start + found.tensor.n_bytes
+            with contextlib.suppress(OSError), found.file.open("rb") as file:
+                for at in range(start, end, _ADVICE):
+                    n_bytes = min(_ADVICE, end - at)
+                    os.posix_fadvise(file.fileno(), at, n_bytes, os.POSIX_FADV_WILLNEED)
 
     def _read(self, names: Collection[str]) -> None:
         """Read parameters, the largest first, when the others need no memory.

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models import less_is_moe
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import refuse_holes
@@ -57,8 +56,8 @@ def read_config(source: str | Path) -> Any:
     """The configuration of the model in a folder, or of a hub id.
 
     Raises:
-        SpecError: there is none, it is damaged, or it requires code that is not in
-            transformers.
+        SpecError: there is none, it is damaged, it requires code that is not in
+            transformers, or it is of a format that is no longer read.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -71,8 +70,12 @@ def read_config(source: str | Path) -> Any:
         _check_depth(found, names_in(folder), folder)
     with _named(source, "config.json"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    if hasattr(config, less_is_moe.ENTRY):
-        less_is_moe.read_entry(config)
+    if hasattr(config, "less_is_moe"):
+        raise SpecError(
+            f"{source} is written in Less-is-MoE's format, which heapr-lab 0.1 of "
+            "2026-11 and its vLLM plug-in read: prune the base model again, or convert "
+            "it with that version (heapr-lab convert --format heapr)"
+        )
     return config
 
 
@@ -205,8 +208,6 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     generation = Path(source) / "generation_config.json"
     if generation.is_file():  # transformers ignores a damaged one
         _read_object(generation)
-    if quantisation(config) == less_is_moe.FORMAT:  # which config.json does not say
-        options["config"] = config
     with _named(source, "weights or config.json"), _without_report():
         loaded: Any = _auto_class(config).from_pretrained(
             source,

@@ -7,9 +7,9 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.errors import SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import CancelledError, Job, Report, Shown, status
+from heapr_lab.panel.jobs import Job, Report, Shown, status
 from heapr_lab.panel.same_code import SameCode, dtype_of_files
 from heapr_lab.panel.session import PruningSession, Way, text_of
 from heapr_lab.panel.weights_bar import WeightsBar
@@ -38,21 +38,17 @@ class ExportTab(ipw.VBox):
             bar: the switch of the weights.
         """
         self.session, self.weights, self.own = session, bar.weights, bar.own
-        self._written: tuple[Path, str, str] | None = None
         self.folder = ipw.Text("pruned", description="folder", continuous_update=False)
-        wide = {"indent": False, "layout": {"width": "auto"}}
         self.bias = ipw.Checkbox(
             value=False,
             description="an output bias for each expert (not uniform)",
-            **wide,
+            indent=False,
+            layout={"width": "auto"},
         )
         self.distill = ipw.IntSlider(
             0, 0, 400, 25, description="distil [steps]", continuous_update=False,
             style=WHOLE_LABEL,
         )  # fmt: skip
-        self.gguf = ipw.Checkbox(
-            value=False, description="also a GGUF file (uniform structure)", **wide
-        )
         self.job = Job(
             "Export", self._export, tooltip="write the pruned model to the folder"
         )
@@ -63,13 +59,11 @@ class ExportTab(ipw.VBox):
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
         weights = [self.bias, self.distill]
-        controls = [self.folder, *weights, self.gguf]
-        row = ipw.HBox(controls, layout={"flex_flow": "row wrap"})
+        row = ipw.HBox([self.folder, *weights], layout={"flex_flow": "row wrap"})
         super().__init__([row, self.note, self.job, self.command, self.code])
         for control in weights:
             control.observe(self.refresh, names="value")
-        for control in (self.folder, self.gguf):
-            control.observe(self.code.refresh, names="value")
+        self.folder.observe(self.code.refresh, names="value")
         self.folder.observe(self.command.check, names="value")
         self.refresh()
 
@@ -94,7 +88,6 @@ class ExportTab(ipw.VBox):
             self.weights.value,
             self.bias.value,
             self.distill.value,
-            self.gguf.value,
             tuple(self._corpora()),
             dtype_of_files(self.session.workbench),
         )
@@ -129,21 +122,10 @@ class ExportTab(ipw.VBox):
         self.command.show("", None)
         settings = self._asked()
         selection, way = self.session.selection, self.session.way
-        folder, keep = Path(self.folder.value), self.session.keep_of(selection)
-        asked = folder, keep.fingerprint, way.weights + self.options
-        if self.gguf.value and selection.structure != "uniform":
-            raise SpecError(
-                "a GGUF file needs one width for all experts, and the structure is "
-                f"{selection.structure}: choose uniform"
-            )
-        # If only the GGUF file failed, the checkpoint is not written again.
-        if not (self.gguf.value and self._written == asked and folder.is_dir()):
-            check_new(folder)
-            self._write(folder, selection, way, report)
-            self._written = asked
+        folder = Path(self.folder.value)
+        check_new(folder)
+        self._write(folder, selection, way, report)
         self.command.show(self._written_text(folder), settings)
-        if self.gguf.value:
-            self._write_gguf(folder, report)
 
     def _write(
         self, folder: Path, selection: Selection, way: Way, report: Report
@@ -177,23 +159,6 @@ class ExportTab(ipw.VBox):
         evaluated = points.loc[points["nll"].notna(), "dataset"]
         names = dict.fromkeys([self.session.calibration.corpus, *map(str, evaluated)])
         return available_corpora(list(names))[0]
-
-    def _write_gguf(self, folder: Path, report: Report) -> None:
-        from heapr_lab.checkpoints.gguf import write_gguf
-
-        file = f"{folder}.gguf"
-        name = f"writing {file}: tensor"
-        try:
-            write_gguf(
-                folder, file, progress=lambda done, total: report(done, total, name)
-            )
-        except CancelledError:
-            raise
-        except Exception as error:
-            raise HeaprLabError(
-                f"the checkpoint is written to {folder}, but {file} is not: {error}. "
-                "Press Export again to write only the GGUF file"
-            ) from error
 
     def _written_text(self, folder: Path) -> str:
         from heapr_lab.checkpoints.model_card import loading_code

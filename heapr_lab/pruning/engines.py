@@ -1,4 +1,4 @@
-"""What widths engines load: the structure and the multiple to select with, for each.
+"""What engines load: the structure and the multiple to select with, for each.
 
 Said once, for the command line (`prune --for`) and the documentation.
 """
@@ -6,6 +6,7 @@ Said once, for the command line (`prune --for`) and the documentation.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from heapr_lab.errors import SpecError
 
@@ -75,3 +76,40 @@ def widths_for(
             f"and multiples of {multiple} are asked for: leave one of them out"
         )
     return own.structure, own.multiple if multiple is None else multiple
+
+
+_NORMALISES = {
+    "qwen2_moe": False,
+    "qwen3_moe": True,
+    "olmoe": False,
+    "deepseek": False,
+}
+"""Whether llama.cpp makes top-k weights sum to one, whatever the model's file says."""
+
+
+def check_computed(engine: str | None, config: Any) -> None:
+    """Check that an engine computes what transformers does, where nobody else does.
+
+    Args:
+        engine: a name in `ENGINES`, or none.
+        config: of the model that is to be pruned.
+
+    Raises:
+        SpecError: llama.cpp would give other logits, and say nothing.
+
+    Source: llama.cpp, src/models/*.cpp, as of llama-cpp-python 0.3.36.
+    """
+    if engine is None or not engine.startswith("llama.cpp"):
+        return
+    family = config.model_type
+    always = _NORMALISES.get(family)
+    found = None
+    if always is not None and bool(config.norm_topk_prob) != always:
+        found = f"norm_topk_prob {config.norm_topk_prob}, and it takes {always} of all"
+    elif family == "deepseek_v2" and config.topk_method != "greedy":
+        found = f"topk_method {config.topk_method}, and it knows greedy"
+    if found:
+        raise SpecError(
+            f"llama.cpp would compute other logits: this {family} has {found}. Use "
+            "another engine for this model"
+        )

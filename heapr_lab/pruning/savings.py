@@ -100,9 +100,3 @@ def summed_scores(
             f"of the table, {table.shapes()}; select it from this table"
         )
     return float(table.scores(estimator, **options)[~keep.rows].sum())
-
-
-def removed_score(table: ImportanceTable, keep: KeepMask) -> float:
-    """Summed score of the pruned atoms, by the estimator that selected `keep`."""
-    options = keep.settings["estimator_options"]
-    return summed_scores(table, keep, keep.settings["estimator"], **options)

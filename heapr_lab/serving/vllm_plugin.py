@@ -24,13 +24,10 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.less_is_moe import PREFIX
 from heapr_lab.models.ragged_experts import METHOD
 from heapr_lab.models.widths import Widths, layer_of, widths_by_layer
 from heapr_lab.serving.vllm_experts import ACTIVATIONS, NarrowMethod, RaggedMethod
 
-FLAT_FAMILIES = ("Qwen2Moe", "Qwen3Moe", "Olmoe", "DeepseekV2", "DeepseekV3")
-"""Those whose checkpoints in the format of Less-is-MoE are loaded."""
 GPT_OSS = "GptOssForCausalLM"
 """Its class in vLLM reads its own files alone; ours reads ours, too."""
 
@@ -157,14 +154,6 @@ def _check_positions() -> None:
 
 
 def register() -> None:
-    """Tell vLLM of our format and of Less-is-MoE's; it may be called again.
-
-    An architecture of that format that another plug-in has made known stays as it is.
-    """
+    """Tell vLLM of our format; it may be called again."""
     register_quantization_config(METHOD)(HeaprWidths)
     ModelRegistry.register_model(GPT_OSS, f"heapr_lab.serving.vllm_gpt_oss:{GPT_OSS}")
-    known = ModelRegistry.get_supported_archs()
-    for family in FLAT_FAMILIES:
-        name = f"{PREFIX}{family}ForCausalLM"
-        if name not in known:
-            ModelRegistry.register_model(name, f"heapr_lab.serving.vllm_flat:{name}")

@@ -43,13 +43,8 @@ def as_command(recipe: Recipe) -> Code:
         *(_table(source) if isinstance(source, Path) else _measured(recipe, source)),
         *_written(recipe.written),
     ]
-    lines = [shlex.join(["heapr-lab", "prune", *parts])]
-    made = recipe.written
-    if made is not None and made.gguf:
-        file = f"{made.folder}.gguf"
-        words = ["heapr-lab", "export-gguf", made.folder, "--out", file]
-        lines.append(shlex.join(words))
-    return Code("\n".join(lines), tuple(_notes(recipe)))
+    line = shlex.join(["heapr-lab", "prune", *parts])
+    return Code(line, tuple(_notes(recipe)))
 
 
 def weight_options(written: Written, *, own_text: float) -> list[str]:

@@ -82,8 +82,6 @@ def _files(made: Written) -> Iterator[str]:
     folder = repr(made.folder)
     tokenizer = "tokenizer=bench.tokenizer"
     yield _call(None, "hl.save_pruned", "smaller", folder, tokenizer)
-    if made.gguf:
-        yield _call(None, "hl.write_gguf", folder, repr(f"{made.folder}.gguf"))
 
 
 def _notes(made: Written | None) -> Iterator[str]:

@@ -1,14 +1,14 @@
-"""The ratio that meets a budget of perplexity or of latency.
+"""The ratio that meets a budget of perplexity, and the time that a mask saves.
 
 A ratio of atoms, parameters, bytes or FLOPs needs no search: `select` takes it (`of=`).
-The budgets here are searched for: each trial is a mask from the same table, and its
+That of a loss is searched for: each trial is a mask from the same table, and its
 evaluation is cached.
 """
 
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
 import torch
@@ -28,8 +28,6 @@ from heapr_lab.workbench.workbench import Workbench
 
 DEFAULT_RATIOS = (0.2, 0.5, 0.8)
 """The ratios at which `damage_map` evaluates."""
-
-_HIGHEST = 0.95
 
 Rounds = list[list[float]]
 """Seconds of each round: of the dense model, then of the pruned one."""
@@ -68,7 +66,7 @@ def ratio_for_loss(
     *,
     rise: float = 0.02,
     tolerance: float = 0.01,
-    highest: float = _HIGHEST,
+    highest: float = 0.95,
 ) -> tuple[Setting, pd.DataFrame]:
     """The largest ratio whose perplexity increases by at most `rise`.
 
@@ -115,71 +113,6 @@ def ratio_for_loss(
     columns = ["ratio", "achieved_ratio", "perplexity", "rise"]
     history = pd.DataFrame(tried, columns=columns)
     ratio = float(history.loc[history["rise"] <= rise, "ratio"].max())
-    return setting.at(ratio), history
-
-
-def ratio_for_latency(
-    bench: Workbench,
-    setting: Setting,
-    *,
-    share: float,
-    batch_size: int = 1,
-    tolerance: float = 0.02,
-    highest: float = _HIGHEST,
-    measure: Callable[[nn.Module, nn.Module], Rounds] | None = None,
-) -> tuple[Setting, pd.DataFrame]:
-    """The smallest ratio whose decoding takes at most `share` of the dense time.
-
-    The sliced model is timed against the dense one in the same run: they take turns,
-    and the share is the median over rounds. The result is specific to this machine and
-    its kernels; it is measured in each call, and varies a little.
-
-    Args:
-        bench: the model.
-        setting: how atoms are selected; its ratio is not used.
-        share: share of the dense model's time per step; 0.8 saves a fifth.
-        batch_size: number of sequences decoded together.
-        tolerance: a measured ratio that exceeds the limit is at most this much smaller
-            than the returned one.
-        highest: the highest ratio tried.
-        measure: times the dense and the pruned model; by default `decoding_rounds`
-            after a prompt from the calibration windows.
-
-    Returns:
-        `setting` with the ratio; and the trials in order: ratio, achieved_ratio,
-        dense_ms and pruned_ms (of a step, which is a token of each sequence), share.
-
-    Raises:
-        SpecError: `share` is not in (0, 1), or `highest` does not reach it.
-    """
-    if not 0 < share < 1:
-        raise SpecError(f"share must be in (0, 1), such as 0.8, got {share}")
-    timed = measure or functools.partial(
-        decoding_rounds, _prompts(bench, setting.calibration, batch_size)
-    )
-    tried: list[tuple[float, ...]] = []
-
-    @functools.cache  # brentq asks for the ends once more
-    def excess(ratio: float) -> float:
-        """The share of time minus the limit."""
-        if ratio == 0:
-            return 1 - share
-        keep = bench.keep(setting.at(ratio))
-        rounds = timed(bench.model, prune(bench.model, keep))
-        found = share_of_time(rounds)
-        times = (1000 * statistics.median(seconds) for seconds in rounds)
-        tried.append((ratio, keep.achieved_ratio, *times, found))
-        return found - share
-
-    if excess(highest) > 0:
-        raise SpecError(
-            f"decoding takes {tried[0][-1]:.3g} of the dense time with {highest:g} of "
-            f"the atoms pruned, more than the {share:g} asked for; give a larger share"
-        )
-    brentq(excess, 0.0, highest, xtol=tolerance)
-    columns = ["ratio", "achieved_ratio", "dense_ms", "pruned_ms", "share"]
-    history = pd.DataFrame(tried, columns=columns)
-    ratio = float(history.loc[history["share"] <= share, "ratio"].min())
     return setting.at(ratio), history
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from heapr_lab.checkpoints.save import HEAPR, save_pruned, structure_of
+from heapr_lab.checkpoints.save import save_pruned, structure_of
 from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.errors import SpecError
@@ -377,7 +377,6 @@ def write_checkpoint(
     facts: dict[str, Any],
     corpora: Sequence[str],
     base: str | None = None,
-    format: str = HEAPR,
     report: Report,
 ) -> None:
     """Write the pruned model of `bench` to the folder `out`.
@@ -391,7 +390,6 @@ def write_checkpoint(
             the weights that are written. On the first, the files are compared with the
             model in memory.
         base: name of the dense model; by default where it was loaded from.
-        format: as in `save_pruned`.
         report: called with the progress.
 
     Raises:
@@ -427,7 +425,6 @@ def write_checkpoint(
         base=base,
         source=None if source is None else source.folder,
         facts=facts,
-        format=format,
         check=check,
     )
 

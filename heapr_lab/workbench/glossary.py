@@ -416,13 +416,6 @@ _FILES = (
         "checkpoints.md",
     ),
     Term(
-        "GGUF",
-        "The file format of llama.cpp, written besides the folder; it needs the "
-        "structure uniform.",
-        "checkpoints.md",
-        labels=("also a GGUF file (uniform structure)",),
-    ),
-    Term(
         "session file",
         "Where the state of the panel is saved, and read from, relative to the "
         "notebook's folder.",

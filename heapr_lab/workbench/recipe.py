@@ -23,8 +23,6 @@ class Written:
     output_bias: bool = False
     distill: int = 0
     """Steps of distillation; 0 for none."""
-    gguf: bool = False
-    """Whether there is a GGUF file beside the folder."""
     corpora: tuple[str, ...] | None = None
     """Whose perplexities the card has; None for those of the calibration."""
     dtype: str | None = None

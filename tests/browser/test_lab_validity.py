@@ -149,34 +149,3 @@ def test_choices_and_tasks_are_told_apart(reset: Panel, shots: Path) -> None:
     expect(reset.root.get_by_text("2 pinned.")).to_be_visible()
     reset.root.screenshot(path=shots / "compare-two.png")
     reset.button("Clear").click()
-
-
-def test_a_gguf_file_that_failed_is_made_alone(
-    reset: Panel, work: Path, shots: Path
-) -> None:
-    """The checkpoint is said to be there; the next press makes what is missing."""
-    (work / "narrow.gguf").write_text("in the way")
-    reset.choice("structure").select_option("uniform")
-    reset.open("Export")
-    folder = reset.root.get_by_role("textbox", name="folder")
-    folder.fill("narrow")
-    folder.blur()
-    reset.root.get_by_role("checkbox", name="GGUF").check()
-    reset.button("Export").click()
-    alert = reset.root.get_by_role("alert")
-    expect(alert).to_contain_text("is written to narrow", timeout=TIMEOUT)
-    expect(reset.root.get_by_text("Written to narrow: ")).to_be_visible()
-    reset.root.screenshot(path=shots / "export-gguf.png")
-    (work / "narrow.gguf").unlink()
-    reset.button("Export").click()
-    for _ in range(TIMEOUT // 200):
-        if (work / "narrow.gguf").is_file():
-            break
-        reset.root.page.wait_for_timeout(200)
-    assert (work / "narrow.gguf").stat().st_size > 10_000
-    expect(alert).to_have_count(0)
-    expect(reset.button("Export")).to_be_enabled(timeout=TIMEOUT)
-    reset.root.get_by_role("checkbox", name="GGUF").uncheck()
-    reset.button("Export").click()
-    expect(alert).to_contain_text("not empty")
-    expect(reset.root.get_by_text("Written to narrow: ")).to_have_count(0)

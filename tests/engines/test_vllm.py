@@ -97,11 +97,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
 }
 
-NOT_FLAT = {"mixtral", "deepseek", "gpt_oss"}
-"""The format of Less-is-MoE does not have them."""
-FLAT: dict[str, Any] = {"format": "less-is-moe", "first_k_dense_replace": 0}
-"""The format, which has no place for dense layers."""
-
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -133,20 +128,13 @@ def keep_of(model: nn.Module, structure: str) -> KeepMask:
     return KeepMask(arrays, {"structure": structure})
 
 
-def pruned(
-    folder: Path,
-    family: str,
-    structure: str,
-    *,
-    format: str = "heapr",
-    **changes: Any,
-) -> Path:
+def pruned(folder: Path, family: str, structure: str, **changes: Any) -> Path:
     """A pruned model of `family`."""
     model: Any = tiny_model(
         family, dtype=torch.float32, **SIZES | FAMILIES[family] | changes
     )
     keep = keep_of(model, structure)
-    return save_pruned(prune(model, keep), folder, format=format)
+    return save_pruned(prune(model, keep), folder)
 
 
 def engine_of(folder: Path, **settings: Any) -> Any:
@@ -195,26 +183,10 @@ def test_tokens_and_logprobs(family: str, structure: str, tmp_path: Path) -> Non
     check_as_transformers(folder, generated(engine_of(folder)))
 
 
-@pytest.mark.parametrize("structure", ["per_layer", "ragged"])
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NOT_FLAT))
-def test_the_format_of_less_is_moe(family: str, structure: str, tmp_path: Path) -> None:
-    """By vLLM's own classes under the names of the format, which has no Mixtral."""
-    folder = pruned(tmp_path / "flat", family, structure, **FLAT)
-    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
-    assert name.startswith("Ragged")
-    engine = engine_of(folder)
-    check_as_transformers(folder, generated(engine))
-    method = {"per_layer": "NarrowMethod", "ragged": "RaggedMethod"}[structure]
-    shapes = engine.apply_model(_shapes_of_experts)[0]
-    assert {name for name, _ in shapes} == {method}
-
-
-@pytest.mark.parametrize("format", ["heapr", "less-is-moe"])
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_positions_without_yarn(family: str, format: str, tmp_path: Path) -> None:
+def test_positions_without_yarn(family: str, tmp_path: Path) -> None:
     """They are refused where vLLM would compute something else, with what helps."""
-    changes = {"format": format, "first_k_dense_replace": 0} | NO_YARN
-    folder = pruned(tmp_path / "pruned", family, "ragged", **changes)
+    folder = pruned(tmp_path / "pruned", family, "ragged", **NO_YARN)
     with pytest.raises(SpecError, match=r"latent attention .*-rotary_embedding"):
         engine_of(folder)
     plain = {"custom_ops": ["-rotary_embedding"]}
@@ -287,7 +259,7 @@ def test_prefix_cache(structure: str, tmp_path: Path) -> None:
     [{"tensor_parallel_size": 2}, {"enforce_eager": False}],
     ids=["two ranks", "compiled"],
 )
-@pytest.mark.parametrize("form", ["per_layer", "ragged", "flat", "gpt_oss"])
+@pytest.mark.parametrize("form", ["per_layer", "ragged", "gpt_oss"])
 def test_other_ways_to_run(form: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Each of two ranks has a part of every expert's atoms, of 13 one has 6.
 
@@ -295,8 +267,7 @@ def test_other_ways_to_run(form: str, settings: dict[str, Any], tmp_path: Path) 
     """
     family = form if form in FAMILIES else "qwen2_moe"
     structure = form if form == "per_layer" else "ragged"
-    more = FLAT if form == "flat" else {}
-    folder = pruned(tmp_path / "pruned", family, structure, **more)
+    folder = pruned(tmp_path / "pruned", family, structure)
     engine = engine_of(folder, **settings)
     outputs = generated(engine)
     engine.llm_engine.engine_core.shutdown()
@@ -514,38 +485,6 @@ def test_experts_that_vllm_cannot_carry(tmp_path: Path) -> None:
     config["quantization_config"]["output_bias"] = True
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises((SpecError, ValueError), match="output biases"):
-        engine_of(folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format_version": 2}, "version 2, layout 'flat_gate_up_down_v1'"),
-        ({"expert_intermediate_sizes": {"0": [0, 13, 64, 32]}}, "0 widths for .*ers.1"),
-        (
-            {"expert_intermediate_sizes": {n: [0, 13, 64, 48] for n in "01"}},
-            r"_proj: found the shape .* of the widths in config.json",
-        ),
-    ],
-    ids=["version", "a layer", "widths"],
-)
-def test_flat_tensors_of_another_checkpoint(
-    change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    """Nothing is cut at the wrong places."""
-    folder = pruned(tmp_path / "flat", "qwen3_moe", "ragged", **FLAT)
-    config = json.loads((folder / "config.json").read_text())
-    config["less_is_moe"] |= change
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=message):
-        engine_of(folder)
-
-
-def test_a_flat_tensor_that_is_missing(tmp_path: Path) -> None:
-    """It is not left as memory was."""
-    folder = pruned(tmp_path / "flat", "qwen3_moe", "ragged", **FLAT)
-    _drop(folder, "model.layers.1.mlp.experts.down_proj")
-    with pytest.raises(ValueError, match=r"4 tensors .*layers.1.* w2 of expert 0"):
         engine_of(folder)
 
 

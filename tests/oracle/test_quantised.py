@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from commands import refused, run
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
 from safetensors.torch import load_file, save_file
+from tiny_folder import write_model
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints.convert import convert, quantise_model
-from heapr_lab.checkpoints.save import MANIFEST_FILE, save_pruned
-from heapr_lab.errors import SpecError
+from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, save_pruned
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import read_weights
-from heapr_lab.models.grouped_experts import group_experts
 from heapr_lab.models.ragged_experts import (
     QUANTISED,
     SCALES,
@@ -128,12 +129,37 @@ def test_a_checkpoint_is_converted(structure: str, tmp_path: Path) -> None:
     assert "import heapr_lab" in card
     with pytest.raises(SpecError, match="experts with int4 cannot become int8"):
         convert(tmp_path / "two", tmp_path / "three", quantised="int8")
-    with pytest.raises(SpecError, match="its experts are integers"):
-        convert(tmp_path / "two", tmp_path / "three", format="less-is-moe")
     assert not (tmp_path / "three").exists()
     settings = json.loads((tmp_path / "two" / "config.json").read_text())
     with pytest.raises(SpecError, match="which only transformers reads"):
         widths_by_layer(settings["quantization_config"])
+
+
+def test_a_mask_of_other_weights_is_refused(tmp_path: Path) -> None:
+    """It would be written beside weights that it is not of."""
+    model = tiny_model("qwen3_moe", hidden_size=64)
+    folder = save_pruned(prune(model, random_keep(model)), tmp_path / "one")
+    random_keep(model, seed=7).write(folder / KEEP_FILE)
+    with pytest.raises(CacheError, match="not the mask of the weights"):
+        convert(folder, tmp_path / "out", quantised="int8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dense_model_is_not_converted(tmp_path: Path) -> None:
+    """There is nothing pruned in it."""
+    source = write_model(tmp_path / "dense")
+    with pytest.raises(SpecError, match="is not a pruned checkpoint"):
+        convert(source, tmp_path / "out", quantised="int8")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """`convert` says what it wrote, and with what else it would do."""
+    model = tiny_model("qwen3_moe", hidden_size=64)
+    folder = save_pruned(prune(model, random_keep(model)), tmp_path / "one")
+    said = run("convert", folder, "--quantise", "int8", "--out", tmp_path / "two")
+    assert "bytes" in said
+    assert sliced_experts(read_weights(tmp_path / "two"))
+    assert "--quantise" in refused("convert", folder, "--out", tmp_path / "three")
 
 
 def test_files_are_smaller(tmp_path: Path) -> None:
@@ -162,9 +188,8 @@ def test_streamed(family: str, tmp_path: Path) -> None:
         tmp_path / "out", dtype=torch.float32, device=torch.device("cpu")
     )
     torch.testing.assert_close(logits_of(loaded, IDS), logits_of(model, IDS))
-    for change in (lambda own: quantise_model(own, "int8"), group_experts):
-        with pytest.raises(SpecError, match="layers of this model are on disk"):
-            change(loaded)
+    with pytest.raises(SpecError, match="layers of this model are on disk"):
+        quantise_model(loaded, "int8")
     path = tmp_path / "out" / "model.safetensors"
     tensors = load_file(path)
     del tensors[next(name for name in tensors if name.endswith("down_proj.scale"))]

@@ -25,7 +25,6 @@ from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.layer_distillation import distill_layers
-from heapr_lab.refinement.learned_masks import learn_mask
 from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.refinement.recovery import recover
 from heapr_lab.text.calibration import CalibrationSet
@@ -192,7 +191,6 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     table = collect_statistics(model, WINDOWS)
     pruned = prune(model, select(table, ratio=0.4))
     refused: dict[str, Callable[[], object]] = {
-        "to train gates": lambda: learn_mask(model, table, WINDOWS, ratio=0.4),
         "to write text": lambda: continuations(model, WINDOWS.ids, n_new=2),
         "to fit biases": lambda: add_output_bias(pruned, model, WINDOWS),
         "or distil": lambda: distill_layers(pruned, model, WINDOWS, n_steps=1),

@@ -404,6 +404,22 @@ def test_a_layer_that_was_read_in_part_is_dropped(
     assert losses[0] == losses[1]
 
 
+def test_advice_about_files_that_are_shorter_or_gone(tmp_path: Path) -> None:
+    """It is no error: who reads the weights says what is missing."""
+    _, model = both(written("qwen3_moe", tmp_path))
+    reader, names = stream(model).reader, stream(model).part_names()[1]
+    reader.prepare(names)
+    files = {found.file for found in reader.tensors_of(names)}
+    for path in files:
+        path.write_bytes(b"")
+    reader.prepare(names)
+    for path in files:
+        path.unlink()
+    reader.prepare(names)
+    with pytest.raises((HeaprLabError, OSError)):
+        reader.read(1, names)
+
+
 # --- loading ----------------------------------------------------------------------
 
 

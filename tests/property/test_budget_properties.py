@@ -14,9 +14,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.pareto import mask_for_budgets, pareto_front
 from heapr_lab.pruning.ranking import atom_sizes
-from heapr_lab.pruning.savings import removed_score
 from heapr_lab.pruning.selection import select
 
 pytestmark = pytest.mark.property
@@ -326,48 +324,3 @@ def test_relabelling_experts_permutes_priced_masks(
     keep, moved = select(table, **arguments), select(renamed, **arguments)
     for layer in keep.layers:
         assert (moved.by_layer(layer)[numbers[layer]] == keep.by_layer(layer)).all()
-
-
-# --- both --------------------------------------------------------------------------
-
-
-@given(tables(), ratios)
-def test_no_mask_beats_a_row_of_the_front(
-    table: ImportanceTable, ratio: Fraction
-) -> None:
-    """None saves as much of both, of which one more, or costs less."""
-    rows = pareto_front(table, ratios=[ratio], prices=[0.25, 0.75], of="flops")
-    everything = choices(table, {})
-    for row in rows.itertuples():
-        keep = select(
-            table, ratio=ratio, price=row.price, of="flops", estimator="fisher"
-        )
-        got = removed(table, dict(keep.arrays))
-        assert row.score == got.score
-        better = [
-            x
-            for x in everything
-            if x.parameters >= got.parameters and x.flops >= got.flops
-        ]
-        assert min(x.score for x in better) == got.score
-
-
-@given(tables(), ratios, ratios)
-def test_two_budgets_are_met_for_less_than_one_by_one(
-    table: ImportanceTable, parameters: Fraction, flops: Fraction
-) -> None:
-    """Both are met, and no mask that both single prices find costs less."""
-    model, tokens = table.architecture, table.expert_tokens()
-    parameters = parameters * model.routed_parameters / model.n_parameters
-    keep = mask_for_budgets(table, parameters=parameters, flops=flops)
-    assert model.n_parameters - model.parameters(keep) >= (
-        parameters * model.n_parameters
-    )
-    assert model.routed_flops_saved(keep, tokens) >= flops - ROUNDING
-    for price in (0, 1):
-        both = [
-            select(table, ratio=r, of=of, price=price, estimator="fisher")
-            for r, of in ((parameters, "model"), (flops, "flops"))
-        ]
-        single = max(both, key=lambda mask: mask.n_removed)
-        assert removed_score(table, keep) <= removed_score(table, single)

@@ -210,6 +210,24 @@ def test_the_ten_lines_of_the_readme_run(
     assert (tiny_lab / "smaller" / "model.safetensors").stat().st_size > 0
 
 
+def test_the_many_runs_of_the_docs(tiny_lab: Path) -> None:
+    """Each writes its row once, and one that has a row ends at once."""
+    page = (DOCS / "clusters.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    names: dict[str, Any] = {"__name__": "runs"}
+    exec(code, names)
+    for number in (1, 3, 1):
+        names["run"](number)
+    found = {path.name for path in Path("rows").iterdir()}
+    assert found == {"1.json", "3.json"}
+    model, estimator, ratio, value = json.loads(Path("rows", "3.json").read_text())
+    assert (model, estimator, ratio) == ("lab", "shrunk", 0.4)
+    assert value > 1
+    Path("rows", "3.json").write_text("kept")
+    names["run"](3)
+    assert Path("rows", "3.json").read_text() == "kept"
+
+
 def test_constraints_pin_what_the_site_is_made_with() -> None:
     """Each package of the extra `docs` has a pin inside its bounds."""
     with (ROOT / "pyproject.toml").open("rb") as file:

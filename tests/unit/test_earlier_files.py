@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import heapr_lab
 from heapr_lab import ImportanceTable, KeepMask, Selection, Setting, open_workbench
+from heapr_lab.errors import SpecError
+from heapr_lab.models.loading import load_model
 
 EARLIER = Path(__file__).parents[1] / "data" / "earlier"
 SETTING = Setting(0.5, calibration="text.txt")
@@ -73,3 +75,11 @@ def test_an_earlier_checkpoint_is_loaded(earlier: Path) -> None:
     ):
         expected = dense(ids).logits
         torch.testing.assert_close(pruned(ids).logits, expected)
+
+
+def test_the_format_of_less_is_moe_is_refused_by_name(earlier: Path) -> None:
+    """With what reads it; in memory, streamed, and as a configuration."""
+    why = r"Less-is-MoE's format, which heapr-lab 0\.1 of 2026-11"
+    for stream in (False, True):
+        with pytest.raises(SpecError, match=why):
+            load_model(earlier / "less_is_moe", device="cpu", stream=stream)

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from keeps import random_keep, widths_keep
+from keeps import random_keep
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_folder import write_model
 
 from heapr_lab.checkpoints import save, slice_plan
 from heapr_lab.checkpoints.folder import check_new, partial_of
-from heapr_lab.checkpoints.gguf import write_gguf
 from heapr_lab.checkpoints.save import MANIFEST_FILE, save_pruned
 from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.errors import CacheError, SpecError
@@ -125,24 +124,6 @@ def test_saving_twice_at_once_loses_nothing(
         save_pruned(pruned, out)
     assert read_weights(out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_second_gguf_is_refused(source: Path, tmp_path: Path) -> None:
-    """And one that is there is not replaced."""
-    uniform = widths_keep(read_weights(source), 4, structure="uniform")
-    prune_folder(source, uniform, tmp_path / "uniform")
-    path = tmp_path / "x.gguf"
-    thread, go_on, results = stopping(write_gguf, tmp_path / "uniform", path)
-    with pytest.raises(SpecError, match=BUSY):
-        write_gguf(tmp_path / "uniform", path)
-    go_on.set()
-    thread.join()
-    assert results == [path]
-    whole = path.read_bytes()
-    with pytest.raises(SpecError, match="exists already"):
-        write_gguf(tmp_path / "uniform", path)
-    assert path.read_bytes() == whole
-    assert {path.name for path in tmp_path.iterdir()} == {"uniform", "x.gguf"}
 
 
 def killed(work: Callable[..., Any], *args: Any, after: int) -> None:

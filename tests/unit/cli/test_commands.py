@@ -12,11 +12,10 @@ from heapr_lab.errors import CacheError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.workbench import budgets
 
 COMMANDS = (
-    "plan", "score", "prune", "export-gguf", "convert", "publish", "evaluate",
-    "compare", "generate", "figures", "reproduce", "train-lab-model",
+    "plan", "score", "prune", "convert", "evaluate", "compare",
+    "generate", "figures", "reproduce", "train-lab-model",
 )  # fmt: skip
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
@@ -266,27 +265,9 @@ def test_prune_to_a_perplexity(folder: Path, tmp_path: Path) -> None:
     )
     assert pruned <= 1.001 * dense
     message = refused("prune", folder / "moe", "--max-rise", 0.1, "--ratio", 0.1)
-    assert "give --ratio, --max-rise or --max-latency" in message
+    assert "give --ratio or --max-rise" in message
     table = ("--importance", folder / "table.parquet")
     assert "run the model" in refused("prune", folder / "moe", "--max-rise", 1, *table)
-
-
-def test_prune_to_a_latency(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The smallest ratio that is fast enough; here time is what parameters are left."""
-
-    def timed(_prompts: Any, dense: Any, pruned: Any) -> list[list[float]]:
-        sizes = [sum(p.numel() for p in m.parameters()) for m in (dense, pruned)]
-        return [[float(size)] for size in sizes]
-
-    monkeypatch.setattr(budgets, "decoding_rounds", timed)
-    asked = ("--max-latency", 0.9, "--method", "paper", *text_of(folder), "--json")
-    facts = json.loads(run("prune", folder / "moe", *asked))
-    assert 0.1 <= facts["parameter_reduction"] < 0.15
-    table = ("--importance", folder / "table.parquet")
-    message = refused("prune", folder / "moe", "--max-latency", 0.9, *table)
-    assert "run the model" in message
 
 
 def test_what_is_wrong_is_refused_before_the_model_is_loaded(
@@ -302,16 +283,6 @@ def test_what_is_wrong_is_refused_before_the_model_is_loaded(
         ("--ratio", 0.2, "--out", folder),
     ):
         refused("prune", folder / "moe", *wrong)
-
-
-def test_a_uniform_checkpoint_becomes_a_gguf_file(folder: Path, tmp_path: Path) -> None:
-    """`export-gguf` writes what `prune --structure uniform` left; once."""
-    out, file = tmp_path / "pruned", tmp_path / "new" / "pruned.gguf"
-    chosen = ("--ratio", 0.5, "--structure", "uniform", "--multiple", 4)
-    prune(folder, *chosen, "--out", out)
-    facts = json.loads(run("export-gguf", out, "--out", file, "--json"))
-    assert facts == {"out": str(file), "bytes": file.stat().st_size}
-    assert "exists already" in refused("export-gguf", out, "--out", file)
 
 
 def test_score_with_elimination(folder: Path) -> None:

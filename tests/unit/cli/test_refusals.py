@@ -98,12 +98,6 @@ def test_training_that_cannot_be_written(places: Path) -> None:
         assert "give" in one_line("train-lab-model", option, places / "file")
 
 
-def test_a_folder_is_no_gguf_file(folder: Path, places: Path) -> None:
-    """Nor can a file lie in a file."""
-    for out in (places, places / "file" / "x.gguf"):
-        assert "give" in one_line("export-gguf", folder / "moe", "--out", out)
-
-
 def test_a_link_stays_and_its_target_is_written(folder: Path, tmp_path: Path) -> None:
     """Also where it points to nothing."""
     link, target = tmp_path / "link.parquet", tmp_path / "far" / "mask.parquet"

@@ -6,7 +6,7 @@ from benchmarks import speed
 
 
 def test_bytes_of_every_way() -> None:
-    """Levels are copies of an expert's weights, padded, and no parameters."""
+    """A way to run experts takes no memory; a sliced model takes less than a dense."""
     model: Any = speed.build_model(speed.QUICK, "cpu")
     keeps = {r: speed.ragged_mask(speed.QUICK, r) for r in speed.RATIOS}
     found = {
@@ -15,6 +15,5 @@ def test_bytes_of_every_way() -> None:
     }
     for ratio in speed.RATIOS:
         assert found["sliced_at_once", ratio] == found["sliced", ratio]
-        assert found["sliced", ratio] <= found["grouped", ratio]
-        assert found["grouped", ratio] < 2 * found["sliced", ratio]
+        assert (found["sliced", ratio] < found["masked", ratio]) == (ratio > 0)
     assert found["masked", 0.4] == found["dense_eager", 0.0]

@@ -1,4 +1,4 @@
-"""Figures and tables of the benchmarks: structures, damage, pareto, quality."""
+"""Figures and tables of the benchmarks: structures, damage, quality."""
 
 import numpy as np
 import pandas as pd
@@ -6,7 +6,6 @@ import pytest
 from figure_rows import (
     lines_of,
     measured_damage,
-    measured_front,
     measured_growth,
     measured_models,
     measured_quality,
@@ -72,45 +71,6 @@ def test_damage_without_a_measured_rise_has_no_error() -> None:
     """A Δloss of 0 cannot be divided by, nor drawn on a logarithmic axis."""
     data = figures.damage_data(measured_damage())
     assert data["relative_error"].isna().tolist() == [True, False, False, False] * 3
-
-
-def test_points_that_another_beats_are_not_on_the_front() -> None:
-    """A point is dominated by one that saves as much of both and loses as little."""
-    data = figures.pareto_data(measured_front())
-    # (0.4, 0.5, 0.04) saves more of both than (0.2, 0.26, 0.05) and loses less.
-    assert data["efficient"].tolist() == [True, False, True, False, True]
-    twice = pd.concat([measured_front().iloc[:1]] * 2)
-    assert figures.pareto_data(twice)["efficient"].all()
-
-
-def test_the_front_has_a_panel_for_each_ratio_and_hollow_points() -> None:
-    """A curve for each estimator along its prices; dominated points are hollow."""
-    data = figures.pareto_data(measured_front())
-    figure = figures.figure_pareto(data)
-    titles = [ax.get_title(loc="left") for ax in figure.axes]
-    assert titles == ["20 % of parameters", "40 % of parameters"]
-    curves = lines_of(figure.axes[0])
-    assert curves["HEAPr"].tolist() == [[0.22, 0.03], [0.26, 0.05]]
-    assert curves["Fisher"].tolist() == [[0.2, 0.02], [0.21, 0.04]]
-    hollow = [
-        line.get_xydata().tolist()
-        for line in figure.axes[0].get_lines()
-        if line.get_markerfacecolor() == "white"
-    ]
-    assert [[0.26, 0.05]] in hollow
-    assert [[0.21, 0.04]] in hollow
-    assert figure.axes[0].xaxis.get_major_formatter()(0.2, 0) == "20"
-
-
-def test_the_table_of_the_front_is_in_per_cent() -> None:
-    """A row for each point by ratio, estimator and price."""
-    table = figures.pareto_table(figures.pareto_data(measured_front()))
-    assert table["estimator"].tolist() == ["heapr"] * 2 + ["fisher"] * 3
-    assert table["parameters saved [%]"].tolist() == [20, 20, 20, 20, 40]
-    assert table["routed FLOPs saved [%] ↑"].tolist() == pytest.approx(
-        [22, 26, 20, 21, 50]
-    )
-    assert table["on the front"].tolist() == ["yes", "", "yes", "", "yes"]
 
 
 def test_quantised_sizes_are_relative_to_the_dense_model() -> None:

@@ -45,7 +45,6 @@ def display_of(kind: str) -> Display:
         "method_costs": (rows.measured_methods(),),
         "methods": (rows.measured_methods(),),
         "models": (rows.measured_models(),),
-        "pareto": (rows.measured_front(),),
         "quality": (rows.measured_quality(),),
         "quantised": (rows.measured_quantised(),),
         "scope": (results,),

@@ -20,9 +20,9 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import identity_in_force, model_identity, weights_state
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.refinement.distillation import Teacher
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.refinement.iterative import prune_in_rounds
-from heapr_lab.refinement.learned_masks import learn_mask
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -248,7 +248,6 @@ def test_autocast_is_refused(bench: Workbench) -> None:
         "compensation": lambda: fit_compensation(model, keep, windows),
         "elimination": lambda: eliminate(model, table, windows),
         "rounds": lambda: prune_in_rounds(model, windows, ratio=0.5),
-        "learning": lambda: learn_mask(model, table, windows, ratio=0.5, n_steps=1),
     }
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for name, call in kept.items():
@@ -291,12 +290,11 @@ def test_hooks_of_transformers_are_known(bench: Workbench) -> None:
 
 def test_a_dense_teacher_is_not_masked(model: nn.Module) -> None:
     """What learns from the dense model refuses to begin inside a mask."""
-    table = collect_statistics(model, WINDOWS)
     with (
         masking(model, random_keep(model)),
         pytest.raises(SpecError, match="a mask is active here"),
     ):
-        learn_mask(model, table, WINDOWS, ratio=0.5, n_steps=1)
+        Teacher(model, WINDOWS.ids, 1)
     with (
         masking(model, random_keep(model)),
         pytest.raises(SpecError, match="a mask is active here"),

@@ -77,12 +77,6 @@ def test_the_model_is_exported(panel: Explorer, tmp_path: Path, weights: str) ->
     tab.job.button.click()
     tab.job.wait(60)
     assert "not empty" in tab.job.error.value
-    tab.folder.value = str(tmp_path / "other")
-    tab.gguf.value = True
-    tab.job.button.click()
-    tab.job.wait(60)
-    assert "choose uniform" in tab.job.error.value
-    assert not (tmp_path / "other").exists()
 
 
 def test_what_comes_after_is_written(panel: Explorer, tmp_path: Path) -> None:

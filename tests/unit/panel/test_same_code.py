@@ -75,8 +75,8 @@ def test_each_control_of_the_tab_is_followed(shown: Explorer) -> None:
     assert "--own-text 0.4 --bias --distill 50" in text_of(code.command)
     assert "own_text=0.4" in text_of(code.python)
     assert "n_steps=50" in text_of(code.python)
-    tab.gguf.value, tab.folder.value = True, "other"
-    assert "export-gguf other --out other.gguf" in text_of(code.command)
+    tab.folder.value = "other"
+    assert "--out other" in text_of(code.command)
     tab.weights.value = "compensated"
     assert "--own-text" not in text_of(code.command)
     assert "--estimator heapr" in text_of(code.command)

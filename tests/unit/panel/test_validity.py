@@ -174,29 +174,6 @@ def test_a_failed_export_says_nothing_of_the_last(
     assert panel.export.command.value == ""
 
 
-def test_a_failed_gguf_file_is_made_alone(panel: Explorer, tmp_path: Path) -> None:
-    """The checkpoint is there, which is said, and is not written a second time."""
-    folder, file = tmp_path / "pruned", tmp_path / "pruned.gguf"
-    panel.controls.ratio.value = "0.5"
-    panel.controls.structure.value = "uniform"
-    panel.controls.multiple.value = 4
-    panel.export.folder.value = str(folder)
-    panel.export.gguf.value = True
-    file.write_text("in the way")
-    told = press(panel.export.job)
-    assert f"the checkpoint is written to {folder}" in told
-    assert "exists already" in told
-    assert "Written to" in panel.export.command.value
-    weights = folder / "model.safetensors"
-    before = weights.stat().st_mtime_ns
-    file.unlink()
-    assert press(panel.export.job) == ""
-    assert file.stat().st_size > 10_000
-    assert weights.stat().st_mtime_ns == before
-    panel.export.gguf.value = False
-    assert "not empty" in press(panel.export.job)
-
-
 def test_what_was_measured_is_not_predicted(panel: Explorer) -> None:
     """At an evaluated ratio it says measured, with the number; between, predicted."""
     for ratio in ("0.3", "0.6"):

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from families import tiny_model
 from tiny_folder import write_model, write_text
 from typer.testing import CliRunner
 
 from heapr_lab.cli import options
 from heapr_lab.cli.app import app
 from heapr_lab.errors import SpecError
-from heapr_lab.pruning.engines import ENGINES, widths_for
+from heapr_lab.pruning.engines import ENGINES, check_computed, widths_for
 from heapr_lab.pruning.options import STRUCTURES
 
 DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
@@ -58,3 +59,42 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*asked, "--for", "llama.cpp-q4_k"])
     assert done.exit_code == 2
     assert "256" in done.output
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "same"),
+    [
+        ("qwen2_moe", {"norm_topk_prob": True}, False),
+        ("qwen2_moe", {"norm_topk_prob": False}, True),
+        ("qwen3_moe", {"norm_topk_prob": False}, False),
+        ("qwen3_moe", {"norm_topk_prob": True}, True),
+        ("olmoe", {"norm_topk_prob": True}, False),
+        ("deepseek", {"norm_topk_prob": True}, False),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, False),
+        ("deepseek_v2", {"topk_method": "greedy"}, True),
+        ("mixtral", {}, True),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise(
+    family: str, change: dict[str, object], same: bool
+) -> None:
+    """Is refused for it, and for no other engine."""
+    config = tiny_model(family, **change).config
+    for engine in (None, "vllm"):
+        check_computed(engine, config)
+    for engine in ("llama.cpp", "llama.cpp-q4_k"):
+        if same:
+            check_computed(engine, config)
+            continue
+        with pytest.raises(SpecError, match=rf"other logits.*{next(iter(change))}"):
+            check_computed(engine, config)
+
+
+def test_the_command_refuses_it_before_anything_is_measured(tmp_path: Path) -> None:
+    """The lab model's setting."""
+    model = write_model(tmp_path / "moe", norm_topk_prob=True)
+    asked = ["prune", str(model), "--ratio", "0.5", "--for", "llama.cpp"]
+    done = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "llama.cpp would compute other logits" in done.output
+    assert not (tmp_path / "out").exists()

@@ -300,15 +300,6 @@ def test_what_export_chooses(weights: str, inside: Path, bench: Workbench) -> No
     assert found.fingerprint == expected.fingerprint
 
 
-def test_a_gguf_file_is_a_second_command(inside: Path) -> None:
-    """Both write it beside the folder."""
-    made = Written("pruned", "unchanged", gguf=True)
-    recipe = Recipe(opened(), Selection(0.5, structure="uniform"), texts(), made)
-    assert "hl.write_gguf('pruned', 'pruned.gguf')" in as_python(recipe).text
-    _, line = as_command(recipe).text.splitlines()
-    assert line == "heapr-lab export-gguf pruned --out pruned.gguf"
-
-
 def test_what_the_command_line_would_do_otherwise_is_refused() -> None:
     """A folder that it takes for a mask, and a name that it would split."""
     recipe = Recipe(Opening("lab"), Selection(0.5))

@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from families import tiny_ids, tiny_model
 from torch import nn
@@ -14,23 +12,17 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.latency import in_turns
 from heapr_lab.evaluation.perplexity import Perplexity
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.pareto import mask_for_budgets, pareto_front
-from heapr_lab.pruning.savings import removed_score
-from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.budgets import (
     decoding_rounds,
-    ratio_for_latency,
     ratio_for_loss,
+    share_of_decoding,
 )
 from heapr_lab.workbench.settings import Setting
 
 DENSE_NLL = 3.0
-LATENCY_FLOOR = 0.4
-"""Share of the dense time that the stand-in takes without any atoms."""
 
 
 @dataclass
@@ -40,7 +32,6 @@ class Bench:
     delta: Callable[[float], float] = lambda ratio: ratio**3
     model: nn.Module = field(default_factory=nn.Module)
     evaluated: list[float] = field(default_factory=list)
-    shapes: dict[int, tuple[int, int]] = field(default_factory=lambda: {0: (50, 100)})
 
     def test_windows(self, corpus: str) -> str:
         """The name of the corpus stands for its windows."""
@@ -51,14 +42,9 @@ class Bench:
         return CalibrationSet.from_ids(tiny_ids())
 
     def keep(self, setting: Setting) -> KeepMask:
-        """A mask of the first atoms of each expert."""
-        return KeepMask.from_arrays(
-            {
-                layer: setting.selection.ratio * n * width
-                <= np.arange(n * width).reshape(width, n).T
-                for layer, (n, width) in self.shapes.items()
-            }
-        )
+        """A mask without the first atoms of each of 50 experts of 100."""
+        atoms = np.arange(5000).reshape(100, 50).T
+        return KeepMask.from_arrays({0: setting.selection.ratio * 5000 <= atoms})
 
     def perplexity(self, keep: KeepMask | None, windows: str) -> Perplexity:
         """What the curve says; every pruned model asked for is written down."""
@@ -142,46 +128,12 @@ def tiny() -> nn.Module:
     return tiny_model("qwen2_moe").eval()
 
 
-def tiny_bench(tiny: nn.Module) -> Bench:
-    """The stand-in with a model that can be sliced."""
-    config: Any = tiny.config
-    size = config.num_experts, config.moe_intermediate_size
-    return Bench(
-        model=tiny, shapes=dict.fromkeys(range(config.num_hidden_layers), size)
-    )
-
-
-def straight(dense: nn.Module, pruned: nn.Module) -> list[list[float]]:
-    """Rounds that drift, in which time falls evenly with what is left."""
-    kept = 1 - pruned.heapr_keep.achieved_ratio
-    drift = (1.0, 3.0, 2.0)
-    share = LATENCY_FLOOR + (1 - LATENCY_FLOOR) * kept
-    return [list(drift), [share * seconds for seconds in drift]]
-
-
-def test_the_smallest_ratio_below_a_latency_is_found(tiny: nn.Module) -> None:
-    """What is returned was itself measured below the limit, with the sliced model."""
-    bench = tiny_bench(tiny)
-    setting, history = ratio_for_latency(
-        bench, Setting(0.0), share=0.7, measure=straight
-    )
-    chosen = history.set_index("ratio").loc[setting.selection.ratio]
-    assert chosen["share"] <= 0.7
-    # 0.4 + 0.6 · (1 − r) = 0.7 at r = ½, on a grid of whole atoms
-    n_atoms = bench.keep(Setting(0.0)).n_atoms
-    assert chosen["achieved_ratio"] == pytest.approx(0.5, abs=0.02 + 1 / n_atoms)
-    assert chosen["dense_ms"] == 2000
-    assert chosen["pruned_ms"] == pytest.approx(2000 * chosen["share"])
-
-
-def test_a_latency_that_cannot_be_had_is_an_error(tiny: nn.Module) -> None:
-    """The error says how far the highest ratio gets."""
-    with pytest.raises(SpecError, match=r"takes 0\.4.* of the dense time with 0\.95"):
-        ratio_for_latency(tiny_bench(tiny), Setting(0.0), share=0.3, measure=straight)
-    with pytest.raises(SpecError, match=r"share must be in \(0, 1\)"):
-        ratio_for_latency(tiny_bench(tiny), Setting(0.0), share=1.2)
+def test_prompts_are_calibration_windows(tiny: nn.Module) -> None:
+    """As many as there are."""
+    bench = Bench(model=tiny)
+    keep = bench.keep(Setting(0.5))
     with pytest.raises(SpecError, match="batch_size must be from 1 to 3"):
-        ratio_for_latency(tiny_bench(tiny), Setting(0.0), share=0.8, batch_size=4)
+        share_of_decoding(bench, keep, Calibration(), batch_size=4)
 
 
 def test_decoding_is_timed_for_both_models(tiny: nn.Module) -> None:
@@ -202,110 +154,3 @@ def test_runs_take_turns_after_a_warm_up() -> None:
     found = in_turns([lambda: run("a"), lambda: run("b")], n_rounds=2)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert found == [[4, 5], [3, 6]]
-
-
-# --- two budgets --------------------------------------------------------------------
-
-# Two experts of two atoms of 6 parameters; 3 of 4 tokens go to expert 1.
-MODEL = Architecture(
-    n_parameters=48,
-    bytes_per_parameter=4,
-    d_model=2,
-    layers={0: LayerShape(n_experts=2, d_inter=2, d_expert=2)},
-    other_weights_per_token=24,
-    attention_width=0,
-)
-
-
-def busy_table() -> ImportanceTable:
-    """Fisher scores 1, 2 of an expert with few tokens and 2, 5 of a busy one."""
-    frame = pd.DataFrame(
-        {
-            "layer": 0,
-            "expert": [0, 0, 1, 1],
-            "atom": [0, 1, 0, 1],
-            "tokens": [1, 1, 3, 3],
-            "sum_hg2": [2.0, 4.0, 4.0, 10.0],
-        }
-    )
-    return ImportanceTable.from_frame(frame, N=1, architecture=MODEL.to_dict())
-
-
-def test_the_front_goes_from_size_to_traffic() -> None:
-    """Half of the atoms: the quiet expert's by size, the cheaper per token by FLOPs."""
-    front = pareto_front(
-        busy_table(),
-        ratios=[0.25],
-        prices=[0, 1],
-        evaluate=lambda keep: {"kept": keep.n_kept},
-    )
-    # Of 48 parameters a quarter are two atoms; 1 + 2 by size, per token 2/3 and 1.
-    assert front["price"].tolist() == [0, 1]
-    assert front["parameter_reduction"].tolist() == [0.25, 0.25]
-    assert front["routed_flops_reduction"].tolist() == [0.25, 0.5]
-    assert front["score"].tolist() == [3, 3]
-    assert front["achieved_ratio"].tolist() == [0.5, 0.5]
-    assert front["kept"].tolist() == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "flops", "removed", "score"),
-    [
-        (0.25, 0.0, 2, 3),  # parameters alone
-        (0.0, 0.375, 1, 2),  # FLOPs alone: one busy atom saves 3/8
-        (0.25, 0.5, 2, 3),  # both: atoms 1 and 2
-        (0.25, 0.625, 3, 5),  # both: atoms 1, 2 and 2
-    ],
-)
-def test_a_mask_for_two_budgets(
-    parameters: float, flops: float, removed: int, score: float
-) -> None:
-    """The least score that saves enough of both, counted by hand."""
-    table = busy_table()
-    keep = mask_for_budgets(table, parameters=parameters, flops=flops)
-    assert (keep.n_removed, removed_score(table, keep)) == (removed, score)
-    assert 1 - MODEL.parameters(keep) / 48 >= parameters
-    assert MODEL.routed_flops_saved(keep, table.expert_tokens()) >= flops
-
-
-def test_both_budgets_are_met_without_waste() -> None:
-    """Where neither mask of one budget meets the other, both are met to an atom."""
-    shape = LayerShape(n_experts=4, d_inter=100, d_expert=2)
-    model = Architecture(10_000, 2, 2, {0: shape}, 0, 0)
-    expert, atom = np.indices((4, 100)).reshape(2, -1)
-    tokens = np.array([1, 2, 5, 12])[expert]
-    rng = np.random.default_rng(0)
-    frame = pd.DataFrame({"layer": 0, "expert": expert, "atom": atom})
-    frame = frame.assign(tokens=tokens, sum_hg2=tokens * rng.random(400))
-    table = ImportanceTable.from_frame(frame, N=1, architecture=model.to_dict())
-    keep = mask_for_budgets(table, parameters=0.1, flops=0.35)
-    saved = model.routed_flops_saved(keep, table.expert_tokens())
-    largest = 12 / 2000  # of the routed FLOPs, an atom of the busiest expert
-    assert 0 < keep.settings["price"] < 1
-    assert 0.1 <= 1 - model.parameters(keep) / 10_000 < 0.1 + 2 * 12 / 10_000
-    assert 0.35 <= saved < 0.35 + 2 * largest
-
-
-def test_a_mask_for_two_budgets_names_what_cannot_be_had() -> None:
-    """More parameters than the routed share are refused, as by `select`."""
-    with pytest.raises(SpecError, match=r"of the model 0\.6 .* possible is 0\.5$"):
-        mask_for_budgets(busy_table(), parameters=0.6, flops=0.1)
-
-
-def test_a_point_of_the_front_is_selected_by_its_row() -> None:
-    """A row's price and ratio give its mask."""
-    table = busy_table()
-    row = pareto_front(table, ratios=[0.25], prices=[0.5]).iloc[0]
-    keep = select(
-        table, ratio=row["ratio"], price=row["price"], of="model", estimator="fisher"
-    )
-    assert removed_score(table, keep) == row["score"]
-
-
-def test_two_budgets_need_one_order() -> None:
-    """Layer by layer, the larger mask need not meet the other budget."""
-    table = ImportanceTable.from_frame(
-        pd.DataFrame({"layer": [0], "expert": [0], "atom": [0], "tokens": [1]})
-    )
-    with pytest.raises(SpecError, match="two budgets need scope 'global'"):
-        mask_for_budgets(table, parameters=0.2, flops=0.2, scope="layer")

@@ -47,8 +47,10 @@ def test_every_word_of_a_selection_is_a_term() -> None:
 
 def test_terms_are_found_by_their_words() -> None:
     """All of them, in any order and case; by the unit on a control as well."""
-    found = [(heading, term.name) for heading, term in search_terms("llama.cpp FORMAT")]
-    assert found == [("Compare, and files", "GGUF")]
+    found = [
+        (heading, term.name) for heading, term in search_terms("notebook's STATE panel")
+    ]
+    assert found == [("Compare, and files", "session file")]
     assert [term for _, term in search_terms("")] == ALL
     assert list(search_terms("shrunk zebra")) == []
     assert find_term("distil [steps]") is TERMS["distil"]
