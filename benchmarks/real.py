@@ -255,6 +255,7 @@ def row_of(state: State, found: dict[State, Results]) -> dict[str, Any]:
         row[f"accuracy {task}"] = accuracies.loc[task, "value"]
     row |= _mean("accuracy", accuracies)
     row |= _mean("against_dense", _difference(own, dense))
+    row |= {"against_heapr": math.nan, "against_heapr_stderr": math.nan}
     reference = found.get(state.reference)
     if reference is not None and state.method not in (DENSE, "heapr"):
         row |= _mean("against_heapr", _difference(own, reference))
