@@ -52,6 +52,7 @@ def train_lab_model(
         if folder is not None:
             preflight.check_folder(folder)
     if recipe == SMOLMOE:
+        _check_smolmoe(steps, start_from, device)
         _build_smolmoe(out, work, seed, as_json=as_json)
         return
     from heapr_lab.lab_model import card, train
@@ -96,6 +97,19 @@ def train_lab_model(
         "tokens": sum(run.n_tokens for run in runs),
     }
     print_facts({**facts, "last_batch_loss_nats": last}, as_json=as_json)
+
+
+def _check_smolmoe(steps: int | None, start_from: Path | None, device: str) -> None:
+    """Refuse what it does not take, before hours are spent.
+
+    Raises:
+        BadParameter: it was given one of these options.
+    """
+    if steps is not None or start_from is not None or device != "cpu":
+        raise typer.BadParameter(
+            "--recipe smolmoe takes neither --steps nor --start-from, and --device cpu "
+            "alone: its lengths are part of the recipe; leave them out"
+        )
 
 
 def _build_smolmoe(

@@ -469,3 +469,9 @@ def test_training_checks_its_options_first(tmp_path: Path) -> None:
     message = refused("train-lab-model", "--start-from", tmp_path, "--work", tmp_path)
     assert "--steps" in message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_smolmoe_takes_no_other_lengths(tmp_path: Path) -> None:
+    """They are part of the recipe, and would cost hours."""
+    asked = ("train-lab-model", "--recipe", "smolmoe", "--out", tmp_path / "new")
+    assert "neither --steps" in refused(*asked, "--steps", "5")
