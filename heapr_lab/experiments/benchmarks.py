@@ -81,6 +81,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "What pruning costs pretrained models",
                 table=figures.real_table,
             ),
+            Benchmark("tasks", "tasks.py", "What the seven tasks cost, item by item"),
             Benchmark(
                 "cost",
                 "cost.py",
