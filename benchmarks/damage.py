@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
 from heapr_lab.importance.estimators import ESTIMATORS
-from heapr_lab.models.loading import LAB
+from heapr_lab.models.named import LAB
 from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.text.corpora import available_corpora
 from heapr_lab.workbench.budgets import damage_map

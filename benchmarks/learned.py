@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.models.loading import LAB
+from heapr_lab.models.named import LAB
 from heapr_lab.progress import progress_bar
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.loading import LAB
+from heapr_lab.models.named import LAB
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting

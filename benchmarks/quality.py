@@ -34,7 +34,7 @@ from benchmarks.machine import Rows
 from heapr_lab.evaluation.harness import continuation_task, run_tasks
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.loading import LAB
+from heapr_lab.models.named import LAB
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of

@@ -35,10 +35,12 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
             "{:.2f}".format
         )
     table["mean accuracy of seven ↑"] = _with_error(rows, "accuracy", "accuracy_stderr")
-    table["Δ to HEAPr ↑"] = _with_error(rows, "against_heapr", "against_heapr_stderr")
+    table["less HEAPr's, item by item ↑"] = _with_error(
+        rows, "against_heapr", "against_heapr_stderr"
+    )
     for task in _measured(rows, "accuracy "):
         table[f"{task} ↑"] = rows[f"accuracy {task}"].map("{:.1%}".format)
-    table["windows"] = rows["windows"]
+    table["windows of 512 tokens"] = rows["windows"]
     table["items of a task"] = rows["items"]
     return table
 
