@@ -34,7 +34,7 @@ VERSION = 1
 """Increased whenever the files of a converted model change."""
 _FAMILIES = ("llama", "mistral")
 _ROPE = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-_SHARED = (
+SHARED = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -101,7 +101,7 @@ def one_expert_config(config: Any) -> Any:
             f"expert: {why}; expected a dense model of the family "
             f"{' or '.join(_FAMILIES)} with silu and without biases"
         )
-    shared: dict[str, Any] = {name: getattr(config, name, None) for name in _SHARED}
+    shared: dict[str, Any] = {name: getattr(config, name, None) for name in SHARED}
     return MixtralConfig(
         **shared,
         sliding_window=getattr(config, "sliding_window", None),

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import build
+from heapr_lab.models.one_expert import SHARED
 from heapr_lab.pretrained.delta import Ternary
 from heapr_lab.storage.files import replacing
 
@@ -232,27 +233,15 @@ def _mlp(
 
 def _config(layout: Layout, dense: Any) -> Any:
     """The configuration of the carved model, from that of the dense one."""
-    same = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    )
+    same: dict[str, Any] = {name: getattr(dense, name) for name in SHARED}
+    same |= {
+        "rope_parameters": dict(dense.rope_parameters) | {"partial_rotary_factor": 1.0},
+        "intermediate_size": layout.d_ff,
+    }
     return AutoConfig.for_model(
         "glm4_moe",
-        **{name: getattr(dense, name) for name in same},
+        **same,
         attention_bias=False,
-        rope_parameters=dict(dense.rope_parameters) | {"partial_rotary_factor": 1.0},
-        intermediate_size=layout.d_ff,
         moe_intermediate_size=layout.d_inter,
         num_experts_per_tok=layout.top_k,
         n_shared_experts=layout.n_shared // layout.d_inter,
