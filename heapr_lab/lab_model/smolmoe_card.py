@@ -60,9 +60,9 @@ KL [nats per token], mean over each tenth of the run, as it was trained on: {cur
 
 ## Training text
 
-Windows of {seq_len} tokens. The tests of this repository use the test splits of
-WikiText-2, PTB and C4, of which no text was seen here; WikiText-2 and C4 are, however,
-corpora that it was healed on.
+Windows of {seq_len} tokens of the train splits. The tests of this repository use the
+test splits of WikiText-2, PTB and C4, of which no text was seen here; but it was healed
+on text of the same three kinds.
 
 {mixture}
 
