@@ -58,9 +58,7 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
 def _measured(rows: pd.DataFrame, prefix: str) -> list[str]:
     """The corpora or tasks that there are columns of."""
     return [
-        name.removeprefix(prefix)
-        for name in rows.columns
-        if name.startswith(prefix) and "±" not in name
+        name.removeprefix(prefix) for name in rows.columns if name.startswith(prefix)
     ]
 
 
