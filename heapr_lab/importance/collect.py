@@ -54,8 +54,12 @@ logger = logging.getLogger(__name__)
 
 STATISTICS_SCHEMA = 1
 """Increased whenever the same input would give other numbers."""
-TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
-"""Of the first batch, by type of device."""
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}
+"""Tokens in the first batch, by type of device.
+
+On a CPU larger ones take more memory and no less time: what the backward pass keeps is
+handed out by the system in pages that it zeroes first.
+"""
 _SAVE_SECONDS = 60.0
 _SAVE_SHARE = 0.02
 

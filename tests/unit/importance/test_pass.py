@@ -138,7 +138,7 @@ def test_the_batch_size_by_default(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, tokens: int, size: int
 ) -> None:
     """Windows of about 4096 tokens on a CPU; at least one, at most all."""
-    assert collect.TOKENS_PER_BATCH == {"cpu": 4096, "cuda": 32768}
+    assert collect.TOKENS_PER_BATCH == {"cpu": 2048, "cuda": 32768}
     monkeypatch.setattr(collect, "TOKENS_PER_BATCH", {"cpu": tokens})
     table = collect_statistics(model, WINDOWS)
     assert table.metadata["provenance"]["batch_size"] == size
