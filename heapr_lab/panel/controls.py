@@ -1,6 +1,5 @@
 """The controls of the panel: a labelled control for each setting of a selection."""
 
-import html
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
@@ -12,7 +11,6 @@ from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.options import BUDGETS, CHOICES, Selection, parse_layers
 from heapr_lab.pruning.selection import default_multiple
-from heapr_lab.workbench.presets import describe_estimator
 
 _LAST_STEP: Final = 99
 _BUDGETS = {name: of for of, name in BUDGETS.items()}
@@ -77,7 +75,7 @@ class Controls(ipw.VBox):
         super().__init__(
             [
                 ipw.HBox([self.slider, self.ratio, self.budget, self.rise]),
-                ipw.HBox([self.estimator, self.scope, self.granularity, self.method]),
+                ipw.HBox([self.estimator, self.scope, self.granularity]),
                 ipw.HBox(
                     [self.structure, self.multiple, self.min_atoms, self.excluded]
                 ),
@@ -113,7 +111,6 @@ class Controls(ipw.VBox):
 
     def _build_rules(self, estimators: Sequence[str], selection: Selection) -> None:
         self.estimator = _dropdown("estimator", estimators, selection.estimator)
-        self.method = ipw.HTML()
         self.scope = _dropdown("scope", CHOICES["scope"], selection.scope)
         self.granularity = _dropdown(
             "granularity", CHOICES["granularity"], selection.granularity
@@ -214,8 +211,7 @@ class Controls(ipw.VBox):
         self._quietly(self.slider, _on_slider(ratio))
 
     def _lock(self) -> None:
-        """Disable the controls without effect, and describe the estimator."""
-        self.method.value = html.escape(describe_estimator(self.estimator.value))
+        """Disable the controls without effect."""
         self.multiple.disabled = self.structure.value == "ragged"
         self.rise.disabled = not self.to_target
         self.slider.disabled = self.ratio.disabled = self.to_target

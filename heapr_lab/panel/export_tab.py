@@ -1,23 +1,24 @@
-"""The tab that writes the pruned model, and shows how to load it."""
+"""The tab that writes the pruned model, and shows how to load it or do the same."""
 
 import html
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ipw
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import Job, Report, Shown, status
-from heapr_lab.panel.same_code import SameCode, dtype_of_files
+from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
 from heapr_lab.panel.session import PruningSession, Way, text_of
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.as_command import weight_options
-from heapr_lab.workbench.presets import DEFAULT, METHODS, WEIGHTS
-from heapr_lab.workbench.recipe import Written
+from heapr_lab.workbench.as_python import python_of_model, python_of_table
+from heapr_lab.workbench.presets import WEIGHTS
+
+if TYPE_CHECKING:
+    from heapr_lab.workbench.workbench import Workbench
 
 _EVALUATED = (
     "Evaluate measures these weights, before output biases and distillation; the card "
@@ -27,8 +28,19 @@ _EVALUATED = (
 _WRITTEN_BEFORE = "Out of date: what is below was written with other settings."
 
 
+_CODE_DIFFERS = (
+    "Export also writes perplexities and savings into the card, and weights in the "
+    "dtype of the dense files, not in that of the model in memory."
+)
+
+
 class ExportTab(ipw.VBox):
-    """A folder, options and a button; then the code that loads the model."""
+    """A folder, options and a button; then code that loads the model, or makes it.
+
+    Attributes:
+        code: the box with the Python, written while it is open.
+        python: the Python as HTML.
+    """
 
     def __init__(self, session: PruningSession, bar: WeightsBar) -> None:
         """Lay the tab out.
@@ -54,7 +66,8 @@ class ExportTab(ipw.VBox):
         )
         self.note = ipw.HTML(status(""))
         self.command = Shown(self._asked, said=_WRITTEN_BEFORE)
-        self.code = SameCode(session, self.written, lambda: self._calibration)
+        self.python = ipw.HTML()
+        self.code = ipw.Accordion([self.python], titles=["The same as Python"])
         if session.workbench is None:
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
@@ -63,34 +76,15 @@ class ExportTab(ipw.VBox):
         super().__init__([row, self.note, self.job, self.command, self.code])
         for control in weights:
             control.observe(self.refresh, names="value")
-        self.folder.observe(self.code.refresh, names="value")
+        self.folder.observe(self.refresh_code, names="value")
+        self.code.observe(self.refresh_code, names="selected_index")
         self.folder.observe(self.command.check, names="value")
         self.refresh()
-
-    @property
-    def options(self) -> str:
-        """The options of the command line that differ from its defaults."""
-        made = Written(
-            self.folder.value, self.weights.value, self.bias.value, self.distill.value
-        )
-        words = weight_options(made, own_text=self._calibration.own_text)
-        return "".join(f" {word}" for word in words)
 
     def _asked(self) -> tuple[object, ...]:
         """The settings that what is written depends on."""
         chosen = self.session.selection, self.session.way
         return *chosen, self.folder.value, self.bias.value, self.distill.value
-
-    def written(self) -> Written:
-        """The checkpoint that Export would write."""
-        return Written(
-            self.folder.value,
-            self.weights.value,
-            self.bias.value,
-            self.distill.value,
-            tuple(self._corpora()),
-            dtype_of_files(self.session.workbench),
-        )
 
     @property
     def _calibration(self) -> Calibration:
@@ -98,8 +92,8 @@ class ExportTab(ipw.VBox):
         return self.session.way.calibration(self.session.calibration)
 
     def refresh(self, _change: Any = None) -> None:
-        """Describe what Export would write, and the method."""
-        self.code.refresh()
+        """Describe what Export would write."""
+        self.refresh_code()
         self.command.check()
         try:
             selection = self.session.selection
@@ -110,11 +104,46 @@ class ExportTab(ipw.VBox):
             return
         chosen = self.weights.value
         text = text_of(selection.text, selection.estimator, chosen)
-        lines = [
-            f"To be written: {text}; weights: {WEIGHTS[chosen]}. {_EVALUATED}",
-            describe_method(selection, weights=chosen, options=self.options),
-        ]
-        self.note.value = "".join(map(status, lines))
+        self.note.value = status(
+            f"To be written: {text}; weights: {WEIGHTS[chosen]}. {_EVALUATED}"
+        )
+
+    def refresh_code(self, _change: Any = None) -> None:
+        """Write the Python again, if it is shown."""
+        if self.code.selected_index is None:
+            return
+        try:
+            code = html.escape(self._code())
+        except HeaprLabError as error:
+            self.python.value = alert(str(error))
+        else:
+            style = 'tabindex="0" style="white-space:pre-wrap"'
+            self.python.value = f"<pre {style}>{code}</pre>{status(_CODE_DIFFERS)}"
+
+    def _code(self) -> str:
+        """What Export would do now, as Python.
+
+        Raises:
+            SpecError: the settings are infeasible, or the source cannot be named.
+        """
+        session, bench = self.session, self.session.workbench
+        if bench is None:
+            return python_of_table(_file_of(session), session.selection)
+        if bench.opening is None:
+            raise SpecError(
+                "this workbench was made of a model in memory, which code cannot name: "
+                "open it with open_workbench"
+            )
+        check_calibration(session, bench)
+        return python_of_model(
+            bench.opening,
+            _with_counts(self._calibration, bench),
+            session.selection,
+            weights=self.weights.value,
+            folder=self.folder.value,
+            output_bias=self.bias.value,
+            distill=self.distill.value,
+        )
 
     def _export(self, report: Report) -> None:
         from heapr_lab.checkpoints.folder import check_new
@@ -172,17 +201,36 @@ class ExportTab(ipw.VBox):
         return f"{status(f'{text}. To load it:')}<pre>{code}</pre>"
 
 
-def describe_method(selection: Selection, *, weights: str, options: str = "") -> str:
-    """The method of the command line with `options`, or the difference from it."""
-    chosen = selection.estimator
-    for name, method in METHODS.items():
-        if weights == method.weights and (
-            weights == "compress" or chosen == method.estimator
-        ):
-            return f"This is --method {name}{_default(name)}{options}."
-    name = "paper" if weights == "unchanged" else "best"
-    return f"On the command line this is --method {name} --estimator {chosen}{options}."
+def check_calibration(session: PruningSession, bench: "Workbench") -> None:
+    """Make sure that the table was measured on the calibration of the session.
+
+    Raises:
+        SpecError: it was measured on other windows, or does not say on which.
+    """
+    from heapr_lab.workbench.export import describe_calibration
+
+    measured = (session.table.metadata.get("spec") or {}).get("calibration")
+    if measured != bench.calibration_set(session.calibration).fingerprint:
+        raise SpecError(
+            f"the table was measured on: {describe_calibration(session.table)}, and "
+            f"the panel is calibrated on {session.calibration}: open the panel with "
+            "the table's calibration"
+        )
 
 
-def _default(name: str) -> str:
-    return " (the command line's default)" if name == DEFAULT else ""
+def _with_counts(calibration: Calibration, bench: "Workbench") -> Calibration:
+    """The calibration with the numbers that it takes from the profile."""
+    return replace(
+        calibration,
+        n_sequences=calibration.n_sequences or bench.profile.n_sequences,
+        seq_len=calibration.seq_len or bench.profile.seq_len,
+    )
+
+
+def _file_of(session: PruningSession) -> Path:
+    if session.file is None:
+        raise SpecError(
+            "this table is not in a file that the panel knows: write it with "
+            "table.write('importance.parquet'), and explore that path"
+        )
+    return session.file

@@ -308,7 +308,7 @@ class Explorer(ipw.VBox):
         if not self.error.value:
             self._show_numbers()
         self.comparison.refresh()
-        self.export.code.refresh()
+        self.export.refresh_code()
         self._changed()
 
     def _fail(self, error: Exception) -> None:

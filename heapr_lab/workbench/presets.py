@@ -74,23 +74,3 @@ def find_method(name: str) -> Method:
     if name not in METHODS:
         raise SpecError(f"method {name!r}: expected one of {', '.join(METHODS)}")
     return METHODS[name]
-
-
-def describe_estimator(estimator: str) -> str:
-    """The estimator with the method that uses it, as on the command line.
-
-    Example:
-        >>> describe_estimator("heapr")
-        'heapr: the estimator of --method paper'
-    """
-    texts = {}
-    for name, method in METHODS.items():
-        default = ", the command line's default" if name == DEFAULT else ""
-        if method.weights == "compress":
-            texts[method.of_table] = (
-                f"a candidate of --method {name}{default}, and its estimator for a "
-                "table alone"
-            )
-        else:
-            texts[method.estimator] = f"the estimator of --method {name}{default}"
-    return f"{estimator}: {texts.get(estimator, f'--estimator {estimator}')}"

@@ -1,4 +1,4 @@
-"""In JupyterLab, a panel opens as it was left; why pruning hurts; the same as code."""
+"""In JupyterLab, a panel opens as it was left; why pruning hurts; its Python."""
 
 import json
 from pathlib import Path
@@ -81,13 +81,13 @@ def explain(panel: Panel) -> None:
 
 
 def carry_as_code(panel: Panel, model: str) -> None:
-    """Open what the Export tab would do as Python and as a command."""
+    """Open what the Export tab would do as Python."""
     panel.open("Export")
     panel.enter("folder", "smaller")
-    panel.root.get_by_text("The same as code").click()
-    command = panel.root.get_by_text("heapr-lab prune")
-    expect(command.first).to_contain_text("--ratio 0.5")
-    expect(command.first).to_contain_text(model)
+    panel.root.get_by_text("The same as Python").click()
+    code = panel.root.get_by_text("import heapr_lab as hl")
+    expect(code.first).to_contain_text("ratio=0.5")
+    expect(code.first).to_contain_text(model)
 
 
 def time_a_pin(panel: Panel) -> None:

@@ -80,13 +80,11 @@ def test_the_model_is_exported(panel: Explorer, tmp_path: Path, weights: str) ->
 
 
 def test_what_comes_after_is_written(panel: Explorer, tmp_path: Path) -> None:
-    """Biases and distillation are in the manifest, and in the command that is named."""
+    """Biases and distillation are in the manifest."""
     panel.controls.ratio.value = "0.4"
     tab = panel.export
     tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
-    assert "--method paper." in tab.note.value
     tab.bias.value, tab.distill.value = True, 25
-    assert "--method paper --bias --distill 25." in tab.note.value
     tab.job.button.click()
     tab.job.wait(60)
     assert tab.job.error.value == ""

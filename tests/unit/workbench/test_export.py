@@ -339,20 +339,3 @@ def test_each_place_says_which_weights_it_shows(root: Path) -> None:
     assert "the best of several ways" in panel.export.note.value
     panel.weights.weights.value = "compensated"
     assert "weights: W_down compensated" in panel.export.note.value
-
-
-def test_the_panel_names_methods_as_the_command_line(root: Path) -> None:
-    """Which --method a choice is, and how it differs from the default, said plainly."""
-    panel = panel_of(root, bench_of(root))
-    assert "--method paper" in panel.controls.method.value
-    default = "This is --method best (the command line"
-    assert default in panel.export.note.value
-    panel.export.weights.value = "compensated"
-    assert "this is --method best --estimator heapr." in panel.export.note.value
-    panel.export.weights.value = "unchanged"
-    assert "This is --method paper." in panel.export.note.value
-    panel.controls.estimator.value = "shrunk"
-    assert "estimator for a table alone" in panel.controls.method.value
-    assert "--method paper --estimator shrunk" in panel.export.note.value
-    options = panel.controls.budget.options
-    assert {"atoms", "parameters (model)", "bytes", "routed FLOPs (flops)"} < {*options}

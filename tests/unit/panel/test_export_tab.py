@@ -1,0 +1,137 @@
+"""The Python in the Export tab is what the panel shows, or it says why not."""
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heapr_lab.errors import SpecError
+from heapr_lab.panel.export_tab import check_calibration
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.workbench import Workbench, open_workbench
+
+
+def code_of(panel: Explorer) -> str:
+    """The code in the `pre`, as it is copied."""
+    shown = panel.export.python.value
+    found = re.search(r"<pre[^>]*>(.*?)</pre>", shown, re.DOTALL)
+    assert found is not None, shown
+    return html.unescape(found[1])
+
+
+@pytest.fixture
+def shown(bench: Workbench, root: Path, tmp_path: Path, monkeypatch: Any) -> Explorer:
+    """A panel of the model and the text, whose code is shown."""
+    monkeypatch.chdir(tmp_path)
+    text = str(root / "text.txt")
+    panel = explore(bench, corpora=(text,), tasks=(), calibration=Calibration(text))
+    assert isinstance(panel, Explorer)
+    panel.export.code.selected_index = 0
+    return panel
+
+
+def test_both_prune_the_same(shown: Explorer) -> None:
+    """The panel and the Python: one mask, of the settings shown, and the same files."""
+    before = code_of(shown)
+    controls, tab = shown.controls, shown.export
+    controls.ratio.value, controls.estimator.value = "0.375", "shrunk"
+    controls.structure.value, controls.multiple.value = "uniform", 2
+    tab.folder.value, tab.weights.value = "my model", "unchanged"
+    assert code_of(shown) != before
+    names: dict[str, Any] = {}
+    exec(code_of(shown), names)
+    assert names["keep"].fingerprint == shown.session.keep.fingerprint
+    Path("my model").rename("of python")
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert tab.job.error.value == ""
+    exported, own = (
+        KeepMask.read(f"{folder}/heapr_keep.parquet")
+        for folder in ("my model", "of python")
+    )
+    assert exported.fingerprint == own.fingerprint
+
+
+def test_each_control_of_the_tab_is_followed(shown: Explorer) -> None:
+    """Options appear in the code when they are set, and only then."""
+    tab = shown.export
+    tab.own.value, tab.bias.value, tab.distill.value = 40, True, 50
+    assert "own_text=0.4" in code_of(shown)
+    assert "add_output_bias" in code_of(shown)
+    assert "n_steps=50" in code_of(shown)
+    tab.folder.value = "other"
+    assert "'other'" in code_of(shown)
+    tab.weights.value = "compensated"
+    assert "own_text" not in code_of(shown)
+    assert "hl.compensate" in code_of(shown)
+
+
+def test_nothing_is_written_while_it_is_hidden(shown: Explorer) -> None:
+    """A closed box costs nothing, and is right when it is opened again."""
+    tab = shown.export
+    tab.code.selected_index = None
+    before = code_of(shown)
+    shown.controls.ratio.value = "0.125"
+    assert code_of(shown) == before
+    tab.code.selected_index = 0
+    assert "ratio=0.125" in code_of(shown)
+
+
+def test_what_code_cannot_do_is_said(
+    shown: Explorer, panel: Explorer, root: Path
+) -> None:
+    """Infeasible settings, another calibration, no name."""
+    shown.controls.ratio.value = "half"
+    assert "infeasible" in shown.export.python.value
+    panel.export.code.selected_index = 0  # of a table of other windows
+    assert "the table was measured on: 4 windows" in panel.export.python.value
+    unnamed = open_workbench(str(root / "moe"), profile="small")
+    unnamed.opening = None
+    calibration = Calibration(str(root / "text.txt"))
+    other = explore(unnamed, corpora=(), tasks=(), calibration=calibration)
+    assert isinstance(other, Explorer)
+    other.export.code.selected_index = 0
+    assert "a model in memory" in other.export.python.value
+
+
+def test_a_table_is_named_if_it_has_a_file(folder: Path) -> None:
+    """The panel of a path names it; a table in memory cannot be named."""
+    panel = explore(folder / "table.parquet")
+    assert isinstance(panel, Explorer)
+    panel.export.code.selected_index = 0
+    expected = f"hl.ImportanceTable.read('{folder / 'table.parquet'}')"
+    assert expected in code_of(panel)
+    alone = explore(panel.session.table)
+    alone.export.code.selected_index = 0
+    assert "not in a file" in alone.export.python.value
+
+
+def test_own_text_is_counted_in_windows(bench: Workbench, root: Path) -> None:
+    """A share that is recorded as windows is the same calibration."""
+    text = str(root / "text.txt")
+    calibration = Calibration(text, own_text=0.3)  # 2 of 8 windows, recorded as 0.25
+    panel = explore(bench, corpora=(), tasks=(), calibration=calibration)
+    assert isinstance(panel, Explorer)
+    panel.export.code.selected_index = 0
+    panel.export.weights.value = "unchanged"
+    assert "own_text=0.3" in code_of(panel)
+
+
+def test_a_text_that_was_moved_is_the_same(bench: Workbench, root: Path) -> None:
+    """The table in the cache names the old file, whose windows were the same."""
+    text, moved = root / "text.txt", root / "moved.txt"
+    panel = explore(bench, corpora=(), tasks=(), calibration=Calibration(str(text)))
+    table = panel.session.table
+    moved.write_bytes(text.read_bytes())
+    calibration = Calibration(str(moved))
+    session = PruningSession(table, workbench=bench, calibration=calibration)
+    check_calibration(session, bench)
+    moved.write_text("other words. " * 2000, "utf-8")
+    fresh = open_workbench(str(root / "moe"), profile="small")
+    with pytest.raises(SpecError, match="the table was measured on"):
+        check_calibration(session, fresh)

@@ -1,0 +1,201 @@
+"""What is copied as Python prunes what the panel shows: it is run on a tiny model."""
+
+from dataclasses import fields
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
+from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.as_python import python_of_model, python_of_table
+from heapr_lab.workbench.export import Afterwards, choose, facts_of, write_checkpoint
+from heapr_lab.workbench.opening import Opening
+from heapr_lab.workbench.presets import WEIGHTS
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench, open_workbench
+
+OTHER: dict[str, dict[str, Any]] = {
+    "ratio": {"ratio": 0.29},
+    "estimator": {"estimator": "shrunk"},
+    "scope": {"scope": "layer"},
+    "granularity": {"granularity": "expert"},
+    "structure": {"structure": "per_layer"},
+    "multiple": {"structure": "aligned", "multiple": 4},
+    "of": {"of": "model", "ratio": 0.1},
+    "layer_ratios": {"layer_ratios": {1: 0.75}},
+    "exclude_layers": {"exclude_layers": (0,)},
+    "min_atoms": {"min_atoms": 3},
+    "protect_outliers": {"protect_outliers": 0.5},
+    "protect_unrouted": {"protect_unrouted": True},
+    "price": {"price": 0.25},
+    "estimator_options": {
+        "estimator": "camera", "scope": "layer", "estimator_options": {"alpha": 0.5}
+    },
+}  # fmt: skip
+"""By field of a selection, one in which it is not the default."""
+CALIBRATIONS: dict[str, Any] = {
+    "corpus": None,
+    "n_sequences": 3,
+    "seq_len": 16,
+    "seed": -5,
+    "own_text": 0.5,
+}
+OPENINGS: dict[str, Any] = {
+    "model": None,
+    "profile": "small",
+    "seq_len": 32,
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "stream": True,
+    "host_memory": "1GB",
+}
+
+
+@pytest.fixture
+def inside(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run code in, with names that Python must quote."""
+    (tmp_path / "a 'moe'").symlink_to(root / "moe")
+    (tmp_path / "it's $text.txt").symlink_to(root / "text.txt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def opened(**options: Any) -> Opening:
+    """The tiny model, opened with little text."""
+    return Opening.of("a 'moe'", **{"profile": "small"} | options)
+
+
+def texts(**fields_: Any) -> Calibration:
+    """The tiny text."""
+    return Calibration("it's $text.txt", **fields_)
+
+
+def mask_of(code: str) -> KeepMask:
+    """The mask that the code makes, which is run."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    keep = names["keep"]
+    assert isinstance(keep, KeepMask)
+    return keep
+
+
+def same_mask(opening: Opening, calibration: Calibration, selection: Selection) -> str:
+    """The code, after it has pruned as the objects do."""
+    bench = open_workbench(opening.model, **opening.given())
+    expected = bench.keep(Setting(selection, calibration))
+    assert 0 < expected.n_removed < expected.n_atoms
+    code = python_of_model(
+        opening, calibration, selection, weights="unchanged", folder="smaller"
+    )
+    before_files = code.partition("smaller =")[0]
+    assert mask_of(before_files).fingerprint == expected.fingerprint
+    return code
+
+
+def test_the_tables_here_have_every_field() -> None:
+    """A field added to a selection, a calibration or an opening is tried here."""
+    assert list(OTHER) == [field.name for field in fields(Selection)]
+    assert list(CALIBRATIONS) == [field.name for field in fields(Calibration)]
+    assert list(OPENINGS) == [field.name for field in fields(Opening)]
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_each_field_of_a_selection(name: str, inside: Path) -> None:
+    """The code selects as it says."""
+    selection = Selection(**{"ratio": 0.3} | OTHER[name])
+    assert getattr(selection, name) != getattr(Selection(0.3), name)
+    assert f"{name}=" in same_mask(opened(), texts(), selection)
+
+
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_each_field_of_a_calibration(name: str, inside: Path) -> None:
+    """The same windows are drawn, and of as many tokens."""
+    value = CALIBRATIONS[name]
+    own = {} if value is None else {name: value}
+    assert f"{name}=" in same_mask(opened(), texts(**own), Selection(0.5))
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+def test_each_way_to_open_a_model(name: str, inside: Path) -> None:
+    """The options of a workbench reach it again."""
+    value = OPENINGS[name]
+    own = {} if value is None else {name: value}
+    own |= {"stream": True} if name == "host_memory" else {}
+    code = same_mask(opened(**own), texts(), Selection(0.5))
+    assert value is None or f"{name}={value!r}" in code
+
+
+def test_defaults_are_left_out() -> None:
+    """What everyone has need not be said."""
+    opening, calibration = Opening("lab"), Calibration(own_text=0.25)
+    code = python_of_model(
+        opening, calibration, Selection(0.25), weights="compress", folder="pruned"
+    )
+    assert code.splitlines() == [
+        "import heapr_lab as hl",
+        "",
+        "bench = hl.open_workbench('lab')",
+        "calibration = hl.Calibration(own_text=0.25)",
+        "selection = hl.Selection(ratio=0.25)",
+        "windows = bench.calibration_set(calibration)",
+        "smaller = hl.compress(bench.model, windows, selection)",
+        "keep = smaller.heapr_keep",
+        "hl.save_pruned(smaller, 'pruned', tokenizer=bench.tokenizer)",
+    ]
+
+
+def test_a_table_alone(folder: Path) -> None:
+    """Its file is named; fractions and long decimals are exact."""
+    file = folder / "table.parquet"
+    table = ImportanceTable.read(file)
+    for selection in (
+        Selection(0.3),
+        Selection(0.3, "camera", "layer"),
+        Selection(Fraction(1, 3)),  # type: ignore[arg-type]
+        Selection(Decimal("0.12345678901234567890123")),  # type: ignore[arg-type]
+    ):
+        keep = mask_of(python_of_table(file, selection))
+        assert keep.fingerprint == select(table, selection).fingerprint
+        assert keep.settings["ratio"] == select(table, selection).settings["ratio"]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("after", [False, True])
+def test_checkpoints_have_the_same_weights(
+    weights: str, after: bool, inside: Path, bench: Workbench
+) -> None:
+    """The code writes the atoms and the numbers that Export writes."""
+    calibration = texts(own_text=0.5 if weights == "compress" else 0.0)
+    selection = Selection(0.4, "camera", "layer")
+    code = python_of_model(
+        opened(), calibration, selection, weights=weights, folder="a folder",
+        output_bias=after, distill=25 * after,
+    )  # fmt: skip
+    keep = mask_of(code)
+    assert keep == KeepMask.read("a folder/heapr_keep.parquet")
+    setting = Setting(selection, calibration)
+    table = bench.table_of(setting)
+    made = choose(
+        bench, table, setting, weights=weights, after=Afterwards(after, 25 * after),
+        report=lambda *_: None,
+    )  # fmt: skip
+    assert made.keep.fingerprint == keep.fingerprint
+    facts = facts_of(table, made.keep, source=bench.source)
+    write_checkpoint(
+        inside / "exported", made, bench, facts=facts, corpora=(),
+        report=lambda *_: None,
+    )  # fmt: skip
+    own, exported = (
+        load_file(inside / name / "model.safetensors")
+        for name in ("a folder", "exported")
+    )
+    assert own.keys() == exported.keys()
+    for name, tensor in own.items():
+        assert (tensor == exported[name]).all(), name
