@@ -1,4 +1,4 @@
-"""The pages that nobody writes: the command line's help, notebooks, and results."""
+"""The pages that nobody writes: the command line's help, terms, notebooks, results."""
 
 import re
 import shutil
@@ -10,6 +10,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from heapr_lab.cli.app import app
+from heapr_lab.panel.glossary import GLOSSARY, Term
 from heapr_lab.storage import paths
 
 PROGRAM = "heapr-lab"
@@ -24,6 +25,12 @@ _HEAD = """\
 
 What each command says with `--help`.
 """
+_GLOSSARY_HEAD = """\
+# Glossary
+
+What the controls and terms of [the panel](panel.md) mean; its tooltips and its help say
+the same.
+"""
 _TOCTREE = """
 ```{{toctree}}
 :hidden:
@@ -34,8 +41,9 @@ _TOCTREE = """
 
 
 def write_pages(docs: Path) -> None:
-    """Write `commands.md`, `results.md` and the folder `notebooks` in `docs`."""
+    """Write the pages that are made, and the folder `notebooks`, in `docs`."""
     _write(docs / "commands.md", commands_page(help_texts()))
+    _write(docs / "glossary.md", glossary_page())
     results = (paths.figures_dir() / "README.md").read_text("utf-8")
     _write(docs / "results.md", results_page(results))
     copy_notebooks(paths.project_dir() / "notebooks", docs / "notebooks")
@@ -79,6 +87,22 @@ def commands_page(helps: Mapping[str, str]) -> str:
         f"## {name}\n\n{text}" for name, text in zip(names, others, strict=True)
     ]
     return "\n".join([_HEAD, first, *sections])
+
+
+def glossary_page() -> str:
+    """The page of the terms, a section for each heading."""
+    sections = [_GLOSSARY_HEAD]
+    for heading, terms in GLOSSARY.items():
+        lines = "\n".join(f"* **{term.name}**: {_said(term)}" for term in terms)
+        sections.append(f"## {heading}\n\n{lines}\n")
+    return "\n".join(sections)
+
+
+def _said(term: Term) -> str:
+    """The text of a term, with where it is said at length."""
+    links = [f"[{term.page.removesuffix('.md')}]({term.page})"] if term.page else []
+    places = ", ".join([*links, *filter(None, [term.paper])])
+    return f"{term.text} ({places})" if places else term.text
 
 
 def results_page(text: str) -> str:

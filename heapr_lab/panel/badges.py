@@ -6,7 +6,7 @@ They differ by their word and their border, and their colour is that of the text
 import html
 from typing import Literal, TypeAlias
 
-from heapr_lab.workbench.glossary import TERMS
+from heapr_lab.panel.glossary import TERMS
 
 Kind: TypeAlias = Literal["measured", "predicted"]
 _BORDERS = {"measured": "solid", "predicted": "dashed"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from heapr_lab.workbench.glossary import Term, find_term, search_terms
+from heapr_lab.panel.glossary import Term, find_term, search_terms
 
 _EXPLAINED = re.compile(r'<span title="[^"]*">(.*)</span>', re.DOTALL)
 _NONE = "No term of the help has all of these words."

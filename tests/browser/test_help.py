@@ -5,7 +5,7 @@ import re
 import pytest
 from browser.pages import TIMEOUT, nameless, panels
 
-from heapr_lab.workbench.glossary import TERMS
+from heapr_lab.panel.glossary import TERMS
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect

@@ -7,9 +7,9 @@ import ipywidgets as ipw
 from random_tables import small_table
 
 from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.panel.glossary import GLOSSARY, TERMS, find_term
 from heapr_lab.panel.help import label_of, terms_html, widgets_in
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.workbench.glossary import GLOSSARY, TERMS, find_term
 
 OF_VALUES = (
     *(ipw.Text, ipw.Textarea, ipw.BoundedFloatText, ipw.BoundedIntText),

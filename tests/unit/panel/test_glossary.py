@@ -1,24 +1,17 @@
 """The glossary has each word once, and its page is made of it."""
 
-import os
 import re
 
+import pages
 import pytest
 
-from heapr_lab.experiments.readme import fill_blocks
 from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.panel.glossary import GLOSSARY, TERMS, find_term, search_terms
 from heapr_lab.pruning.options import CHOICES
 from heapr_lab.storage import paths
-from heapr_lab.workbench.glossary import (
-    GLOSSARY,
-    TERMS,
-    find_term,
-    glossary_page,
-    search_terms,
-)
 from heapr_lab.workbench.presets import WEIGHTS
 
-PAGE = paths.project_dir() / "docs" / "glossary.md"
+DOCS = paths.project_dir() / "docs"
 ALL = [term for terms in GLOSSARY.values() for term in terms]
 
 
@@ -58,16 +51,13 @@ def test_terms_are_found_by_their_words() -> None:
 
 
 def test_the_page_has_every_term() -> None:
-    """HEAPR_UPDATE_README=1 writes the page anew."""
-    listed = {"terms": f"\n{glossary_page()}"}
-    if os.environ.get("HEAPR_UPDATE_README") == "1":
-        fill_blocks(PAGE, listed)
-    text = PAGE.read_text("utf-8")
-    assert f"<!-- terms -->{listed['terms']}<!-- end -->" in text
+    """Under its heading, with the page that says more."""
+    text = pages.glossary_page()
     assert all(f"* **{term.name}**: {term.text}" in text for term in ALL)
+    assert all(f"## {heading}\n" in text for heading in GLOSSARY)
 
 
 def test_the_pages_it_names_are_there() -> None:
     """Each is a file of docs."""
-    pages = {term.page for term in ALL if term.page}
-    assert [page for page in pages if not (PAGE.parent / page).is_file()] == []
+    named = {term.page for term in ALL if term.page}
+    assert [name for name in named if not (DOCS / name).is_file()] == []
