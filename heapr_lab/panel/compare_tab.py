@@ -3,7 +3,6 @@
 import itertools
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import drawn_png
-from heapr_lab.panel.session import PruningSession, Way
+from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import files
@@ -69,15 +68,6 @@ _SHORT = {
     "latency_reduction": "decoding time saved, measured here",
 }
 """Short names of columns."""
-
-
-@dataclass(frozen=True)
-class Pin:
-    """A selection saved for comparison."""
-
-    label: str
-    selection: Selection
-    way: Way = field(default_factory=Way)
 
 
 class CompareTab(ipw.VBox):

@@ -9,6 +9,7 @@ import ipywidgets as ipw
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.help import label_of
 from heapr_lab.pruning.options import BUDGETS, CHOICES, Selection, parse_layers
 from heapr_lab.pruning.selection import default_multiple
 
@@ -43,6 +44,24 @@ def number_box(name: str, value: int, *, least: int, most: int) -> ipw.BoundedIn
         style=WHOLE_LABEL,
         layout={"width": "240px"},
     )
+
+
+def check_value(control: ipw.Widget, value: Any) -> None:
+    """Make sure that a list or a box for numbers can show a value.
+
+    Raises:
+        SpecError: it cannot.
+    """
+    if hasattr(control, "options"):
+        fits, expected = (
+            value in control.options,
+            f"one of {', '.join(control.options)}",
+        )
+    else:
+        fits = control.min <= value <= control.max
+        expected = f"{control.min} to {control.max}"
+    if not fits:
+        raise SpecError(f"{label_of(control)} is {value!r}, expected {expected}")
 
 
 class Controls(ipw.VBox):

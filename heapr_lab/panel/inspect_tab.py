@@ -15,7 +15,6 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.atom_contexts import find_companions, find_contexts, place_text
-from heapr_lab.panel.compare_tab import Pin
 from heapr_lab.panel.controls import WHOLE_LABEL, number_box
 from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
 from heapr_lab.panel.map_section import MapSection
@@ -27,7 +26,7 @@ from heapr_lab.panel.passage_html import (
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import PruningSession, Way, edit_of, text_of
+from heapr_lab.panel.session import Pin, PruningSession, Way, edit_of, text_of
 from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection

@@ -6,12 +6,12 @@ published: those must not depend on what somebody did before.
 
 import contextlib
 import os
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 import ipywidgets as ipw
+from msgspec import structs
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.jobs import Soon, alert, status
@@ -69,7 +69,7 @@ class LastSession(ipw.HBox):
             since = datetime.fromtimestamp(self.path.stat().st_mtime)
             first, saved = self._files.saved(), read_session(self.path)
             chosen = selection or saved.selection
-            self._files.restore(replace(saved, selection=chosen))
+            self._files.restore(structs.replace(saved, selection=chosen))
         except (HeaprLabError, OSError) as error:
             self._set_aside(self.path, error)
             return

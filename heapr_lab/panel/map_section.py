@@ -5,7 +5,7 @@ no torch.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import ipywidgets as ipw
@@ -15,8 +15,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import unit_of
 from heapr_lab.panel.atom_contexts import find_contexts, place_text
-from heapr_lab.panel.compare_tab import Pin
-from heapr_lab.panel.controls import WHOLE_LABEL, number_box
+from heapr_lab.panel.controls import WHOLE_LABEL, check_value, number_box
 from heapr_lab.panel.expert_html import expert_html, layer_html
 from heapr_lab.panel.expert_map import ExpertMap
 from heapr_lab.panel.expert_values import (
@@ -27,10 +26,10 @@ from heapr_lab.panel.expert_values import (
     summed,
     traffic,
 )
-from heapr_lab.panel.help import label_of
 from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
 from heapr_lab.panel.passage_html import contexts_html
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import Pin, PruningSession
+from heapr_lab.panel.session_file import Mapped
 
 KEPT: Final = "kept share"
 TRAFFIC: Final = "traffic"
@@ -225,48 +224,35 @@ class MapSection(ipw.VBox):
     # --- in a session's file ----------------------------------------------------------
 
     @property
-    def state(self) -> dict[str, Any]:
-        """What `show_state` shows again: values of the controls, by their names."""
-        return {
-            "variable": self.variable.value,
-            "order": self.order.value,
-            "pin": self.pin.value or 0,
-            "layer": self.layer.value,
-            "expert": self.expert.value,
-        }
+    def state(self) -> Mapped:
+        """What `show_state` shows again."""
+        return Mapped(
+            self.variable.value,
+            self.order.value,
+            self.pin.value or 0,
+            self.layer.value,
+            self.expert.value,
+        )
 
-    def check_state(self, state: Mapping[str, Any], *, n_pins: int) -> None:
-        """Check that the controls have these values.
+    def check_state(self, state: Mapped, *, n_pins: int) -> None:
+        """Check that the controls can have these values, with so many pins.
 
         Raises:
-            SpecError: one has not.
+            SpecError: one cannot.
         """
-        for box in (self.variable, self.order):
-            value = state["variable" if box is self.variable else "order"]
-            if value not in box.options:
-                raise SpecError(
-                    f"{label_of(box)} is {value!r}, expected one of "
-                    f"{', '.join(box.options)}"
-                )
-        limits = {
-            "pin": (0, max(0, n_pins - 1)),
-            "layer": (self.layer.min, self.layer.max),
-            "expert": (self.expert.min, self.expert.max),
-        }
-        for name, (least, most) in limits.items():
-            if not least <= state[name] <= most:
-                raise SpecError(
-                    f"{name} of the map is {state[name]}, expected {least} to {most}"
-                )
+        for name in ("variable", "order", "layer", "expert"):
+            check_value(getattr(self, name), getattr(state, name))
+        if not 0 <= state.pin <= max(0, n_pins - 1):
+            raise SpecError(f"pin of the map is {state.pin}, of {n_pins} pins")
 
-    def show_state(self, state: Mapping[str, Any]) -> None:
+    def show_state(self, state: Mapped) -> None:
         """Show what a session has; the atom that is looked at stays."""
         self._offer_pins()
         self._linking = True
-        self.variable.value, self.order.value = state["variable"], state["order"]
-        self.layer.value, self.expert.value = state["layer"], state["expert"]
+        self.variable.value, self.order.value = state.variable, state.order
+        self.layer.value, self.expert.value = state.layer, state.expert
         if self._pins():
-            self.pin.value = state["pin"]
+            self.pin.value = state.pin
         self._linking = False
         self.refresh()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pandas as pd
 
@@ -27,6 +28,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context, savings_of, summed_scores
 from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench.presets import WEIGHTS
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.export import Chosen, Report
@@ -41,22 +43,6 @@ _NO_PREDICTION = (
 )
 _SHOWN = ("ratio", "scope", "granularity", "structure")
 _MASKED = "masked"
-POINT_COLUMNS = (
-    "selection",
-    "estimator",
-    "weights",
-    *_SHOWN,
-    "achieved_ratio",
-    "summed_score",
-    "dataset",
-    "nll",
-    "delta_nll",
-    "perplexity",
-    "n_tokens",
-    "accuracy",
-    "stderr",
-)
-"""Columns of `PruningSession.points`; `selection` is None for the dense model."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +53,16 @@ class Way:
     """A name in `presets.WEIGHTS`."""
     own_text: float = 0.0
     """Of `compress`: windows that the model writes itself, as in `Calibration`."""
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise SpecError(
+                f"weights are {self.weights!r}, expected one of {', '.join(WEIGHTS)}"
+            )
+        if not 0 <= self.own_text <= 1:
+            raise SpecError(
+                f"own_text is {self.own_text}, expected a share from 0 to 1"
+            )
 
     @property
     def text(self) -> str:
@@ -90,6 +86,43 @@ class Way:
         if self.weights != "compress":
             return measured_on
         return replace(measured_on, own_text=self.own_text)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A selection saved for comparison."""
+
+    label: str
+    selection: Selection
+    way: Way = Way()
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One model on one corpus or task: a row of `PruningSession.points`."""
+
+    selection: Selection | None
+    """None for the dense model."""
+    estimator: str
+    weights: str
+    """The `text` of a `Way`."""
+    ratio: float
+    scope: str
+    granularity: str
+    structure: str
+    achieved_ratio: float
+    summed_score: float
+    dataset: str
+    nll: float | None
+    delta_nll: float | None
+    perplexity: float | None
+    n_tokens: float | None
+    accuracy: float | None
+    stderr: float | None
+    """Of `accuracy`, or over windows of `delta_nll`."""
+
+
+POINT_COLUMNS = Point.__struct_fields__
+"""Columns of `PruningSession.points`."""
 
 
 def text_of(selection_text: str, estimator: str, weights: str) -> str:

@@ -2,26 +2,26 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ipw
+import msgspec
 import pandas as pd
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
-from heapr_lab.panel.compare_tab import CompareTab, Pin
-from heapr_lab.panel.controls import WHOLE_LABEL, Controls
-from heapr_lab.panel.help import label_of
+from heapr_lab.panel.compare_tab import CompareTab
+from heapr_lab.panel.controls import WHOLE_LABEL, Controls, check_value
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import (
-    INSPECTED,
+    Inspected,
     SavedSession,
+    Tests,
     fingerprint_of,
+    points_of,
     read_session,
-    rows_of,
     write_session,
 )
 from heapr_lab.panel.weights_bar import WeightsBar
@@ -29,8 +29,6 @@ from heapr_lab.storage.hashing import digest
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
-
-_OF_TESTS = ("seq_len", "n_test", "n_items")
 
 
 class SessionBar(ipw.VBox):
@@ -84,7 +82,8 @@ class SessionBar(ipw.VBox):
 
     def place(self) -> dict[str, Any]:
         """What a session must share with this panel to be shown in it: table, tests."""
-        return {"table": fingerprint_of(self._session.table), "tests": self._tests()}
+        tests = msgspec.to_builtins(self._tests())
+        return {"table": fingerprint_of(self._session.table), "tests": tests}
 
     def saved(self) -> SavedSession:
         """The state of the panel.
@@ -101,14 +100,14 @@ class SessionBar(ipw.VBox):
             session.calibration,
             session.selection,
             session.way,
-            tuple((pin.label, pin.selection, pin.way) for pin in self._comparison.pins),
-            rows_of(session.points),
+            tuple(self._comparison.pins),
+            points_of(session.points),
             self._inspected(),
             self._inspection.map.state,
         )
         if session.workbench is None and self._opened is not None:
             # What only a model can use is passed on.
-            found = replace(
+            found = msgspec.structs.replace(
                 found,
                 tests=self._opened.tests,
                 texts=self._opened.texts,
@@ -117,11 +116,12 @@ class SessionBar(ipw.VBox):
             )
         return found
 
-    def _tests(self) -> dict[str, int | None] | None:
+    def _tests(self) -> Tests | None:
         bench = self._session.workbench
         if bench is None:
             return None
-        return {name: getattr(bench.profile, name) for name in _OF_TESTS}
+        profile = bench.profile
+        return Tests(profile.seq_len, profile.n_test, profile.n_items)
 
     def _texts_of(self, points: pd.DataFrame) -> dict[str, str]:
         """Hash of the test data of each corpus and task that is here.
@@ -139,10 +139,11 @@ class SessionBar(ipw.VBox):
                 self._texts[name] = _text_of(bench, name, is_task=name in tasks)
         return {name: self._texts[name] for name in names if name in self._texts}
 
-    def _inspected(self) -> dict[str, Any]:
+    def _inspected(self) -> Inspected | None:
         if self._session.workbench is None:
-            return {}
-        return {name: getattr(self._inspection, name).value for name in INSPECTED}
+            return None
+        names = Inspected.__struct_fields__
+        return Inspected(*(getattr(self._inspection, name).value for name in names))
 
     # --- opening ------------------------------------------------------------------
 
@@ -157,13 +158,13 @@ class SessionBar(ipw.VBox):
         """
         self._check_same(saved)
         fresh = self._check_selections(saved)
-        self._check_inspected(saved)
+        inspected = self._checked_inspected(saved)
         self._inspection.map.check_state(saved.map, n_pins=len(saved.pins))
         self._session.points = saved.frame()
-        self._comparison.show_pins([Pin(*pin) for pin in saved.pins])
+        self._comparison.show_pins(list(saved.pins))
+        for name, value in inspected.items():
+            getattr(self._inspection, name).value = value
         if self._session.workbench is not None:
-            for name, value in saved.inspected.items():
-                getattr(self._inspection, name).value = value
             self._weights.show(saved.way)
         self._controls.show(fresh)
         self._opened = saved
@@ -197,7 +198,7 @@ class SessionBar(ipw.VBox):
         Raises:
             SpecError: it or a pin is infeasible, or a part of it has no control.
         """
-        for selection in (saved.selection, *(chosen for _, chosen, _ in saved.pins)):
+        for selection in (saved.selection, *(pin.selection for pin in saved.pins)):
             self._session.keep_of(selection)
         fresh = Controls(self._session.table, saved.selection, lambda: None)
         if fresh.selection != saved.selection:
@@ -207,17 +208,15 @@ class SessionBar(ipw.VBox):
             )
         return fresh
 
-    def _check_inspected(self, saved: SavedSession) -> None:
-        if self._session.workbench is None:
-            return
-        for name, value in saved.inspected.items():
-            box = getattr(self._inspection, name)
-            # The text decides on the largest position.
-            most = value if name in {"text", "position"} else box.max
-            if name != "text" and not box.min <= value <= most:
-                raise SpecError(
-                    f"{label_of(box)} is {value}, expected {box.min} to {box.max}"
-                )
+    def _checked_inspected(self, saved: SavedSession) -> dict[str, Any]:
+        """The values for the controls of Inspect; empty without a model."""
+        if self._session.workbench is None or saved.inspected is None:
+            return {}
+        found = msgspec.structs.asdict(saved.inspected)
+        for name, value in found.items():
+            if name not in {"text", "position"}:  # the text decides on the last one
+                check_value(getattr(self._inspection, name), value)
+        return found
 
     # --- buttons ------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 import pandas as pd
 from random_tables import random_table
 
-from heapr_lab.panel.compare_tab import CompareTab, Pin
+from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.comparison_latex import comparison_latex
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.pruning.options import Selection
 
 

@@ -12,6 +12,7 @@ from heapr_lab.panel import last_session, static_copy
 from heapr_lab.panel.last_session import KIND, VARIABLE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session_file import VERSION
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
@@ -146,7 +147,7 @@ def test_who_asks_for_something_else_gets_it(tmp_path: Path) -> None:
     assert explore(random_table(2, 4, 2)).comparison.pins == []
 
 
-@pytest.mark.parametrize("wrong", ['"version": 1', "}"])
+@pytest.mark.parametrize("wrong", ['"version": 3', "}"])
 def test_a_file_that_cannot_be_shown_is_said(folder: Path, wrong: str) -> None:
     """The panel opens as usual, goes on, and the file is not lost."""
     first = displayed(small_table())
@@ -155,7 +156,7 @@ def test_a_file_that_cannot_be_shown_is_said(folder: Path, wrong: str) -> None:
     assert path is not None
     time.sleep(0.2)
     text = path.read_text()
-    path.write_text(text.replace('"version": 3', wrong))
+    path.write_text(text.replace(f'"version": {VERSION}', wrong))
     again = displayed(small_table())
     assert 'role="alert"' in again.last.message.value
     assert again.session.selection == Selection(0.25)

@@ -15,15 +15,14 @@ from heapr_lab.panel.magic import parts_of
 from heapr_lab.panel.map_section import BY_TRAFFIC, DIFFERENCE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session_bar import SessionBar
-from heapr_lab.panel.session_file import INSPECTED, VERSION, fingerprint_of
+from heapr_lab.panel.session_file import VERSION, Inspected, Mapped, fingerprint_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 EVALUATED = 60
-MAP = {
-    "variable": DIFFERENCE, "order": BY_TRAFFIC, "pin": 1, "layer": 1, "expert": 3
-}  # fmt: skip
+MAP = Mapped(DIFFERENCE, BY_TRAFFIC, pin=1, layer=1, expert=3)
+INSPECTED = Inspected.__struct_fields__
 
 
 def used(panel: Explorer) -> Explorer:
@@ -181,7 +180,7 @@ def test_another_model_calibration_or_profile(
     small.profile = small.profile.__class__(**{**vars(small.profile), "n_test": 3})
     message = opened(fresh(small), file)
     assert "expected" in message
-    assert "&#x27;n_test&#x27;: 3" in message
+    assert "n_test=3" in message
     with pytest.raises(SpecError, match="give no other"):
         fresh(session=file, selection=Selection(0.5))
 
@@ -219,7 +218,9 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("points", 1, "selection"), {"ratio": 2}), (("inspected", "text"), 3),
     (("inspected", "layer"), 17), (("inspected", "atom"), True),
     (("inspected", "expert"), KeyError), (("inspected",), []), (("more",), 1),
-    (("texts",), []), (("texts",), KeyError), (("map",), {}), (("map", "layer"), 9),
+    (("selection", "ratios"), 0.5), (("way", "weights"), "magic"),
+    (("way", "own_text"), 1.5), (("texts",), []), (("texts",), KeyError),
+    (("map",), {}), (("map", "layer"), 9),
     (("map", "variable"), "beauty"), (("map", "order"), 1), (("map", "pin"), 2),
     (("map", "expert"), -1), (("map", "pin"), None),
 ]  # fmt: skip
@@ -247,15 +248,16 @@ def test_a_wrong_file_changes_nothing(
 def test_what_was_found_and_expected_is_said(
     fresh: Callable[..., Explorer], tmp_path: Path
 ) -> None:
-    """Of a version, and of a field."""
+    """Of a version, of a field, and of its value."""
     file = tmp_path / "s.json"
     plain, panel = save(fresh(), file), fresh()
     file.write_text(_changed(plain, ("version",), 9))
     assert f"has version 9, expected {VERSION}" in opened(panel, file)
     file.write_text(_changed(plain, ("pins",), KeyError))
-    message = opened(panel, file)
-    assert "a session has calibration, inspected, map, measured_for, pins" in message
-    assert "found calibration, inspected, map, measured_for, points" in message
+    assert "missing required field `pins`" in opened(panel, file)
+    file.write_text(_changed(plain, ("selection", "ratio"), "half"))
+    said = "Expected `float`, got `str` - at `$.selection.ratio`"
+    assert said in opened(panel, file)
 
 
 def test_only_a_session_is_replaced(tmp_path: Path) -> None:
