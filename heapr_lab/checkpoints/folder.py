@@ -13,7 +13,6 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.storage import cache, files
 from heapr_lab.storage.provenance import MANIFEST_FILE
 
@@ -144,6 +143,8 @@ def checksums_in(folder: Path) -> dict[str, str]:
 def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> str:
     """Write `tokenizer`, or that of the model `base`; the result, for the manifest."""
     if tokenizer is None and base:
+        from heapr_lab.models.folders import read_tokenizer
+
         try:
             tokenizer = read_tokenizer(base)
         except SpecError as error:

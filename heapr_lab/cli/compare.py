@@ -119,13 +119,15 @@ def compare(
     name = _given(model)
     asked = _asked(name, preset).given(names, ratios, corpora, tasks, corpus)
     from heapr_lab.text.calibration_spec import Calibration
-    from heapr_lab.workbench.comparison import entries
 
-    wanted = entries(asked.names, asked.ratios, _settings(settings or []))
-    _check_asked(wanted, [*asked.corpora, *asked.tasks])
+    _check_asked(asked.names, asked.ratios, [*asked.corpora, *asked.tasks])
+    given = _settings(settings or [])
     calibration = Calibration(asked.corpus, n_sequences, seed=seed)
     preflight.check_corpora([asked.corpus], split="train")
     preflight.check_corpora(asked.corpora, split="test")
+    from heapr_lab.workbench.comparison import entries
+
+    wanted = entries(asked.names, asked.ratios, given)
     preflight.check_tasks(asked.tasks)
     bench = open_bench(name, profile, seq_len, device, dtype, stream, host_memory)
     measured = {"calibration": calibration, "tasks": asked.tasks, "limit": limit}
@@ -157,7 +159,7 @@ class _Asked:
         """With the options that are given in place of the defaults."""
         return _Asked(
             self.names if names is None else names_in(names),
-            self.ratios if ratios is None else _numbers(ratios),
+            self.ratios if ratios is None else _ratios(ratios),
             self.corpora if corpora is None else names_in(corpora),
             self.tasks if tasks is None else names_in(tasks),
             self.corpus if corpus is None else corpus,
@@ -324,19 +326,22 @@ def _list(*, as_json: bool) -> None:
             typer.echo(f"  * {text}")
 
 
-def _numbers(text: str) -> list[float]:
-    """The numbers in a comma-separated list.
+def _ratios(text: str) -> list[float]:
+    """The ratios in a comma-separated list.
 
     Raises:
-        SpecError: one cannot be read.
+        SpecError: one cannot be read, or is no share.
     """
+    from heapr_lab.pruning.options import exact_ratio
+
     try:
-        return [float(part) for part in names_in(text)]
+        numbers = [float(part) for part in names_in(text)]
     except ValueError as error:
         raise SpecError(
             f"--ratios is {text!r}, expected numbers separated by commas, such as "
             "0.2,0.4"
         ) from error
+    return [float(exact_ratio(number, name="ratio")) for number in numbers]
 
 
 def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:

@@ -58,14 +58,15 @@ def evaluate(
         masked=mask is not None,
         against=against is not None,
     )
-    from heapr_lab.checkpoints.same_model import own_mask
-    from heapr_lab.models.streamed import refuse_streamed
     from heapr_lab.pruning.masks import KeepMask
 
     if mask is not None:
         KeepMask.read(mask)  # a damaged file is refused before any text is read
     preflight.check_corpora(names_in(corpora), split="test")
     preflight.check_tasks(names_in(tasks))
+    from heapr_lab.checkpoints.same_model import own_mask
+    from heapr_lab.models.streamed import refuse_streamed
+
     bench = open_bench(model, profile, seq_len, device, dtype, stream, host_memory)
     if generation or against is not None:
         refuse_streamed(

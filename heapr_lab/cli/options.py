@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from heapr_lab.models.named import dense_of
+from heapr_lab.models.dtypes import check_dtype
+from heapr_lab.models.named import check_there, dense_of
 from heapr_lab.models.paper_models import hub_id
 
 EXAMPLES = """\b
@@ -101,14 +102,31 @@ def model_name(name: str) -> str:
     A dense model is made a MoE here, so that all that follows sees its folder.
 
     Raises:
-        SpecError: there is no such dense model.
-        LayoutError: it has no such form.
+        SpecError: there is no such model.
+        LayoutError: a dense one has no such form.
     """
-    if dense_of(name) is None:
-        return hub_id(name)
+    dense, known = dense_of(name), hub_id(name)
+    check_there(known if dense is None else dense)
+    if dense is None:
+        return known
     from heapr_lab.models.loading import model_folder
 
     return str(model_folder(name))
+
+
+def dtype_name(name: str) -> str:
+    """A type that models can be run in."""
+    check_dtype(name)
+    return name
+
+
+def profile_name(name: str | None) -> str | None:
+    """A profile that there is, if one is given."""
+    if name is not None:
+        from heapr_lab.workbench.settings import profile_of
+
+        profile_of("", name)
+    return name
 
 
 NAME_HELP = (
@@ -124,10 +142,15 @@ ModelOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Profile = Annotated[
     str | None,
-    typer.Option(help="Amount of text: small, lab or paper [default: the model's]."),
+    typer.Option(
+        help="Amount of text: small, lab or paper [default: the model's].",
+        callback=profile_name,
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")]
+Dtype = Annotated[
+    str, typer.Option(help="auto, float32, bfloat16, ...", callback=dtype_name)
+]
 Stream = Annotated[
     bool | None,
     typer.Option(

@@ -31,14 +31,15 @@ def panel(
 
     Needs Voilà: pip install 'heapr-lab[app]'. With &theme=dark the page is dark.
     """
-    from heapr_lab.models.loading import check_device, check_dtype
     from heapr_lab.panel.app import panel_source, serve
 
-    check_device(device)
-    check_dtype(dtype)
     code = panel_source(
         source, profile=profile, device=device, dtype=dtype, folder=Path.cwd()
     )
+    if device != "auto":
+        from heapr_lab.models.loading import check_device
+
+        check_device(device)
 
     def announce(address: str) -> None:
         typer.echo(address)

@@ -105,7 +105,7 @@ def check_corpora(names: Iterable[str], *, split: str) -> None:
         SpecError: a mixture cannot be read.
         CorpusError: a corpus is unknown or not available.
     """
-    from heapr_lab.text.calibration import corpora_of
+    from heapr_lab.text.calibration_spec import corpora_of
     from heapr_lab.text.corpora import load_corpus
 
     for name in names:
@@ -121,7 +121,7 @@ def check_tasks(names: Iterable[str]) -> None:
         SpecError: there is no task of that name.
         CorpusError: the items or the corpus of a task are not available.
     """
-    from heapr_lab.workbench.workbench import CONTINUATION
+    from heapr_lab.workbench.settings import CONTINUATION
 
     of_harness = []
     for task in names:

@@ -83,7 +83,6 @@ def prune(
     from heapr_lab.pruning.engines import widths_for
     from heapr_lab.pruning.options import Selection, parse_layers
     from heapr_lab.text.calibration_spec import Calibration
-    from heapr_lab.workbench.export import Afterwards
     from heapr_lab.workbench.presets import find_method
     from heapr_lab.workbench.settings import Setting
 
@@ -110,6 +109,8 @@ def prune(
     own = own_share(own_text, importance, default=preset.own_text if fitted else 0.0)
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own)
     opening = model, profile, seq_len, device, dtype, stream, host_memory
+    from heapr_lab.workbench.export import Afterwards
+
     request = Request(
         model=model,
         method=preset,
@@ -245,7 +246,7 @@ class Request:
         """
         from heapr_lab.models.folders import read_config
         from heapr_lab.pruning.engines import check_computed
-        from heapr_lab.text.calibration import corpora_of
+        from heapr_lab.text.calibration_spec import corpora_of
 
         corpus = self.setting.calibration.corpus
         check_computed(self.engine, read_config(source))

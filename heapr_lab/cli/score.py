@@ -42,12 +42,13 @@ def score(
     """
     if out is not None:
         preflight.check_file(out, suffix=".parquet")
-    from heapr_lab.importance.distributed import joined
     from heapr_lab.text.calibration_spec import Calibration
 
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own_text)
+    preflight.check_corpora([corpus], split="train")
+    from heapr_lab.importance.distributed import joined
+
     with joined() as ranks:
-        preflight.check_corpora([corpus], split="train")
         own = device if ranks is None else ranks.device(device)
         bench = open_bench(model, profile, seq_len, own, dtype, stream, host_memory)
         windows = bench.calibration_set(calibration)

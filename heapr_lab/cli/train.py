@@ -55,14 +55,15 @@ def train_lab_model(
         _check_smolmoe(steps, start_from, device)
         _build_smolmoe(out, work, seed, as_json=as_json)
         return
-    from heapr_lab.lab_model import card, train
     from heapr_lab.lab_model.recipes import RECIPES
+
+    _check_start(start_from, steps)
+    _check_recipe(recipe, RECIPES)
+    from heapr_lab.lab_model import card, train
     from heapr_lab.models.loading import check_device
     from heapr_lab.progress import progress_bar
     from heapr_lab.storage import paths
 
-    _check_start(start_from, steps)
-    _check_recipe(recipe, RECIPES)
     check_device(device)
     out = out or paths.lab_model_dir(recipe)
     work = work or paths.cache_dir() / f"lab_training-{recipe}"

@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from heapr_lab import hub
 from heapr_lab.errors import LayoutError, SpecError, whole_number
 from heapr_lab.models.all_experts import ON_CPU
+from heapr_lab.models.dtypes import check_dtype
 from heapr_lab.models.families import refuse_by_name, refuse_to_stream
 from heapr_lab.models.file_reader import open_streamed, refuse_format
 from heapr_lab.models.folders import (
@@ -36,9 +37,6 @@ from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import silent
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types in which everything in this package can be computed."""
 
 
 def load_model(
@@ -260,22 +258,10 @@ def _resolve(name_or_path: str | Path) -> str:
     return hub_id(name)
 
 
-def check_dtype(dtype: str | torch.dtype) -> None:
-    """Check that models can be run in `dtype`, which may be `auto`.
-
-    Raises:
-        SpecError: they cannot.
-    """
-    _dtype(dtype, on_gpu=False)
-
-
 def _dtype(dtype: str | torch.dtype, *, on_gpu: bool) -> str | torch.dtype:
     if dtype == "auto":
         return "auto" if on_gpu else torch.float32
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
-    if found not in _DTYPES:
-        raise SpecError(
-            f"dtype is {dtype!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or "
-            "'float64'"
-        )
+    name = str(dtype).removeprefix("torch.")
+    check_dtype(name)
+    found: torch.dtype = getattr(torch, name)
     return found

@@ -14,13 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import nbformat
-from ipykernel.kernelspec import RESOURCES, get_kernel_dict
-from jupyter_client.kernelspec import NATIVE_KERNEL_NAME, KernelSpec, KernelSpecManager
-
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.loading import model_folder
+from heapr_lab.models.named import check_there, dense_of, folder_of
+from heapr_lab.models.paper_models import hub_id
 from heapr_lab.workbench.settings import profile_of
 
 if TYPE_CHECKING:
@@ -40,18 +37,6 @@ _EXTENSIONS = [
     "@voila-dashboards/widgets-manager8",
     "anywidget",
 ]
-
-
-class _ThisPython(KernelSpecManager):
-    """The kernel of the running Python, not the one that is registered by its name."""
-
-    def find_kernel_specs(self) -> dict[str, str]:
-        """The only name."""
-        return {NATIVE_KERNEL_NAME: RESOURCES}
-
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:  # noqa: ARG002
-        """How the kernel is started."""
-        return KernelSpec(**get_kernel_dict(extra_arguments=["--log-level=ERROR"]))
 
 
 def panel_source(
@@ -75,11 +60,9 @@ def panel_source(
         names, shown = "explore", _of_table(Path(source))
     else:
         profile_of(source, profile)
-        path = model_folder(source)
-        # The kernel starts in another folder, so the path is made absolute.
-        name = str(path.absolute()) if Path(source) == path else source
         options = f"profile={profile!r}, device={device!r}, dtype={dtype!r}"
-        names, shown = "explore, open_workbench", f"open_workbench({name!r}, {options})"
+        opened = f"open_workbench({_of_model(source)!r}, {options})"
+        names, shown = "explore, open_workbench", opened
     lines = [
         "import os",
         f"os.chdir({str(folder)!r})",
@@ -97,6 +80,20 @@ def _of_table(path: Path) -> str:
     return repr(str(path.absolute()))
 
 
+def _of_model(source: str) -> str:
+    """The name of a model in another folder; what is not here is fetched now."""
+    dense = dense_of(source)
+    check_there(hub_id(source) if dense is None else dense)
+    if dense is not None or folder_of(source) is not None:
+        return source
+    if Path(source).is_dir():
+        return str(Path(source).absolute())
+    from heapr_lab.models.loading import model_folder
+
+    model_folder(source)
+    return source
+
+
 def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
     """Serve what `code` displays as a page, until the process is stopped.
 
@@ -112,6 +109,7 @@ def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
         raise SpecError(
             "the app needs Voilà, which is not installed: pip install 'heapr-lab[app]'"
         )
+    import nbformat
     from tornado.ioloop import IOLoop
 
     port, token = _free_port(port), secrets.token_urlsafe(24)
@@ -125,6 +123,26 @@ def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
         server.start()
 
 
+def _this_python() -> type:
+    """The kernel of the running Python, not the one that is registered by its name."""
+    from ipykernel import kernelspec
+    from jupyter_client.kernelspec import (
+        NATIVE_KERNEL_NAME,
+        KernelSpec,
+        KernelSpecManager,
+    )
+
+    class ThisPython(KernelSpecManager):
+        def find_kernel_specs(self) -> dict[str, str]:
+            return {NATIVE_KERNEL_NAME: kernelspec.RESOURCES}
+
+        def get_kernel_spec(self, kernel_name: str) -> KernelSpec:  # noqa: ARG002
+            quiet = ["--log-level=ERROR"]
+            return KernelSpec(**kernelspec.get_kernel_dict(extra_arguments=quiet))
+
+    return ThisPython
+
+
 def _server(notebook: Path, *, port: int, token: str) -> "Voila":
     """Voilà for one notebook, without its configuration files."""
     from traitlets.config import Config
@@ -133,7 +151,7 @@ def _server(notebook: Path, *, port: int, token: str) -> "Voila":
     settings: dict[str, Any] = {
         "allow_template_override": "NO",
         "extension_allowlist": _EXTENSIONS,
-        "kernel_spec_manager_class": _ThisPython,
+        "kernel_spec_manager_class": _this_python(),
         "show_tracebacks": True,
     }
     server = Voila(

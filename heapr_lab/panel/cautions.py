@@ -13,7 +13,7 @@ import pandas as pd
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import BUDGETS, Selection
-from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.text.calibration_spec import Calibration, corpora_of
 
 _TOLERANCE = 0.01
 """Share by which more or less may be removed than was asked for, unmentioned."""
@@ -142,18 +142,9 @@ def judged_on_own(corpora: Iterable[str], calibration: Calibration) -> str:
         calibration: what its atoms were measured on.
     """
     judged = set(corpora)
-    if not judged or not judged <= set(_calibrated_on(calibration.corpus)):
+    if not judged or not judged <= {*corpora_of(calibration.corpus)}:
         return ""
     return (
         f"Perplexity was only measured on what was calibrated on, {calibration.corpus}"
         ": other text usually loses more. Evaluate another corpus as well."
     )
-
-
-def _calibrated_on(corpus: str) -> tuple[str, ...]:
-    """The corpora of a calibration; torch is only imported for a mixture."""
-    if "*" not in corpus:
-        return (corpus,)
-    from heapr_lab.text.calibration import corpora_of
-
-    return corpora_of(corpus)

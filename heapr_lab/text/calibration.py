@@ -9,8 +9,6 @@ set of 8.
 
 import hashlib
 import json
-import math
-import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +20,12 @@ from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache, files
 from heapr_lab.storage.hashing import canonical_json
-from heapr_lab.text.calibration_spec import check_seed
+from heapr_lab.text.calibration_spec import check_seed, corpora_of, shares_of
 from heapr_lab.text.conversations import rendered
 from heapr_lab.text.corpora import Corpus, load_corpus, source_key
 from heapr_lab.text.tokenization import tokenise
 
 _HELD_OUT_EVERY = 4
-_TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S+)\s*")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -210,7 +207,7 @@ def load_calibration(
     whole_number(seq_len, name="seq_len", least=2)
     check_seed(seed)
     parts, sources = [], []
-    for name, count in _shares(corpus, n_sequences).items():
+    for name, count in shares_of(corpus, n_sequences).items():
         text = load_corpus(name, split=split)
         windows = _windows(text, tokenizer, seq_len)
         if count > len(windows):
@@ -263,19 +260,6 @@ def load_windows(
     return CalibrationSet(windows[:wanted], provenance)
 
 
-def corpora_of(corpus: str) -> tuple[str, ...]:
-    """The names of the corpora in a mixture; one name if it is no mixture.
-
-    Raises:
-        SpecError: the mixture cannot be parsed.
-
-    Example:
-        >>> corpora_of("0.7*pydocs + 0.3*ptb")
-        ('pydocs', 'ptb')
-    """
-    return tuple(_shares(corpus, 1))
-
-
 def windows_key(corpus: str, *, split: str) -> tuple[Hashable, ...]:
     """A key that identifies a corpus or mixture and the current state of its files.
 
@@ -283,36 +267,6 @@ def windows_key(corpus: str, *, split: str) -> tuple[Hashable, ...]:
         SpecError: the mixture cannot be parsed.
     """
     return corpus, *(source_key(name, split=split) for name in corpora_of(corpus))
-
-
-def _shares(corpus: str, n_sequences: int) -> dict[str, int]:
-    """The number of windows from each corpus of a mixture (largest remainders).
-
-    Raises:
-        SpecError: the mixture cannot be parsed.
-    """
-    terms = corpus.split("+")
-    matches = [_TERM.fullmatch(term) for term in terms]
-    if not any(matches):
-        return {corpus.strip(): n_sequences}
-    if not all(matches):
-        raise SpecError(
-            f"cannot read the mixture {corpus!r}: expected weights and names, such as "
-            "'0.7*pydocs + 0.3*ptb'"
-        )
-    weights = {match[2]: float(match[1]) for match in matches if match}
-    total = sum(weights.values())
-    if len(weights) != len(terms) or not 0 < min(weights.values()) <= total < math.inf:
-        raise SpecError(
-            f"mixture {corpus[:80]!r} repeats a corpus or has a weight of 0, or one "
-            "that is too large"
-        )
-    exact = {name: n_sequences * weight / total for name, weight in weights.items()}
-    counts = {name: int(share) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
-    for name in by_remainder[: n_sequences - sum(counts.values())]:
-        counts[name] += 1
-    return counts
 
 
 def _windows(corpus: Corpus, tokenizer: Any, seq_len: int) -> torch.Tensor:

@@ -3,6 +3,8 @@
 Without torch. `calibration.load_calibration` draws the windows.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
@@ -17,6 +19,8 @@ DEFAULT_CORPUS = "pydocs"
 OWN_TEXT = "own text"
 """The name of text that the model writes itself."""
 _MOST_OWN_TEXT = 8
+_TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S+)\s*")
+"""Of a mixture: a weight and a corpus."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +109,46 @@ def check_seed(seed: int) -> None:
         raise SpecError(
             f"seed is {seed!r}, expected a whole number from -2⁶³ to 2⁶³ - 1"
         )
+
+
+def corpora_of(corpus: str) -> tuple[str, ...]:
+    """The names of the corpora in a mixture; one name if it is no mixture.
+
+    Raises:
+        SpecError: the mixture cannot be parsed.
+
+    Example:
+        >>> corpora_of("0.7*pydocs + 0.3*ptb")
+        ('pydocs', 'ptb')
+    """
+    return tuple(shares_of(corpus, 1))
+
+
+def shares_of(corpus: str, n_sequences: int) -> dict[str, int]:
+    """The number of windows from each corpus of a mixture (largest remainders).
+
+    Raises:
+        SpecError: the mixture cannot be parsed.
+    """
+    terms = corpus.split("+")
+    matches = [_TERM.fullmatch(term) for term in terms]
+    if not any(matches):
+        return {corpus.strip(): n_sequences}
+    if not all(matches):
+        raise SpecError(
+            f"cannot read the mixture {corpus!r}: expected weights and names, such as "
+            "'0.7*pydocs + 0.3*ptb'"
+        )
+    weights = {match[2]: float(match[1]) for match in matches if match}
+    total = sum(weights.values())
+    if len(weights) != len(terms) or not 0 < min(weights.values()) <= total < math.inf:
+        raise SpecError(
+            f"mixture {corpus[:80]!r} repeats a corpus or has a weight of 0, or one "
+            "that is too large"
+        )
+    exact = {name: n_sequences * weight / total for name, weight in weights.items()}
+    counts = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: n_sequences - sum(counts.values())]:
+        counts[name] += 1
+    return counts

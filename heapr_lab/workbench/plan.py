@@ -18,6 +18,7 @@ import torch
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.importance.collect import TOKENS_PER_BATCH
 from heapr_lab.importance.streamed_pass import EXTRA_STATES
+from heapr_lab.models.dtypes import check_dtype
 from heapr_lab.models.families import refuse_to_stream
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.footprint import (
@@ -35,7 +36,7 @@ from heapr_lab.models.likelihood import (
     TOKENS_AT_LEAST,
     input_device,
 )
-from heapr_lab.models.loading import check_dtype, config_of
+from heapr_lab.models.loading import config_of
 from heapr_lab.models.memory import gigabytes, size_of, why_streamed
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import duration

@@ -38,6 +38,8 @@ class Profile:
         return card_html(f"Profile {self.name}", facts)
 
 
+CONTINUATION = "continuation"
+"""The name of the task that is made of any corpus."""
 _ALWAYS_SHOWN = ("estimator", "scope", "granularity", "structure", "multiple")
 
 PROFILES = {

@@ -63,12 +63,16 @@ from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, OWN_TEXT, Calibratio
 from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.opening import Opening
 from heapr_lab.workbench.plan import Plan, plan_if_long
-from heapr_lab.workbench.settings import DENSE, Profile, Setting, profile_of
+from heapr_lab.workbench.settings import (
+    CONTINUATION,
+    DENSE,
+    Profile,
+    Setting,
+    profile_of,
+)
 
 logger = logging.getLogger(__name__)
 
-CONTINUATION = "continuation"
-"""The name of the task that is made of any corpus."""
 _OF_TASKS = ["metric", "value", "stderr", "n"]
 EVALUATION_SCHEMA = 2
 """Increased whenever results change for the same input."""

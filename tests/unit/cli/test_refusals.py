@@ -1,7 +1,10 @@
 """What the command line refuses: in one line, before a model is loaded."""
 
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -281,6 +284,71 @@ def test_a_layer_that_is_there_is_left_alone(folder: Path, tmp_path: Path) -> No
     chosen = ("--importance", folder / "table.parquet", "--ratio", 0.3)
     run("prune", folder / "moe", *chosen, "--exclude-layers", " 0 ,", "--out", out)
     assert KeepMask.read(out).by_layer(0).all()
+
+
+# --- before torch is imported -------------------------------------------------------
+
+RATIO = ("prune", "lab", "--ratio", "0.25")
+TABLE_OF_NOTHING = ("--importance", "none.parquet")
+WRONG: tuple[tuple[str, ...], ...] = (
+    ("prune", "lab", "--ratio", "25"),
+    ("prune", "lab", "--ratio", "much"),
+    ("prune", "lab"),
+    (*RATIO, "--method", "magic"),
+    (*RATIO, "--scope", "nowhere"),
+    (*RATIO, "--structure", "round"),
+    (*RATIO, "--for", "abacus"),
+    (*RATIO, "--exclude-layers", "foo"),
+    (*RATIO, "--min-atoms", "-1"),
+    (*RATIO, "--seed", str(2**63)),
+    (*RATIO, "--profile", "huge"),
+    (*RATIO, "--dtype", "int8"),
+    (*RATIO, "--nonsense"),
+    (*RATIO, *TABLE_OF_NOTHING),
+    ("prune", "./nosuchfolder", "--ratio", "0.25"),
+    ("prune", "no/such-model", "--ratio", "0.25"),
+    ("score", "./nosuchfolder"),
+    ("score", "lab", "--out", "table.csv"),
+    ("score", "lab", "--corpus", "typo"),
+    ("score", "lab", "--corpus", "0.5*pydocs + typo"),
+    ("score", "lab", "--n-sequences", "0"),
+    ("evaluate", "lab", "--corpora", ""),
+    ("evaluate", "lab", "--corpora", "absent.txt"),
+    ("evaluate", "lab", "--corpora", "", "--tasks", "continuation:typo"),
+    ("evaluate", "lab", "--mask", "none.parquet"),
+    ("evaluate", "lab", "--kl"),
+    ("compare",),
+    ("compare", "lab", "--ratios", "0.2,many"),
+    ("compare", "lab", "--ratios", "25"),
+    ("compare", "lab", "--set", "reap"),
+    ("generate", "lab", "--out", "texts.csv"),
+    ("convert", "nosuchfolder", "--out", "x", "--quantise", "int4"),
+    ("reproduce", "--out", "figures.png"),
+    ("reproduce", "--profile", "huge"),
+    ("train-lab-model", "--recipe", "magic"),
+    ("app", "none.parquet"),
+    ("app", "./nosuchfolder"),
+)
+
+
+def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    """All of these in one process, which has neither torch nor transformers after."""
+    code = (
+        "import json, sys\n"
+        "from typer.testing import CliRunner\n"
+        "from heapr_lab.cli.app import app\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'lm_eval'}\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    found = CliRunner().invoke(app, words)\n"
+        "    said = (words, found.stderr, found.exception)\n"
+        "    assert found.exit_code == 2, said\n"
+        "    assert not heavy & sys.modules.keys(), said\n"
+    )
+    asked = [sys.executable, "-c", code, json.dumps(WRONG)]
+    made = subprocess.run(
+        asked, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
 
 
 # --- words ------------------------------------------------------------------------

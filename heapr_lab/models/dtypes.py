@@ -1,0 +1,19 @@
+"""The types of numbers that models are run in, by name. Without torch."""
+
+from heapr_lab.errors import SpecError
+
+NAMES = ("float32", "bfloat16", "float16", "float64")
+"""Types in which everything in this package can be computed."""
+
+
+def check_dtype(name: str) -> None:
+    """Make sure that models can be run in a type, or in that which `auto` chooses.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    if name not in ("auto", *NAMES):
+        raise SpecError(
+            f"dtype is {name!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or "
+            "'float64'"
+        )
