@@ -5,13 +5,19 @@ this needs no torch.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pandas as pd
 
 from heapr_lab.panel.jobs import status
-from heapr_lab.panel.passage_html import numbered, rows_html, step_style, visible
+from heapr_lab.panel.passage_html import (
+    columns_html,
+    numbered,
+    numbers,
+    step_style,
+    visible,
+)
 
 if TYPE_CHECKING:
     from heapr_lab.evaluation.restoring import Restored
@@ -21,6 +27,7 @@ _N_TOKENS: Final = 40
 _SHADES: Final = (0.125, 0.25, 0.5)
 """Shares of the largest value of the map from which a cell has each of the marks."""
 _FIRST_ORDER = "first order [nats/token]"
+_MILLI = "first order [0.001 nats/token]"
 
 
 def attribution_html(
@@ -48,12 +55,12 @@ def attribution_html(
         f"measured, Δ is {change:+.4f}. The nearer the two, the better the shares. "
         f"Masked model: {pruned}."
     )
-    rows = [
-        [f"{row.layer}", f"{row.n_removed:,}", f"{row.first_order:+.4f}"]
-        for row in layers.itertuples()
-    ]
-    names = ["layer", "atoms pruned", _FIRST_ORDER]
-    table = rows_html("Share of each layer in Δ, first order", names, rows)
+    columns = {
+        "layer": layers["layer"],
+        "atoms pruned": numbers(layers["n_removed"], ","),
+        _FIRST_ORDER: numbers(layers["first_order"], "+.4f"),
+    }
+    table = columns_html("Share of each layer in Δ, first order", columns)
     return f"{status(text)}{table}{_map(layers['layer'].tolist(), tokens, texts)}"
 
 
@@ -75,8 +82,9 @@ def _map(layers: Sequence[int], tokens: np.ndarray, texts: Sequence[str]) -> str
         "raise the loss of any token after it."
     )
     names = ["position", "token", "all layers", *(f"layer {k}" for k in layers)]
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
     named = 'role="region" tabindex="0" aria-label="attribution by token and layer"'
-    table = rows_html(caption, names, rows)
+    table = columns_html(caption, columns)
     return f'<div {named} style="overflow:auto;max-height:480px">{table}</div>'
 
 
@@ -107,26 +115,16 @@ def measured_html(found: "Restored", *, first_order: np.ndarray, pruned: str) ->
         f"Each {part}{where} was restored alone, and pruned alone. Parts interact, so "
         f"neither column adds up to Δ. Masked model: {pruned}."
     )
-    rows = [
-        [
-            f"{getattr(row, part)}",
-            f"{row.n_removed:,}",
-            f"{estimate:+.4f}",
-            f"{found.delta_nll - row.restored_delta:+.4f}",
-            f"{row.restored_delta:+.4f}",
-            f"{row.alone_delta:+.4f}",
-        ]
-        for row, estimate in zip(found.frame.itertuples(), first_order, strict=True)
-    ]
-    names = [
-        part,
-        "atoms pruned",
-        _FIRST_ORDER,
-        "measured: restoring it gains",
-        "measured: Δ with it restored",
-        "measured: Δ with only it pruned",
-    ]
-    return f"{status(text)}{rows_html(f'Each {part}{where}', names, rows)}"
+    restored, alone = found.frame["restored_delta"], found.frame["alone_delta"]
+    columns = {
+        part: found.frame[part],
+        "atoms pruned": numbers(found.frame["n_removed"], ","),
+        _FIRST_ORDER: numbers(first_order, "+.4f"),
+        "measured: restoring it gains": numbers(found.delta_nll - restored, "+.4f"),
+        "measured: Δ with it restored": numbers(restored, "+.4f"),
+        "measured: Δ with only it pruned": numbers(alone, "+.4f"),
+    }
+    return f"{status(text)}{columns_html(f'Each {part}{where}', columns)}"
 
 
 def token_html(
@@ -155,23 +153,18 @@ def token_html(
         f"text, first order. Masked model: {pruned}."
     )
     shown = atoms.head(n)
-    rows = [
-        [f"{row.expert}", f"{row.atom}", f"{row.p:.4f}", f"{row.h:+.4g}", _milli(row)]
-        for row in shown.itertuples()
-    ]
-    names = ["expert", "atom", "routing weight p", "activation h", _MILLI]
-    caption = f"The {len(rows)} of {len(atoms)} pruned atoms with most"
+    columns = {
+        "expert": shown["expert"],
+        "atom": shown["atom"],
+        "routing weight p": numbers(shown["p"], ".4f"),
+        "activation h": numbers(shown["h"], "+.4g"),
+        _MILLI: numbers(1000 * shown["first_order"], "+.3f"),
+    }
+    caption = f"The {len(shown)} of {len(atoms)} pruned atoms with most"
     return (
         f"{status(text)}{numbered(texts, position)}{_experts(atoms)}"
-        f"{rows_html(caption, names, rows)}"
+        f"{columns_html(caption, columns)}"
     )
-
-
-_MILLI = "first order [0.001 nats/token]"
-
-
-def _milli(row: Any) -> str:
-    return f"{1000 * row.first_order:+.3f}"
 
 
 def _experts(atoms: pd.DataFrame) -> str:
@@ -179,9 +172,10 @@ def _experts(atoms: pd.DataFrame) -> str:
         n=("atom", "size"), p=("p", "first"), first_order=("first_order", "sum")
     )
     order = groups.sort_values("first_order", key=np.abs, ascending=False)
-    rows = [
-        [f"{row.Index}", f"{row.p:.4f}", f"{row.n}", _milli(row)]
-        for row in order.itertuples()
-    ]
-    names = ["expert", "routing weight p", "atoms pruned", _MILLI]
-    return rows_html("Experts of the token that lose atoms", names, rows)
+    columns = {
+        "expert": order.index,
+        "routing weight p": numbers(order["p"], ".4f"),
+        "atoms pruned": order["n"],
+        _MILLI: numbers(1000 * order["first_order"], "+.3f"),
+    }
+    return columns_html("Experts of the token that lose atoms", columns)

@@ -10,7 +10,7 @@ import numpy as np
 
 from heapr_lab.figures.scores import ScoreBins, bin_scores
 from heapr_lab.panel.jobs import status
-from heapr_lab.panel.passage_html import rows_html
+from heapr_lab.panel.passage_html import columns_html
 
 _N_BINS: Final = 40
 _WIDTH, _HEIGHT, _LINE = 440, 150, 18
@@ -58,15 +58,10 @@ def layer_html(
         columns: what is shown, as text for each expert as they are numbered.
         chosen: the expert that is marked.
     """
-    rows = [
-        [
-            f"<b>▸ {expert}</b>" if expert == chosen else f"{expert}",
-            *(column[expert] for column in columns.values()),
-        ]
-        for expert in experts
-    ]
+    names = [f"<b>▸ {one}</b>" if one == chosen else f"{one}" for one in experts]
+    sorted_ = {k: [column[one] for one in experts] for k, column in columns.items()}
     caption = f"Experts of layer {layer}"
-    table = rows_html(caption, ["expert", *columns], rows)
+    table = columns_html(caption, {"expert": names, **sorted_})
     return (
         f'<div role="region" tabindex="0" aria-label="{caption}" '
         f'style="max-height:480px;overflow:auto">{table}</div>'

@@ -11,9 +11,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from heapr_lab.figures import figure_mask_diff, mask_diff_data
+from heapr_lab.importance.columns import KEYS
 from heapr_lab.panel.jobs import status
 from heapr_lab.panel.looks import PICTURE
-from heapr_lab.panel.passage_html import rows_html
+from heapr_lab.panel.passage_html import columns_html, numbers
 from heapr_lab.panel.pictures import drawn_png
 from heapr_lab.pruning.mask_diff import (
     ScoredMask,
@@ -60,57 +61,36 @@ def _picture(a: ScoredMask, b: ScoredMask) -> str:
 
 def _layers(a: ScoredMask, b: ScoredMask) -> str:
     frame = overlap(a.keep, b.keep).merge(rank_agreement(a, b).drop(columns="n_atoms"))
-    rows = [
-        [
-            f"{row.layer}",
-            f"{row.n_atoms:,}",
-            f"{row.removed_a:,}",
-            f"{row.removed_b:,}",
-            f"{row.both:,}",
-            f"{row.expected:,.1f} ± {row.sd:,.1f}",
-            _number(row.spearman, "+.2f"),
-        ]
-        for row in frame.itertuples()
-    ]
-    names = [
-        "layer",
-        "atoms",
-        f"removed by {a.label}",
-        f"removed by {b.label}",
-        "by both",
-        "by both, chance",
-        "Spearman ρ of the scores",
-    ]
+    chance = zip(frame["expected"], frame["sd"], strict=True)
+    columns = {
+        "layer": frame["layer"],
+        "atoms": numbers(frame["n_atoms"], ","),
+        f"removed by {a.label}": numbers(frame["removed_a"], ","),
+        f"removed by {b.label}": numbers(frame["removed_b"], ","),
+        "by both": numbers(frame["both"], ","),
+        "by both, chance": [f"{mean:,.1f} ± {sd:,.1f}" for mean, sd in chance],
+        "Spearman ρ of the scores": numbers(frame["spearman"], "+.2f"),
+    }
     caption = "Atoms that each layer loses; chance is its mean ± standard deviation"
-    return rows_html(caption, names, rows)
+    return columns_html(caption, columns)
 
 
 def _atoms(a: ScoredMask, b: ScoredMask, alone: pd.DataFrame, n: int) -> str:
     if alone.empty:
         return "<p>Both remove the same atoms.</p>"
-    labels = {"a": a.label, "b": b.label}
-    rows = [
-        [
-            f"{row.layer}",
-            f"{row.expert}",
-            f"{row.atom}",
-            html.escape(labels[row.removed_by]),
-            _number(row.score_a, ".3g"),
-            _number(row.score_b, ".3g"),
-            _number(row.rank_a, ".1%"),
-            _number(row.rank_b, ".1%"),
-        ]
-        for row in alone.head(n).itertuples()
-    ]
-    names = ["layer", "expert", "atom", "removed only by"]
-    names += [f"{what}, {own.label}" for what in ("score", "rank") for own in (a, b)]
+    labels = {"a": html.escape(a.label), "b": html.escape(b.label)}
+    shown = alone.head(n)
+    columns = {
+        **{name: shown[name] for name in KEYS},
+        "removed only by": shown["removed_by"].map(labels),
+        f"score, {a.label}": numbers(shown["score_a"], ".3g"),
+        f"score, {b.label}": numbers(shown["score_b"], ".3g"),
+        f"rank, {a.label}": numbers(shown["rank_a"], ".1%"),
+        f"rank, {b.label}": numbers(shown["rank_b"], ".1%"),
+    }
     caption = (
-        f"{len(rows)} of the {len(alone):,} atoms that only one removes: those that "
+        f"{len(shown)} of the {len(alone):,} atoms that only one removes: those that "
         "the other ranks highest. A rank is the share of atoms that are removed before "
         "it or with it."
     )
-    return rows_html(caption, names, rows)
-
-
-def _number(value: float, form: str) -> str:
-    return "–" if pd.isna(value) else format(value, form)
+    return columns_html(caption, columns)

@@ -5,7 +5,7 @@ torch.
 """
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -64,16 +64,16 @@ def _mark(text: str, title: str) -> str:
     )
 
 
-def rows_html(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose cells are HTML."""
+def columns_html(caption: str, columns: Mapping[str, Iterable[object]]) -> str:
+    """A table of these columns, whose cells are HTML."""
     cell = f"text-align:left;padding:2px 12px 2px 0;border-bottom:1px solid {_BORDER}"
     head = "".join(
         f'<th scope="col" style="{cell};vertical-align:bottom">{html.escape(name)}</th>'
-        for name in names
+        for name in columns
     )
     body = "".join(
         "<tr>" + "".join(f'<td style="{cell}">{value}</td>' for value in row) + "</tr>"
-        for row in rows
+        for row in zip(*columns.values(), strict=True)
     )
     style = f"border-collapse:collapse;color:{_INK};line-height:1.5;margin:8px 0"
     return (
@@ -81,6 +81,11 @@ def rows_html(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]])
         f'<caption style="text-align:left;color:{_MUTED}">{html.escape(caption)}'
         f"</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
+
+
+def numbers(values: Iterable[float], form: str) -> list[str]:
+    """The numbers as text; a dash where there is none."""
+    return ["–" if pd.isna(value) else format(value, form) for value in values]
 
 
 def _in_place(before: str, token: str, after: str = "") -> str:
@@ -184,16 +189,21 @@ def _legend() -> str:
 
 def _hurt_most(losses: pd.DataFrame) -> str:
     worst = losses[losses["delta_nll"] > 0].nlargest(_N_HURT, "delta_nll")
-    rows = []
-    for row in worst.itertuples():
-        around = losses["token"].iloc[max(0, row.position - _N_AROUND) : row.position]
-        text = _in_place("".join(around), row.token)
-        numbers = f"{row.delta_nll:+.3f}", f"{row.dense_nll:.3f}"
-        rows.append([f"{row.position}", *numbers, f"{row.pruned_nll:.3f}", text])
-    if not rows:
+    if worst.empty:
         return "<p>No token has a higher loss.</p>"
-    names = ["position", "Δ [nats]", "dense [nats]", "pruned [nats]", "token, in place"]
-    return rows_html(f"The {len(rows)} tokens hurt most", names, rows)
+    tokens = losses["token"].tolist()
+    places = [
+        _in_place("".join(tokens[max(0, at - _N_AROUND) : at]), tokens[at])
+        for at in worst["position"]
+    ]
+    columns = {
+        "position": worst["position"],
+        "Δ [nats]": numbers(worst["delta_nll"], "+.3f"),
+        "dense [nats]": numbers(worst["dense_nll"], ".3f"),
+        "pruned [nats]": numbers(worst["pruned_nll"], ".3f"),
+        "token, in place": places,
+    }
+    return columns_html(f"The {len(worst)} tokens hurt most", columns)
 
 
 # --- views: continuations ---------------------------------------------------------
@@ -314,50 +324,45 @@ def numbered(texts: Sequence[str], chosen: int) -> str:
 
 
 def _experts_table(experts: pd.DataFrame, kept: np.ndarray) -> str:
-    rows = []
-    for row in experts.itertuples():
-        atoms = kept[row.expert]
-        rows.append(
-            [
-                f"{row.expert}",
-                f"{row.p:.4f}",
-                _bar(atoms.mean()),
-                f"{atoms.sum()} of {atoms.size}",
-            ]
-        )
-    names = ["expert", "routing weight p", "share of its atoms kept", "atoms kept"]
-    return rows_html("Experts that serve the token", names, rows)
+    atoms = kept[experts["expert"]]
+    columns = {
+        "expert": experts["expert"],
+        "routing weight p": numbers(experts["p"], ".4f"),
+        "share of its atoms kept": map(_bar, atoms.mean(1)),
+        "atoms kept": [f"{own.sum()} of {own.size}" for own in atoms],
+    }
+    return columns_html("Experts that serve the token", columns)
 
 
 def _atoms_table(atoms: pd.DataFrame, kept: np.ndarray) -> str:
-    rows = [
-        [
-            f"{row.expert}",
-            f"{row.atom}",
-            f"{row.h:+.4g}",
-            f"{row.contribution:.4g}",
-            f"{row.share:.1%}",
-            _kept(kept[row.expert, row.atom]),
-        ]
-        for row in atoms.itertuples()
-    ]
-    names = ["expert", "atom", "activation h", "|p·h|·‖w_down‖", "share of all", "mask"]
-    return rows_html(f"The {len(rows)} atoms that add most to the output", names, rows)
+    columns = {
+        "expert": atoms["expert"],
+        "atom": atoms["atom"],
+        "activation h": numbers(atoms["h"], "+.4g"),
+        "|p·h|·‖w_down‖": numbers(atoms["contribution"], ".4g"),
+        "share of all": numbers(atoms["share"], ".1%"),
+        "mask": map(_kept, kept[atoms["expert"], atoms["atom"]]),
+    }
+    caption = f"The {len(atoms)} atoms that add most to the output"
+    return columns_html(caption, columns)
 
 
 def _layers_table(routes: pd.DataFrame, keep: KeepMask) -> str:
     """The way of one token through all layers."""
-    rows = []
+    layers, served, kept = [], [], []
     for layer, experts in routes.groupby("layer"):
         shares = keep.by_layer(int(layer))[experts["expert"]].mean(1)
-        lost = experts["p"] @ (1 - shares) / experts["p"].sum()
         each = zip(experts["expert"], experts["p"], shares, strict=True)
-        served = [
-            f"{expert} (p {p:.2f}, {share:.0%} kept)" for expert, p, share in each
-        ]
-        rows.append([f"{layer}", ", ".join(served), _bar(1 - lost)])
-    names = ["layer", "experts that serve the token", "share of their atoms kept"]
-    return rows_html("The token in all layers, weighted by the router", names, rows)
+        layers.append(layer)
+        texts = (f"{one} (p {p:.2f}, {own:.0%} kept)" for one, p, own in each)
+        served.append(", ".join(texts))
+        kept.append(_bar(experts["p"] @ shares / experts["p"].sum()))
+    columns = {
+        "layer": layers,
+        "experts that serve the token": served,
+        "share of their atoms kept": kept,
+    }
+    return columns_html("The token in all layers, weighted by the router", columns)
 
 
 # --- views: an atom ---------------------------------------------------------------
@@ -373,22 +378,18 @@ def companions_html(atoms: pd.DataFrame, kept: np.ndarray, *, layer: int) -> str
     """
     if atoms.empty:
         return ""
-    rows = [
-        [
-            f"{row.expert}",
-            f"{row.atom}",
-            f"{row.n_tokens}",
-            f"{row.share:.1%}",
-            _kept(kept[row.expert, row.atom]),
-        ]
-        for row in atoms.itertuples()
-    ]
-    names = ["expert", "atom", "tokens in its expert", "mean share of all", "mask"]
+    columns = {
+        "expert": atoms["expert"],
+        "atom": atoms["atom"],
+        "tokens in its expert": atoms["n_tokens"],
+        "mean share of all": numbers(atoms["share"], ".1%"),
+        "mask": map(_kept, kept[atoms["expert"], atoms["atom"]]),
+    }
     caption = (
-        f"The {len(rows)} atoms of layer {layer} that add most to its output at these "
+        f"The {len(atoms)} atoms of layer {layer} that add most to its output at these "
         "tokens"
     )
-    return rows_html(caption, names, rows)
+    return columns_html(caption, columns)
 
 
 def contexts_html(contexts: pd.DataFrame, *, summary: str) -> str:
@@ -400,17 +401,13 @@ def contexts_html(contexts: pd.DataFrame, *, summary: str) -> str:
     """
     if contexts.empty:
         return status(f"{summary} No token of these windows is routed to its expert.")
-    of_atom = "h" in contexts
-    rows = [
-        [
-            *([f"{row.h:+.4g}"] if of_atom else []),
-            f"{row.p:.3f}",
-            f"{row.window}:{row.position}",
-            _in_place(row.before, row.token, row.after),
-        ]
-        for row in contexts.itertuples()
-    ]
-    names = ["routing weight p", "window:position", "context"]
-    names = ["activation h", *names] if of_atom else names
+    rows, of_atom = [*contexts.itertuples()], "h" in contexts
+    activations = numbers(contexts["h"], "+.4g") if of_atom else []
+    columns = {
+        **({"activation h": activations} if of_atom else {}),
+        "routing weight p": numbers(contexts["p"], ".3f"),
+        "window:position": [f"{row.window}:{row.position}" for row in rows],
+        "context": [_in_place(row.before, row.token, row.after) for row in rows],
+    }
     caption = f"The {len(rows)} tokens at which {'|h|' if of_atom else 'p'} is largest"
-    return f"{status(summary)}{rows_html(caption, names, rows)}"
+    return f"{status(summary)}{columns_html(caption, columns)}"
