@@ -82,7 +82,6 @@ def write_table(
     stem: str | Path,
     *,
     provenance: dict[str, Any],
-    latex: str | None = None,
 ) -> list[Path]:
     """Write `frame` as `stem`.csv, `stem`.md and `stem`.tex and return the paths.
 
@@ -94,14 +93,13 @@ def write_table(
         frame: the table; its index is not written.
         stem: path without a suffix; its folder is created.
         provenance: plain data that says where the numbers come from.
-        latex: the LaTeX, if it is not that of `table_latex`.
     """
     rows = rows_text(frame)
     said = mark(provenance | {"data": rows_digest(rows)})
     texts = {
         "csv": rows,
         "md": f"{table_markdown(frame)}\n<!-- {said} -->\n",
-        "tex": f"% {said}\n{latex or table_latex(frame)}",
+        "tex": f"% {said}\n{table_latex(frame)}",
     }
     return write_files(stem, {name: text.encode() for name, text in texts.items()})
 

@@ -4,7 +4,10 @@ import html
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, get_args
 
-from heapr_lab.panel.badges import Kind, badge
+import numpy as np
+
+from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.panel.looks import Kind, badge
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.savings import at_context
 
@@ -16,7 +19,7 @@ _HEADS: Row = ("", "dense", "pruned", "saved")
 def numbers_of(session: PruningSession) -> list[Row]:
     """Sizes, savings, and measured and predicted losses; "" where there is no number.
 
-    Of a predicted loss the last column is its range.
+    Of a prediction, the range is in brackets where it is known.
     """
     return [*_sizes(session), *_losses(session)]
 
@@ -60,13 +63,28 @@ def _sizes(session: PruningSession) -> Iterator[Row]:
 
 def _losses(session: PruningSession) -> Iterator[Row]:
     for found in session.measured().to_dict("records"):
-        name = f"measured Δloss on {found['dataset']} [nats per token]"
-        yield name, "", f"{found['delta_nll']:.3g}", ""
+        loss = found["delta_nll"]
+        dense = found["nll"] - loss
+        yield from _loss_rows(f"measured {{}} on {found['dataset']}", dense, [loss])
     for found in session.predictions().to_dict("records"):
         loss, spread = found["delta_nll"], found["spread"]
-        span = f"{loss / spread:.3g} to {loss * spread:.3g}" if spread else ""
-        name = f"predicted Δloss on {found['dataset']} [nats per token]"
-        yield name, "", f"{loss:.3g}", span or "range unknown"
+        losses = [loss, loss / spread, loss * spread] if spread else [loss]
+        name = f"predicted {{}} on {found['dataset']}"
+        yield from _loss_rows(name, found["dense_nll"], losses)
+
+
+def _loss_rows(name: str, dense: float, losses: list[float]) -> Iterator[Row]:
+    """Perplexity and Δloss; of three losses the last two are the range."""
+    with np.errstate(over="ignore"):
+        before, *after = np.exp([dense, *(dense + loss for loss in losses)])
+    yield name.format("perplexity"), f"{before:,.1f}", _span(after, ",.1f"), ""
+    yield f"{name.format('Δloss')} [{PER_TOKEN}]", "", _span(losses, ".3g"), ""
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """The first value and, in brackets, its range."""
+    first, *rest = (format(value, form) for value in values)
+    return f"{first} ({' to '.join(rest)})" if rest else first
 
 
 def _counted(name: str, before: float, after: float) -> Row:

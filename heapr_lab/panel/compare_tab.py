@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import ipywidgets as ipw
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,12 +17,8 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.figures import rows_text, save_figure, styled, write_table
 from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.panel.badges import badge
-from heapr_lab.panel.comparison_latex import comparison_latex
-from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import alert, status
-from heapr_lab.panel.latency import Latency
-from heapr_lab.panel.looks import PICTURE
+from heapr_lab.panel.looks import PICTURE, badge
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
@@ -50,22 +45,12 @@ _SET_BY_CONTROLS = (
 )
 _N_COLORS = 7
 """Of the style."""
-_AXES = {
-    "parameters saved": "parameter_reduction",
-    "bytes saved": "bytes_reduction",
-    "FLOPs saved": "flops_reduction",
-    "FLOPs of the routed experts saved": "routed_flops_reduction",
-    "decoding time saved": "latency_reduction",
-}
-"""What Δloss is drawn against, by the names in the list."""
-_LABELS = {column: name for name, column in _AXES.items()}
 _SHORT = {
     "achieved_ratio": "removed",
     "parameter_reduction": "parameters saved",
     "bytes_reduction": "bytes saved",
     "flops_reduction": "FLOPs saved",
     "routed_flops_reduction": "routed FLOPs saved",
-    "latency_reduction": "decoding time saved, measured here",
 }
 """Short names of columns."""
 
@@ -94,6 +79,23 @@ class CompareTab(ipw.VBox):
             session, corpora=corpora, show=self.refresh, hide=self._failed
         )
         self.diff = MaskDiffSection(session, corpora=corpora)
+        self._build_pins()
+        self._build_views()
+        wrap = {"flex_flow": "row wrap"}
+        super().__init__(
+            [
+                ipw.HBox([self.label, self.pin_button, self.clear_button], layout=wrap),
+                self.runs,
+                self.message,
+                self.chart,
+                self.table,
+                ipw.HBox([self.folder, self.export_button], layout=wrap),
+                self.exported,
+                self.diff,
+            ]
+        )
+
+    def _build_pins(self) -> None:
         self.label = ipw.Text("A", description="label", layout={"width": "200px"})
         self.pin_button = ipw.Button(
             description="Pin",
@@ -103,16 +105,11 @@ class CompareTab(ipw.VBox):
         self.clear_button = ipw.Button(
             description="Clear", tooltip="remove all pins and methods", disabled=True
         )
+        self.pin_button.on_click(self.pin)
+        self.clear_button.on_click(self.clear)
+
+    def _build_views(self) -> None:
         self.message = ipw.HTML(status(_NOTHING_YET))
-        self.axis = ipw.Dropdown(
-            options=[*_AXES.items()], description="Δloss against", style=WHOLE_LABEL
-        )
-        self.axis.observe(self._redraw, names="value")
-        self.latency = Latency(
-            session,
-            pins=lambda: [(pin.selection, pin.way) for pin in self.pins],
-            show=self.refresh,
-        )
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "900px"}
         )
@@ -127,23 +124,7 @@ class CompareTab(ipw.VBox):
             layout={"width": "auto"},
         )  # fmt: skip
         self.exported = ipw.HTML(status(""))
-        self.pin_button.on_click(self.pin)
-        self.clear_button.on_click(self.clear)
         self.export_button.on_click(self._press_export)
-        wrap = {"flex_flow": "row wrap"}
-        super().__init__(
-            [
-                ipw.HBox([self.label, self.pin_button, self.clear_button], layout=wrap),
-                self.runs,
-                self.message,
-                ipw.HBox([self.axis, self.latency], layout=wrap),
-                self.chart,
-                self.table,
-                ipw.HBox([self.folder, self.export_button], layout=wrap),
-                self.exported,
-                self.diff,
-            ]
-        )
 
     def pin(self, _button: ipw.Button | None = None) -> None:
         """Save the current selection; it replaces a pin of the same label."""
@@ -183,11 +164,6 @@ class CompareTab(ipw.VBox):
         self.table.value = _html_table(frame)
         self.clear_button.disabled = self.export_button.disabled = False
 
-    def _redraw(self, _change: Any) -> None:
-        if self.pins or self.runs.rows:
-            frame = self.frame()
-            self.chart.value = drawn_png(lambda: self.figure(frame))
-
     def _failed(self) -> None:
         self._show_nothing(_FAILED)
         self.clear_button.disabled = not self.pins and not self.runs.rows
@@ -216,8 +192,6 @@ class CompareTab(ipw.VBox):
                 names = ("parameter", "bytes", "flops", "routed_flops")
                 row |= {f"{n}_reduction": _reduction(saved, n) for n in names}
                 row["seq_len"] = int(saved["seq_len"].iloc[0])
-            if (pin.selection, pin.way) in self.latency.saved:
-                row["latency_reduction"] = self.latency.saved[pin.selection, pin.way]
             rows.append(row | _measured(self.session.points, pin))
         return pd.DataFrame([*rows, *self.runs.rows])
 
@@ -231,7 +205,7 @@ class CompareTab(ipw.VBox):
 
     @styled
     def figure(self, frame: pd.DataFrame) -> Figure:
-        """Removed share by layer, and Δloss against what is saved of `axis`.
+        """Removed share by layer, and Δloss against the parameters saved.
 
         A row has one colour in both; in the right one a corpus has one marker. Without
         pins there is only the right one.
@@ -240,7 +214,7 @@ class CompareTab(ipw.VBox):
         *left, right = figure.subplots(1, 2 if self.pins else 1, squeeze=False)[0]
         for ax in left:
             _plot_layers(ax, self.layers())
-        _plot_losses(right, frame, self.axis.value)
+        _plot_losses(right, frame)
         handles = _handles(frame["label"].tolist(), n_pins=len(self.pins))
         title = "compared" if self.runs.rows else "pins"
         figure.legend(handles=handles, loc="outside right upper", title=title)
@@ -258,6 +232,7 @@ class CompareTab(ipw.VBox):
         if not self.pins and not self.runs.rows:
             raise SpecError("nothing is pinned, so there is nothing to export")
         folder, frame = Path(folder), self.frame()
+        shown = frame.drop(columns=_dull(frame))
         provenance = {
             "importance": self.session.table.metadata.get("spec_hash"),
             "model": (self.session.table.metadata.get("spec") or {}).get("model"),
@@ -266,18 +241,13 @@ class CompareTab(ipw.VBox):
                 for p in self.pins
             ],
             "methods": [row["label"] for row in self.runs.rows],
-            "data": rows_digest(rows_text(frame)),
+            "data": rows_digest(rows_text(shown)),
         }
         folder.mkdir(parents=True, exist_ok=True)
         paths = save_figure(
             self.figure(frame), folder / "comparison", provenance=provenance
         )
-        paths += write_table(
-            frame,
-            folder / "comparison",
-            provenance=provenance,
-            latex=comparison_latex(frame),
-        )
+        paths += write_table(shown, folder / "comparison", provenance=provenance)
         whole = folder / "comparison.parquet"
         files.write_frame(whole, frame, {"kind": "comparison", **provenance})
         return [*paths, whole]
@@ -325,8 +295,12 @@ def _measured(points: pd.DataFrame, pin: Pin) -> dict[str, float]:
     return found
 
 
+def _is_loss(column: object) -> bool:
+    return str(column).startswith("Δloss ")
+
+
 def _is_measured(column: object) -> bool:
-    return str(column).startswith(("Δloss ", "accuracy "))
+    return _is_loss(column) or str(column).startswith("accuracy ")
 
 
 def _message(frame: pd.DataFrame) -> str:
@@ -335,7 +309,7 @@ def _message(frame: pd.DataFrame) -> str:
         losses = [
             f"{name} {value:+.4f}"
             for name, value in row.items()
-            if str(name).startswith("Δloss ") and pd.notna(value)
+            if _is_loss(name) and pd.notna(value)
         ]
         text = ", ".join(losses) or "not evaluated"
         parts.append(f"{row['label']}: {row['achieved_ratio']:.1%} removed, {text}")
@@ -378,49 +352,25 @@ def _plot_layers(ax: Axes, layers: pd.DataFrame) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _plot_losses(ax: Axes, frame: pd.DataFrame, axis: str) -> None:
-    """Δloss against the savings, with the Pareto front of each corpus.
+def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
+    """Δloss against the parameters saved, or the atoms removed if sizes are unknown.
 
-    Without evaluations there are only the savings; where no row has what is saved of
-    `axis`, there are the atoms removed, and rows that alone lack it are left out.
+    Without evaluations there are only the savings.
     """
-    names = [str(name) for name in frame.columns if str(name).startswith("Δloss ")]
-    known = axis in frame and bool(frame[axis].notna().any())
-    across = frame[axis if known else "achieved_ratio"].astype(float)
-    drawn = frame[names] if names else pd.DataFrame({"": 0.0}, index=frame.index)
+    known = "parameter_reduction" in frame
+    across = frame["parameter_reduction" if known else "achieved_ratio"].astype(float)
+    losses = frame[list(filter(_is_loss, frame))]
+    drawn = losses if len(losses.columns) else pd.DataFrame({"": 0.0}, frame.index)
     for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
         for number, (x, y) in enumerate(zip(across, drawn[corpus], strict=True)):
             ax.plot([x], [y], marker, **_pin_look(number) | {"ls": "none"})
-        front = on_front(across, drawn[corpus].astype(float))
-        best = pd.DataFrame({"x": across, "y": drawn[corpus]})[front].sort_values("x")
-        ax.plot(best["x"], best["y"], color="0.6", lw=1, zorder=0)
-        shown = corpus.removeprefix("Δloss ")
-        ax.plot([], [], marker, color="0.4", ls="none", label=shown or "_nolegend_")
-    n_without = int(across.isna().sum())
-    without = f"; unknown of {n_without}, left out" if n_without else ""
-    ax.set_xlabel(f"{_LABELS[axis]}{without}" if known else "atomic experts removed")
+        shown = str(corpus).removeprefix("Δloss ")
+        ax.plot([], [], marker, color="0.4", ls="none", label=shown or "not evaluated")
+    ax.set_xlabel("parameters saved" if known else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_ylabel(f"measured Δloss [{PER_TOKEN}] ↓" if names else "not evaluated yet")
+    ax.set_ylabel(f"measured Δloss [{PER_TOKEN}] ↓")
     ax.margins(0.15)
-    if names:
-        ax.legend(fontsize=8)
-
-
-def on_front(saved: pd.Series, losses: pd.Series) -> pd.Series:
-    """Which rows no other one beats: saves as much at a lower loss, or more at as low.
-
-    Rows without a loss, or without what is saved, are on no front.
-
-    Example:
-        >>> saved, losses = pd.Series([0.2, 0.3, 0.1]), pd.Series([0.5, 0.4, 0.1])
-        >>> on_front(saved, losses).tolist()
-        [False, True, True]
-    """
-    x, y = saved.to_numpy(), losses.to_numpy()
-    no_worse = (x[None] >= x[:, None]) & (y[None] <= y[:, None])
-    better = (x[None] > x[:, None]) | (y[None] < y[:, None])
-    known = ~(np.isnan(x) | np.isnan(y))
-    return pd.Series(~(no_worse & better).any(1) & known, index=saved.index)
+    ax.legend(fontsize=8)
 
 
 def _html_table(frame: pd.DataFrame) -> str:
@@ -438,7 +388,7 @@ def _html_table(frame: pd.DataFrame) -> str:
     short |= {name: f"measured {name}" for name in filter(_is_measured, shown)}
     text = table_html(shown.rename(columns=short))
     note = (
-        "Columns that have the same default value for all pins are only in the files."
+        "Columns with the same default value for all pins are only in the parquet file."
     )
     return f"{text}<small>{note}</small>"
 

@@ -46,6 +46,18 @@ def number_box(name: str, value: int, *, least: int, most: int) -> ipw.BoundedIn
     )
 
 
+def several_of(
+    name: str, options: Sequence[str], value: Sequence[str]
+) -> ipw.SelectMultiple:
+    """A list of options of which several can be chosen."""
+    return ipw.SelectMultiple(
+        options=list(options),
+        value=list(value),
+        rows=min(5, max(2, len(options))),
+        description=name,
+    )
+
+
 def check_value(control: ipw.Widget, value: Any) -> None:
     """Make sure that a list or a box for numbers can show a value.
 

@@ -9,15 +9,14 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.panel.badges import badge
 from heapr_lab.panel.cautions import cautions_html, judged_on_own
+from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report, status
-from heapr_lab.panel.looks import PICTURE, STALE, beside
+from heapr_lab.panel.looks import PICTURE, STALE, badge, beside
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
 from heapr_lab.panel.session import PruningSession, Step, Way
-from heapr_lab.panel.sweep import differences
-from heapr_lab.panel.sweep_section import SweepSection
+from heapr_lab.panel.sweep import SweepSection, differences
 from heapr_lab.progress import time_left_text
 from heapr_lab.pruning.options import Selection
 
@@ -197,18 +196,6 @@ def _out_of_date(missing: Sequence[str]) -> str:
     return status(
         f"Out of date: the settings above were not evaluated on {', '.join(missing)}; "
         "press Evaluate. Chart and table are of the settings that they name."
-    )
-
-
-def several_of(
-    name: str, options: Sequence[str], value: Sequence[str]
-) -> ipw.SelectMultiple:
-    """A list of options of which several can be chosen."""
-    return ipw.SelectMultiple(
-        options=list(options),
-        value=list(value),
-        rows=min(5, max(2, len(options))),
-        description=name,
     )
 
 

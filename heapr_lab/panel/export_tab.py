@@ -9,7 +9,7 @@ import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
+from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
 from heapr_lab.panel.session import PruningSession, Way, text_of
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
@@ -65,7 +65,7 @@ class ExportTab(ipw.VBox):
             "Export", self._export, tooltip="write the pruned model to the folder"
         )
         self.note = ipw.HTML(status(""))
-        self.command = Shown(self._asked, said=_WRITTEN_BEFORE)
+        self.command = ResultView(self._asked, said=_WRITTEN_BEFORE)
         self.python = ipw.HTML()
         self.code = ipw.Accordion([self.python], titles=["The same as Python"])
         if session.workbench is None:

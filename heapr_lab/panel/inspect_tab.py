@@ -16,7 +16,7 @@ from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.atom_contexts import find_companions, find_contexts, place_text
 from heapr_lab.panel.controls import WHOLE_LABEL, number_box
-from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
+from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
     companions_html,
@@ -136,13 +136,13 @@ class InspectTab(ipw.VBox):
             self._work_generate,
             tooltip="continue the text with the dense and with the pruned model",
         )
-        self.generated = Shown(lambda: self._asked_made(self.text, self.n_tokens))
+        self.generated = ResultView(lambda: self._asked_made(self.text, self.n_tokens))
         self.compare = Job(
             "Compare losses",
             self._work_compare,
             tooltip="what each token of the text costs the dense and the pruned model",
         )
-        self.compared = Shown(lambda: self._asked_made(self.text))
+        self.compared = ResultView(lambda: self._asked_made(self.text))
 
     def _build_routing(self) -> None:
         layers = self.session.table.shapes()
@@ -154,7 +154,9 @@ class InspectTab(ipw.VBox):
             self._work_route,
             tooltip="which experts and atoms serve the token",
         )
-        self.routed = Shown(lambda: self._asked(self.text, self.layer, self.position))
+        self.routed = ResultView(
+            lambda: self._asked(self.text, self.layer, self.position)
+        )
 
     def _build_atom(self) -> None:
         shapes = self.session.table.shapes()
@@ -174,7 +176,7 @@ class InspectTab(ipw.VBox):
             tooltip="where in the calibration corpus the atom is most active, and what "
             "else is there",
         )
-        self.contexts_view = Shown(lambda: self._asked(*self._boxes))
+        self.contexts_view = ResultView(lambda: self._asked(*self._boxes))
 
     def _map_rows(self) -> list[ipw.Widget]:
         return [_heading("Experts"), self.map]

@@ -1,14 +1,16 @@
 """Buttons that run work in a thread, with progress, time left, Cancel and errors."""
 
+import functools
 import html
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError
+from heapr_lab.panel.help import widgets_in
 from heapr_lab.panel.looks import STALE
 from heapr_lab.progress import TimeLeft, time_left_text
 
@@ -141,7 +143,28 @@ class Job(ipw.VBox):
         self.cancel_button.disabled = not running
 
 
-class Soon:
+def take_turns(alone: Job, jobs: Iterable[Job]) -> None:
+    """Let `alone` run only while no other of `jobs` does; the others wait for it.
+
+    A method that drops experts changes the model in all threads while it is measured.
+    """
+
+    def busy(others: Sequence[Job]) -> str:
+        running = [each.button.description for each in others if each.running]
+        return f"wait until {running[0]} has ended, or cancel it" if running else ""
+
+    others = [job for job in jobs if job is not alone]
+    alone.blocked = functools.partial(busy, others)
+    for job in others:
+        job.blocked = functools.partial(busy, [alone])
+
+
+def jobs_in(widget: ipw.Widget) -> Iterator[Job]:
+    """Every job in a widget, however deep."""
+    return (found for found in widgets_in(widget) if isinstance(found, Job))
+
+
+class Debounced:
     """Does something once, some time after the last of several requests."""
 
     def __init__(self, work: Callable[[], None], seconds: float) -> None:
@@ -162,7 +185,7 @@ class Soon:
         self._timer.start()
 
 
-class Shown(ipw.VBox):
+class ResultView(ipw.VBox):
     """A result with the settings it was made with, grey once these have changed."""
 
     def __init__(self, now: Callable[[], object], *, said: str = _OUT_OF_DATE) -> None:

@@ -14,7 +14,7 @@ import ipywidgets as ipw
 from msgspec import structs
 
 from heapr_lab.errors import HeaprLabError, SpecError
-from heapr_lab.panel.jobs import Soon, alert, status
+from heapr_lab.panel.jobs import Debounced, alert, status
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import SavedSession, read_session, write_session
 from heapr_lab.pruning.options import Selection
@@ -45,7 +45,7 @@ class LastSession(ipw.HBox):
         self._files = files
         self._first: SavedSession | None = None
         self._shown = False
-        self._soon = Soon(self.write, SECONDS)
+        self._soon = Debounced(self.write, SECONDS)
         self.path = None if os.environ.get(VARIABLE) == "0" else _path_of(files)
         self.message = ipw.HTML()
         self.afresh = ipw.Button(

@@ -1,6 +1,11 @@
-"""The looks of a panel that widgets have no traits for: classes, and their style."""
+"""The looks of a panel that widgets have no traits for: classes, style, badges."""
+
+import html
+from typing import Literal, TypeAlias
 
 import ipywidgets as ipw
+
+from heapr_lab.panel.glossary import TERMS
 
 STALE = "heapr-stale"
 """What is out of date, and grey."""
@@ -11,6 +16,12 @@ _DARK = ('[data-jp-theme-light="false"]', ".vscode-dark")
 """How JupyterLab and Voilà, and VS Code, mark a page with a dark theme."""
 _TURNED = "invert(0.88) hue-rotate(180deg)"
 _GREY = "opacity: 0.35; filter: grayscale(1)"
+Kind: TypeAlias = Literal["measured", "predicted"]
+_BORDERS = {"measured": "solid", "predicted": "dashed"}
+_STYLE = (
+    "display:inline-block;padding:0 6px;border-width:1px;border-radius:8px;"
+    "font-size:smaller;font-weight:normal;border-style:"
+)
 
 
 def panel_style() -> ipw.HTML:
@@ -29,3 +40,13 @@ def panel_style() -> ipw.HTML:
 def beside(*parts: ipw.Widget) -> ipw.HBox:
     """Parts next to each other where there is room, else below each other."""
     return ipw.HBox(parts, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
+
+
+def badge(kind: Kind) -> str:
+    """Where a number comes from, as a word in a border; HTML.
+
+    The two differ by their word and their border, and their colour is that of the text.
+    The tooltip is that of the glossary.
+    """
+    title = html.escape(TERMS[kind].text)
+    return f'<span style="{_STYLE}{_BORDERS[kind]}" title="{title}">{kind}</span>'

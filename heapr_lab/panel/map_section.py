@@ -26,7 +26,7 @@ from heapr_lab.panel.expert_values import (
     summed,
     traffic,
 )
-from heapr_lab.panel.jobs import Job, Report, Shown, alert, status
+from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
 from heapr_lab.panel.passage_html import contexts_html
 from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.panel.session_file import Mapped
@@ -113,7 +113,7 @@ class MapSection(ipw.VBox):
             "expert with the largest weights",
         )
         self.show_contexts.button.layout.width = "auto"
-        self.contexts_view = Shown(lambda: (self.layer.value, self.expert.value))
+        self.contexts_view = ResultView(lambda: (self.layer.value, self.expert.value))
 
     def _rows(self) -> list[ipw.Widget]:
         wrap = {"flex_flow": "row wrap"}

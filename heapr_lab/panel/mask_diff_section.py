@@ -15,7 +15,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.panel.atom_contexts import find_contexts, place_text
 from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import Job, Report, Shown
+from heapr_lab.panel.jobs import Job, Report, ResultView
 from heapr_lab.panel.mask_diff_html import mask_diff_html
 from heapr_lab.panel.passage_html import contexts_html
 from heapr_lab.panel.session import PruningSession, Way
@@ -94,7 +94,7 @@ class MaskDiffSection(ipw.VBox):
             tooltip="which atoms both remove and which only one; measures a corpus "
             "that the model was not measured on yet",
         )
-        self.compared = Shown(self._asked)
+        self.compared = ResultView(self._asked)
 
     def _build_contexts(self) -> None:
         self.atom = ipw.Dropdown(
@@ -110,7 +110,7 @@ class MaskDiffSection(ipw.VBox):
             tooltip="where the atom is most active, in the calibration corpus of the "
             "mask that keeps it",
         )
-        self.contexts_view = Shown(lambda: (self._asked(), self.atom.value))
+        self.contexts_view = ResultView(lambda: (self._asked(), self.atom.value))
 
     # --- what can be compared -------------------------------------------------------
 

@@ -1,15 +1,13 @@
 """The part of the panel that runs compression methods, and the rows they give."""
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets as ipw
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.panel.evaluate_tab import several_of
-from heapr_lab.panel.help import widgets_in
+from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import CancelledError, Job, Report, status
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import read_ratios
@@ -136,28 +134,6 @@ def _row(dense: pd.Series, rows: pd.DataFrame, losses: pd.Series) -> dict[str, A
             for row in rows.itertuples()
         },
     }
-
-
-def take_turns(alone: Sequence[Job], jobs: Iterable[Job]) -> None:
-    """Let each of `alone` run only while no other of `jobs` does; the others wait.
-
-    A method that drops experts changes the model in all threads while it is measured,
-    and what is timed must not share the processor.
-    """
-
-    def busy(jobs: Sequence[Job]) -> str:
-        running = [each.button.description for each in jobs if each.running]
-        return f"wait until {running[0]} has ended, or cancel it" if running else ""
-
-    for job in (every := list(jobs)):
-        watched = every if job in alone else alone
-        others = [other for other in watched if other is not job]
-        job.blocked = functools.partial(busy, others)
-
-
-def jobs_in(widget: ipw.Widget) -> Iterator[Job]:
-    """Every job in a widget, however deep."""
-    return (found for found in widgets_in(widget) if isinstance(found, Job))
 
 
 def _methods(session: PruningSession) -> tuple[str, ...]:

@@ -21,10 +21,9 @@ from heapr_lab.panel.export_tab import ExportTab
 from heapr_lab.panel.header import header_html
 from heapr_lab.panel.help import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.jobs import Job, Report, failure, status
+from heapr_lab.panel.jobs import Job, Report, failure, jobs_in, status, take_turns
 from heapr_lab.panel.last_session import LastSession
 from heapr_lab.panel.looks import PICTURE, STALE, beside, panel_style
-from heapr_lab.panel.method_runs import jobs_in, take_turns
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.planned import PlannedPanel
@@ -81,56 +80,11 @@ class Explorer(ipw.VBox):
             tasks: whose accuracy can be measured.
         """
         self.session = session
-        self.controls = Controls(session.table, session.selection, self.refresh)
-        self.weights = WeightsBar(session, self._reweighted)
-        self.header = ipw.HTML()
-        self.status = ipw.HTML()
-        self.cautions = ipw.HTML()
-        self.error = ipw.HTML()
-        self.foretell = Job(
-            "Measure two ratios",
-            self._foretell,
-            tooltip="evaluate 20% and 40%, from which other losses are predicted",
-        )
-        # At most as wide as it was drawn: if stretched, its text would blur.
-        self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
-        self.picture.add_class(PICTURE)
-        self.numbers = ipw.HTML()
-        self.layers = ipw.HTML()
-        self.behind = ipw.Accordion([self.layers], titles=["Numbers of each layer"])
-        self.prediction = ipw.HTML()
-        self._picture = ChoicePicture(session.table)
+        self.copy = StaticCopy(self._copied)
         self._drawn = "none yet"
         self._numbers: list[Row] = []
-        self.copy = StaticCopy(self._copied)
-        self.evaluation = EvaluateTab(
-            session, corpora=corpora, tasks=tasks, on_points=self._on_points
-        )
-        self.comparison = CompareTab(session, corpora=corpora, on_pins=self._changed)
-        self.inspection = InspectTab(session, pins=lambda: self.comparison.pins)
-        self.export = ExportTab(session, self.weights)
-        self.tabs = ipw.Tab(
-            [
-                beside(
-                    ipw.VBox(
-                        [
-                            self.picture,
-                            ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>"),
-                            self.behind,
-                        ],
-                        layout={"max_width": "1100px"},
-                    ),
-                    ipw.VBox([self.numbers, self.prediction]),
-                ),
-                self.evaluation,
-                self.inspection,
-                self.comparison,
-                self.export,
-            ],
-            titles=TABS,
-        )
-        alone = [self.comparison.runs.job, self.comparison.latency]
-        take_turns(alone, [self.foretell, *jobs_in(self.tabs)])
+        self._build_choice()
+        self._build_tabs(corpora, tasks)
         self.files = SessionBar(
             session,
             self.controls,
@@ -141,21 +95,63 @@ class Explorer(ipw.VBox):
         )
         self.last = LastSession(self.files)
         self.help = HelpSection()
-        top = [
-            self.header,
-            self.last,
-            self.controls,
-            self.weights,
-            self.status,
-            self.cautions,
-        ]
-        shown = [*top, self.error, self.foretell, self.tabs, self.files, self.help]
-        super().__init__([panel_style(), self.copy.hides, *shown])
+        super().__init__(
+            [
+                panel_style(),
+                self.copy.hides,
+                self.header,
+                self.last,
+                self.controls,
+                self.weights,
+                self.status,
+                self.cautions,
+                self.error,
+                self.foretell,
+                self.tabs,
+                self.files,
+                self.help,
+            ]
+        )
         add_tooltips(self)
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
         self.evaluation.corpora.observe(self._retarget, names="value")
         self.refresh()
+
+    def _build_choice(self) -> None:
+        """The controls, and what is said and drawn of a selection."""
+        session = self.session
+        self.controls = Controls(session.table, session.selection, self.refresh)
+        self.weights = WeightsBar(session, self._reweighted)
+        self.header, self.status, self.cautions = ipw.HTML(), ipw.HTML(), ipw.HTML()
+        self.error, self.numbers, self.prediction = ipw.HTML(), ipw.HTML(), ipw.HTML()
+        self.foretell = Job(
+            "Measure two ratios",
+            self._foretell,
+            tooltip="evaluate 20% and 40%, from which other losses are predicted",
+        )
+        # At most as wide as it was drawn: if stretched, its text would blur.
+        self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
+        self.picture.add_class(PICTURE)
+        self._picture = ChoicePicture(session.table)
+        self.layers = ipw.HTML()
+        self.behind = ipw.Accordion([self.layers], titles=["Numbers of each layer"])
+
+    def _build_tabs(self, corpora: Sequence[str], tasks: Sequence[str]) -> None:
+        session = self.session
+        self.evaluation = EvaluateTab(
+            session, corpora=corpora, tasks=tasks, on_points=self._on_points
+        )
+        self.comparison = CompareTab(session, corpora=corpora, on_pins=self._changed)
+        self.inspection = InspectTab(session, pins=lambda: self.comparison.pins)
+        self.export = ExportTab(session, self.weights)
+        caption = ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>")
+        drawn = ipw.VBox([self.picture, caption, self.behind])
+        drawn.layout.max_width = "1100px"
+        choice = beside(drawn, ipw.VBox([self.numbers, self.prediction]))
+        others = self.evaluation, self.inspection, self.comparison, self.export
+        self.tabs = ipw.Tab([choice, *others], titles=TABS)
+        take_turns(self.comparison.runs.job, [self.foretell, *jobs_in(self.tabs)])
 
     def __repr__(self) -> str:
         # Shown by a notebook without a kernel, so the text is always the same.
@@ -295,7 +291,7 @@ class Explorer(ipw.VBox):
         self.cautions.value = cautions_html(cautions(self.session))
         text = ""
         if self.session.workbench is not None:
-            text = status(self.session.describe_prediction())
+            text = status(self.session.prediction_note())
         self.prediction.value = text
 
     def _show_layers(self, _change: Any = None) -> None:

@@ -24,9 +24,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from heapr_lab.figures import layer_ratios_data, plot_layer_ratios, styled
-from heapr_lab.figures.paper import paper_dense, paper_table
 from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
-from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, PAPER_GREY
+from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS
 from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.expert_values import first_rows, traffic
@@ -39,7 +38,6 @@ _TRAFFIC = LinearSegmentedColormap.from_list("", ["#0072B2", "#7A4988", "#D55E00
 """From idle to busy; no colour is near the white to which cells fade."""
 _IDLE = 0.93
 """Grey of cells without an expert."""
-_PAPER_MODEL = "DeepSeekMoE-16B-Base"
 _LEGEND_WIDTH = 44
 
 # matplotlib's caches of fonts and text are not thread-safe.
@@ -196,14 +194,11 @@ class LossPicture:
     ) -> None:
         corpora = _Looks(LINE_STYLES)
         measured = points[points["estimator"].ne("dense")]
-        top = [0.2, 1.5 * float(measured["delta_nll"].max())]
         for way, dataset, curve in _curves(measured):
             look = _curve_look(way, dataset, ways, corpora)
             _curve(self.ax, curve, look)
         if predicted is not None and not predicted.empty:
             _predictions(self.ax, predicted)
-            top.append(float(predicted["delta_nll"].max()))
-        _paper(self.ax, limit=max(top))
         _finish(self.ax)
 
 
@@ -302,21 +297,6 @@ def _predictions(ax: Axes, predicted: pd.DataFrame) -> None:
         )
 
 
-def _paper(ax: Axes, *, limit: float) -> None:
-    """The points of the paper, hollow, up to `limit`."""
-    points = paper_losses()
-    points = points[points["delta_nll"] <= limit]
-    ax.plot(
-        100 * points["ratio"],
-        points["delta_nll"],
-        color=PAPER_GREY,
-        marker="o",
-        mfc="none",
-        lw=0,
-        label=f"paper: {_PAPER_MODEL}, WikiText-2,\nnot comparable",
-    )
-
-
 def _accuracies(ax: Axes, points: pd.DataFrame, ways: _Looks) -> None:
     """Accuracy with its standard error; a line across for the dense model."""
     tasks = _Looks(LINE_STYLES)
@@ -355,20 +335,6 @@ def drawn_png(draw: Callable[[], Figure]) -> bytes:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return _png(_pixels(canvas))
-
-
-@functools.cache
-def paper_losses() -> pd.DataFrame:
-    """Ratio and Δloss, in nats per token, from the perplexities of the paper.
-
-    They are of HEAPr on its main model: with another model and other data they are not
-    comparable with ours.
-    """
-    table = paper_table("main_results")
-    rows = table[table["model"].eq(_PAPER_MODEL) & table["method"].eq("HEAPr")]
-    dense = float(paper_dense(_PAPER_MODEL)["perplexity"])
-    losses = np.log(rows["wikitext2_ppl"].astype(float) / dense)
-    return pd.DataFrame({"ratio": rows["ratio"].astype(float), "delta_nll": losses})
 
 
 def _traffic_colors(table: ImportanceTable, full: KeepMask, ax: Axes) -> np.ndarray:

@@ -20,7 +20,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
 from heapr_lab.evaluation.paired import paired_difference
-from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
+from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.progress import Parts, Progress, TimeLeft, time_left_text
 from heapr_lab.pruning.masks import KeepMask
@@ -308,23 +308,20 @@ class PruningSession:
 
     # --- predicting -------------------------------------------------------------
 
-    def describe_prediction(self) -> str:
-        """The loss of the selection as text, measured or predicted; no model runs.
+    def prediction_note(self) -> str:
+        """What is missing for a prediction; empty where nothing is.
 
         Predictions are fitted to the `points` with the same settings at other ratios,
-        for every corpus with at least two. The range is that of `DamageMap.spread`.
+        for every corpus with at least two.
         """
-        measured = self.measured()
-        texts = [_measurement(row) for row in measured.to_dict("records")]
-        points = self._points_for_fit()
-        if points.empty:
-            return " ".join([*texts, _NO_PREDICTION])
-        others = points[~points["dataset"].isin(measured["dataset"])]
-        score = self._score_of(self.keep)
-        groups = others.groupby("dataset", sort=False)
-        return " ".join(
-            [*texts, *(_prediction(str(name), part, score) for name, part in groups)]
-        )
+        points, notes = self._points_for_fit(), []
+        others = points[~points["dataset"].isin(self.measured()["dataset"])]
+        for corpus, part in others.groupby("dataset", sort=False):
+            try:
+                _fitted(_measured(part))
+            except SpecError as error:
+                notes.append(f"No prediction on {corpus}: {error}.")
+        return _NO_PREDICTION if points.empty else " ".join(notes)
 
     def measured(self) -> pd.DataFrame:
         """The last of the `points` of exactly this mask, for each corpus.
@@ -379,10 +376,11 @@ class PruningSession:
         return max(0, first - 1) / 100
 
     def predictions(self) -> pd.DataFrame:
-        """Predictions for the selection: dataset, ratio, delta_nll, spread.
+        """Predictions for the selection: dataset, ratio, dense_nll, delta_nll, spread.
 
-        `spread` is the factor by which it may be wrong, missing if unknown. Corpora on
-        which the selection was `measured`, or with too few points, are left out.
+        `spread` is the factor by which delta_nll may be wrong (`DamageMap.spread`),
+        missing if unknown. Corpora on which the selection was `measured`, or with too
+        few points, are left out.
         """
         found = self._predicted([self.keep])
         return found[~found["dataset"].isin(self.measured()["dataset"])]
@@ -415,12 +413,12 @@ class PruningSession:
             (keep.achieved_ratio, self._score_of(keep))
             for keep in (keeps if fits else ())
         ]
-        for corpus, _, damage in fits:
+        for corpus, points, damage in fits:
+            dense = float((points["nll"] - points["delta_nll"]).iloc[0])
             for ratio, score in scored:
-                rows.append(
-                    (corpus, ratio, float(damage.predict(score)), damage.spread)
-                )
-        columns = ["dataset", "ratio", "delta_nll", "spread"]
+                loss = float(damage.predict(score))
+                rows.append((corpus, ratio, dense, loss, damage.spread))
+        columns = ["dataset", "ratio", "dense_nll", "delta_nll", "spread"]
         return pd.DataFrame(rows, columns=columns)
 
     def _fits(self) -> Iterator[tuple[str, pd.DataFrame, DamageMap]]:
@@ -429,7 +427,7 @@ class PruningSession:
         for corpus, part in points.groupby("dataset", sort=False):
             try:
                 yield str(corpus), part, _fitted(_measured(part))
-            except SpecError:  # `describe_prediction` says what is wrong
+            except SpecError:  # `prediction_note` says what is wrong
                 continue
 
     def _points_for_fit(self, selection: Selection | None = None) -> pd.DataFrame:
@@ -657,45 +655,6 @@ def _measured(points: pd.DataFrame) -> tuple[tuple[float, float], ...]:
 def _fitted(points: tuple[tuple[float, float], ...]) -> DamageMap:
     """`fit_damage`, cached because the slider asks for it at every move."""
     return fit_damage(points)
-
-
-def _prediction(corpus: str, points: pd.DataFrame, score: float) -> str:
-    """One sentence: the loss on `corpus` of pruning `score`, fitted to its `points`."""
-    try:
-        damage = _fitted(_measured(points))
-        loss = float(damage.predict(score))
-    except SpecError as error:  # shown in place of the prediction
-        return f"No prediction on {corpus}: {error}."
-    dense = float((points["nll"] - points["delta_nll"]).iloc[0])
-    losses = [loss]
-    if damage.spread is not None:
-        losses += [loss / damage.spread, loss * damage.spread]
-    with np.errstate(over="ignore"):
-        perplexities = np.exp(dense + np.array(losses)).tolist()
-    beyond = (
-        ", outside their range and so less certain"
-        if damage.extrapolates(score)
-        else ""
-    )
-    return (
-        f"Predicted on {corpus} from {len(damage.points)} evaluated ratios{beyond}: "
-        f"Δloss {_span(losses, '.3g')} {PER_TOKEN}, "
-        f"perplexity {_span(perplexities, ',.1f')}."
-    )
-
-
-def _measurement(point: dict[str, Any]) -> str:
-    """One sentence: the measured loss of a selection on a corpus."""
-    return (
-        f"Measured on {point['dataset']}: Δloss {point['delta_nll']:.3g} "
-        f"{PER_TOKEN}, perplexity {point['perplexity']:,.1f}."
-    )
-
-
-def _span(values: list[float], form: str) -> str:
-    """The first of `values` and, in brackets, its range."""
-    first, *rest = (format(value, form) for value in values)
-    return f"{first} ({' to '.join(rest)})" if rest else first
 
 
 class _Clock:

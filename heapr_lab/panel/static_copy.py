@@ -17,7 +17,7 @@ import ipywidgets as ipw
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from heapr_lab.panel.jobs import Soon
+from heapr_lab.panel.jobs import Debounced
 
 CLASS: Final = "heapr-copy"
 """CSS class of every copy; each has another one, of its panel alone."""
@@ -43,7 +43,7 @@ class StaticCopy:
         self._bundle = bundle
         self._name = uuid.uuid4().hex
         self._shown = self._stale = False
-        self._soon = Soon(self.update, SECONDS)
+        self._soon = Debounced(self.update, SECONDS)
         self._publishing = threading.Lock()
         self.hides = ipw.HTML(layout={"display": "none"})
         self._hide()

@@ -17,7 +17,7 @@ from heapr_lab.panel.attribution_html import (
     token_html,
 )
 from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import Job, Report, Shown, status
+from heapr_lab.panel.jobs import Job, Report, ResultView, status
 from heapr_lab.panel.passage_html import left_out_html
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
@@ -83,7 +83,7 @@ class WhySection(ipw.VBox):
             self._work_attribute,
             tooltip="share of each layer and token in the loss increase, first order",
         )
-        self.attributed = Shown(lambda: self._asked(self._text))
+        self.attributed = ResultView(lambda: self._asked(self._text))
         self.what = ipw.Dropdown(
             options=[
                 ("each layer", _LAYERS),
@@ -99,14 +99,14 @@ class WhySection(ipw.VBox):
             self._work_measure,
             tooltip="run the model again with each part restored, and pruned alone",
         )
-        self.measured = Shown(lambda: self._asked(self._text, *self._part()))
+        self.measured = ResultView(lambda: self._asked(self._text, *self._part()))
         self.explain = Job(
             "Attribute to atoms",
             self._work_explain,
             tooltip="which pruned experts and atoms of the token change the loss",
         )
         token = self._text, self._layer, self._position
-        self.explained = Shown(lambda: self._asked(*token))
+        self.explained = ResultView(lambda: self._asked(*token))
 
     def check(self, _change: Any = None) -> None:
         """Mark results that are out of date, and say how long measuring takes."""

@@ -137,7 +137,7 @@ def test_choices_and_tasks_are_told_apart(reset: Panel, shots: Path) -> None:
     reset.root.screenshot(path=shots / "evaluate-two.png")
     tasks.select_option([])
     reset.open("Choose")
-    expect(reset.root.get_by_text("Measured on pydocs: Δloss")).to_be_visible()
+    expect(reset.root.get_by_text("perplexity on pydocs")).to_be_visible()
     reset.open("Compare")
     if reset.button("Clear").is_enabled():  # pins of another test
         reset.button("Clear").click()

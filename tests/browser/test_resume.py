@@ -38,7 +38,7 @@ def test_a_panel_opens_as_it_was_left(
         panel.type_ratio("0.5")
         explain(panel)
         carry_as_code(panel, str(tiny_model))
-        time_a_pin(panel)
+        pin(panel)
         panel.open("Evaluate")
         panel.button("Evaluate").click()
         expect(panel.root.get_by_text("Last point, ")).to_be_visible(timeout=TIMEOUT)
@@ -90,14 +90,8 @@ def carry_as_code(panel: Panel, model: str) -> None:
     expect(code.first).to_contain_text(model)
 
 
-def time_a_pin(panel: Panel) -> None:
-    """Pin the selection, and draw against the time it saves."""
+def pin(panel: Panel) -> None:
+    """Pin the selection."""
     panel.open("Compare")
     panel.button("Pin").click()
     expect(panel.root.get_by_text("1 pinned.")).to_be_visible()
-    panel.button("Measure latency").click()
-    measured = panel.root.get_by_text("decoding time saved, measured here")
-    expect(measured).to_be_visible(timeout=TIMEOUT)
-    before = panel.source()
-    panel.choice("Δloss against").select_option("decoding time saved")
-    panel.changes_from(before)

@@ -50,7 +50,7 @@ def test_no_control_is_of_another_kind(panel: Explorer) -> None:
 def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
     """And stands in the list's tooltip; only atoms, masks and columns are data."""
     difference = panel.comparison.diff
-    data = (difference.a, difference.b, panel.comparison.axis)
+    data = (difference.a, difference.b)
     lists = [box for box in those_of(panel, ipw.Dropdown) if box not in data]
     assert {"estimator", "scope", "granularity", "structure", "budget"} <= {
         label_of(box) for box in lists

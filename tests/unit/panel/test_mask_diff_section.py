@@ -14,7 +14,7 @@ from random_tables import random_table
 from tiny_folder import write_text
 
 from heapr_lab.evaluation.activations import top_contexts
-from heapr_lab.panel.jobs import Job, Shown
+from heapr_lab.panel.jobs import Job, ResultView
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.panel import Explorer, explore
@@ -72,7 +72,7 @@ def failed(job: Job) -> str:
     return str(job.error.value)
 
 
-def stale(shown: Shown) -> bool:
+def stale(shown: ResultView) -> bool:
     """Whether a result is grey, and says so."""
     grey = STALE in shown._view._dom_classes
     assert grey == ("Out of date" in shown.note.value)

@@ -78,30 +78,21 @@ def dots_of(ax: Axes) -> list[Line2D]:
     return [line for line in lines if len(line.get_xdata())]
 
 
-def test_what_is_best_is_joined_and_the_axis_is_chosen(panel: Explorer) -> None:
-    """Of the dots those that no other beats, against what the list says."""
+def test_losses_are_drawn_against_what_is_saved(panel: Explorer) -> None:
+    """A dot for each method and ratio, at the parameters that it saves."""
     tab = panel.comparison
     assert press(tab, "heapr", "random", ratio="25%, 50%") == ""
     frame = tab.frame()
     assert frame["label"].tolist() == [
         "heapr 25%", "heapr 50%", "random 25%", "random 50%"
     ]  # fmt: skip
-    before = tab.chart.value
-    tab.axis.value = "routed_flops_reduction"
-    assert tab.chart.value != before
     (loss,) = [name for name in frame if name.startswith("Δloss ")]
-    places = list(zip(frame[tab.axis.value], frame[loss], strict=True))
-    best = [
-        (x, y)
-        for x, y in places
-        if not any(a >= x and b <= y and (a, b) != (x, y) for a, b in places)
-    ]
     (ax,) = tab.figure(frame).axes
-    assert ax.get_xlabel() == "FLOPs of the routed experts saved"
-    (front,) = [line for line in ax.get_lines() if line.get_linestyle() == "-"]
-    assert [tuple(place) for place in front.get_xydata()] == sorted(best)
-    tab.axis.value = "flops_reduction"  # which methods have not
-    (ax,) = tab.figure(frame).axes
+    assert ax.get_xlabel() == "parameters saved"
+    drawn = [tuple(dot.get_xydata()[0]) for dot in dots_of(ax)]
+    assert drawn == list(zip(frame["parameter_reduction"], frame[loss], strict=True))
+    unknown = frame.drop(columns="parameter_reduction")
+    (ax,) = tab.figure(unknown).axes
     assert ax.get_xlabel() == "atomic experts removed"
 
 

@@ -10,8 +10,8 @@ from random_tables import random_table, small_table
 from tiny_folder import write_text
 
 from heapr_lab.evaluation.perplexity import Perplexity
-from heapr_lab.panel.badges import badge
 from heapr_lab.panel.controls import TARGET
+from heapr_lab.panel.looks import badge
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
@@ -75,6 +75,16 @@ def test_a_target_offers_the_evaluations_it_needs(foretold: Explorer) -> None:
     assert "at most" not in foretold.status.value
 
 
+def number_of(panel: Explorer, name: str) -> str:
+    """The number of the pruned model in the row that begins with `name`."""
+    return next(row[2] for row in panel._numbers if row[0].startswith(name))
+
+
+def has_row(panel: Explorer, name: str) -> bool:
+    """Whether a row of numbers begins with `name`."""
+    return any(row[0].startswith(name) for row in panel._numbers)
+
+
 def press_evaluate(panel: Explorer, *ratios: float) -> None:
     """Evaluate each ratio, as a user does."""
     for ratio in ratios:
@@ -90,9 +100,10 @@ def test_prediction_appears_with_the_second_ratio(foretold: Explorer) -> None:
     press_evaluate(foretold, 0.2, 0.2, 0.201)  # 25 of 128 atoms, each time
     assert "Evaluate two ratios" in foretold.prediction.value
     press_evaluate(foretold, 0.6)
-    assert "Predicted" not in foretold.prediction.value  # it was measured
+    assert not has_row(foretold, "predicted")  # it was measured
     foretold.controls.ratio.value = "0.5"
-    assert "from 2 evaluated ratios: Δloss" in foretold.prediction.value
+    assert has_row(foretold, "predicted Δloss")
+    assert foretold.session.prediction_note() == ""
     assert 'role="status"' in foretold.prediction.value
 
 
@@ -106,12 +117,12 @@ def test_prediction_follows_the_slider(
     for ratio in (0.4, 0.3):
         foretold.controls.slider.value = round(100 * ratio)
         loss = true_loss(foretold.session, ratio)
-        found = foretold.prediction.value
-        assert f"Δloss {loss:.3g} nats per token" in found
-        assert f"perplexity {np.exp(DENSE_NLL + loss):,.1f}." in found
-        assert "less certain" not in found
+        assert number_of(foretold, "predicted Δloss") == f"{loss:.3g}"
+        perplexity = number_of(foretold, "predicted perplexity")
+        assert perplexity == f"{np.exp(DENSE_NLL + loss):,.1f}"
+        assert "less certain" not in foretold.cautions.value
     foretold.controls.slider.value = 80
-    assert "outside their range and so less certain" in foretold.prediction.value
+    assert "so less certain" in foretold.cautions.value
     assert len(foretold.session.points) == 3
 
 
@@ -122,14 +133,14 @@ def test_prediction_says_how_far_off_it_may_be(foretold: Explorer) -> None:
     middle = session.points["ratio"].eq(0.4)
     session.points.loc[middle, "delta_nll"] /= 2
     foretold.controls.ratio.value = "0.41"
-    text = foretold.prediction.value
-    loss, low, high = map(
-        float, re.search(r"Δloss (\S+) \((\S+) to (\S+)\)", text).groups()
-    )
+    span = re.compile(r"(\S+) \((\S+) to (\S+)\)")
+    found = span.fullmatch(number_of(foretold, "predicted Δloss"))
+    loss, low, high = map(float, found.groups())  # type: ignore[union-attr]
     assert low * high == pytest.approx(loss**2, rel=0.02)
     # left out, the middle is foretold twice as high; the ends are further off
     assert high / loss > 2
-    perplexities = re.search(r"perplexity (\S+) \((\S+) to (\S+)\)", text).groups()
+    found = span.fullmatch(number_of(foretold, "predicted perplexity"))
+    perplexities = found.groups()  # type: ignore[union-attr]
     expected = np.exp(DENSE_NLL + np.array([loss, low, high]))
     assert [float(p.replace(",", "")) for p in perplexities] == pytest.approx(
         expected, rel=0.02
@@ -143,15 +154,15 @@ def test_prediction_is_of_each_corpus_and_choice(foretold: Explorer) -> None:
     press_evaluate(foretold, 0.6)
     first, second = foretold.evaluation.corpora.options
     foretold.controls.ratio.value = "0.5"
-    assert f"Predicted on {first} from 2" in foretold.prediction.value
-    assert second not in foretold.prediction.value
+    assert has_row(foretold, f"predicted Δloss on {first}")
+    assert not has_row(foretold, f"predicted Δloss on {second}")
     press_evaluate(foretold, 0.4)
     foretold.controls.ratio.value = "0.5"
-    assert f"Predicted on {second} from 2" in foretold.prediction.value
+    assert has_row(foretold, f"predicted Δloss on {second}")
     foretold.controls.scope.value = "layer"
     assert "Evaluate two ratios" in foretold.prediction.value
     foretold.controls.scope.value = "global"
-    assert f"Predicted on {first} from 3" in foretold.prediction.value
+    assert has_row(foretold, f"predicted Δloss on {first}")
 
 
 def test_prediction_says_why_there_is_none(foretold: Explorer) -> None:

@@ -14,7 +14,7 @@ from heapr_lab.evaluation.passages import read_passage, token_losses
 from heapr_lab.evaluation.restoring import Restored, n_runs, restored
 from heapr_lab.panel import attribution_html as views
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.jobs import Job, Shown
+from heapr_lab.panel.jobs import Job, ResultView
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
@@ -60,7 +60,7 @@ def model_and_ids(tab: InspectTab) -> tuple[Any, torch.Tensor]:
     ).ids
 
 
-def stale(shown: Shown) -> bool:
+def stale(shown: ResultView) -> bool:
     """Whether a result is grey, and says so."""
     grey = STALE in shown._view._dom_classes
     assert grey == ("Out of date" in shown.note.value)
