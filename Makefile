@@ -93,6 +93,7 @@ reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for a
 
 publish: $(STAMP) ## the same, into what is committed: figures/, notebooks/, README.md
 	$(BIN)/heapr-lab reproduce --publish
+	$(BIN)/python -m benchmarks.publish
 
 lab: $(STAMP) ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks

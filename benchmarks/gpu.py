@@ -343,7 +343,7 @@ def _accounting(run: Run, name: str, shape: Shape) -> Iterator[Row]:
     with probed([layer]):
         yield {**size, "what": "experts, measured", **_kernels(run, forward_backward)}
 
-    h = random(size["n_rows"], shape.d_inter).to(run.dtype)
+    h = random(given[0].numel(), shape.d_inter).to(run.dtype)
     tokens = torch.bincount(given[0].flatten(), minlength=shape.n_experts)
     moments = LayerMoments(shape.n_experts, shape.d_inter, h.device)
     own = {"p": h[:, 0], "out_norm": h[:, 0], "tokens": tokens}

@@ -66,7 +66,8 @@ def measure(table: ImportanceTable, folder: Path, *, executable: str) -> list[fl
         panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
         panel.is_ready()
         panel.time_presses(["ArrowRight"])  # the first one ranks the atoms
-        return panel.time_presses(["ArrowRight"] * N_PRESSES)
+        times: list[float] = panel.time_presses(["ArrowRight"] * N_PRESSES)
+        return times
 
 
 def row(name: str, *, executable: str) -> dict[str, Any]:

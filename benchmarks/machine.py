@@ -36,7 +36,9 @@ class Rows:
         """Read NAME.csv in the folder `out`, if there is one."""
         self.name, self.out = name, out
         path = out / f"{name}.csv"
-        self.rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            self.rows = pd.read_csv(path).to_dict("records")
 
     def has(self, key: dict[str, Any]) -> bool:
         """Whether there is a row with these values."""

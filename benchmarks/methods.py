@@ -310,10 +310,11 @@ def rows_at(case: Case, task: Task, ratio: float) -> Iterator[Row]:
     found, row = attempt(case, task, fit, alone=alone)
     kind = {"kind": methods.get(task.method).compresses}
     yield labels(task, ratio, task.method) | kind | row
-    uncompensated = isinstance(found, AtomCompression) and found.downs is None
-    if uncompensated and task.method != CHOOSES_WEIGHTS:
-        fit = functools.partial(case.compensated, found, alone=alone)
-        _, more = attempt(case, task, fit, alone=alone)
+    if not isinstance(found, AtomCompression) or found.downs is not None:
+        return
+    if task.method != CHOOSES_WEIGHTS:
+        again = functools.partial(case.compensated, found, alone=alone)
+        _, more = attempt(case, task, again, alone=alone)
         if "fit_seconds" in more:  # both one after the other
             more["fit_seconds"] += row["fit_seconds"]
             more["fit_peak_bytes"] = max(row["fit_peak_bytes"], more["fit_peak_bytes"])

@@ -163,7 +163,7 @@ class Measured:
     ) -> torch.Tensor:
         """The loss on each test window of `corpus`."""
         ids = self.bench.test_windows(corpus).ids
-        masked = contextlib.nullcontext()
+        masked: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if keep is not None:
             masked = masking(self.bench.model, keep, downs)
         with masked:
@@ -254,7 +254,7 @@ def accuracy(
 ) -> tuple[float, float]:
     """Accuracy on the continuation task of `corpus`, and its standard error."""
     task = continuation_task(load_corpus(corpus, split="test"), n_items=N_ITEMS)
-    masked = contextlib.nullcontext()
+    masked: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if keep is not None:
         masked = masking(bench.model, keep, downs)
     with masked:

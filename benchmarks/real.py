@@ -205,7 +205,8 @@ class Results:
     def losses(self, corpus: str) -> list[float]:
         """The loss on each window of a corpus."""
         rows = self.windows[self.windows["corpus"].eq(corpus)]
-        return rows.sort_values("window")["nll"].tolist()
+        found: list[float] = rows.sort_values("window")["nll"].tolist()
+        return found
 
     def suffices(self, options: argparse.Namespace) -> bool:
         """Whether it has as many windows and items as are asked for."""

@@ -128,7 +128,8 @@ def write_shards(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> int
 
     Returns the bytes of the tensors.
     """
-    weight_map, n_bytes = {}, 0
+    weight_map: dict[str, str] = {}
+    n_bytes = 0
     for number, shard in enumerate(shards):
         file = f"model-{number:05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})

@@ -33,7 +33,7 @@ N_TEST = 40
 
 def settings(multiples: list[int], corpus: str) -> list[Setting]:
     """Settings of ragged widths, and of every other structure with every multiple."""
-    kinds = [("ragged", None)]
+    kinds: list[tuple[str, int | None]] = [("ragged", None)]
     kinds += [(name, multiple) for name in CONSTRAINED for multiple in multiples]
     return [
         Setting(ratio, structure=name, multiple=multiple, calibration=corpus)
@@ -55,9 +55,9 @@ def measure(bench: Workbench, setting: Setting, corpus: str) -> dict[str, Any] |
     ragged = bench.perplexity(bench.keep(same), windows)
     return {
         "model": bench.name,
-        "structure": setting.structure,
-        "multiple": setting.multiple,
-        "ratio": setting.ratio,
+        "structure": setting.selection.structure,
+        "multiple": setting.selection.multiple,
+        "ratio": setting.selection.ratio,
         "achieved_ratio": keep.achieved_ratio,
         "nll": found.nll,
         "delta_nll": found.nll - dense,

@@ -8,6 +8,7 @@ pyarrow reading the same columns of the same file, which is the lower bound.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 import tempfile
@@ -87,7 +88,7 @@ def measure(layout: Layout, folder: Path, n_repeats: int) -> dict[str, Any]:
     table = ImportanceTable.read(path, COLUMNS)
     first = seconds(lambda: select(table, ratio=0.5))
     ratios = np.linspace(0.05, 0.95, 19)
-    later = [seconds(lambda r=r: select(table, ratio=float(r))) for r in ratios]
+    later = [seconds(functools.partial(select, table, ratio=float(r))) for r in ratios]
     return {
         "model": layout.name,
         "atoms": layout.n_atoms,

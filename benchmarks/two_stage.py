@@ -237,7 +237,7 @@ def _require_grad(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tenso
 
 
 def _experts_forward(
-    module: nn.Module,
+    module: Any,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -262,7 +262,7 @@ def _experts_forward(
         out = module.post_expert_norm(out)
     weighted = out * top_k_weights.reshape(-1, 1)[order]
     unsorted = torch.empty_like(weighted).index_copy(0, order, weighted)
-    total = unsorted.unflatten(0, (-1, n_slots)).sum(1)
+    total: torch.Tensor = unsorted.unflatten(0, (-1, n_slots)).sum(1)
     return total.to(hidden_states.dtype)
 
 

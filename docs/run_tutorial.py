@@ -21,7 +21,9 @@ from typing import Any
 import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
 
-from heapr_lab.experiments.readme import as_block, fill_blocks
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.readme import as_block, fill_blocks
 from heapr_lab.storage import paths
 
 TUTORIAL = Path(__file__).with_name("tutorial.md")

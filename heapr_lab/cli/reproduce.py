@@ -33,7 +33,7 @@ def reproduce(
         bool,
         typer.Option(
             "--publish",
-            help="Overwrite the committed figures, notebooks and tables of the README.",
+            help="Overwrite the committed figures and notebooks.",
         ),
     ] = False,
     n_workers: options.Workers = None,

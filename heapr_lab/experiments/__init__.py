@@ -1,1 +1,1 @@
-"""What is published: the paper's experiments, our benchmarks, the reproduction."""
+"""What is published: the paper's experiments, its claims, the reproduction."""

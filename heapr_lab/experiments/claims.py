@@ -1,12 +1,14 @@
-"""The paper's claims, checked against our measurements."""
+"""The paper's claims, checked against our measurements, and a summary of these."""
 
 import pandas as pd
 
 from heapr_lab.figures import bins_data
+from heapr_lab.pruning.savings import at_context
 
 CALIBRATED = "on the calibrated corpus"
 OTHERS = "on others"
 _PAPER = {"scope": "global", "granularity": "atom", "structure": "ragged"}
+SUMMARY_RATIOS = (0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.8)
 
 
 def claims(results: pd.DataFrame, bins: pd.DataFrame) -> pd.DataFrame:
@@ -32,20 +34,38 @@ def claims(results: pd.DataFrame, bins: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["claim", "found", "holds"])
 
 
-def claims_by_corpus(found: pd.DataFrame) -> pd.DataFrame:
-    """`claims` with one row for each claim and a column for each kind of corpus.
+def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
+    """Perplexities, accuracy and savings of the paper's method over the ratios.
 
-    Claims without a corpus (accuracy, tenths) are in the column of the calibrated one.
+    Args:
+        results: evaluation rows, including those of the dense model.
+        savings: parameters and FLOPs saved per setting.
     """
-    split = found["claim"].str.extract(rf"^(?:({CALIBRATED}|{OTHERS}), )?(.*)$")
-    where, claim = split[0].fillna(CALIBRATED), split[1]
-    holds = found["holds"].map({True: "yes: ", False: "**no**: "})
-    long = pd.DataFrame(
-        {"claim": claim, "where": where, "found": holds + found["found"]}
+    ours = results_of_method(results, "heapr")
+    dense = results[results["estimator"].eq("dense")]
+    rows = pd.concat([dense, ours])
+    rows = rows[rows["metric"].isin(["perplexity", "accuracy"])]
+    rows = rows[rows["ratio"].isin(SUMMARY_RATIOS)].drop_duplicates(
+        ["ratio", "dataset", "metric"]
     )
-    table = long.pivot(index="claim", columns="where", values="found")
-    order = list(dict.fromkeys(claim))
-    return table.loc[order, list(dict.fromkeys(where))].reset_index()
+    label = rows["metric"] + " " + rows["dataset"]
+    order = list(dict.fromkeys(label))
+    values = rows.assign(label=label).pivot(
+        index="ratio", columns="label", values="value"
+    )[order]
+    saved = (
+        results_of_method(savings, "heapr").drop_duplicates("ratio").set_index("ratio")
+    )
+    shares = ["parameter_reduction", "flops_reduction", "routed_flops_reduction"]
+    joined = values.join(saved[shares])
+    joined[shares] = joined[shares].fillna(0.0)
+    (context,) = set(saved["seq_len"].map(at_context))
+    names = {
+        "parameter_reduction": "parameters saved",
+        "flops_reduction": f"FLOPs saved {context}",
+        "routed_flops_reduction": "routed FLOPs saved",
+    }
+    return joined.rename(columns=names).reset_index()
 
 
 def results_of_method(

@@ -15,21 +15,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.figure import Figure
 
 from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments import claims, paper, readme
-from heapr_lab.experiments.benchmarks import BENCHMARKS, Draw, Reshape, measured_for
+from heapr_lab.experiments import claims, paper
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
-from heapr_lab.figures.files import write_files
+from heapr_lab.figures.files import draw_files, write_table
 from heapr_lab.models.named import LAB
 from heapr_lab.progress import progress_bar
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import cache, files, paths
 from heapr_lab.storage.hashing import digest
-from heapr_lab.storage.provenance import rows_digest
 from heapr_lab.text import pydocs
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -100,8 +98,8 @@ def reproduce(
         figures_dir: folder of the figures and executed notebooks; by default a folder
             of this model and profile in `figures/`.
         notebooks: whether to execute the notebooks.
-        publish: rewrite the committed files instead: the figures in `figures/`, the
-            notebooks in place, and the blocks of README.md and figures/README.md.
+        publish: rewrite the committed files instead: the figures in `figures/`, and
+            the notebooks in place.
         n_workers: number of processes; None takes one for each core if the model is
             small and on the CPU, else one. With more than one, a script needs
             `if __name__ == "__main__"`.
@@ -123,8 +121,6 @@ def reproduce(
         corpora, skipped = paper.test_corpora()
         found = find(bench, run_experiments(bench, corpora, executor))
         drawing = draw_all(bench, found, folder, executor)
-        if publish:
-            _fill_readmes(found)
         if notebooks:
             # The import takes seconds, during which the figures are drawn.
             importlib.import_module("heapr_lab.experiments.notebooks")
@@ -227,25 +223,22 @@ def _eliminate(bench: Workbench) -> None:
 
 @dataclass(frozen=True)
 class Findings:
-    """Data shared by several figures, tables and the READMEs."""
+    """Data shared by several figures and tables."""
 
     measured: Measurements
     savings: pd.DataFrame
     claims: pd.DataFrame
     summary: pd.DataFrame
-    benchmarks: dict[str, pd.DataFrame]
-    """Rows of the benchmarks that are shown for this model, by name."""
 
 
 def find(bench: Workbench, measured: Measurements) -> Findings:
-    """Savings, claims and summary of the measurements, and rows of benchmarks."""
+    """Savings, claims and summary of the measurements."""
     savings = paper.savings(bench, paper.all_settings())
     return Findings(
         measured=measured,
         savings=savings,
         claims=claims.claims(measured.results, measured.tenths),
-        summary=readme.summary_table(measured.results, savings),
-        benchmarks=measured_for(bench.name),
+        summary=claims.summary_table(measured.results, savings),
     )
 
 
@@ -255,10 +248,8 @@ class Drawing:
 
     name: str
     data: pd.DataFrame
-    figure: Draw
-    table: Reshape | None = None
-    source: str = ""
-    """Path of the committed results that `data` was made from; "" for the bench."""
+    figure: Callable[[pd.DataFrame], Figure]
+    table: Callable[[pd.DataFrame], pd.DataFrame] | None = None
 
 
 def draw_all(
@@ -266,17 +257,29 @@ def draw_all(
 ) -> Callable[[], list[Path]]:
     """Write every figure (png, pdf), table (csv, md, tex) and its data (csv).
 
+    Figures are drawn by the executor, if there is one: they take most of the time when
+    everything else is cached.
+
     Returns:
         A function that waits for the figures and returns all written paths.
     """
-    pen = _Pen(bench, folder, executor)
+    made_on = _made_on(bench)
+    parts: list[Callable[[], list[Path]]] = []
     for drawing in _of_the_paper(bench, found):
-        pen.draw(drawing)
-    pen.table("0_claims", found.claims)
-    pen.table("0_summary", found.summary)
-    for drawing in _of_benchmarks(found):
-        pen.draw(drawing)
-    return pen.files
+        draw = functools.partial(
+            draw_files,
+            drawing.data,
+            drawing.figure,
+            folder / drawing.name,
+            table_of=drawing.table,
+            provenance=made_on,
+        )
+        parts.append(executor.submit(draw).result if executor else draw)
+    for name, frame in (("0_claims", found.claims), ("0_summary", found.summary)):
+        stem, provenance = folder / f"{name}_table", made_on | {"table": name}
+        write = functools.partial(write_table, frame, stem, provenance=provenance)
+        parts.append(write)
+    return lambda: [path for part in parts for path in part()]
 
 
 def _of_the_paper(bench: Workbench, found: Findings) -> Iterator[Drawing]:
@@ -304,86 +307,19 @@ def _of_the_paper(bench: Workbench, found: Findings) -> Iterator[Drawing]:
     yield Drawing("8_methods", main, figures.figure_main, figures.main_table)
 
 
-def _of_benchmarks(found: Findings) -> Iterator[Drawing]:
-    """The figures of the benchmarks."""
-    for name, data in found.benchmarks.items():
-        row = BENCHMARKS[name]
-        if row.figure is not None:
-            yield Drawing(row.stem, data, row.figure, row.table, row.results)
-
-
-def _fill_readmes(found: Findings) -> None:
-    """Write the findings to README.md and figures/README.md."""
-    parts = (found.summary, found.claims, found.benchmarks)
-    front = readme.front_blocks(found.claims, found.benchmarks)
-    readme.fill_blocks(paths.project_dir() / "README.md", front)
-    readme.fill_sections(paths.figures_dir() / "README.md", readme.sections(*parts))
-
-
-class _Pen:
-    """Writes figures and tables with the provenance of one workbench.
-
-    Figures are drawn by the executor, if there is one: they take most of the time when
-    everything else is cached.
-    """
-
-    def __init__(
-        self, bench: Workbench, folder: Path, executor: Executor | None
-    ) -> None:
-        self.folder = folder
-        self._executor = executor
-        self._parts: list[Callable[[], list[Path]]] = []
-        table = bench.importance().metadata
-        calibration = table["provenance"]["calibration"]
-        drawn = ("corpus", "split", "n_sequences", "seq_len", "seed")
-        # Only the name of a folder: its location differs from machine to machine.
-        name = Path(bench.name).name if Path(bench.name).is_dir() else bench.name
-        self._made_on = {
-            "model": {"name": name, **bench.identity},
-            "profile": asdict(bench.profile),
-            "calibration": {name: calibration[name] for name in drawn},
-            "importance": table["spec_hash"],
-        }
-
-    def files(self) -> list[Path]:
-        """All written paths; waits for figures that are still being drawn."""
-        return [path for part in self._parts for path in part()]
-
-    def draw(self, drawing: Drawing) -> None:
-        """Write a figure, its rows, and its table, if it has one."""
-        name, data, source = drawing.name, drawing.data, drawing.source
-        rows = figures.rows_text(data)
-        provenance = self._provenance(source, figure=name, data=rows_digest(rows))
-        written = write_files(self.folder / "data" / name, {"csv": rows.encode()})
-        arguments = data, drawing.figure, self.folder / name, provenance
-        if self._executor is None:
-            written = _draw_one(*arguments) + written
-            self._parts.append(lambda: written)
-        else:
-            future = self._executor.submit(_draw_one, *arguments)
-            self._parts.append(lambda: future.result() + written)
-        if drawing.table is not None:
-            self.table(name, drawing.table(data), source=source)
-
-    def table(self, name: str, frame: pd.DataFrame, *, source: str = "") -> None:
-        """Write a table of results of the bench or, if given, of `source`."""
-        provenance = self._provenance(source, table=name)
-        stem = self.folder / f"{name}_table"
-        written = figures.write_table(frame, stem, provenance=provenance)
-        self._parts.append(lambda: written)
-
-    def _provenance(self, source: str, **facts: str) -> dict[str, Any]:
-        return facts | ({"source": source} if source else self._made_on)
-
-
-def _draw_one(
-    data: pd.DataFrame, figure_of: Draw, stem: Path, provenance: dict[str, Any]
-) -> list[Path]:
-    """Draw a figure and write it."""
-    figure = figure_of(data)
-    written = figures.save_figure(figure, stem, provenance=provenance)
-    plt.close(figure)
-    return written
+def _made_on(bench: Workbench) -> dict[str, Any]:
+    """The provenance of what was measured on a workbench."""
+    table = bench.importance().metadata
+    calibration = table["provenance"]["calibration"]
+    drawn = ("corpus", "split", "n_sequences", "seq_len", "seed")
+    # Only the name of a folder: its location differs from machine to machine.
+    name = Path(bench.name).name if Path(bench.name).is_dir() else bench.name
+    return {
+        "model": {"name": name, **bench.identity},
+        "profile": asdict(bench.profile),
+        "calibration": {name: calibration[name] for name in drawn},
+        "importance": table["spec_hash"],
+    }
 
 
 def _folder_of(bench: Workbench, name_or_path: str, *, publish: bool) -> Path:
@@ -444,5 +380,7 @@ def _perplexities(
 
 def _inputs(bench: Workbench, drawn: list[Path]) -> str:
     """Digest of what the notebooks' outputs depend on besides their sources."""
-    data = [path.read_text() for path in drawn if path.suffix == ".csv"]
+    benchmarks = sorted(paths.project_dir().glob("benchmarks/results/*.csv"))
+    made = [path for path in drawn if path.suffix == ".csv"]
+    data = [path.read_text() for path in (*made, *benchmarks)]
     return digest({"model": bench.identity, "data": data})

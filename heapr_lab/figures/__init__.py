@@ -13,10 +13,6 @@ from heapr_lab.figures.atom import (
     figure_atomic_expert,
     plot_atomic_expert,
 )
-from heapr_lab.figures.beyond import (
-    beyond_table,
-    solves_table,
-)
 from heapr_lab.figures.bins import bins_data, figure_bins, plot_bins
 from heapr_lab.figures.boundary import boundary_data, figure_boundary, plot_boundary
 from heapr_lab.figures.calibration_size import (
@@ -32,20 +28,8 @@ from heapr_lab.figures.comparisons import (
     plot_scope,
     scope_data,
 )
-from heapr_lab.figures.damage import (
-    damage_data,
-    damage_table,
-    figure_damage,
-    plot_damage,
-)
 from heapr_lab.figures.display import KINDS, Display
 from heapr_lab.figures.files import rows_text, save_figure, write_table
-from heapr_lab.figures.growth import (
-    figure_growth,
-    growth_data,
-    growth_table,
-    plot_growth,
-)
 from heapr_lab.figures.layers import (
     figure_layer_ratios,
     layer_ratios_data,
@@ -59,68 +43,17 @@ from heapr_lab.figures.mask_diff import (
     mask_diff_data,
     plot_mask_diff,
 )
-from heapr_lab.figures.methods import (
-    best_methods_table,
-    figure_methods,
-    method_costs_data,
-    methods_data,
-    methods_table,
-    plot_method_costs,
-    plot_methods,
-    published_table,
-    rankings_table,
-)
 from heapr_lab.figures.paper import paper_label, paper_table
-from heapr_lab.figures.quality import (
-    accuracy_table,
-    figure_models,
-    figure_quality,
-    gains_table,
-    learned_table,
-    models_data,
-    models_table,
-    outliers_table,
-    plot_models,
-    plot_quality,
-    quality_data,
-    quality_table,
-)
-from heapr_lab.figures.quantised import (
-    figure_quantised,
-    plot_quantised,
-    quantised_data,
-    quantised_table,
-)
-from heapr_lab.figures.real import real_front_table, real_table
 from heapr_lab.figures.scores import (
     plot_score_bins,
     plot_score_histogram,
     score_histogram_data,
 )
-from heapr_lab.figures.streaming import (
-    figure_streaming,
-    plot_streaming,
-    streaming_data,
-    streaming_table,
-)
-from heapr_lab.figures.structures import (
-    figure_structures,
-    plot_structures,
-    structures_data,
-    structures_table,
-)
 from heapr_lab.figures.style import STYLE_FILE, look, styled
 from heapr_lab.figures.tables import (
     comparison_table,
-    cost_data,
-    cost_table,
-    figure_cost,
     figure_main,
     main_data,
     main_table,
-    panel_table,
-    plot_cost,
     plot_main,
-    serving_table,
-    speed_table,
 )

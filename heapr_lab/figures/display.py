@@ -24,16 +24,9 @@ from heapr_lab.figures import (
     boundary,
     calibration_size,
     comparisons,
-    damage,
-    growth,
     layers,
     mask_diff,
-    methods,
-    quality,
-    quantised,
     scores,
-    streaming,
-    structures,
     tables,
 )
 from heapr_lab.figures.files import rows_text, save_figure, settle, write_files
@@ -67,23 +60,10 @@ KINDS: Mapping[str, Kind] = {
         calibration_size.plot_calibration_size,
         calibration_size.figure_calibration_size,
     ),
-    "cost": Kind(tables.cost_data, tables.plot_cost, tables.figure_cost),
-    "damage": Kind(
-        damage.damage_data,
-        damage.plot_damage,
-        damage.figure_damage,
-        panel=("n_points", "corpus", "calibrated_on"),
-    ),
     "granularity": Kind(
         comparisons.granularity_data,
         comparisons.plot_granularity,
         comparisons.figure_granularity,
-    ),
-    "growth": Kind(
-        growth.growth_data,
-        growth.plot_growth,
-        growth.figure_growth,
-        panel=("varied",),
     ),
     "layer_ratios": Kind(
         layers.layer_ratios_data, layers.plot_layer_ratios, layers.figure_layer_ratios
@@ -95,44 +75,10 @@ KINDS: Mapping[str, Kind] = {
         mask_diff.figure_mask_diff,
         panel=("shown",),
     ),
-    "method_costs": Kind(methods.method_costs_data, methods.plot_method_costs),
-    "methods": Kind(
-        methods.methods_data,
-        methods.plot_methods,
-        methods.figure_methods,
-        panel=("group",),
-    ),
-    "models": Kind(
-        quality.models_data,
-        quality.plot_models,
-        quality.figure_models,
-        panel=("model", "test"),
-    ),
-    "quality": Kind(
-        quality.quality_data,
-        quality.plot_quality,
-        quality.figure_quality,
-        panel=("calibration", "test"),
-    ),
-    "quantised": Kind(
-        quantised.quantised_data,
-        quantised.plot_quantised,
-        quantised.figure_quantised,
-        panel=("model",),
-    ),
     "scope": Kind(
         comparisons.scope_data, comparisons.plot_scope, comparisons.figure_scope
     ),
     "score_histogram": Kind(scores.score_histogram_data, scores.plot_score_bins),
-    "streaming": Kind(
-        streaming.streaming_data, streaming.plot_streaming, streaming.figure_streaming
-    ),
-    "structures": Kind(
-        structures.structures_data,
-        structures.plot_structures,
-        structures.figure_structures,
-        panel=("ratio",),
-    ),
     "widths": Kind(layers.widths_data, layers.plot_width_cells),
 }
 """Every kind by name: `boundary` has `boundary_data`, `plot_boundary`, and so on."""

@@ -2,10 +2,11 @@
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -75,6 +76,38 @@ def save_figure(
         figure.savefig(buffer, format=suffix, metadata=fields)
         contents[suffix] = buffer.getvalue()
     return write_files(stem, contents)
+
+
+def draw_files(
+    data: pd.DataFrame,
+    figure_of: Callable[[pd.DataFrame], Figure],
+    stem: Path,
+    *,
+    table_of: Callable[[pd.DataFrame], pd.DataFrame] | None = None,
+    provenance: dict[str, Any],
+) -> list[Path]:
+    """Draw `data` and write the figure, the rows, and the table, if it has one.
+
+    Args:
+        data: what the figure and the table are made from.
+        figure_of: draws it.
+        stem: path of the figure without a suffix; the rows are in `data/` beside it.
+        table_of: makes the table for readers.
+        provenance: plain data that says where the numbers come from.
+
+    Returns:
+        The paths of figure (png, pdf), rows (csv) and table (csv, md, tex).
+    """
+    rows, name = rows_text(data), stem.name
+    drawn = provenance | {"figure": name, "data": rows_digest(rows)}
+    figure = figure_of(data)
+    written = save_figure(figure, stem, provenance=drawn)
+    plt.close(figure)
+    written += write_files(stem.parent / "data" / name, {"csv": rows.encode()})
+    if table_of is not None:
+        said, beside = provenance | {"table": name}, stem.with_name(f"{name}_table")
+        written += write_table(table_of(data), beside, provenance=said)
+    return written
 
 
 def write_table(

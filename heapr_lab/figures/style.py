@@ -1,7 +1,7 @@
 """The style of all figures: a style file, and a colour and a marker for each name.
 
-Names are estimators (`heapr`), granularities (`atom`), scopes (`layer`), corpora
-(`ptb`) and benchmark methods (`two_stage`). A name has the same look in every figure.
+Names are estimators (`heapr`), granularities (`atom`), scopes (`layer`) and corpora
+(`ptb`). A name has the same look in every figure.
 Colours are those of Okabe and Ito; control methods are grey or orange.
 """
 
@@ -43,9 +43,6 @@ LABELS = {
     "flops_reduction": "FLOPs saved [%] ↑",
     "delta_nll": f"measured Δloss [{PER_TOKEN}]",
     "n_sequences": "calibration [sequences]",
-    "seconds": "time [s] ↓",
-    "peak_bytes": "peak memory [MiB] ↓",
-    "state_bytes": "accumulated state [MiB] ↓",
 }
 """Axis label of each quantity: name, unit, and an arrow towards the better end."""
 
@@ -83,17 +80,6 @@ _LOOKS = {
     "fisher": Look("#009E73", "^", "Fisher"),
     "weighted": Look("#8C6BB1", "<", "HEAPr of p·h"),
     "shrunk": Look("#7A4988", "p", "HEAPr of p·h, shrunk"),
-    "heapr + compensation": Look("#56B4E9", "h", "HEAPr, compensated"),
-    "shrunk + compensation": Look("#999999", "d", "p·h, shrunk, compensated"),
-    "elimination + compensation": Look("#222222", "*", "elimination, compensated"),
-    "fisher + compensation": Look("#009E73", "^", "Fisher, compensated"),
-    "elimination_shrunk + compensation": Look(
-        "#E69F00", "v", "elimination, shrunk price, compensated"
-    ),
-    "compress": Look("#D55E00", "o", "compress"),
-    "compress + own text": Look("#882255", "P", "compress, with own text"),
-    "heapr-L": Look("#E69F00", "v", "HEAPr-L (layer-wise)"),
-    "experts": Look("#D55E00", "s", "whole experts"),
     "taylor": Look("#CC79A7", "D", "Taylor"),
     "camera": Look("#D55E00", "v", "CAMERA-P (layer-wise)"),
     "magnitude": Look("#E69F00", "P", "magnitude"),
@@ -101,10 +87,6 @@ _LOOKS = {
     "random": Look("#999999", "*", "random"),
     "atom": Look("#0072B2", "o", "atomic experts"),
     "expert": Look("#D55E00", "s", "whole experts"),
-    "ragged": Look("#888888", "", "ragged (a width for each expert)"),
-    "aligned": Look("#0072B2", "o", "aligned"),
-    "per_layer": Look("#E69F00", "^", "one width for each layer"),
-    "uniform": Look("#D55E00", "s", "uniform (one width)"),
     "global": Look("#0072B2", "o", "global (HEAPr-G)"),
     "layer": Look("#D55E00", "s", "layer-wise (HEAPr-L)"),
     "pydocs": Look("#0072B2", "o", "pydocs"),
@@ -112,16 +94,6 @@ _LOOKS = {
     "ptb": Look("#009E73", "^", "PTB"),
     "c4": Look("#CC79A7", "D", "C4"),
     "continuation": Look("#E69F00", "D", "continuation"),
-    "bfloat16": Look("#222222", "o", "pruned, bfloat16"),
-    "int8": Look("#0072B2", "s", "experts in int8"),
-    "int4": Look("#D55E00", "^", "experts in int4"),
-    "plain": Look("#999999", "o", "forward + backward"),
-    "plain_eager": Look("#CCCCCC", "o", "the same, eager experts"),
-    "one_pass": Look("#0072B2", "s", "one pass"),
-    "in memory": Look("#0072B2", "o", "all layers in memory"),
-    "streamed": Look("#D55E00", "s", "a layer at a time from disk"),
-    "two_stage": Look("#D55E00", "^", "Algorithm 1, two stages"),
-    "published": Look("#CC79A7", "D", "the same as published"),
 }
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

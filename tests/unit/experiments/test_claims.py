@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from heapr_lab.experiments.claims import claims, claims_by_corpus
-from heapr_lab.experiments.readme import summary_table
+from benchmarks.readme import claims_by_corpus
+from heapr_lab.experiments.claims import claims, summary_table
 
 _SHARED = {"structure": "ragged", "stderr": 0.02, "calibration": "text"}
 

@@ -35,22 +35,12 @@ def display_of(kind: str) -> Display:
         "bins": (rows.bins_frame(),),
         "boundary": (results, savings),
         "calibration_size": (results,),
-        "cost": (rows.cost_rows(),),
-        "damage": (rows.measured_damage(),),
         "granularity": (results, savings),
-        "growth": (rows.measured_growth(),),
         "layer_ratios": ({0.25: rows.Keep(0.4, 0.1), 0.5: rows.Keep(0.7, 0.3)},),
         "main": (results,),
         "mask_diff": rows.scored_masks(),
-        "method_costs": (rows.measured_methods(),),
-        "methods": (rows.measured_methods(),),
-        "models": (rows.measured_models(),),
-        "quality": (rows.measured_quality(),),
-        "quantised": (rows.measured_quantised(),),
         "scope": (results,),
         "score_histogram": (pd.Series([0.0, 1.0, 2.0], name="heapr"), 1.5),
-        "streaming": (rows.streamed_runs(),),
-        "structures": (rows.measured_structures(),),
         "widths": (widths, widths),
     }
     return Display.from_results(kind, *made[kind])
@@ -87,15 +77,20 @@ def test_a_display_shows_itself_without_pyplot(kind: str) -> None:
 
 def test_a_panel_is_chosen_by_what_it_is_of() -> None:
     """Rows of several panels: the first, or the one that is asked for."""
-    display = display_of("structures")
-    heights = [
-        [height for line in ax.get_lines() for height in map(float, line.get_ydata())]
-        for ax in (display.plot(), display.plot(ratio=0.4))
-    ]
-    assert heights == [pytest.approx([0, 0, 1, 2, 3])] * 2
-    with pytest.raises(SpecError, match=r"no panel with ratio 0\.3; expected one of 0"):
-        display.plot(ratio=0.3)
-    assert display_of("cost").plot(quantity="peak_bytes").get_xlabel().endswith("↓")
+    display = display_of("mask_diff")
+    first, overlap, ranks = (
+        ax.get_xlabel()
+        for ax in (
+            display.plot(),
+            display.plot(shown="overlap"),
+            display.plot(shown="ranks"),
+        )
+    )
+    assert first == overlap != ranks
+    with pytest.raises(SpecError, match=r"no panel with shown 'all'; expected one of "):
+        display.plot(shown="all")
+    main = display_of("main").plot(metric="accuracy")
+    assert main.get_ylabel().startswith("accuracy kept")
 
 
 def test_an_unknown_kind_names_those_there_are() -> None:

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 from wrappers import WRAPPERS
 
+from benchmarks.readme import fill_blocks
 from heapr_lab.errors import LayoutError
-from heapr_lab.experiments.readme import fill_blocks
 from heapr_lab.models.families import REFUSED
 from heapr_lab.models.loading import load_model
 from heapr_lab.storage import paths

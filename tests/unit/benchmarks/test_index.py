@@ -6,8 +6,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from benchmarks import index
+from benchmarks.index import BENCHMARKS, results_of
+from benchmarks.publish import draw
 from heapr_lab import figures
-from heapr_lab.experiments.benchmarks import BENCHMARKS, measured_for, results_of
 from heapr_lab.storage import paths
 
 FOLDER = paths.project_dir() / "benchmarks"
@@ -56,9 +58,12 @@ def assert_written(path: Path, frame: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(pd.read_csv(path), made, rtol=1e-12, atol=0.0)
 
 
-def test_benchmarks_of_one_model_are_not_shown_beside_another() -> None:
-    """Of another model only what was measured on neither."""
-    assert list(measured_for("lab model")) == list(BENCHMARKS)
-    general = [name for name, row in BENCHMARKS.items() if not row.of_one_model]
-    assert list(measured_for("another")) == general
-    assert {"cost", "speed"} <= set(general) < set(BENCHMARKS)
+def test_a_figure_is_written_with_its_rows_and_table(tmp_path: Path) -> None:
+    """As committed, apart from last digits; what is not drawn has no files."""
+    row = BENCHMARKS["structures"]
+    data = index.measured()["structures"]
+    written = {path.relative_to(tmp_path) for path in draw(row, data, tmp_path)}
+    assert all((paths.figures_dir() / name).is_file() for name in written)
+    assert {path.suffix for path in written} == {".png", ".pdf", ".csv", ".md", ".tex"}
+    assert_written(tmp_path / "data" / "10_structures.csv", data)
+    assert_written(tmp_path / "10_structures_table.csv", row.table(data))

@@ -7,11 +7,11 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from benchmarks.figures.cost import LABELS
+from benchmarks.figures.looks import look
 from heapr_lab.figures.style import (
-    LABELS,
     REFERENCE_GREY,
     add_legend,
-    look,
     own_axes,
     share_legend,
     styled,

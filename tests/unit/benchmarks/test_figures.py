@@ -1,9 +1,10 @@
-"""Figures and tables of the benchmarks: structures, damage, quality."""
+"""Figures and tables of the benchmarks, from small results."""
 
 import numpy as np
 import pandas as pd
 import pytest
 from figure_rows import (
+    cost_rows,
     lines_of,
     measured_damage,
     measured_growth,
@@ -14,16 +15,28 @@ from figure_rows import (
     streamed_runs,
 )
 
+from benchmarks.figures import (
+    beyond,
+    cost,
+    damage,
+    growth,
+    quality,
+    quantised,
+    speed,
+    streaming,
+    structures,
+)
 from heapr_lab import figures
+from heapr_lab.errors import SpecError
 
 
 def test_structures_are_a_row_each_and_a_panel_for_each_ratio() -> None:
     """Both show what is above ragged widths, which have no multiple, at equal atoms."""
-    data = figures.structures_data(measured_structures())
-    table = figures.structures_table(data)
+    data = structures.structures_data(measured_structures())
+    table = structures.structures_table(data)
     assert table["widths a multiple of"].tolist() == ["any", "6", "12", "6"]
     assert table["40 % [nats per token] ↓"].tolist() == pytest.approx([0.1, 1, 2, 3])
-    figure = figures.figure_structures(data)
+    figure = structures.figure_structures(data)
     assert [ax.get_title(loc="left") for ax in figure.axes] == [
         "20 % removed",
         "40 % removed",
@@ -35,7 +48,7 @@ def test_structures_are_a_row_each_and_a_panel_for_each_ratio() -> None:
 
 def test_damage_table_counts_what_was_not_fitted() -> None:
     """Errors of unused ratios with a Δloss: 0.5 over, 0.4 under; 3 × and 1/4 ×."""
-    table = figures.damage_table(figures.damage_data(measured_damage()))
+    table = damage.damage_table(damage.damage_data(measured_damage()))
     assert table["map of"].tolist() == ["pydocs"] * 3
     assert table["points"].tolist() == [2, 3, 3]
     assert table["median error [%] ↓"].tolist() == pytest.approx([200, 45, 75])
@@ -46,7 +59,7 @@ def test_damage_table_counts_what_was_not_fitted() -> None:
 
 def test_damage_panels_fill_what_was_fitted() -> None:
     """Of the maps of most points: a panel for each corpus, on the same axes."""
-    figure = figures.figure_damage(figures.damage_data(measured_damage()))
+    figure = damage.figure_damage(damage.damage_data(measured_damage()))
     assert [ax.get_title(loc="left") for ax in figure.axes] == [
         "pydocs\nby the map of pydocs",
         "WikiText-2\nby the map of pydocs",
@@ -69,15 +82,15 @@ def test_damage_panels_fill_what_was_fitted() -> None:
 
 def test_damage_without_a_measured_rise_has_no_error() -> None:
     """A Δloss of 0 cannot be divided by, nor drawn on a logarithmic axis."""
-    data = figures.damage_data(measured_damage())
+    data = damage.damage_data(measured_damage())
     assert data["relative_error"].isna().tolist() == [True, False, False, False] * 3
 
 
 def test_quantised_sizes_are_relative_to_the_dense_model() -> None:
     """Of the same model in bfloat16; a curve for each kind, a row for each ratio."""
-    data = figures.quantised_data(measured_quantised())
+    data = quantised.quantised_data(measured_quantised())
     assert data["size"].tolist() == [1.0, 0.5, 0.5, 0.25] * 2
-    figure = figures.figure_quantised(data)
+    figure = quantised.figure_quantised(data)
     assert [ax.get_title(loc="left") for ax in figure.axes] == [
         "lab model",
         "fine model",
@@ -85,7 +98,7 @@ def test_quantised_sizes_are_relative_to_the_dense_model() -> None:
     curves = lines_of(figure.axes[0])
     assert curves["pruned, bfloat16"].tolist() == [[1.0, 0.0], [0.5, 0.5]]
     assert curves["experts in int8"].tolist() == [[0.5, 0.01], [0.25, 0.51]]
-    table = figures.quantised_table(data)
+    table = quantised.quantised_table(data)
     assert table["model"].tolist() == ["lab model"] * 2 + ["fine model"] * 2
     assert table["pruned [%]"].tolist() == [0, 50] * 2
     assert table["int8: size [%] ↓"].tolist() == [50, 25] * 2
@@ -93,14 +106,14 @@ def test_quantised_sizes_are_relative_to_the_dense_model() -> None:
 
 def test_quality_is_relative_to_the_paper() -> None:
     """Mean over HEAPr's mean, (0.05 + 0.12) / (0.1 + 0.2); the worst of a seed, 0.6."""
-    data = figures.quality_data(measured_quality())
+    data = quality.quality_data(measured_quality())
     own = data[data["variant"].eq("shrunk")]
     assert own["relative_worst"].tolist() == pytest.approx([0.6] * 4)
     assert own["delta_nll_std"].iloc[0] == pytest.approx(0.07 / 2**0.5)
-    table = figures.quality_table(data).set_index("variant")
+    table = quality.quality_table(data).set_index("variant")
     assert table.loc["shrunk", "40 % [× HEAPr] ↓"] == pytest.approx(0.17 / 0.3)
     assert table.loc["shrunk", "worst at 40, 60 % [×]"] == pytest.approx(0.6)
-    figure = figures.figure_quality(data)
+    figure = quality.figure_quality(data)
     titles = [ax.get_title(loc="left") for ax in figure.axes]
     assert titles == ["pydocs", "wikitext2"]
     drawn = [bars.lines[0].get_ydata() for bars in figure.axes[0].containers]
@@ -121,7 +134,7 @@ def test_the_ratio_gained_is_where_the_loss_is_the_same() -> None:
         calibration="pydocs", test="pydocs", seed=0, equal="atoms", model="lab model",
         routed_flops_reduction=0.3, passes=3, seconds=1.0,
     )  # fmt: skip
-    table = figures.quality_table(figures.quality_data(measured)).set_index("variant")
+    table = quality.quality_table(quality.quality_data(measured)).set_index("variant")
     gains = table["ratio of the loss of HEAPr at 40 % [×] ↑"]
     assert gains["heapr"] == pytest.approx(1)
     assert gains["shrunk"] == pytest.approx(2)
@@ -137,7 +150,7 @@ def test_accuracy_has_the_error_of_its_items() -> None:
         for c, dense in (("pydocs", 0.7), ("wikitext2", 0.5))
         for seed in (0, 1)
     ]  # fmt: skip
-    table = figures.accuracy_table(pd.DataFrame(rows))
+    table = quality.accuracy_table(pd.DataFrame(rows))
     assert table.to_numpy().tolist() == [["heapr", "60.0%", "55.0% ± 2.1%"]]
 
 
@@ -147,11 +160,11 @@ def test_the_mixture_is_not_in_the_table() -> None:
     mixed = measured[measured["calibration"].eq("pydocs")].assign(
         calibration="0.5*pydocs + 0.5*wikitext2", delta_nll=100.0
     )
-    data = figures.quality_data(pd.concat([measured, mixed]))
+    data = quality.quality_data(pd.concat([measured, mixed]))
     assert data["calibration"].nunique() == 3
-    table = figures.quality_table(data)
+    table = quality.quality_table(data)
     assert table["worst at 40, 60 % [×]"].max() == pytest.approx(1.0)
-    assert [ax.get_title(loc="left") for ax in figures.figure_quality(data).axes] == [
+    assert [ax.get_title(loc="left") for ax in quality.figure_quality(data).axes] == [
         "pydocs",
         "wikitext2",
     ]
@@ -161,20 +174,20 @@ def test_outliers_are_shown_with_who_prunes_them() -> None:
     """Losses in nats, and three of the counts."""
     counts = {"magnitude at 0.2": 11, "heapr at 0.8": 0, "shrunk at 0.8": 0}
     row = {"first by": "fisher", "atoms": 12, "of atoms": 100, "pydocs Δloss": 0.5}
-    table = figures.outliers_table(pd.DataFrame([row | counts | {"heapr at 0.2": 0}]))
+    table = quality.outliers_table(pd.DataFrame([row | counts | {"heapr at 0.2": 0}]))
     assert table["pydocs Δloss [nats per token]"].tolist() == [0.5]
     assert table.filter(like="%").to_numpy().tolist() == [[11, 0, 0]]
 
 
 def test_models_are_pooled_and_the_worst_is_named() -> None:
     """(0.03 + 0.15) / (0.1 + 0.3) at 40 %, the worst of which is b's 0.5."""
-    data = figures.models_data(measured_models())
+    data = quality.models_data(measured_models())
     assert data.groupby(["equal", "test"]).size().to_dict() == {
         ("atoms", "pydocs"): 8,
         ("atoms", "wikitext2"): 8,
         ("flops", "pydocs"): 8,
     }
-    table = figures.models_table(data).set_index("variant").loc["compress"]
+    table = quality.models_table(data).set_index("variant").loc["compress"]
     assert table["40 % [× HEAPr] ↓"] == pytest.approx(0.18 / 0.4)
     assert table["20 % [× HEAPr] ↓"] == pytest.approx(0.014 / 0.021)
     assert table["worst at 40, 60 % [×]"] == "0.50 (b, pydocs, 40%)"
@@ -182,8 +195,8 @@ def test_models_are_pooled_and_the_worst_is_named() -> None:
 
 def test_where_heapr_loses_nothing_there_is_no_quotient() -> None:
     """Neither in the table by model, nor in the figure; errors are quotients, too."""
-    data = figures.models_data(measured_models())
-    table = figures.gains_table(data, "compress")
+    data = quality.models_data(measured_models())
+    table = quality.gains_table(data, "compress")
     assert table[["model", "20 % ↓", "40 % ↓", "worst ↓"]].to_dict("records") == [
         {"model": "a", "20 % ↓": "0.50 ± 0.98", "40 % ↓": "0.30 ± 0.20",
          "worst ↓": "0.50"},
@@ -192,7 +205,7 @@ def test_where_heapr_loses_nothing_there_is_no_quotient() -> None:
         {"model": "all", "20 % ↓": "0.67 ± 1.32", "40 % ↓": "0.45 ± 0.07",
          "worst ↓": "0.50"},
     ]  # fmt: skip
-    figure = figures.figure_models(data)
+    figure = quality.figure_models(data)
     titles = [ax.get_title(loc="left") for ax in figure.axes]
     assert titles == ["a, pydocs", "b, pydocs"]
     drawn = [ax.get_lines()[-1].get_xydata() for ax in figure.axes]
@@ -206,7 +219,7 @@ def test_seeds_share_their_test_windows() -> None:
     once = measured_models()
     twice = pd.concat([once, once.assign(seed=1)])
     one, two = (
-        figures.gains_table(figures.models_data(rows), "compress").to_dict("records")
+        quality.gains_table(quality.models_data(rows), "compress").to_dict("records")
         for rows in (once, twice)
     )
     assert one == two
@@ -214,11 +227,11 @@ def test_seeds_share_their_test_windows() -> None:
 
 def test_equal_flops_are_columns_of_their_own() -> None:
     """Beside HEAPr's Δloss at the ratio whose FLOPs are saved; the worst is without."""
-    data = figures.models_data(measured_models())  # 2 nats each at equal FLOPs
-    table = figures.gains_table(data, "compress").set_index("model")
+    data = quality.models_data(measured_models())  # 2 nats each at equal FLOPs
+    table = quality.gains_table(data, "compress").set_index("model")
     found = table["40 %, equal FLOPs ↓"].str.partition(" ")[0]
     assert found.to_dict() == {"a": "20.00", "b": "6.67", "all": "10.00"}
-    atoms = figures.gains_table(data[data["equal"].eq("atoms")], "compress").set_index(
+    atoms = quality.gains_table(data[data["equal"].eq("atoms")], "compress").set_index(
         "model"
     )
     assert table[atoms.columns].equals(atoms)
@@ -234,12 +247,12 @@ def test_other_text_is_a_column_and_mixtures_are_not_there() -> None:
         rows[other].assign(calibration=name)
         for name in ("wikitext2", "0.5*pydocs + 0.5*wikitext2")
     ]
-    data = figures.models_data(pd.concat([rows, *more]))
+    data = quality.models_data(pd.concat([rows, *more]))
     assert set(data["calibration"]) == {"pydocs", "wikitext2"}
-    table = figures.gains_table(data, "compress").set_index("model")
+    table = quality.gains_table(data, "compress").set_index("model")
     assert table["40 %, other text ↓"].str.partition(" ")[0].tolist() == 3 * ["1.00"]
     assert table["worst, other text ↓"].tolist() == ["1.00", "9.00", "9.00"]
-    each = figures.models_table(data).set_index("variant").loc["compress"]
+    each = quality.models_table(data).set_index("variant").loc["compress"]
     assert each["other text, 40, 60 % [× HEAPr] ↓"] == pytest.approx(1)
     assert each["worst, other text, 40, 60 % [×]"] == "1.00 (a, wikitext2, 40%)"
 
@@ -263,7 +276,7 @@ def test_what_follows_compress_by_hand() -> None:
                 }
             )
     measured = pd.DataFrame(rows)
-    table = figures.beyond_table(measured).set_index("variant")
+    table = beyond.beyond_table(measured).set_index("variant")
     own = table.loc["compress"]
     assert own["removed"] == "40%"
     assert own["Δloss pydocs [× HEAPr] ↓"] == pytest.approx(0.11 / 0.4)
@@ -276,7 +289,7 @@ def test_what_follows_compress_by_hand() -> None:
 
 def test_streaming_is_in_gigabytes() -> None:
     """Of memory, of the checkpoint, and of what was read; not in memory: nothing."""
-    table = figures.streaming_table(streamed_runs())
+    table = streaming.streaming_table(streamed_runs())
     assert table["peak memory [GB] ↓"].tolist() == [1.5, 9.0]
     assert table["read [GB]"].isna().tolist() == [False, True]
     assert table["checkpoint [GB]"].tolist() == [3.0, 3.0]
@@ -287,11 +300,11 @@ def test_streaming_is_in_gigabytes() -> None:
 
 def test_streaming_is_drawn_by_quantity() -> None:
     """Two bars of memory for each run; the bars of the stages end to end."""
-    data = figures.streaming_data(streamed_runs())
-    memory = figures.plot_streaming(data).patches
+    data = streaming.streaming_data(streamed_runs())
+    memory = streaming.plot_streaming(data).patches
     assert [bar.get_width() for bar in memory] == [3.0, 3.0, 1.5, 9.0]
     assert {bar.get_x() for bar in memory} == {0.0}
-    ax = figures.plot_streaming(data, quantity="time")
+    ax = streaming.plot_streaming(data, quantity="time")
     first = ax.patches[::2]
     assert [bar.get_x() for bar in first] == [0.0, 2.0, 5.0, 9.0, 14.0, 20.0]
     assert first[-1].get_x() + first[-1].get_width() == sum(range(2, 8))
@@ -303,7 +316,7 @@ def test_streaming_is_drawn_by_quantity() -> None:
 
 def test_growth_has_the_first_shape_in_every_panel() -> None:
     """The median of its repeats, (3 + 5) / 2; time above, memory below."""
-    data = figures.growth_data(measured_growth())
+    data = growth.growth_data(measured_growth())
     own = data[data["way"].eq("in memory")].set_index(["varied", "value"])["seconds"]
     assert own.to_dict() == {
         ("tokens", 1024): 4,
@@ -313,7 +326,7 @@ def test_growth_has_the_first_shape_in_every_panel() -> None:
         ("experts", 8): 4,
         ("d_model", 64): 4,
     }
-    axes = figures.figure_growth(data).axes
+    axes = growth.figure_growth(data).axes
     assert [ax.get_xlabel() for ax in axes[4:]] == list(data["varied"].unique())
     drawn = [line.get_xydata().tolist() for line in axes[1].get_lines()]
     predicted, measured, slower, slowly, _ = drawn
@@ -326,9 +339,73 @@ def test_growth_has_the_first_shape_in_every_panel() -> None:
 
 def test_growth_is_shown_as_ranges_of_quotients() -> None:
     """10 s where 8 were predicted, and 16 by the plan; then over all sizes."""
-    table = figures.growth_table(figures.growth_data(measured_growth()))
+    table = growth.growth_table(growth.growth_data(measured_growth()))
     rows = table[table["layers"].eq("streamed")].set_index("varied")
     assert rows.loc["layers", "values"] == "2 to 4"
     assert rows.loc["layers", "time ÷ FLOPs and bytes"] == "1.00 to 1.25"
     assert rows.loc["any", "time ÷ plan"] == "0.50 to 0.62"
     assert rows.loc["any", "memory ÷ plan"] == "0.80 to 0.80"
+
+
+def test_cost_table_states_units_and_marks_the_paper() -> None:
+    """Seconds, MiB and the multiple of the baseline; the paper's rows are marked."""
+    data = cost.cost_data(cost_rows(), baseline="plain")
+    table = cost.cost_table(data)
+    ours = table[table["source"].eq("measured here")]
+    assert list(ours["time [s] ↓"]) == [10, 12]
+    assert list(ours["peak memory [MiB] ↓"]) == [2, 2]
+    assert list(ours["time ÷ baseline [×] ↓"]) == [1, 1.2]
+    paper = table[table["source"].str.startswith("paper, not comparable")]
+    assert len(paper) == len(figures.paper_table("cost"))
+    ax = cost.plot_cost(data, quantity="seconds")
+    assert [bar.get_width() for bar in ax.patches] == [10, 12]
+    assert ax.get_xlabel() == "time [s] ↓"
+    with pytest.raises(SpecError, match="no row of baseline 'two_stage'"):
+        cost.cost_data(cost_rows(), baseline="two_stage")
+
+
+def test_speed_is_that_of_sliced_models_against_the_dense() -> None:
+    """Only sliced rows, with the share of the bytes that is left."""
+    rows = [
+        {"ratio": 0.0, "method": "dense_eager", "parameter_bytes": 100},
+        {"ratio": 0.0, "method": "sliced", "parameter_bytes": 100},
+        {"ratio": 0.4, "method": "masked", "parameter_bytes": 100},
+        {"ratio": 0.4, "method": "sliced", "parameter_bytes": 70},
+    ]
+    measured = pd.DataFrame(rows).assign(
+        mode="decode_batch_1",
+        tokens_per_second=10.0,
+        speedup_over_dense=1.3,
+        predicted_speedup=1.4,
+        share_of_predicted=1.3 / 1.4,
+    )
+    table = speed.speed_table(measured)
+    assert table["mode"].tolist() == ["decode batch 1"]
+    assert table["bytes ÷ dense ↓"].tolist() == [0.7]
+    assert "at once ÷ dense ↑" not in table
+    other = measured[measured["method"].eq("sliced")].assign(
+        method="sliced_at_once", speedup_over_dense=[1.0, 1.5]
+    )
+    table = speed.speed_table(pd.concat([measured, other]))
+    assert table["at once ÷ dense ↑"].tolist() == [1.5]
+
+
+def test_serving_is_that_of_each_structure_against_the_dense() -> None:
+    """A row for each mode and ratio as measured, two columns for each structure."""
+    modes = ("prefill_batch_8", "decode_batch_1")
+    models = [("dense", 0.0)]
+    models += [(name, ratio) for name in ("uniform", "ragged") for ratio in (0.2, 0.4)]
+    rows = [
+        {"mode": mode, "structure": name, "ratio": ratio}
+        for mode in modes
+        for name, ratio in models
+    ]
+    numbers = [float(number) for number in range(len(rows))]
+    measured = pd.DataFrame(rows).assign(
+        speedup_over_dense=numbers, share_of_predicted=[-x for x in numbers]
+    )
+    table = speed.serving_table(measured)
+    assert table["mode"].tolist() == ["prefill batch 8"] * 2 + ["decode batch 1"] * 2
+    assert table["ratio"].tolist() == [0.2, 0.4] * 2
+    assert table["uniform ÷ dense ↑"].tolist() == [1, 2, 6, 7]
+    assert table["ragged: of predicted ↑"].tolist() == [-3, -4, -8, -9]

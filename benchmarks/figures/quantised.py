@@ -4,18 +4,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.figures.looks import look
 from heapr_lab.figures.style import (
     LABELS,
     figure_by,
-    look,
     own_axes,
-    place,
     show_percent,
     styled,
 )
 from heapr_lab.importance.estimators import PER_TOKEN
 
 _FLOATS = "bfloat16"
+_KINDS = (_FLOATS, "int8", "int4")
 
 
 def quantised_data(measured: pd.DataFrame) -> pd.DataFrame:
@@ -37,6 +37,10 @@ def quantised_data(measured: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
+def _kinds_in(data: pd.DataFrame) -> list[str]:
+    return [kind for kind in _KINDS if data["weights"].eq(kind).any()]
+
+
 @styled
 def plot_quantised(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Δloss against size, a curve over the ratios for each kind of weights.
@@ -51,7 +55,7 @@ def plot_quantised(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         The Axes.
     """
     ax = own_axes(ax)
-    for kind in sorted(data["weights"].unique(), key=place):
+    for kind in _kinds_in(data):
         rows = data[data["weights"].eq(kind)].sort_values("ratio")
         ax.plot(rows["size"], rows["delta_nll"], **look(kind).keywords())
     ax.set_xlabel("file size [% of dense] ↓")
@@ -68,7 +72,7 @@ def figure_quantised(data: pd.DataFrame) -> Figure:
 
 def quantised_table(data: pd.DataFrame) -> pd.DataFrame:
     """`quantised_data` for readers: size and Δloss by ratio, a column for each kind."""
-    kinds = sorted(data["weights"].unique(), key=place)
+    kinds = _kinds_in(data)
     wide = data.pivot_table(
         index=["model", "ratio"],
         columns="weights",

@@ -17,9 +17,9 @@ import pandas as pd
 import pytest
 from unit.test_architecture import WINGS
 
+from benchmarks import readme
+from benchmarks.index import measured
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments import readme
-from heapr_lab.experiments.benchmarks import measured_for
 from heapr_lab.storage import paths
 
 README = paths.project_dir() / "README.md"
@@ -43,7 +43,7 @@ def committed() -> tuple[pd.DataFrame, pd.DataFrame, dict[str, pd.DataFrame]]:
         pd.read_csv(paths.figures_dir() / f"0_{name}_table.csv")
         for name in ("summary", "claims")
     )
-    return summary, claims, measured_for("lab model")
+    return summary, claims, measured()
 
 
 # --- blocks -----------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_every_table_of_the_results_is_generated() -> None:
 
 def test_readmes_are_made_without_torch() -> None:
     """The blocks need the tables alone."""
-    code = "import sys, heapr_lab.experiments.readme; sys.exit('torch' in sys.modules)"
+    code = "import sys, benchmarks.readme; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -4,11 +4,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.figures.looks import look
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
     REFERENCE_LINE,
-    look,
     own_axes,
     panels,
     share_legend,

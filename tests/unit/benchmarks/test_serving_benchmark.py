@@ -6,6 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from benchmarks.index import BENCHMARKS
+from benchmarks.readme import as_block, fill_blocks
 from benchmarks.serving import (
     QUICK_SIZES,
     RATIOS,
@@ -19,8 +21,6 @@ from benchmarks.serving import (
     row_of,
 )
 from benchmarks.speed import Configuration
-from heapr_lab.experiments.benchmarks import BENCHMARKS
-from heapr_lab.experiments.readme import as_block, fill_blocks
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import paths

@@ -1,8 +1,8 @@
-"""Our benchmarks: a row for each table of results written by scripts in `benchmarks/`.
+"""Every table of results in `results/`, and how it is shown: one row each.
 
-A reproduction does not repeat the measurements: it draws their results, writes the
-tables, and fills the sections of `figures/README.md`, all from the rows below. A new
-benchmark needs one script and one row.
+`publish.py` draws the figures, writes the tables, and fills the sections of
+`figures/README.md`, all from the rows below. A new benchmark needs one script and one
+row.
 """
 
 import json
@@ -15,11 +15,22 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from heapr_lab import figures
+from benchmarks.figures import (
+    beyond,
+    cost,
+    damage,
+    growth,
+    methods,
+    quality,
+    quantised,
+    real,
+    speed,
+    streaming,
+    structures,
+)
 from heapr_lab.storage import paths
 
 Reshape = Callable[[pd.DataFrame], pd.DataFrame]
-Draw = Callable[[pd.DataFrame], Figure]
 
 
 def _as_measured(rows: pd.DataFrame) -> pd.DataFrame:
@@ -27,7 +38,7 @@ def _as_measured(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cost_data(rows: pd.DataFrame) -> pd.DataFrame:
-    return figures.cost_data(rows, baseline="plain")
+    return cost.cost_data(rows, baseline="plain")
 
 
 @dataclass(frozen=True)
@@ -44,11 +55,9 @@ class Benchmark:
     """Makes the table for readers from the rows of `data`."""
     data: Reshape = _as_measured
     """Makes the rows of the figure and the table from the results."""
-    figure: Draw | None = None
+    figure: Callable[[pd.DataFrame], Figure] | None = None
     stem: str = ""
     """Name of the files of its figure and table; if empty, none are written."""
-    of_one_model: bool = False
-    """Whether it is shown only if the model that it measured is reproduced."""
 
     @property
     def results(self) -> str:
@@ -79,57 +88,56 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "real",
                 "real.py",
                 "What pruning costs pretrained models",
-                table=figures.real_table,
+                table=real.real_table,
             ),
             Benchmark("tasks", "tasks.py", "What the seven tasks cost, item by item"),
             Benchmark(
                 "cost",
                 "cost.py",
                 "What scoring costs",
-                table=figures.cost_table,
+                table=cost.cost_table,
                 data=_cost_data,
-                figure=figures.figure_cost,
+                figure=cost.figure_cost,
                 stem="9_cost",
             ),
             Benchmark(
                 "structures",
                 "structures.py",
                 "What a structure costs on the lab model",
-                table=figures.structures_table,
-                data=figures.structures_data,
-                figure=figures.figure_structures,
+                table=structures.structures_table,
+                data=structures.structures_data,
+                figure=structures.figure_structures,
                 stem="10_structures",
-                of_one_model=True,
             ),
             Benchmark(
                 "structures_wide",
                 "structures.py",
                 "What a structure costs on the wide lab model",
-                table=figures.structures_table,
-                data=figures.structures_data,
+                table=structures.structures_table,
+                data=structures.structures_data,
             ),
             Benchmark(
                 "quality_models",
                 "quality.py",
                 "Better at the same ratio: several models",
-                table=figures.models_table,
-                data=figures.models_data,
-                figure=figures.figure_models,
+                table=quality.models_table,
+                data=quality.models_data,
+                figure=quality.figure_models,
                 stem="11_models",
             ),
             Benchmark(
                 "beyond",
                 "beyond.py",
                 "After compress: biases, distillation, recovery, and text of one's own",
-                table=figures.beyond_table,
+                table=beyond.beyond_table,
             ),
             Benchmark(
                 "methods",
                 "methods.py",
                 "Every method on the same models and text",
-                table=figures.methods_table,
-                data=figures.methods_data,
-                figure=figures.figure_methods,
+                table=methods.methods_table,
+                data=methods.methods_data,
+                figure=methods.figure_methods,
                 stem="15_methods",
             ),
             Benchmark(
@@ -141,111 +149,106 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "solves",
                 "solves.py",
                 "What compress costs at true widths",
-                table=figures.solves_table,
+                table=beyond.solves_table,
             ),
             Benchmark(
                 "streaming",
                 "streaming.py",
                 "A layer at a time from disk, beside all in memory",
-                table=figures.streaming_table,
+                table=streaming.streaming_table,
             ),
             Benchmark(
                 "growth",
                 "growth.py",
                 "How cost grows",
-                table=figures.growth_table,
-                data=figures.growth_data,
-                figure=figures.figure_growth,
+                table=growth.growth_table,
+                data=growth.growth_data,
+                figure=growth.figure_growth,
                 stem="14_growth",
             ),
             Benchmark(
                 "quality",
                 "quality.py",
                 "Additions one by one, the lab model",
-                table=figures.quality_table,
-                data=figures.quality_data,
-                figure=figures.figure_quality,
+                table=quality.quality_table,
+                data=quality.quality_data,
+                figure=quality.figure_quality,
                 stem="11_quality",
-                of_one_model=True,
             ),
             Benchmark(
                 "quality_accuracy",
                 "quality.py",
                 "Accuracy of the lab model",
-                table=figures.accuracy_table,
-                of_one_model=True,
+                table=quality.accuracy_table,
             ),
             Benchmark(
                 "quality_wide",
                 "quality.py",
                 "Additions one by one, the wide model (ridges of before 2026-11-22)",
-                table=figures.quality_table,
-                data=figures.quality_data,
-                figure=figures.figure_quality,
+                table=quality.quality_table,
+                data=quality.quality_data,
+                figure=quality.figure_quality,
                 stem="11_quality_wide",
             ),
             Benchmark(
                 "quality_wide_accuracy",
                 "quality.py",
                 "Accuracy of the wide lab model",
-                table=figures.accuracy_table,
+                table=quality.accuracy_table,
             ),
             Benchmark(
                 "learned",
                 "learned.py",
                 "What training adds",
-                table=figures.learned_table,
-                of_one_model=True,
+                table=quality.learned_table,
             ),
             Benchmark(
                 "outliers",
                 "outliers.py",
                 "Atoms that carry a capability alone",
-                table=figures.outliers_table,
-                of_one_model=True,
+                table=quality.outliers_table,
             ),
             Benchmark(
                 "quantised",
                 "quantised.py",
                 "Pruned, quantised, or both",
-                table=figures.quantised_table,
-                data=figures.quantised_data,
-                figure=figures.figure_quantised,
+                table=quantised.quantised_table,
+                data=quantised.quantised_data,
+                figure=quantised.figure_quantised,
                 stem="16_quantised",
             ),
             Benchmark(
                 "damage",
                 "damage.py",
                 "Predicting the loss",
-                table=figures.damage_table,
-                data=figures.damage_data,
-                figure=figures.figure_damage,
+                table=damage.damage_table,
+                data=damage.damage_data,
+                figure=damage.figure_damage,
                 stem="13_damage",
-                of_one_model=True,
             ),
             Benchmark(
                 "speed",
                 "speed.py",
                 "How fast sliced experts run",
-                table=figures.speed_table,
+                table=speed.speed_table,
             ),
             Benchmark(
                 "serving",
                 "serving.py",
                 "How fast vLLM serves pruned models",
-                table=figures.serving_table,
+                table=speed.serving_table,
             ),
             Benchmark(
                 "serving_bfloat16",
                 "serving.py",
                 "How fast vLLM serves pruned models in bfloat16",
-                table=figures.serving_table,
+                table=speed.serving_table,
             ),
             Benchmark(
                 "panel",
                 "latency_browser.py",
                 "How fast the panel answers",
-                table=figures.panel_table,
+                table=speed.panel_table,
             ),
             Benchmark("tables", "tables.py", "Importance tables of large models"),
         )
@@ -259,19 +262,6 @@ def results_of(name: str) -> pd.DataFrame:
     return BENCHMARKS[name].rows()
 
 
-def measured_for(model: str) -> dict[str, pd.DataFrame]:
-    """Rows of every benchmark that is shown beside the figures of a model.
-
-    Args:
-        model: its name; benchmarks of one model are left out beside another one.
-
-    Returns:
-        By name; a benchmark that was not run has no entry.
-    """
-    there = [one for one in BENCHMARKS.values() if one.path.exists()]
-    found = {one.name: one.rows() for one in there}
-    return {
-        name: BENCHMARKS[name].data(rows)
-        for name, rows in found.items()
-        if not BENCHMARKS[name].of_one_model or set(rows["model"]) == {model}
-    }
+def measured() -> dict[str, pd.DataFrame]:
+    """What is shown of every benchmark, by name: the data of its figure and table."""
+    return {name: row.data(row.rows()) for name, row in BENCHMARKS.items()}

@@ -5,12 +5,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.figures.looks import look
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
     REFERENCE_LINE,
     figure_by,
     figure_of,
-    look,
     own_axes,
     styled,
 )

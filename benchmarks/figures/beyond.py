@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from heapr_lab.figures.quality import MEASURABLE, PAPER
+from benchmarks.figures.quality import MEASURABLE, PAPER
 
 _UNTIL = "until the first other ↑"
 

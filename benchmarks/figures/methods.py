@@ -13,6 +13,7 @@ from matplotlib.text import Annotation, Text
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
+from benchmarks.figures.looks import look
 from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.figures.paper import paper_table
 from heapr_lab.figures.style import (
@@ -20,7 +21,6 @@ from heapr_lab.figures.style import (
     REFERENCE_GREY,
     REFERENCE_LINE,
     figure_with,
-    look,
     own_axes,
     show_percent,
     styled,

@@ -12,49 +12,13 @@ from typing import Any
 
 import pandas as pd
 
-from heapr_lab import figures
+from benchmarks.figures.methods import best_methods_table
+from benchmarks.figures.quality import gains_table
+from benchmarks.figures.real import real_front_table
+from benchmarks.index import BENCHMARKS, Benchmark
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments.benchmarks import BENCHMARKS, Benchmark
-from heapr_lab.experiments.claims import claims_by_corpus, results_of_method
+from heapr_lab.experiments.claims import CALIBRATED, OTHERS
 from heapr_lab.figures.files import table_markdown
-from heapr_lab.pruning.savings import at_context
-
-SUMMARY_RATIOS = (0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.8)
-
-
-def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
-    """Perplexities, accuracy and savings of the paper's method over the ratios.
-
-    Args:
-        results: evaluation rows, including those of the dense model.
-        savings: parameters and FLOPs saved per setting.
-    """
-    ours = results_of_method(results, "heapr")
-    dense = results[results["estimator"].eq("dense")]
-    rows = pd.concat([dense, ours])
-    rows = rows[rows["metric"].isin(["perplexity", "accuracy"])]
-    rows = rows[rows["ratio"].isin(SUMMARY_RATIOS)].drop_duplicates(
-        ["ratio", "dataset", "metric"]
-    )
-    label = rows["metric"] + " " + rows["dataset"]
-    order = list(dict.fromkeys(label))
-    values = rows.assign(label=label).pivot(
-        index="ratio", columns="label", values="value"
-    )[order]
-    saved = (
-        results_of_method(savings, "heapr").drop_duplicates("ratio").set_index("ratio")
-    )
-    shares = ["parameter_reduction", "flops_reduction", "routed_flops_reduction"]
-    joined = values.join(saved[shares])
-    joined[shares] = joined[shares].fillna(0.0)
-    (context,) = set(saved["seq_len"].map(at_context))
-    names = {
-        "parameter_reduction": "parameters saved",
-        "flops_reduction": f"FLOPs saved {context}",
-        "routed_flops_reduction": "routed FLOPs saved",
-    }
-    return joined.rename(columns=names).reset_index()
-
 
 # --- README.md --------------------------------------------------------------------
 
@@ -66,20 +30,20 @@ def front_blocks(
 
     Args:
         claims: from `claims.claims`.
-        measured: rows of the benchmarks, from `benchmarks.measured_for`.
+        measured: rows of the benchmarks, from `index.measured`.
     """
     return {
         "numbers": _numbers(measured),
-        "real": as_block(figures.real_front_table(measured["real"])),
+        "real": as_block(real_front_table(measured["real"])),
         "claims": as_block(claims_by_corpus(claims)),
         "better": as_block(better_table(measured)),
-        "methods": as_block(figures.best_methods_table(measured["methods"])),
+        "methods": as_block(best_methods_table(measured["methods"])),
     }
 
 
 def better_table(measured: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Δloss of the default ÷ HEAPr's at equal atoms, on every model."""
-    return figures.gains_table(measured["quality_models"])
+    return gains_table(measured["quality_models"])
 
 
 def _numbers(measured: Mapping[str, pd.DataFrame]) -> str:
@@ -91,7 +55,7 @@ def _numbers(measured: Mapping[str, pd.DataFrame]) -> str:
     }
     one, two = (f"{t.min():.2f} to {t.max():.2f}" for t in times.values())
     better = better_table(measured)
-    alone = figures.gains_table(measured["quality_models"], "compress")
+    alone = gains_table(measured["quality_models"], "compress")
     own, corpus = (_pooled_gains(table.iloc[-1]) for table in (better, alone))
     models = len(better) - 1
     machine = BENCHMARKS["cost"].machine()
@@ -135,6 +99,22 @@ def _pooled_gains(row: "pd.Series[Any]") -> str:
     return " and ".join(parts)
 
 
+def claims_by_corpus(found: pd.DataFrame) -> pd.DataFrame:
+    """`claims` with one row for each claim and a column for each kind of corpus.
+
+    Claims without a corpus (accuracy, tenths) are in the column of the calibrated one.
+    """
+    split = found["claim"].str.extract(rf"^(?:({CALIBRATED}|{OTHERS}), )?(.*)$")
+    where, claim = split[0].fillna(CALIBRATED), split[1]
+    holds = found["holds"].map({True: "yes: ", False: "**no**: "})
+    long = pd.DataFrame(
+        {"claim": claim, "where": where, "found": holds + found["found"]}
+    )
+    table = long.pivot(index="claim", columns="where", values="found")
+    order = list(dict.fromkeys(claim))
+    return table.loc[order, list(dict.fromkeys(where))].reset_index()
+
+
 # --- figures/README.md ------------------------------------------------------------
 
 
@@ -154,7 +134,7 @@ def sections(
     Args:
         summary: from `summary_table`.
         claims: from `claims.claims`.
-        measured: rows of the benchmarks, from `benchmarks.measured_for`.
+        measured: rows of the benchmarks, from `index.measured`.
     """
     holds = claims["holds"].map({True: "yes", False: "**no**"})
     checked = as_block(claims.assign(holds=holds))

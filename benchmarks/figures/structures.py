@@ -5,10 +5,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
+from benchmarks.figures.looks import look
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
     figure_by_ratio,
-    look,
     own_axes,
     styled,
 )

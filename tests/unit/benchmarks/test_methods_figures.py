@@ -6,8 +6,9 @@ import pytest
 from figure_rows import measured_methods
 from matplotlib.text import Text
 
+from benchmarks.figures import methods
+from benchmarks.figures.methods import COLORS, REFERENCE_GREY, _apart
 from heapr_lab import figures
-from heapr_lab.figures.methods import COLORS, REFERENCE_GREY, _apart
 
 
 def at(data: pd.DataFrame, variant: str, ratio: float) -> pd.Series:
@@ -19,7 +20,7 @@ def at(data: pd.DataFrame, variant: str, ratio: float) -> pd.Series:
 
 def test_rows_are_over_models_and_seeds() -> None:
     """HEAPr at 25 %: (0.11 + 0.31) / 2 on pydocs, 3 · (0.2 + 0.6) / 2 on the others."""
-    row = at(figures.methods_data(measured_methods()), "heapr", 0.25)
+    row = at(methods.methods_data(measured_methods()), "heapr", 0.25)
     assert row["group"] == "atoms"
     assert row["n_models"] == 2
     assert row["n_refused"] == 0
@@ -42,11 +43,11 @@ def test_rows_are_over_models_and_seeds() -> None:
 
 def test_what_a_model_refuses_is_counted_and_not_drawn() -> None:
     """REAP at 50 % is of one model alone: in the rows, but no point of the line."""
-    data = figures.methods_data(measured_methods())
+    data = methods.methods_data(measured_methods())
     row = at(data, "reap", 0.5)
     assert (row["n_models"], row["n_refused"]) == (1, 1)
     assert row["pooled"] == pytest.approx(0.61)
-    ax = figures.plot_methods(data[data["group"].eq("experts")])
+    ax = methods.plot_methods(data[data["group"].eq("experts")])
     (line,) = [own for own in ax.get_lines() if own.get_marker() == "."]
     assert line.get_xdata() == pytest.approx([0.25])
     assert not data[data["group"].eq("experts")]["best"].any()
@@ -55,32 +56,32 @@ def test_what_a_model_refuses_is_counted_and_not_drawn() -> None:
 def test_nothing_is_refused_if_the_column_is_empty() -> None:
     """As it is where a table without any refusal was read from a file."""
     measured = measured_methods().query("variant == 'heapr'")
-    data = figures.methods_data(measured.assign(refused=np.nan))
-    pd.testing.assert_frame_equal(data, figures.methods_data(measured))
+    data = methods.methods_data(measured.assign(refused=np.nan))
+    pd.testing.assert_frame_equal(data, methods.methods_data(measured))
     assert data["n_refused"].eq(0).all()
 
 
 def test_the_best_and_heapr_are_coloured_and_all_are_named() -> None:
     """Random is grey; names stand in the order of the losses, and do not overlap."""
-    data = figures.methods_data(measured_methods())
+    data = methods.methods_data(measured_methods())
     assert set(data.loc[data["best"], "variant"]) == {"heapr", "heapr + compensation"}
-    ax = figures.plot_methods(data[data["group"].eq("atoms")], measure="worst")
+    ax = methods.plot_methods(data[data["group"].eq("atoms")], measure="worst")
     heights = {text.get_text(): text.xyann[1] for text in ax.texts}
     assert list(heights) == ["heapr", "random"]
     assert heights["heapr"] < heights["random"]
     colors = {text.get_text(): text.get_color() for text in ax.texts}
     assert colors == {"heapr": figures.look("heapr").color, "random": REFERENCE_GREY}
-    alone = figures.plot_methods(data[data["group"].eq("atoms, compensated")])
+    alone = methods.plot_methods(data[data["group"].eq("atoms, compensated")])
     (text,) = alone.texts
     assert (text.get_text(), text.get_color()) == ("heapr", COLORS[2])
 
 
 def test_names_of_equal_lines_are_moved_apart() -> None:
     """Eight methods with the same loss have eight heights."""
-    own = figures.methods_data(measured_methods()).query("variant == 'heapr'")
+    own = methods.methods_data(measured_methods()).query("variant == 'heapr'")
     names = [f"method {number}" for number in range(8)]
     data = pd.concat([own.assign(variant=name) for name in names])
-    heights = sorted(text.xyann[1] for text in figures.plot_methods(data).texts)
+    heights = sorted(text.xyann[1] for text in methods.plot_methods(data).texts)
     assert min(np.diff(heights)) > 0.02
     assert max(heights) <= 1
 
@@ -94,7 +95,7 @@ def test_names_stand_between_their_lines_and_the_top() -> None:
 
 def test_every_group_has_a_row_of_panels() -> None:
     """Mean and worst model of three groups, and the costs below."""
-    figure = figures.figure_methods(figures.methods_data(measured_methods()))
+    figure = methods.figure_methods(methods.methods_data(measured_methods()))
     titles = [ax.get_title(loc="left") for ax in figure.axes]
     groups = ["atoms", "atoms, compensated", "experts"]
     assert titles == [*groups, *groups, "25% removed"]
@@ -103,27 +104,27 @@ def test_every_group_has_a_row_of_panels() -> None:
 
 def test_the_front_is_of_methods_that_none_beats() -> None:
     """Random, then REAP, HEAPr and compensated: each is slower and better."""
-    data = figures.method_costs_data(measured_methods())
+    data = methods.method_costs_data(measured_methods())
     order = ["random", "reap", "heapr", "heapr + compensation"]
     assert data["variant"].tolist() == order
     assert data["efficient"].all()
     slow = measured_methods()
     slow.loc[slow["variant"].eq("reap"), "fit_seconds"] *= 10
-    data = figures.method_costs_data(slow).set_index("variant")
+    data = methods.method_costs_data(slow).set_index("variant")
     assert data["efficient"].to_dict() == {
         "random": True,
         "heapr": True,
         "heapr + compensation": True,
         "reap": False,
     }
-    ax = figures.plot_method_costs(data.reset_index())
+    ax = methods.plot_method_costs(data.reset_index())
     assert {text.get_text() for text in ax.texts} == set(order) - {"reap"}
 
 
 def test_the_table_has_a_row_for_each_method() -> None:
     """Best first within what is compressed, with what was measured at 25 %."""
-    data = figures.methods_data(measured_methods())
-    table = figures.methods_table(data)
+    data = methods.methods_data(measured_methods())
+    table = methods.methods_table(data)
     assert table["method"].tolist() == [
         "heapr",
         "random",
@@ -143,9 +144,9 @@ def test_the_table_has_a_row_for_each_method() -> None:
 
 def test_names_of_points_do_not_overlap() -> None:
     """Points at nearly the same place: names are lifted, and lines lead to them."""
-    data = figures.method_costs_data(measured_methods())
+    data = methods.method_costs_data(measured_methods())
     near = data.assign(fit_seconds=8.0, pooled=0.2, efficient=True)
-    ax = figures.plot_method_costs(near)
+    ax = methods.plot_method_costs(near)
     figure = ax.figure
     figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in ax.texts]
@@ -156,7 +157,7 @@ def test_names_of_points_do_not_overlap() -> None:
 
 def test_published_rows_are_marked_and_ranked_beside_ours() -> None:
     """NAEE is behind HEAPr in the paper; here it is made to be in front."""
-    published = figures.published_table()
+    published = methods.published_table()
     assert published["source"].eq("published, not measured here").all()
     assert published.query("method == 'Original'")["relative"].eq(1).all()
     measured = measured_methods()
@@ -164,7 +165,7 @@ def test_published_rows_are_marked_and_ranked_beside_ours() -> None:
     measured = measured[~(reap & measured["ratio"].eq(0.5))].copy()
     measured.loc[reap, "variant"] = "naee"
     measured.loc[reap, "delta_nll pydocs"] = 0.001
-    table = figures.rankings_table(figures.methods_data(measured))
+    table = methods.rankings_table(methods.methods_data(measured))
     assert set(table["method"]) == {"naee", "heapr"}
     own = table[table["published ratio"].eq(0.2)].set_index("method")
     assert own.loc["heapr", ["rank there", "rank here"]].tolist() == [1, 2]
@@ -173,4 +174,4 @@ def test_published_rows_are_marked_and_ranked_beside_ours() -> None:
     )
     assert not own["same rank"].any()
     alone = measured[measured["variant"].eq("random")]
-    assert figures.rankings_table(figures.methods_data(alone)).empty
+    assert methods.rankings_table(methods.methods_data(alone)).empty

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 
-from heapr_lab import figures
+from benchmarks.figures import real
 
 
 def _row(method: str, ratio: float, **others: object) -> dict[str, object]:
@@ -33,7 +33,7 @@ def _row(method: str, ratio: float, **others: object) -> dict[str, object]:
 def test_every_state_has_its_numbers_with_their_errors() -> None:
     """Shares of atoms and of parameters, and what the numbers are of."""
     rows = pd.DataFrame([_row("fisher", 0.25), _row("dense", 0.0)])
-    table = figures.real_table(rows)
+    table = real.real_table(rows)
     assert table["method"].tolist() == ["dense", "fisher"]
     assert table["atoms removed"].tolist() == ["0.0%", "25.0%"]
     assert table["parameters removed"].tolist() == ["0.0%", "12.5%"]
@@ -59,6 +59,6 @@ def test_the_front_has_one_model_and_one_draw() -> None:
             _row("heapr", 0.25, model="smollm2"),
         ]
     )
-    front = figures.real_front_table(rows)
+    front = real.real_front_table(rows)
     assert front["method"].tolist() == ["dense", "heapr"]
     assert not {"model", "draw", "piqa ↑"} & set(front.columns)

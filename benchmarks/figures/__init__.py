@@ -1,0 +1,1 @@
+"""Figures and tables of the benchmarks, from their committed results."""

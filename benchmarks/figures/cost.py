@@ -1,0 +1,146 @@
+"""Figure 9: what measuring the scores costs, in time and memory."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.figures.looks import look
+from heapr_lab.errors import SpecError
+from heapr_lab.figures.paper import paper_table
+from heapr_lab.figures.style import add_legend, figure_of, own_axes, styled
+
+MIB = 2**20
+NOT_COMPARABLE = "paper, not comparable (other model, data and machine)"
+COST_COLUMNS = [
+    "source",
+    "method",
+    "model",
+    "d_model",
+    "d_inter",
+    "n_experts",
+    "seconds",
+    "peak_bytes",
+    "state_bytes",
+]
+LABELS = {
+    "seconds": "time [s] ↓",
+    "peak_bytes": "peak memory [MiB] ↓",
+    "state_bytes": "accumulated state [MiB] ↓",
+}
+
+
+def cost_data(
+    costs: Iterable[Mapping[str, Any]] | pd.DataFrame, *, baseline: str | None = None
+) -> pd.DataFrame:
+    """Measured costs and the paper's, in seconds and bytes.
+
+    Args:
+        costs: rows of method, model, d_model, d_inter, n_experts, seconds, peak_bytes
+            and state_bytes.
+        baseline: the method relative to whose time `times_baseline` is, per model.
+
+    Returns:
+        The rows of `costs` with `source` "ours", then the paper's with `source`
+        "paper"; with a column `times_baseline` if there is a baseline.
+
+    Raises:
+        SpecError: the baseline was not measured on a model.
+    """
+    ours = pd.DataFrame(costs).assign(source="ours")
+    if baseline is not None:
+        base = ours[ours["method"].eq(baseline)].set_index("model")["seconds"]
+        missing = sorted(set(ours["model"]) - set(base.index))
+        if missing:
+            raise SpecError(
+                f"no row of baseline {baseline!r} for {missing}: found methods "
+                f"{sorted(set(ours['method']))}. Measure the baseline on them too."
+            )
+        ours["times_baseline"] = ours["seconds"] / ours["model"].map(base)
+    published = paper_table("cost")
+    paper = pd.DataFrame(
+        {
+            "source": "paper",
+            "method": published["method"],
+            "model": published["model"],
+            "seconds": 60.0 * published["gpu_minutes"],
+            "peak_bytes": 1e9 * published["memory_gb"],
+        }
+    )
+    extra = ["times_baseline"] if baseline is not None else []
+    return pd.concat([ours, paper], ignore_index=True)[[*COST_COLUMNS, *extra]]
+
+
+def cost_table(data: pd.DataFrame) -> pd.DataFrame:
+    """`cost_data` for readers: seconds and MiB, the paper's rows marked as such."""
+    ours = data["source"].eq("ours")
+    table = pd.DataFrame(
+        {
+            "method": [look(name).label for name in data["method"]],
+            "model": data["model"],
+            "d_model": data["d_model"].astype("Int64"),
+            "d_inter": data["d_inter"].astype("Int64"),
+            "experts": data["n_experts"].astype("Int64"),
+            LABELS["seconds"]: data["seconds"],
+            LABELS["peak_bytes"]: data["peak_bytes"] / MIB,
+            LABELS["state_bytes"]: data["state_bytes"] / MIB,
+        }
+    )
+    if "times_baseline" in data:
+        table["time ÷ baseline [×] ↓"] = data["times_baseline"]
+    table["source"] = ["measured here" if own else NOT_COMPARABLE for own in ours]
+    return table
+
+
+@styled
+def plot_cost(
+    data: pd.DataFrame, *, quantity: str = "seconds", ax: Axes | None = None
+) -> Axes:
+    """Bars of one measured cost, a group per model and a bar per method.
+
+    The paper's costs are only in the table: they are of models a thousand times as
+    large, on another machine.
+
+    Args:
+        data: from `cost_data`.
+        quantity: "seconds", "peak_bytes" or "state_bytes".
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ours = data[data["source"].eq("ours")]
+    models = list(ours["model"].drop_duplicates())
+    methods = list(ours["method"].drop_duplicates())
+    ax = own_axes(ax)
+    height = 0.8 / len(methods)
+    for number, method in enumerate(methods):
+        costs = ours[ours["method"].eq(method)].set_index("model")[quantity]
+        values = costs.reindex(models).to_numpy(dtype=float)
+        shift = (number - (len(methods) - 1) / 2) * height
+        rows = np.arange(len(models)) + shift
+        scale = 1 if quantity == "seconds" else MIB
+        color, label = look(method).color, look(method).label
+        ax.barh(rows, values / scale, height=height, color=color, label=label)
+    ax.set_yticks(range(len(models)), models)
+    ax.invert_yaxis()
+    ax.grid(visible=False, axis="y")
+    ax.set_xlabel(LABELS[quantity])
+    add_legend(ax)
+    return ax
+
+
+@styled
+def figure_cost(data: pd.DataFrame) -> Figure:
+    """Time, peak memory and state side by side, with one legend."""
+    quantities = ("seconds", "peak_bytes", "state_bytes")
+
+    def draw(quantity: str, ax: Axes) -> None:
+        plot_cost(data, quantity=quantity, ax=ax)
+        if quantity != quantities[0]:
+            ax.set_yticklabels([])
+
+    return figure_of(quantities, draw, height=2.6)

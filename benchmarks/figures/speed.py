@@ -1,0 +1,73 @@
+"""Tables of speed: of sliced experts, of pruned models in vLLM, and of the panel."""
+
+from typing import Any
+
+import pandas as pd
+
+
+def panel_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/latency_browser.py` for readers."""
+    named = {
+        "table": "table",
+        "atoms": "atoms",
+        "presses": "key presses",
+        "median_ms": "median [ms] ↓",
+        "p95_ms": "95 % within [ms] ↓",
+    }
+    return measured[list(named)].rename(columns=named)
+
+
+def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/speed.py` for readers: sliced against the faster dense model.
+
+    Args:
+        measured: mode, ratio, method, tokens_per_second, speedup_over_dense,
+            predicted_speedup, share_of_predicted and parameter_bytes.
+
+    Returns:
+        A row for each mode and ratio; the speedup of all experts at once where it was
+        measured.
+    """
+    sliced = measured[measured["method"].eq("sliced") & measured["ratio"].gt(0)]
+    dense = measured[measured["ratio"].eq(0) & measured["method"].eq("sliced")]
+    bytes_before = dense.set_index("mode")["parameter_bytes"]
+    return pd.DataFrame(
+        {
+            "mode": sliced["mode"].str.replace("_", " "),
+            "ratio": sliced["ratio"],
+            "tokens per second ↑": sliced["tokens_per_second"],
+            "÷ dense ↑": sliced["speedup_over_dense"],
+            **_at_once(measured, sliced[["mode", "ratio"]]),
+            "predicted": sliced["predicted_speedup"],
+            "reached of it ↑": sliced["share_of_predicted"],
+            "bytes ÷ dense ↓": sliced["parameter_bytes"]
+            / sliced["mode"].map(bytes_before),
+        }
+    ).reset_index(drop=True)
+
+
+def _at_once(measured: pd.DataFrame, keys: pd.DataFrame) -> dict[str, Any]:
+    """The column of sliced models that run all experts at once, if there are any."""
+    found = measured[measured["method"].eq("sliced_at_once")]
+    if found.empty:
+        return {}
+    speedups = found.set_index(["mode", "ratio"])["speedup_over_dense"]
+    return {"at once ÷ dense ↑": speedups[pd.MultiIndex.from_frame(keys)].to_numpy()}
+
+
+def serving_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/serving.py` for readers: each structure against dense.
+
+    Args:
+        measured: mode, structure, ratio, speedup_over_dense and share_of_predicted.
+    """
+    pruned = measured[measured["ratio"].gt(0)]
+    columns = {}
+    for structure, rows in pruned.groupby("structure", sort=False):
+        own = rows.set_index(["mode", "ratio"])
+        columns[f"{structure} ÷ dense ↑"] = own["speedup_over_dense"]
+        columns[f"{structure}: of predicted ↑"] = own["share_of_predicted"]
+    table = pd.DataFrame(columns)
+    order = pruned[["mode", "ratio"]].drop_duplicates()
+    table = table.loc[list(order.itertuples(index=False, name=None))].reset_index()
+    return table.assign(mode=table["mode"].str.replace("_", " "))
