@@ -1,7 +1,8 @@
 """`heapr-lab convert` and `provenance`: convert and describe files."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,14 +32,21 @@ def convert(
 def provenance(
     file: Annotated[
         Path,
-        typer.Argument(
-            help="A png, pdf, md, tex, csv or parquet file, or a checkpoint."
-        ),
+        typer.Argument(help="A png or parquet file, or a checkpoint."),
     ],
     as_json: options.AsJson = False,
 ) -> None:
     """Show where a file written by this package came from."""
     from heapr_lab.storage.provenance import read_provenance
 
-    found = read_provenance(file)
-    print_facts(found.facts() if as_json else dict(found.lines()), as_json=as_json)
+    said = {"file": str(file), **read_provenance(file)}
+    print_facts(said if as_json else _flat(said), as_json=as_json)
+
+
+def _flat(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested facts by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        whole = f"{before}{name}"
+        flat |= _flat(value, f"{whole}.") if isinstance(value, dict) else {whole: value}
+    return flat

@@ -84,7 +84,7 @@ Examples:
 """
 PROVENANCE_EXAMPLES = """\b
 Examples:
-  heapr-lab provenance figures/4_boundary.pdf
+  heapr-lab provenance figures/4_boundary.png
   heapr-lab provenance mask.parquet --json
   heapr-lab provenance pruned
 """

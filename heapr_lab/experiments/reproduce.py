@@ -276,9 +276,7 @@ def draw_all(
         )
         parts.append(executor.submit(draw).result if executor else draw)
     for name, frame in (("0_claims", found.claims), ("0_summary", found.summary)):
-        stem, provenance = folder / f"{name}_table", made_on | {"table": name}
-        write = functools.partial(write_table, frame, stem, provenance=provenance)
-        parts.append(write)
+        parts.append(functools.partial(write_table, frame, folder / f"{name}_table"))
     return lambda: [path for part in parts for path in part()]
 
 

@@ -32,7 +32,6 @@ from heapr_lab.figures import (
 from heapr_lab.figures.files import rows_text, save_figure, settle, write_files
 from heapr_lab.figures.style import figure_with, styled
 from heapr_lab.repr_html import card_html
-from heapr_lab.storage.provenance import rows_digest
 
 
 @dataclass(frozen=True)
@@ -196,16 +195,15 @@ class Display:
 
         Args:
             stem: path without a suffix; its folder is created.
-            provenance: plain data that says where the numbers come from; the kind and
-                the digest of the rows are added.
+            provenance: plain data that says where the numbers come from; the kind is
+                added.
 
         Returns:
             The three paths.
         """
-        rows = rows_text(self.frame)
-        said = {**(provenance or {}), "figure": self.kind, "data": rows_digest(rows)}
+        said = {**(provenance or {}), "figure": self.kind}
         paths = save_figure(self.figure_, stem, provenance=said)
-        return paths + write_files(stem, {"csv": rows.encode()})
+        return paths + write_files(stem, {"csv": rows_text(self.frame).encode()})
 
     @styled
     def _repr_png_(self) -> bytes:

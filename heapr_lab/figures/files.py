@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from heapr_lab.figures.style import styled
-from heapr_lab.storage.provenance import mark, rows_digest
+from heapr_lab.storage.hashing import canonical_json
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -49,16 +49,15 @@ def save_figure(
     """Write `figure` as `stem`.png and `stem`.pdf and return the two paths.
 
     The files contain no date and no version, so that equal figures give equal bytes.
-    `provenance` and its hash are written to the Description of the PNG and the Keywords
-    of the PDF, where `read_provenance` reads them.
+    `provenance` is the Description of the PNG, where `read_provenance` reads it, and
+    the Keywords of the PDF.
 
     Args:
         figure: the figure to write; its layout is fixed by `settle`.
         stem: path without a suffix; its folder is created.
-        provenance: plain data that says where the numbers come from. Its `data`, if
-            present, is the `rows_digest` of the rows that were drawn.
+        provenance: plain data that says where the numbers come from.
     """
-    title, said = Path(stem).name, mark(provenance)
+    title, said = Path(stem).name, canonical_json(provenance)
     metadata = {
         "png": {"Description": said, "Title": title, "Software": None},
         "pdf": {
@@ -98,41 +97,29 @@ def draw_files(
     Returns:
         The paths of figure (png, pdf), rows (csv) and table (csv, md, tex).
     """
-    rows, name = rows_text(data), stem.name
-    drawn = provenance | {"figure": name, "data": rows_digest(rows)}
-    figure = figure_of(data)
-    written = save_figure(figure, stem, provenance=drawn)
+    figure, rows = figure_of(data), rows_text(data).encode()
+    written = save_figure(figure, stem, provenance=provenance | {"figure": stem.name})
     plt.close(figure)
-    written += write_files(stem.parent / "data" / name, {"csv": rows.encode()})
+    written += write_files(stem.parent / "data" / stem.name, {"csv": rows})
     if table_of is not None:
-        said, beside = provenance | {"table": name}, stem.with_name(f"{name}_table")
-        written += write_table(table_of(data), beside, provenance=said)
+        written += write_table(table_of(data), stem.with_name(f"{stem.name}_table"))
     return written
 
 
-def write_table(
-    frame: pd.DataFrame,
-    stem: str | Path,
-    *,
-    provenance: dict[str, Any],
-) -> list[Path]:
+def write_table(frame: pd.DataFrame, stem: str | Path) -> list[Path]:
     """Write `frame` as `stem`.csv, `stem`.md and `stem`.tex and return the paths.
 
-    The CSV file contains only the table, with every digit. The Markdown and LaTeX
-    (booktabs) files are for readers: about four significant digits, a dash for a
-    missing value, and in a comment `provenance` and the `rows_digest` of the CSV file.
+    The CSV file has every digit. The Markdown and LaTeX (booktabs) files are for
+    readers: about four significant digits, a dash for a missing value.
 
     Args:
         frame: the table; its index is not written.
         stem: path without a suffix; its folder is created.
-        provenance: plain data that says where the numbers come from.
     """
-    rows = rows_text(frame)
-    said = mark(provenance | {"data": rows_digest(rows)})
     texts = {
-        "csv": rows,
-        "md": f"{table_markdown(frame)}\n<!-- {said} -->\n",
-        "tex": f"% {said}\n{table_latex(frame)}",
+        "csv": rows_text(frame),
+        "md": table_markdown(frame),
+        "tex": table_latex(frame),
     }
     return write_files(stem, {name: text.encode() for name, text in texts.items()})
 

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from heapr_lab.errors import HeaprLabError, SpecError
-from heapr_lab.figures import rows_text, save_figure, styled, write_table
+from heapr_lab.figures import save_figure, styled, write_table
 from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.jobs import alert, status
@@ -27,7 +27,6 @@ from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import files
-from heapr_lab.storage.provenance import rows_digest
 
 _NOTHING_YET = (
     "Nothing pinned yet. Pin saves the current selection; Run methods adds others."
@@ -221,7 +220,9 @@ class CompareTab(ipw.VBox):
         return figure
 
     def export(self, folder: Path | str) -> list[Path]:
-        """Write the figure and the tables of all rows, with their provenance.
+        """Write the figure and the tables of all rows.
+
+        The figure and the parquet file say where they came from.
 
         Returns:
             The files: PNG, PDF, CSV, Markdown, LaTeX, parquet.
@@ -241,13 +242,12 @@ class CompareTab(ipw.VBox):
                 for p in self.pins
             ],
             "methods": [row["label"] for row in self.runs.rows],
-            "data": rows_digest(rows_text(shown)),
         }
         folder.mkdir(parents=True, exist_ok=True)
         paths = save_figure(
             self.figure(frame), folder / "comparison", provenance=provenance
         )
-        paths += write_table(shown, folder / "comparison", provenance=provenance)
+        paths += write_table(shown, folder / "comparison")
         whole = folder / "comparison.parquet"
         files.write_frame(whole, frame, {"kind": "comparison", **provenance})
         return [*paths, whole]

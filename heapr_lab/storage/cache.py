@@ -36,12 +36,7 @@ logger = logging.getLogger(__name__)
 
 def cache_path(kind: str, key: Mapping[str, Any], *, extension: str) -> Path:
     """Path of the result of kind `kind` for `key`, whether it exists or not."""
-    return hashed_path(kind, digest(dict(key)), extension=extension)
-
-
-def hashed_path(kind: str, sha256: str, *, extension: str) -> Path:
-    """Path of the result of kind `kind` for the key with the hash `sha256`."""
-    return cache_dir() / kind / f"{sha256[:16]}.{extension}"
+    return cache_dir() / kind / f"{digest(dict(key))[:16]}.{extension}"
 
 
 def lock(path: Path | str) -> filelock.BaseFileLock:

@@ -22,7 +22,6 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.refinement.compensation import Compensation
 from heapr_lab.refinement.iterative import Rounds
-from heapr_lab.storage.provenance import Origin
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import Corpus
@@ -84,7 +83,6 @@ def shown_objects() -> dict[str, tuple[Any, list[str]]]:
             AtomCompression(Made(NASTY, 0.25, 7, {"alpha": 2}), keep_mask(), {0: 12}),
             ["0.25", "0.5", "alpha=2", "7"],
         ),
-        (Origin(Path(NASTY), "figure", {"a": {"b": NASTY}}), ["figure", "a.b"]),
     ]
     return {type(value).__name__: (value, said) for value, said in made}
 

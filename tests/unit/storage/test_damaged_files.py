@@ -111,14 +111,6 @@ def test_a_mask_without_what_it_says_of_itself(
         KeepMask.read(mask)
 
 
-@pytest.mark.parametrize("name", ["settings", "fingerprint"])
-def test_the_provenance_of_a_mask_that_lacks_a_part(mask: Path, name: str) -> None:
-    """It cannot be told."""
-    change_header(mask, lambda h: (h["metadata"].pop(name), h)[1])
-    with pytest.raises(CacheError, match=r"is missing.*another file, or make it"):
-        read_provenance(mask)
-
-
 ROWS: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "first row": lambda frame: frame.iloc[1:],
     "a row within": lambda frame: frame.drop(index=frame.index[4]),
@@ -203,22 +195,3 @@ def test_json_that_is_nested_deeply(tmp_path: Path) -> None:
     path.write_text("[" * 100_000)
     with pytest.raises(CacheError, match=r"deep\.json is truncated or is not JSON"):
         files.read_json(path)
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"selection": 1}', '{"selection": []}'])
-def test_the_manifest_of_a_checkpoint_that_lacks_a_part(
-    tmp_path: Path, text: str
-) -> None:
-    """It has nothing to tell."""
-    (tmp_path / "heapr_manifest.json").write_text(text)
-    with pytest.raises(CacheError, match="is damaged: a part of its provenance"):
-        read_provenance(tmp_path)
-
-
-def test_a_mark_that_is_nested_deeply(tmp_path: Path) -> None:
-    """Its hash cannot be that of what it says."""
-    path = tmp_path / "table.md"
-    said = '{"a": ' + "[" * 100_000 + "}"
-    path.write_text(f"<!-- heapr-lab provenance sha256:{'0' * 64} {said} -->")
-    with pytest.raises(CacheError, match="was changed after it was written"):
-        read_provenance(path)

@@ -39,5 +39,3 @@ def test_a_result_lies_under_the_hash_of_its_key(
     found = cache.cache_path("kind", {"x": 1}, extension="json")
     assert found == tmp_path / "kind" / f"{digest({'x': 1})[:16]}.json"
     assert found.name == "5041bf1f713df204.json"
-    named = cache.hashed_path("kind", "0123456789abcdef" * 4, extension="parquet")
-    assert named == tmp_path / "kind" / "0123456789abcdef.parquet"
