@@ -1,26 +1,26 @@
 """Executing notebooks without JupyterLab, so that committed outputs are reproducible.
 
-A notebook is executed in its own kernel and folder, with the values of its `parameters`
-cell replaced, and written in a normal form: the same sources, inputs and installed
-packages give the same bytes. Digests of the sources and inputs in its metadata, under
-`heapr_lab`, show whether it has to be executed again.
+A notebook is executed by nbclient in a kernel of its own, in its folder, with the
+values of its `parameters` cell replaced, and written in a normal form: the same
+sources, inputs and installed packages give the same bytes. Digests of the sources and
+inputs in its metadata, under `heapr_lab`, show whether it has to be executed again.
 """
 
-import ast
 import functools
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, as_completed
+from collections.abc import Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pandas as pd
 
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.errors import HeaprLabError
+from heapr_lab.experiments.workers import finished
 from heapr_lab.progress import Progress
 from heapr_lab.storage import files, paths
 from heapr_lab.storage.hashing import digest
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 def execute_notebook(
     path: Path | str,
     *,
-    parameters: Mapping[str, Any],
+    parameters: Mapping[str, str],
     inputs: str = "",
     output: Path | str | None = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -58,7 +58,7 @@ def execute_notebook(
 
     Args:
         path: the notebook; it runs in its folder.
-        parameters: values for names that its `parameters` cell assigns.
+        parameters: value of each name that its `parameters` cell assigns.
         inputs: digest of what the outputs depend on besides the sources; recorded.
         output: where the executed notebook is written; by default in place.
         timeout: seconds for one cell.
@@ -84,10 +84,9 @@ def execute_notebook(
 def execute_all(
     folder: Path | str,
     *,
-    parameters: Mapping[str, Any],
+    parameters: Mapping[str, str],
     inputs: str = "",
     output: Path | str | None = None,
-    timeout: float = TIMEOUT_SECONDS,
     force: bool = False,
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -102,7 +101,6 @@ def execute_all(
         parameters: as `execute_notebook`, for every notebook.
         inputs: as `execute_notebook`.
         output: folder of the executed notebooks; by default in place.
-        timeout: as `execute_notebook`.
         force: also execute those that are up to date.
         executor: executes them in parallel; None executes them one by one here.
         progress: called with (notebooks done, notebooks in all).
@@ -111,65 +109,34 @@ def execute_all(
         The notebooks that were executed, in order of name.
 
     Raises:
-        HeaprLabError: notebooks failed; each is named with its cell, and its file is
-            unchanged.
+        HeaprLabError: something is not a notebook, or notebooks failed; each is named
+            with its cell, and its file is unchanged.
     """
-    found = sorted(Path(folder).glob("*.ipynb"))
-    targets = {path: Path(output or folder) / path.name for path in found}
+    targets = {
+        path: Path(output or folder) / path.name
+        for path in sorted(Path(folder).glob("*.ipynb"))
+    }
     stale = [
         path
-        for path in found
-        if force or not _up_to_date(path, targets[path], parameters, inputs)
+        for path, target in targets.items()
+        if force or _recorded(target) != _record(_prepared(path, parameters), inputs)
     ]
-    execute = functools.partial(
-        execute_notebook, parameters=parameters, inputs=inputs, timeout=timeout
-    )
+    execute = functools.partial(execute_notebook, parameters=parameters, inputs=inputs)
     calls = {
         path: functools.partial(execute, path, output=targets[path])
         for path in reversed(stale)  # the last ones take longest
     }
     failures = {}
-    for through, (path, failure) in enumerate(_outcomes(calls, executor), start=1):
-        if failure is not None:
-            failures[path] = failure
+    for through, (path, future) in enumerate(finished(calls, executor), start=1):
+        failures[path] = future.exception()
         if progress is not None:
-            progress(len(found) - len(stale) + through, len(found))
-    if failures:
+            progress(len(targets) - len(stale) + through, len(targets))
+    failed = [str(failures[path]) for path in stale if failures[path] is not None]
+    if failed:
         raise HeaprLabError(
-            f"{len(failures)} of {len(stale)} notebooks failed:\n"
-            + "\n\n".join(failures[path] for path in sorted(failures))
+            f"{len(failed)} of {len(stale)} notebooks failed:\n" + "\n\n".join(failed)
         )
     return [targets[path] for path in stale]
-
-
-def _up_to_date(
-    path: Path, target: Path, parameters: Mapping[str, Any], inputs: str
-) -> bool:
-    try:
-        return _recorded(target) == _record(_prepared(path, parameters), inputs)
-    except HeaprLabError:  # raised again when it is executed
-        return False
-
-
-def _outcomes(
-    calls: Mapping[Path, Callable[[], Path]], executor: Executor | None
-) -> Iterator[tuple[Path, str | None]]:
-    """Each notebook when it is finished, with the error if it failed."""
-    if executor is None:
-        for path, call in calls.items():
-            yield path, _failure(call)
-        return
-    futures = {executor.submit(_failure, call): path for path, call in calls.items()}
-    for future in as_completed(futures):
-        yield futures[future], future.result()
-
-
-def _failure(call: Callable[[], Path]) -> str | None:
-    try:
-        call()
-    except HeaprLabError as error:
-        return str(error)
-    return None
 
 
 def read_notebook(path: Path | str) -> nbformat.NotebookNode:
@@ -187,9 +154,16 @@ def read_notebook(path: Path | str) -> nbformat.NotebookNode:
     return notebook
 
 
-def _prepared(path: Path, parameters: Mapping[str, Any]) -> nbformat.NotebookNode:
+def _prepared(path: Path, parameters: Mapping[str, str]) -> nbformat.NotebookNode:
+    """The notebook in a file, its `parameters` cell written anew."""
     notebook = read_notebook(path)
-    replace_parameters(notebook, parameters, name=path.name)
+    lines = [
+        f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        for name, value in parameters.items()
+    ]
+    for cell in notebook.cells:
+        if PARAMETERS_TAG in cell.metadata.get("tags", []):
+            cell.source = "\n".join(lines)
     return notebook
 
 
@@ -199,53 +173,23 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None
     Raises:
         HeaprLabError: a cell failed, took too long, or ended the kernel.
     """
-    from nbclient.exceptions import (
-        CellControlSignal,
-        CellExecutionError,
-        DeadKernelError,
-    )
-
-    started = [0]
-    client = _client(notebook, path, timeout)
-    client.on_cell_start = lambda **event: started.append(event["cell_index"])
-    try:
-        client.execute(env=_environment())
-    except CellExecutionError as error:
-        what = f"{error.ename}: {error.evalue}"
-    except (CellControlSignal, DeadKernelError, TimeoutError) as error:
-        what = str(error)
-    else:
-        return
-    raise HeaprLabError(
-        f"{path.name}, cell {started[-1] + 1} failed: {what}\nThe cell:\n"
-        f"{notebook.cells[started[-1]].source}\n"
-        "The file is unchanged; run the notebook in JupyterLab for details"
-    )
-
-
-def _client(notebook: nbformat.NotebookNode, path: Path, timeout: float) -> Any:
-    """A client that runs `notebook` in a new kernel of this Python, in its folder."""
-    # Imported here because they are slow and not needed if all is up to date.
-    from ipykernel.kernelspec import get_kernel_dict
-    from jupyter_client.kernelspec import KernelSpec
-    from jupyter_client.manager import AsyncKernelManager
+    # Imported here because it is slow and not needed if all is up to date.
     from nbclient import NotebookClient
+    from nbclient.exceptions import CellControlSignal, DeadKernelError
 
-    class ThisPython(AsyncKernelManager):
-        """Kernels of the running Python, not of the registered `python3` kernel."""
-
-        @property
-        def kernel_spec(self) -> KernelSpec:
-            options = ["--HistoryManager.enabled=False", "--log-level=ERROR"]
-            return KernelSpec(**get_kernel_dict(extra_arguments=options))
-
-    return NotebookClient(
+    client = NotebookClient(
         notebook,
-        kernel_manager_class=ThisPython,
         timeout=timeout,
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
+        extra_arguments=["--HistoryManager.enabled=False", "--log-level=ERROR"],
     )
+    try:
+        client.execute(env=_environment())
+    except (CellControlSignal, DeadKernelError) as error:
+        raise HeaprLabError(
+            f"{path.name} failed, and its file is unchanged: {error}"
+        ) from error
 
 
 def _environment() -> dict[str, str]:
@@ -280,86 +224,12 @@ def _record(notebook: nbformat.NotebookNode, inputs: str) -> dict[str, str]:
 
 
 def _recorded(path: Path) -> dict[str, str] | None:
+    """What an executed notebook was made from; None if it was edited since."""
     if not path.exists():
         return None
     notebook = read_notebook(path)
     record = dict(notebook.metadata.get(MARK, {}))
-    # It may have been edited since.
-    unchanged = record.get("sources") == sources_digest(notebook)
-    return record if unchanged else None
-
-
-def replace_parameters(
-    notebook: nbformat.NotebookNode, parameters: Mapping[str, Any], *, name: str
-) -> None:
-    """Replace the literals that the cell tagged `parameters` assigns.
-
-    Args:
-        notebook: changed in place.
-        parameters: a string, number, bool or None for each name.
-        name: name of the notebook in errors.
-
-    Raises:
-        SpecError: there is not exactly one such cell, it contains anything but literal
-            assignments, or it does not assign one of the names.
-    """
-    cell = _parameters_cell(notebook, name=name)
-    places = _assignments(cell.source, name=name)
-    unknown = sorted(set(parameters) - set(places))
-    if unknown:
-        raise SpecError(
-            f"{name} has no parameter {', '.join(unknown)}; its parameters are "
-            f"{', '.join(places)}"
-        )
-    lines = cell.source.splitlines()
-    for key, value in parameters.items():
-        place = places[key]
-        line = lines[place.lineno - 1].encode()
-        lines[place.lineno - 1] = (
-            line[: place.col_offset].decode()
-            + _literal(value)
-            + line[place.end_col_offset :].decode()
-        )
-    cell.source = "\n".join(lines)
-
-
-def _parameters_cell(
-    notebook: nbformat.NotebookNode, *, name: str
-) -> nbformat.NotebookNode:
-    cells = [
-        cell
-        for cell in notebook.cells
-        if PARAMETERS_TAG in cell.metadata.get("tags", [])
-    ]
-    if len(cells) != 1:
-        raise SpecError(
-            f"{name} has {len(cells)} cells tagged {PARAMETERS_TAG!r}, expected one; "
-            "tag the cell that assigns MODEL and PROFILE"
-        )
-    cell: nbformat.NotebookNode = cells[0]
-    return cell
-
-
-def _assignments(source: str, *, name: str) -> dict[str, ast.Constant]:
-    places = {}
-    for statement in ast.parse(source).body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=key)], value=ast.Constant() as place):
-                places[key] = place
-            case _:
-                raise SpecError(
-                    f"line {statement.lineno} of the parameters of {name} is "
-                    f"{ast.unparse(statement)!r}, expected NAME = literal; move it to "
-                    "another cell"
-                )
-    return places
-
-
-def _literal(value: Any) -> str:
-    # JSON strings are Python literals, in the double quotes of the formatter.
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    return repr(value)
+    return record if record.get("sources") == sources_digest(notebook) else None
 
 
 # --- what is written --------------------------------------------------------------

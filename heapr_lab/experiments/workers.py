@@ -6,28 +6,30 @@ divided. Steps that share only the cache can run in separate processes instead.
 
 import concurrent.futures
 import contextlib
-import functools
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
-
-import torch
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.progress import Progress
-from heapr_lab.workbench.workbench import Workbench
 
-Step = Callable[[Workbench], Any]
+if TYPE_CHECKING:  # notebooks are executed without torch
+    from heapr_lab.workbench.workbench import Workbench
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+Step = Callable[["Workbench"], Any]
 """A part of a run that fills the cache; it and its result can be pickled."""
 
 _SMALL = 100_000_000
 """Number of parameters below which one core is enough for a model."""
 _AT_MOST = 8
 
-_of_this_process: list[Callable[[], Workbench]] = []
+_of_this_process: list[Callable[[], "Workbench"]] = []
 """In a process of a pool: the function that opens its workbench."""
 
 
@@ -38,7 +40,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def default_workers(bench: Workbench) -> int:
+def default_workers(bench: "Workbench") -> int:
     """The number of cores (at most 8) for a small model on the CPU, else one."""
     weights = list(bench.model.parameters())
     small = sum(weight.numel() for weight in weights) < _SMALL
@@ -48,7 +50,7 @@ def default_workers(bench: Workbench) -> int:
 
 @contextlib.contextmanager
 def workers(
-    n: int, open_bench: Callable[[], Workbench]
+    n: int, open_bench: Callable[[], "Workbench"]
 ) -> Iterator[concurrent.futures.Executor | None]:
     """A pool of `n` processes, or None if `n` is 1.
 
@@ -87,7 +89,7 @@ def workers(
 
 def run_steps(
     steps: Sequence[Step],
-    bench: Workbench,
+    bench: "Workbench",
     executor: concurrent.futures.Executor | None,
     *,
     progress: Progress,
@@ -96,24 +98,50 @@ def run_steps(
 
     If a step fails, the results of finished steps stay in the cache.
     """
+    calls: dict[int, Callable[[], Any]] = {
+        place: partial(_work, step) if executor else partial(step, bench)
+        for place, step in enumerate(steps)
+    }
+    results = {}
+    for place, future in finished(calls, executor):
+        results[place] = future.result()
+        progress(len(results), len(steps))
+    return [results[place] for place in calls]
+
+
+def finished(
+    calls: Mapping[K, Callable[[], T]], executor: concurrent.futures.Executor | None
+) -> Iterator[tuple[K, concurrent.futures.Future[T]]]:
+    """Each call when it is done, run by the executor or, without one, here.
+
+    Args:
+        calls: what to call, by name; with an executor, it can be pickled.
+        executor: runs them in parallel.
+    """
     if executor is None:
-        given = []
-        for done, step in enumerate(steps, start=1):
-            given.append(step(bench))
-            progress(done, len(steps))
-        return given
-    futures = [executor.submit(_work, step) for step in steps]
-    waiting = concurrent.futures.as_completed(futures)
-    for done, future in enumerate(waiting, start=1):
-        future.result()
-        progress(done, len(steps))
-    return [future.result() for future in futures]
+        for name, call in calls.items():
+            yield name, _called(call)
+        return
+    names = {executor.submit(call): name for name, call in calls.items()}
+    for future in concurrent.futures.as_completed(names):
+        yield names[future], future
 
 
-def _begin(open_bench: Callable[[], Workbench], threads: int) -> None:
+def _called(call: Callable[[], T]) -> concurrent.futures.Future[T]:
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    try:
+        future.set_result(call())
+    except HeaprLabError as error:
+        future.set_exception(error)
+    return future
+
+
+def _begin(open_bench: Callable[[], "Workbench"], threads: int) -> None:
     """Initialise a new process."""
+    import torch
+
     signal.signal(signal.SIGINT, _leave)
-    _of_this_process.append(functools.cache(open_bench))
+    _of_this_process.append(cache(open_bench))
     os.environ["HEAPR_LAB_PROGRESS"] = "0"  # one bar is enough
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for notebook kernels it starts
     torch.set_num_threads(threads)

@@ -118,7 +118,7 @@ def test_runs_on_the_small_profile(name: str, stranger: Clone) -> None:
 @pytest.mark.usefixtures("stranger")  # has read the docstrings by then
 def test_runs_are_the_same_and_the_second_is_skipped(tmp_path: Path) -> None:
     """Two runs of the tour give the same bytes; a third finds nothing to do."""
-    parameters = {"PROFILE": "small"}
+    parameters = {"MODEL": "lab", "PROFILE": "small"}
     (tmp_path / NAMES[0]).write_bytes((FOLDER / NAMES[0]).read_bytes())
     (once,) = execute_all(tmp_path, parameters=parameters, force=True)
     first = once.read_bytes()
