@@ -6,7 +6,6 @@ Committed files are rewritten only with `publish`.
 """
 
 import functools
-import importlib
 import operator
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,13 @@ from matplotlib.figure import Figure
 from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments import claims, paper
-from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
+from heapr_lab.experiments.workers import (
+    Step,
+    default_workers,
+    finished,
+    run_steps,
+    workers,
+)
 from heapr_lab.figures.files import draw_files, write_table
 from heapr_lab.models.named import LAB
 from heapr_lab.progress import progress_bar
@@ -119,24 +124,21 @@ def reproduce(
     with workers(n_workers or default_workers(bench), open_bench) as executor:
         _harvest(bench, executor)
         corpora, skipped = paper.test_corpora()
-        found = find(bench, run_experiments(bench, corpora, executor))
-        drawing = draw_all(bench, found, folder, executor)
-        if notebooks:
-            # The import takes seconds, during which the figures are drawn.
-            importlib.import_module("heapr_lab.experiments.notebooks")
-        files = drawing()
+        measured = run_experiments(bench, corpora, executor)
+        found = claims.claims(measured.results, measured.tenths)
+        drawn = draw_all(bench, measured, found, folder, executor)
         executed: list[Path] = []
         if notebooks:
             output = None if publish else folder / "notebooks"
-            executed = _execute_notebooks(bench, name_or_path, files, output, executor)
+            executed = _execute_notebooks(bench, name_or_path, drawn, output, executor)
     return Summary(
         figures=folder,
-        files=files,
+        files=drawn,
         notebooks=executed,
         skipped=skipped,
         perplexity=_perplexities(bench, corpora),
         saved=bench.savings(Setting(0.25)).iloc[0],
-        claims=found.claims,
+        claims=found,
         seconds=time.perf_counter() - started,
     )
 
@@ -222,27 +224,6 @@ def _eliminate(bench: Workbench) -> None:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """Data shared by several figures and tables."""
-
-    measured: Measurements
-    savings: pd.DataFrame
-    claims: pd.DataFrame
-    summary: pd.DataFrame
-
-
-def find(bench: Workbench, measured: Measurements) -> Findings:
-    """Savings, claims and summary of the measurements."""
-    savings = paper.savings(bench, paper.all_settings())
-    return Findings(
-        measured=measured,
-        savings=savings,
-        claims=claims.claims(measured.results, measured.tenths),
-        summary=claims.summary_table(measured.results, savings),
-    )
-
-
-@dataclass(frozen=True)
 class Drawing:
     """A figure to draw, and its table, if it has one."""
 
@@ -253,20 +234,28 @@ class Drawing:
 
 
 def draw_all(
-    bench: Workbench, found: Findings, folder: Path, executor: Executor | None = None
-) -> Callable[[], list[Path]]:
+    bench: Workbench,
+    measured: Measurements,
+    found: pd.DataFrame,
+    folder: Path,
+    executor: Executor | None = None,
+) -> list[Path]:
     """Write every figure (png, pdf), table (csv, md, tex) and its data (csv).
 
-    Figures are drawn by the executor, if there is one: they take most of the time when
-    everything else is cached.
+    Args:
+        bench: the model.
+        measured: results of all experiments.
+        found: from `claims.claims`.
+        folder: where the files are written.
+        executor: draws figures in parallel; None draws them one by one here.
 
     Returns:
-        A function that waits for the figures and returns all written paths.
+        All written paths.
     """
+    savings = paper.savings(bench, paper.all_settings())
     made_on = _made_on(bench)
-    parts: list[Callable[[], list[Path]]] = []
-    for drawing in _of_the_paper(bench, found):
-        draw = functools.partial(
+    calls = {
+        drawing.name: functools.partial(
             draw_files,
             drawing.data,
             drawing.figure,
@@ -274,23 +263,27 @@ def draw_all(
             table_of=drawing.table,
             provenance=made_on,
         )
-        parts.append(executor.submit(draw).result if executor else draw)
-    for name, frame in (("0_claims", found.claims), ("0_summary", found.summary)):
-        parts.append(functools.partial(write_table, frame, folder / f"{name}_table"))
-    return lambda: [path for part in parts for path in part()]
+        for drawing in _drawings(bench, measured, savings)
+    }
+    futures = (future for _, future in finished(calls, executor))
+    written = [path for future in futures for path in future.result()]
+    written += write_table(found, folder / "0_claims_table")
+    summary = claims.summary_table(measured.results, savings)
+    written += write_table(summary, folder / "0_summary_table")
+    return sorted(written)
 
 
-def _of_the_paper(bench: Workbench, found: Findings) -> Iterator[Drawing]:
+def _drawings(
+    bench: Workbench, measured: Measurements, savings: pd.DataFrame
+) -> Iterator[Drawing]:
     """The paper's figures, each with its own data function."""
-    results, savings = found.measured.results, found.savings
+    results = measured.results
     common = results[results["ratio"].le(max(paper.METHOD_RATIOS))]
     layers = figures.layer_ratios_data(paper.layer_masks(bench))
     yield Drawing("1_layer_ratios", layers, figures.figure_layer_ratios)
-    tenths = figures.bins_data(found.measured.tenths)
+    tenths = figures.bins_data(measured.tenths)
     yield Drawing("2_bins", tenths, figures.figure_bins)
-    sizes = figures.calibration_size_data(
-        found.measured.sizes, ratio=paper.CALIBRATION_RATIO
-    )
+    sizes = figures.calibration_size_data(measured.sizes, ratio=paper.CALIBRATION_RATIO)
     yield Drawing("3_calibration_size", sizes, figures.figure_calibration_size)
     boundary = figures.boundary_data(results, savings)
     yield Drawing("4_boundary", boundary, figures.figure_boundary)
