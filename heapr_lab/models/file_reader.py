@@ -26,6 +26,7 @@ from transformers.utils import logging
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.composed_files import COMPOSED
 from heapr_lab.models.folders import DEQUANTISED, build, quantisation, read_config
+from heapr_lab.models.fp8 import Fp8Quantizer, check_grid, with_exact_blocks
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
 from heapr_lab.models.safetensors_headers import TORCH, read_source
 from heapr_lab.models.streamed import Stream
@@ -109,9 +110,10 @@ def _quantizer(config: Any, folder: Path) -> Any:
     if kind == METHOD:
         quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
     else:
-        settings |= {"dequantize": True}
+        settings = with_exact_blocks(settings | {"dequantize": True})
         chosen = AutoQuantizationConfig.from_dict(settings)
-        quantizer = AUTO_QUANTIZER_MAPPING[kind](chosen, pre_quantized=True)
+        method = settings["quant_method"]
+        quantizer = AUTO_QUANTIZER_MAPPING[method](chosen, pre_quantized=True)
     try:
         quantizer.validate_environment()
     except ValueError as error:
@@ -119,17 +121,25 @@ def _quantizer(config: Any, folder: Path) -> Any:
     return quantizer
 
 
-def _check_scales(every: list[FoundTensor]) -> None:
+def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
     """Check that every tensor in 8 or 4 bits has its scales.
 
     Raises:
-        LayoutError: one has none, and would be read as if they were 1.
+        LayoutError: one has none, and would be read as if they were 1, or FP8 weights
+            have scales of other blocks.
     """
-    names = {found.name for found in every}
+    tensors = {found.name: found.tensor for found in every}
     for found in every:
-        scales = _scales_of(found)
-        if scales and names.isdisjoint(scales):
-            raise LayoutError(f"{found} has no {scales[0]}: download the files again")
+        names = _scales_of(found)
+        scales = next((tensors[name] for name in names if name in tensors), None)
+        if names and scales is None:
+            raise LayoutError(f"{found} has no {names[0]}: download the files again")
+        if scales is not None and isinstance(quantizer, Fp8Quantizer):
+            block = quantizer.quantization_config.weight_block_size
+            try:
+                check_grid(found.tensor.shape, scales.shape, block)
+            except ValueError as error:
+                raise LayoutError(f"{found.file}: {found.name}: {error}") from error
 
 
 def _scales_of(found: FoundTensor) -> list[str]:
@@ -175,7 +185,7 @@ class FileReader:
         self._files = {path: _state(path) for path in stored}
         every = list(find_tensors(model, conversions, stored))
         check_whole(model, every, sliced=())
-        _check_scales(every)
+        _check_scales(every, quantizer)
         self._tensors: dict[str, list[FoundTensor]] = {}
         """Those of which each parameter or buffer is made."""
         known = model.state_dict()

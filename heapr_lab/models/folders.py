@@ -25,6 +25,7 @@ from transformers import (
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.families import refuse_by_name
+from heapr_lab.models.fp8 import FP8, with_exact_blocks
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import refuse_holes
 from heapr_lab.models.safetensors_headers import names_in
@@ -177,7 +178,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(any(folder.glob(name)) for name in _VOCABULARIES)
 
 
-DEQUANTISED = ("fp8", "mxfp4")
+DEQUANTISED = (FP8, "mxfp4")
 """Formats of quantised weights that are dequantised when they are read."""
 
 
@@ -208,6 +209,9 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     generation = Path(source) / "generation_config.json"
     if generation.is_file():  # transformers ignores a damaged one
         _read_object(generation)
+    if quantisation(config) == FP8:
+        config.quantization_config = with_exact_blocks(config.quantization_config)
+        options["config"] = config
     with _named(source, "weights or config.json"), _without_report():
         loaded: Any = _auto_class(config).from_pretrained(
             source,

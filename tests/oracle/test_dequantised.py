@@ -1,6 +1,7 @@
 """Quantised checkpoints, streamed and dequantised, against what transformers loads."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tiny_folder import D_VOCAB, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.folders import quantisation, read_config
@@ -38,27 +39,47 @@ KINDS = {
 }
 
 
-def in_fp8(folder: Path) -> None:
-    """Rewrite the matrices of every layer in blocks of 4 x 4, each with its scale."""
+def in_fp8(folder: Path, block: tuple[int, int] = (4, 4)) -> dict[str, torch.Tensor]:
+    """Rewrite the matrices of every layer in blocks, each with its scale.
+
+    Returns:
+        What the matrices are then, each weight multiplied by its block's scale.
+    """
     path = folder / "model.safetensors"
-    tensors, found = load_file(path), {}
+    tensors, found, exact = load_file(path), {}, {}
     for name, own in tensors.items():
         quantised = own.dim() == 2 and "_proj" in name and "layers" in name
         if not quantised:
             found[name] = own
             continue
-        blocks = own.float().unflatten(0, (-1, 4)).unflatten(2, (-1, 4))
-        scale = blocks.abs().amax((1, 3)) / 448
-        small = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
-        found[name] = small.to(torch.float8_e4m3fn)
+        scale = scales_of(own.float(), block)
+        every = of_each_weight(scale, own.shape, block)
+        found[name] = (own.float() / every).to(torch.float8_e4m3fn)
         found[f"{name}_scale_inv"] = scale
+        exact[name] = found[name].float() * every
     save_file(found, path, metadata={"format": "pt"})
     configure(
         folder,
         quant_method="fp8",
-        weight_block_size=[4, 4],
+        weight_block_size=block,
         activation_scheme="dynamic",
     )
+    return exact
+
+
+def scales_of(own: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The scale of each block, of which the last ones may be smaller."""
+    rows = own.split(block[0])
+    largest = [[b.abs().max() for b in row.split(block[1], 1)] for row in rows]
+    return torch.tensor(largest) / 448
+
+
+def of_each_weight(
+    scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]
+) -> torch.Tensor:
+    """The scale of each weight, by its block."""
+    rows = scale.repeat_interleave(block[0], 0)[: shape[0]]
+    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
 def in_mxfp4(folder: Path) -> None:
@@ -229,6 +250,58 @@ def test_missing_scales_are_an_error(quantised: tuple[Path, Any]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(LayoutError, match=lost):
         load_model(quantised[0], device="cpu", stream=True)
+
+
+DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""kv_a_proj_with_mqa has 576 rows, as DeepSeek-V3's: four blocks of 128 and a half."""
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("family", "changes", "block"),
+    [("qwen3_moe", {}, (6, 5)), ("deepseek_v3", DEEPSEEK, (128, 128))],
+)
+def test_the_last_block_may_be_smaller(
+    family: str, changes: dict[str, int], block: tuple[int, int], stream: bool,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Each weight is multiplied by the scale of its block of the configured size."""
+    model = tiny_model(family, dtype=torch.bfloat16, **changes)
+    model.save_pretrained(tmp_path / "dense")
+    write_tokenizer(tmp_path / "dense")
+    shutil.copytree(tmp_path / "dense", tmp_path / "exact")
+    exact = in_fp8(tmp_path / "dense", block)
+    assert any(own.shape[0] % block[0] for own in exact.values())
+    path = tmp_path / "exact" / "model.safetensors"
+    save_file(load_file(path) | exact, path, metadata={"format": "pt"})
+    wanted, _ = load_model(tmp_path / "exact", device="cpu", stream=False)
+    found, _ = load_model(tmp_path / "dense", device="cpu", stream=stream)
+    reader = stream_of(found)
+    own = found.state_dict() if reader is None else dict(reader.each(torch.clone))
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(own[name], tensor), name
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("grid", ["transposed", "rows", "columns"])
+def test_scales_of_other_blocks_are_refused(
+    grid: str, stream: bool, tmp_path: Path
+) -> None:
+    """In one line, where rows and columns could be divided by them all the same."""
+    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    write_tokenizer(tmp_path / "dense")
+    in_fp8(tmp_path / "dense")
+    path = tmp_path / "dense" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    scale = tensors[f"{name}_scale_inv"]
+    assert tensors[name].shape == (16, 8)
+    assert scale.shape == (4, 2)
+    others = {"transposed": scale.T, "rows": scale[::2], "columns": scale[:, :1]}
+    tensors[f"{name}_scale_inv"] = others[grid].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(HeaprLabError, match=r"expected 4 x 2 for blocks of 4 x 4"):
+        load_model(tmp_path / "dense", device="cpu", stream=stream)
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "bitsandbytes"])

@@ -1,0 +1,105 @@
+"""FP8 weights, dequantised in blocks of the size that their configuration names.
+
+transformers derives the size from the grid of scales, and divides rows and columns
+evenly among them. That is wrong wherever the last block is smaller than the others: 24
+rows in blocks of 16 have a scale for 16 rows and one for 8, not two for 12.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import FineGrainedFP8Config
+from transformers.core_model_loading import WeightConverter
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.quantizers.auto import (
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+FP8 = "fp8"
+_OURS = "heapr_fp8"
+"""The format under which transformers finds the classes below."""
+_EIGHT_BITS = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def with_exact_blocks(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of quantised weights, read by the classes below if they are FP8."""
+    if settings.get("quant_method") != FP8:
+        return settings
+    return settings | {"quant_method": _OURS}
+
+
+def check_grid(
+    weight: tuple[int, ...], scales: tuple[int, ...], block: Sequence[int] | None
+) -> None:
+    """Check that there is one scale for each block, of which the last may be smaller.
+
+    Args:
+        weight: shape of the weights, (..., rows, columns).
+        scales: shape of their scales; one without axes is that of the whole matrix.
+        block: rows and columns of a block, if the configuration names them; else one
+            scale is expected for the whole matrix.
+
+    Raises:
+        ValueError: there are others.
+    """
+    rows, columns = block or weight[-2:]
+    expected = -(-weight[-2] // rows), -(-weight[-1] // columns)
+    if len(scales) > 1 and tuple(scales[-2:]) != expected:
+        raise ValueError(
+            f"weights of {tuple(weight)} have scales of {tuple(scales)}, expected "
+            f"{expected[0]} x {expected[1]} for blocks of {rows} x {columns} "
+            "(weight_block_size in config.json): download both again"
+        )
+
+
+class BlockDequantize(Fp8Dequantize):  # type: ignore[misc]
+    """transformers' operation, on weights that are padded to whole blocks."""
+
+    def _dequantize_one(
+        self, quantized: torch.Tensor, scales: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        if quantized.dtype not in _EIGHT_BITS or scales.dim() < 2:
+            return super()._dequantize_one(quantized, scales, **options)
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        check_grid(quantized.shape, scales.shape, block)
+        rows, columns = quantized.shape[-2:]
+        n_rows, n_columns = block or (rows, columns)
+        missing = 0, -columns % n_columns, 0, -rows % n_rows
+        padded = F.pad(quantized.float(), missing)
+        whole = super()._dequantize_one(padded, scales, **options)
+        return whole[..., :rows, :columns].contiguous()
+
+
+@register_quantization_config(_OURS)
+class Fp8Config(FineGrainedFP8Config):  # type: ignore[misc]
+    """transformers' settings, for weights that are always dequantised."""
+
+    def post_init(self) -> None:
+        """Check the settings."""
+        super().post_init()
+        self.dequantize = True
+
+
+@register_quantizer(_OURS)
+class Fp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+    """transformers' quantizer, with blocks of the size that is configured."""
+
+    def update_weight_conversions(self, conversions: Any, *args: Any) -> list[Any]:
+        """The conversions, with transformers' operation replaced by `BlockDequantize`.
+
+        Args:
+            conversions: of the model's family.
+            args: the model, in versions of transformers that give it.
+        """
+        found: list[Any] = super().update_weight_conversions(conversions, *args)
+        for converter in found:
+            if isinstance(converter, WeightConverter):
+                converter.operations = [
+                    BlockDequantize(self) if isinstance(own, Fp8Dequantize) else own
+                    for own in converter.operations
+                ]
+        return found
