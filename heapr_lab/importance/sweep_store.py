@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from safetensors import safe_open
@@ -26,7 +27,7 @@ from heapr_lab.storage.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-_KEY = "key.json"
+_KEY, _GROUP = "key.json", "group"
 _SHARE_OF_FREE = 0.5
 """Of the free memory, if no budget is given."""
 _SHARE_OF_DISK = 0.9
@@ -138,7 +139,8 @@ class SweepStore:
     def _write(self, name: str, group: dict[str, torch.Tensor]) -> None:
         try:
             with files.replacing(self._path(name)) as temporary:
-                save_file(group, temporary)
+                about = files.sealed(_values(group), {_GROUP: self._path(name).stem})
+                save_file(group, temporary, metadata=about)
         except OSError as error:
             raise HeaprLabError(
                 f"{self.folder} cannot take {name} ({error.strerror}): free space "
@@ -149,8 +151,30 @@ class SweepStore:
     def _read(self, path: Path) -> Group:
         if not path.exists():
             raise CacheError(f"{path} is missing: delete {self.folder}, and run again")
-        with files.readable(path), safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        try:
+            with files.readable(path), safe_open(path, framework="pt") as file:
+                found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                about = files.unsealed(file.metadata(), _values(found), path)
+        except CacheError as error:
+            raise CacheError(
+                f"{path} is damaged: delete {self.folder}, and run again"
+            ) from error
+        if about.get(_GROUP) != path.stem:
+            raise CacheError(
+                f"{path} has the contents of {about.get(_GROUP)}: delete "
+                f"{self.folder}, and run again"
+            )
+        return found
+
+
+def _values(group: Group) -> dict[str, np.ndarray]:
+    """Names, types and shapes of tensors, with their bytes."""
+    return {
+        f"{name} {tensor.dtype} {tuple(tensor.shape)}": tensor.reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        for name, tensor in group.items()
+    }
 
 
 def temporary(budget: int) -> SweepStore:
@@ -197,11 +221,13 @@ def _claim(folder: Path, key: Mapping[str, Any]) -> None:
     Raises:
         CacheError: it belongs to another pass.
     """
-    found = files.read_json(folder / _KEY) if (folder / _KEY).exists() else None
-    if found is not None and found.get("pass") != key["pass"]:
+    there = (folder / _KEY).exists()
+    found = files.read_json(folder / _KEY) if there else {}
+    own = isinstance(found, dict) and found.get("pass") == key["pass"]
+    if there and not own:
         raise CacheError(
             f"{folder} is the state of another pass (another model or calibration "
-            "set); delete it, or give another file"
+            "set), or damaged; delete it, or give another file"
         )
     if found != dict(key):
         shutil.rmtree(folder, ignore_errors=True)

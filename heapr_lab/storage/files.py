@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import stat
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from heapr_lab.storage.paths import cache_dir
 SCHEMA_VERSION = 1
 """Increased whenever files of an older version can no longer be read."""
 
-_KEY = "heapr_lab"
+_KEY, _CRC = "heapr_lab", "crc32"
 
 
 def remedy(path: Path) -> str:
@@ -276,20 +277,55 @@ def save_state(
     path: Path | str, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]
 ) -> None:
     """Write named arrays and plain `meta` as safetensors, atomically."""
-    header = {"schema": SCHEMA_VERSION, "metadata": dict(meta)}
     whole = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     with replacing(path) as temporary:
-        save_file(whole, temporary, metadata={_KEY: canonical_json(header)})
+        save_file(whole, temporary, metadata=sealed(whole, meta))
 
 
 def load_state(path: Path | str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays and the meta that `save_state` wrote to `path`.
 
     Raises:
-        CacheError: the file is truncated, or was not written by `save_state`.
+        CacheError: the file is truncated or damaged, or was not written by
+            `save_state`.
     """
     path = Path(path)
     with readable(path), safe_open(path, framework="numpy") as file:
-        meta = _metadata((file.metadata() or {}).get(_KEY), path)
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return arrays, meta
+        return arrays, unsealed(file.metadata(), arrays, path)
+
+
+def sealed(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of a safetensors file: `meta`, with a checksum of all of it."""
+    header = {"schema": SCHEMA_VERSION, "metadata": dict(meta)}
+    return {_KEY: canonical_json(header | {_CRC: _crc(arrays, meta)})}
+
+
+def unsealed(
+    metadata: Mapping[str, str] | None, arrays: Mapping[str, np.ndarray], path: Path
+) -> dict[str, Any]:
+    """The `meta` that `arrays` were sealed with in the file `path`.
+
+    Files of versions that wrote no checksum are taken as they are.
+
+    Raises:
+        CacheError: the arrays or the meta are not those that were sealed.
+    """
+    header = (metadata or {}).get(_KEY)
+    meta = _metadata(header, path)
+    stated = json.loads(header or "{}").get(_CRC)
+    if stated is not None and stated != _crc(arrays, meta):
+        raise CacheError(
+            f"{path} is damaged: its checksum is not that of its contents; "
+            f"{remedy(path)}"
+        )
+    return meta
+
+
+def _crc(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> int:
+    """CRC-32 of names, types, shapes and values, and of `meta`."""
+    found = zlib.crc32(canonical_json(dict(meta)).encode())
+    for name, array in sorted(arrays.items()):
+        found = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), found)
+        found = zlib.crc32(array, found)
+    return found

@@ -150,10 +150,10 @@ def test_a_full_disk_is_named(
     model, state = opened(folder), tmp_path / "pass.state"
     save = sweep_store.save_file
 
-    def full(group: Any, path: Path) -> None:
+    def full(group: Any, path: Path, **options: Any) -> None:
         if "out-2-0" in path.name:
             raise OSError(28, "No space left on device")
-        save(group, path)
+        save(group, path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(sweep_store, "save_file", full)
@@ -273,12 +273,21 @@ def test_the_state_of_another_pass_is_refused(model: Any, tmp_path: Path) -> Non
     assert found.frame.equals(whole.frame)
 
 
-def test_a_damaged_state_is_named(model: Any, tmp_path: Path) -> None:
-    """The file, and what to do."""
+@pytest.mark.parametrize("damage", ["cut", "a bit", "exchanged"])
+def test_a_damaged_state_is_named(damage: str, model: Any, tmp_path: Path) -> None:
+    """The file, and what to do, for each after which the table would be another."""
     state = tmp_path / "pass.state"
     interrupted(model, state, 6, batch_size=2)
     path = tmp_path / "pass.sweeps" / "from-0-out-0-1.safetensors"
-    path.write_bytes(path.read_bytes()[:-3])
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1 << 6
+    match damage:
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-3])
+        case "a bit":
+            path.write_bytes(content)
+        case "exchanged":
+            path.write_bytes(path.with_name("from-0-out-0-0.safetensors").read_bytes())
     with pytest.raises(CacheError, match=path.name):
         collect_statistics(model, WINDOWS, batch_size=2, state=state)
 

@@ -137,6 +137,34 @@ def test_the_budget_is_half_of_what_is_free(
     assert found == [500, 0, 7]
 
 
+@pytest.mark.parametrize("damage", ["a bit", "a name", "another file", "nothing left"])
+def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
+    """By name, with what to do; two files that were exchanged are damaged, too."""
+    store = SweepStore(tmp_path, budget=0, durable=False)
+    own = {"x": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)}
+    for name in ("a", "b"):
+        store.put(name, own)
+        assert torch.equal(store.get(name)["x"], own["x"])
+    path = tmp_path / "-a.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    match damage:
+        case "a bit":
+            path.write_bytes(content)
+        case "a name":
+            renamed = path.read_bytes().replace(b'"x":', b'"y":')
+            path.write_bytes(renamed)
+        case "another file":
+            shutil.copy(tmp_path / "-b.safetensors", path)
+        case "nothing left":
+            path.write_bytes(b"")
+    with pytest.raises(
+        CacheError, match=rf"-a\.safetensors .*: delete {tmp_path}, and"
+    ):
+        store.get("a")
+    assert torch.equal(store.get("b")["x"], own["x"])
+
+
 # --- a pass that goes on -------------------------------------------------------------
 
 
@@ -183,6 +211,17 @@ def test_another_pass_is_refused(tmp_path: Path) -> None:
         killed(state, other, "b", 2.0)
     with opened(state, KEY, budget=0) as store:
         assert value(store.get("a")) == 1.0
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "7", '{"pass": []}', "{"])
+def test_a_damaged_key_is_refused(text: str, tmp_path: Path) -> None:
+    """Nothing of the folder is taken, or removed."""
+    state = tmp_path / "pass.sweeps"
+    killed(state, KEY, "a", 1.0)
+    (state / "key.json").write_text(text)
+    with pytest.raises(CacheError, match=r"pass\.sweeps"):
+        killed(state, KEY, "b", 2.0)
+    assert files(state) == {"-a"}
 
 
 def test_temporary_files_are_removed(

@@ -1,5 +1,6 @@
 """How a file takes the place of another, and how it is laid out."""
 
+import json
 import os
 import re
 import stat
@@ -239,6 +240,40 @@ def test_a_state_without_our_header_is_foreign(tmp_path: Path) -> None:
         save_file({"x": np.ones(2)}, path, metadata=metadata)
         with pytest.raises(CacheError, match="was not written by heapr_lab"):
             files.load_state(path)
+
+
+@pytest.mark.parametrize("bit", [0, 3, 7])
+def test_a_flipped_bit_of_a_state_is_noticed(tmp_path: Path, bit: int) -> None:
+    """Wherever it is, the file is refused by name, or has what was written."""
+    path = tmp_path / "s.safetensors"
+    arrays = {"x": np.arange(4.0), "n": np.array(7)}
+    files.save_state(path, arrays, {"done": 3})
+    whole = path.read_bytes()
+    refused = []
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= 1 << bit
+        path.write_bytes(changed)
+        try:
+            found, meta = files.load_state(path)
+        except CacheError as error:
+            refused.append(str(error))
+            continue
+        assert meta == {"done": 3}
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found[name], array, strict=True)
+    assert all(path.name in message for message in refused)
+    assert len(refused) > 0.8 * len(whole)
+
+
+def test_a_state_without_a_checksum_is_read(tmp_path: Path) -> None:
+    """As versions wrote it that knew none."""
+    path = tmp_path / "s.safetensors"
+    header = {"schema": 1, "metadata": {"done": 3}}
+    save_file({"x": np.ones(2)}, path, metadata={"heapr_lab": json.dumps(header)})
+    arrays, meta = files.load_state(path)
+    assert meta == {"done": 3}
+    np.testing.assert_array_equal(arrays["x"], np.ones(2))
 
 
 def test_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
