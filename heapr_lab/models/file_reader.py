@@ -206,7 +206,7 @@ class FileReader:
 
     @property
     def state(self) -> str:
-        """A digest of the sizes and times of the files."""
+        """A digest of the numbers, sizes and times of the files."""
         return hashlib.sha256(repr(sorted(self._files.items())).encode()).hexdigest()
 
     def tensors_of(self, names: Collection[str]) -> list[FoundTensor]:
@@ -250,17 +250,28 @@ class FileReader:
             HeaprLabError: the files changed.
         """
         tensors = self.tensors_of(names)
-        for path in {found.file for found in tensors}:
-            if _state(path) != self._files[path]:
-                raise HeaprLabError(
-                    f"{path} has changed since the model was opened, so its layers "
-                    "would be of two models: load it again"
-                )
+        self._check_unchanged(tensors)
         groups = [self._tensors[name] for name in names if name in self._tensors]
         with _without_bar():
             for group in sorted(groups, key=_n_bytes, reverse=True):
                 self._read_together(group)
+        self._check_unchanged(tensors)  # since the check before they were opened
         self._n_bytes_read += _n_bytes(tensors)
+
+    def _check_unchanged(self, tensors: Iterable[FoundTensor]) -> None:
+        """Check that the files of `tensors` are those that the headers were read from.
+
+        Raises:
+            HeaprLabError: one was replaced, written to or deleted.
+        """
+        for path in {found.file for found in tensors}:
+            now = _state(path) if path.exists() else None
+            if now != self._files[path]:
+                what = "was deleted" if now is None else "has changed"
+                raise HeaprLabError(
+                    f"{path} {what} since the model was opened, so its layers would be "
+                    "of two models: load it again"
+                )
 
     def _read_together(self, tensors: list[FoundTensor]) -> None:
         """Read the tensors of one parameter, or of several that are stored together.
@@ -321,6 +332,7 @@ def _without_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _state(path: Path) -> tuple[int, int]:
+def _state(path: Path) -> tuple[int, ...]:
+    """Which file it is, and what changes with any write to it."""
     now = path.stat()
-    return now.st_size, now.st_mtime_ns
+    return now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns

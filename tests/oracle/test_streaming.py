@@ -2,9 +2,10 @@
 
 import gc
 import json
+import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,50 @@ def test_files_that_change_are_refused(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(SpecError, match=file.name):
         load_model(folder, device="cpu", stream=True)
+
+
+def _replaced(path: Path) -> None:
+    """Another file of the same name, size and time of writing."""
+    other, before = path.with_name("other"), path.stat()
+    other.write_bytes(bytes(reversed(path.read_bytes())))
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(path)
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert path.stat().st_size == before.st_size
+
+
+def _written_to(path: Path) -> None:
+    """The same file with other bytes, whose time of writing is set back."""
+    before = path.stat()
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_replaced, "has changed"),
+        (_written_to, "has changed"),
+        (Path.unlink, "was deleted"),
+    ],
+)
+def test_a_shard_that_changes_within_a_pass(
+    change: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
+    """No table of two models, and no traceback: the file is named."""
+    folder = written("qwen3_moe", tmp_path)
+    _, model = both(folder)
+    names = stream(model).part_names()[0]
+    (path, *_) = {found.file for found in stream(model).reader.tensors_of(names)}
+
+    changes = iter([change])
+
+    def progress(_done: int, _total: int) -> None:
+        for first in changes:
+            first(path)
+
+    with pytest.raises(HeaprLabError, match=f"{path.name} {said} since"):
+        collect_statistics(model, WINDOWS, batch_size=1, progress=progress)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
