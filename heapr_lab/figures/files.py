@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from heapr_lab.figures.style import styled
+from heapr_lab.storage.files import replacing
 from heapr_lab.storage.hashing import canonical_json
 
 _LATEX = {
@@ -132,10 +133,10 @@ def write_files(stem: str | Path, contents: Mapping[str, bytes]) -> list[Path]:
         contents: what each file contains; the suffixes are without a dot.
     """
     stem = Path(stem)
-    stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in contents]
     for path, content in zip(paths, contents.values(), strict=True):
-        path.write_bytes(content)
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
     return paths
 
 

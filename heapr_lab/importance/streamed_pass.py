@@ -52,9 +52,8 @@ class StreamedPass:
             check: called after each batch in a layer with its number and its windows.
 
         Raises:
-            SpecError: there is no room for one window.
+            SpecError: there is no room for one window, or a file cannot be written.
             CacheError: the state belongs to another pass, or is damaged.
-            HeaprLabError: a file cannot be written.
         """
         norms: Norms = {}
         key = {"pass": self.key, "batch_size": self.batch_size}

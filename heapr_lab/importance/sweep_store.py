@@ -20,9 +20,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from heapr_lab.errors import CacheError, HeaprLabError, SpecError
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.streamed import Stream
 from heapr_lab.storage import files
+from heapr_lab.storage.disk import writable
 from heapr_lab.storage.paths import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class SweepStore:
         """Keep a group.
 
         Raises:
-            HeaprLabError: it cannot be written.
+            SpecError: it cannot be written.
         """
         own = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
         size = sum(tensor.nbytes for tensor in own.values())
@@ -137,16 +138,9 @@ class SweepStore:
         return self.folder / f"{self._section}-{name}.safetensors"
 
     def _write(self, name: str, group: dict[str, torch.Tensor]) -> None:
-        try:
-            with files.replacing(self._path(name)) as temporary:
-                about = files.sealed(_values(group), {_GROUP: self._path(name).stem})
-                save_file(group, temporary, metadata=about)
-        except OSError as error:
-            raise HeaprLabError(
-                f"{self.folder} cannot take {name} ({error.strerror}): free space "
-                "there, or set $HEAPR_CACHE_DIR to a larger disk, and run again; what "
-                "is finished is kept"
-            ) from error
+        with files.replacing(self._path(name)) as temporary:
+            about = files.sealed(_values(group), {_GROUP: self._path(name).stem})
+            save_file(group, temporary, metadata=about)
 
     def _read(self, path: Path) -> Group:
         if not path.exists():
@@ -180,8 +174,9 @@ def _values(group: Group) -> dict[str, np.ndarray]:
 def temporary(budget: int) -> SweepStore:
     """A store whose files are removed with it, and when the process ends."""
     parent = cache_dir() / "sweeps"
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=parent))
+    with writable(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=parent))
     store = SweepStore(folder, budget=budget, durable=False)
     weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
     return store
@@ -231,7 +226,6 @@ def _claim(folder: Path, key: Mapping[str, Any]) -> None:
         )
     if found != dict(key):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         files.write_json(folder / _KEY, dict(key))
         return
     for partial in folder.glob(".partial-*"):

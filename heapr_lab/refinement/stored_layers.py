@@ -31,7 +31,7 @@ class LayerStore:
         """The sums of all layers, put into the store.
 
         Raises:
-            HeaprLabError: a file cannot be written.
+            SpecError: a file cannot be written.
         """
         layers, span = [], ""
         for layer, own in found:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import filelock
-from safetensors import SafetensorError
 
 from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.storage.disk import writable
 from heapr_lab.storage.files import (
     read_json,
     remedy,
@@ -143,7 +143,7 @@ def cached_folder(
     """
     folder = cache_dir() / kind / digest(dict(key))[:16] / name
     if not folder.is_dir():
-        with _writable(folder):
+        with writable(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _locked(folder):
                 if not folder.is_dir():  # else another made it while this one waited
@@ -165,29 +165,14 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
         partial.replace(folder)
 
 
-@contextlib.contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    """Errors of the disk while `folder` is made become one that says what to do.
-
-    Raises:
-        SpecError: it cannot be written.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise SpecError(
-            f"{folder} could not be written ({' '.join(str(error).split())}): free "
-            "some space, or set HEAPR_CACHE_DIR to a folder on another disk"
-        ) from error
-
-
 def _locked(path: Path) -> filelock.AcquireReturnProxy:
     guard = lock(path)
-    try:
-        return guard.acquire(timeout=0)
-    except filelock.Timeout:
-        logger.info("waiting for %s, which another is computing", path)
-        return guard.acquire()
+    with writable(path):
+        try:
+            return guard.acquire(timeout=0)
+        except filelock.Timeout:
+            logger.info("waiting for %s, which another is computing", path)
+            return guard.acquire()
 
 
 def _key_path(path: Path) -> Path:

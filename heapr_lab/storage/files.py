@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from heapr_lab.errors import CacheError
+from heapr_lab.storage.disk import writable
 from heapr_lab.storage.hashing import canonical_json
 from heapr_lab.storage.paths import cache_dir
 
@@ -48,18 +49,22 @@ def replacing(path: Path | str) -> Iterator[Path]:
     The temporary name begins with `.partial-` and ends like `path`, so that writers
     which look at the extension see the right one. If the block raises, the temporary
     file is removed and `path` is unchanged.
+
+    Raises:
+        SpecError: it cannot be written, as where the disk is full.
     """
     path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
-    try:
-        mode = _mode_of_new(temporary)
-        yield temporary
-        if temporary.is_file():  # safetensors' files are readable by their owner only
-            temporary.chmod(mode)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            mode = _mode_of_new(temporary)
+            yield temporary
+            if temporary.is_file():  # safetensors' are readable by their owner only
+                temporary.chmod(mode)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def checksum(path: Path) -> str:

@@ -13,6 +13,7 @@ import pandas as pd
 from heapr_lab.errors import CacheError
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.cache import cache_path, lock
+from heapr_lab.storage.disk import writable
 from heapr_lab.storage.files import read_frame, remedy, write_frame
 from heapr_lab.storage.hashing import canonical_json
 
@@ -39,7 +40,8 @@ def cached_rows(
         progress: called with (rows done, rows in all).
     """
     path = cache_path(kind, key, extension="parquet")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     report = progress or no_report
     with lock(path):
         rows = _read(path, key)

@@ -356,7 +356,8 @@ def test_a_full_disk_is_one_line(
             load_model("smollm2")
     said = one_line(error, cache)
     assert str(cache) in said
-    assert "set HEAPR_CACHE_DIR to a folder on another disk" in said
+    assert "free some space, or choose another place" in said
+    assert f"$HEAPR_CACHE_DIR (now {cache}) for the cache" in said
     monkeypatch.setenv(VARIABLE, str(tiny))
     assert (smollm2_folder() / "model.safetensors").is_file()
 

@@ -1,0 +1,109 @@
+"""A disk that is full, or a folder that cannot be written: one line, nothing lost."""
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import full_keep
+from score_tables import make_table
+from tiny_folder import write_tokenizer
+
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.errors import SpecError
+from heapr_lab.figures.files import write_files
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.loading import load_model
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.storage import cache, disk, files, rows
+from heapr_lab.text.calibration import CalibrationSet
+
+MASK = KeepMask.from_arrays({0: [[True, False]]})
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """The system refuses to write a byte to any file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def checkpoint(folder: Path) -> None:
+    """Save a model that is pruned of nothing."""
+    model = tiny_model("qwen3_moe", dtype=torch.float32)
+    save_pruned(prune(model, full_keep(model)), folder)
+
+
+def row(numbers: list[int]) -> pd.DataFrame:
+    """A row for each number."""
+    return pd.DataFrame({"x": 1.0}, index=numbers)
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "a mask": MASK.write,
+    "a table": lambda path: make_table({0: [[1.0, 2.0]]}).write(path),
+    "JSON": lambda path: files.write_json(path, [1]),
+    "a state": lambda path: files.save_state(path, {"x": np.ones(9)}, {}),
+    "a figure": lambda path: write_files(path, {"csv": b"1"}),
+    "a checkpoint": checkpoint,
+    "a result": lambda _: cache.cached_json("kind", {}, lambda: [1]),
+    "rows": lambda _: rows.cached_rows("kind", {}, [1], row, at_once=1),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new folder, which has the cache as well."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_full_disk_is_one_line(write: Callable[[Path], Any], place: Path) -> None:
+    """An error of this package with what to do; no file is left of what was begun."""
+    with full_disk(), pytest.raises(SpecError, match=r"(?i)file too large") as error:
+        write(place / "out")
+    assert "free" in str(error.value)
+    assert not [p for p in place.rglob("*") if p.is_file() and p.suffix != ".lock"]
+    write(place / "out")
+
+
+def test_a_streamed_pass_on_a_full_disk(place: Path) -> None:
+    """It says so, and can be run again."""
+    tiny_model("qwen3_moe").save_pretrained(place / "moe")
+    write_tokenizer(place / "moe")
+    options: dict[str, Any] = {"device": "cpu", "stream": True, "host_memory": 0}
+    model, _ = load_model(place / "moe", **options)
+    windows = CalibrationSet.from_ids(tiny_ids())
+    with full_disk(), pytest.raises(SpecError, match=r"HEAPR_CACHE_DIR \(now "):
+        collect_statistics(model, windows)
+    collect_statistics(model, windows)
+
+
+def test_a_cache_below_a_file_is_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is asked for something."""
+    (place / "file").write_text("a file")
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(place / "file" / "cache"))
+    for name in ("a result", "rows"):
+        with pytest.raises(SpecError, match="part of this path is missing or is not"):
+            WRITERS[name](place)
+
+
+def test_other_errors_are_left_as_they_are(tmp_path: Path) -> None:
+    """A mistake in what is written is not one of the disk."""
+    with pytest.raises(ZeroDivisionError), disk.writable(tmp_path):
+        _ = 1 / 0
+    assert disk.disk_error(ZeroDivisionError()) is None
