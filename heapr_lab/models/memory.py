@@ -88,7 +88,7 @@ def size_of(size: int | str, *, least: int = 1) -> int:
     """
     try:
         found = int(convert_file_size_to_int(size))
-    except ValueError:
+    except (ValueError, TypeError, AttributeError, OverflowError):
         found = -1
     if found < least:
         raise SpecError(
