@@ -1,5 +1,6 @@
 """What a method is: a name, where it comes from, and a rule that fits it to a model."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -19,6 +20,11 @@ from heapr_lab.text.calibration import CalibrationSet
 
 KINDS = ("atoms", "experts", "merging", "low rank", "weights")
 """What a method may remove, or replace experts by."""
+
+
+_NAME = re.compile("[a-z0-9]+(-[a-z0-9]+)*")
+_ARGUMENTS = {"model", "calibration", "ratio", "seed", "progress", "shared"}
+"""Of `Method.fit`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +88,23 @@ class Method:
     """Increased whenever the same input would give another result."""
 
     def __post_init__(self) -> None:
-        """Check the kind.
+        """Check the name, the kind and the options.
 
         Raises:
-            SpecError: it is unknown.
+            SpecError: the kind is unknown, the name is not as described, or an option
+                has the name of an argument of `fit`.
         """
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise SpecError(
+                f"a method is called {self.name!r}, expected lower case letters and "
+                "digits, in words joined by hyphens"
+            )
+        taken = sorted(_ARGUMENTS & set(self.options))
+        if taken:
+            raise SpecError(
+                f"method {self.name!r} has an option {taken[0]}, which is an argument "
+                "of every method: give it another name"
+            )
         if self.compresses not in KINDS:
             raise SpecError(
                 f"method {self.name!r} compresses {self.compresses!r}, expected one of "
@@ -118,8 +136,8 @@ class Method:
 
         Raises:
             SpecError: the ratio or an option is invalid or infeasible, `shared` is of
-                another model or other windows, or an active mask, autocast or hook
-                changes what `model` computes.
+                another model or other windows, an active mask, autocast or hook
+                changes what `model` computes, or the rule of another package fails.
             LayoutError: the method cannot treat the model's experts exactly.
         """
         refuse_disturbed(model, remedy="fit the method to the dense model")
@@ -129,8 +147,26 @@ class Method:
         measured = shared or Measurements(model, calibration)
         measured.check(model, calibration)
         measured.expect(self.collectors)
-        request = Request(self.name, exact, seed, complete, measured, progress)
-        return self.rule(request)
+        return self._ruled(
+            Request(self.name, exact, seed, complete, measured, progress)
+        )
+
+    def _ruled(self, request: Request) -> Compression:
+        """What the rule makes of a request.
+
+        Raises:
+            SpecError: nothing, as a rule of another package may.
+        """
+        try:
+            found = self.rule(request)
+        except SystemExit as error:
+            raise SpecError(f"method {self.name!r} wanted to end Python") from error
+        if not isinstance(found, Compression):
+            raise SpecError(
+                f"method {self.name!r} returned {type(found).__name__}, expected a "
+                "heapr_lab.methods.compression.Compression"
+            )
+        return found
 
     def _repr_html_(self) -> str:
         facts = {

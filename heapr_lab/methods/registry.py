@@ -97,7 +97,7 @@ def _loaded(entry: EntryPoint) -> Method:
     """
     try:
         method = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecError(
             f"the method of {_place(entry)} cannot be loaded: {type(error).__name__}: "
             f"{error}; update or uninstall that package"

@@ -32,6 +32,18 @@ def called(name: str) -> str:
     return PLUGIN.replace('"smallest"', f'"{name}"')
 
 
+def with_option(name: str) -> str:
+    """The example with an option of that name."""
+    return with_rule(f"smallest, options={{{name!r}: 1.0}}")
+
+
+def with_rule(rule: str) -> str:
+    """The example with another rule."""
+    assert PLUGIN.count('"experts", smallest\n') == 1
+    code = PLUGIN.replace('"experts", smallest\n', f'"experts", {rule}\n')
+    return f"import sys\n{code}"
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Makes a distribution with one module and one entry point importable."""
@@ -115,6 +127,10 @@ def test_two_plugins_of_one_name_are_refused(install: Install) -> None:
             "{module}:METHOD",
             "is int, expected a heapr_lab.methods.method",
         ),
+        ("raise SystemExit(3)", "{module}:METHOD", "loaded: SystemExit: 3"),
+        ("METHOD = None", "{module}:METHOD", "is NoneType, expected a heapr_lab"),
+        (called("Smallest"), "{module}:METHOD", "is called 'Smallest', expected lower"),
+        (with_option("ratio"), "{module}:METHOD", "has an option ratio, which is an"),
     ],
 )
 def test_a_broken_plugin_is_named(
@@ -124,6 +140,20 @@ def test_a_broken_plugin_is_named(
     install(code, value=value, name="broken")
     with pytest.raises(SpecError, match=rf"broken \(mine = .*{message}.*uninstall"):
         methods.names()
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [("lambda _: None", "returned NoneType, expected"), ("sys.exit", "end Python")],
+)
+def test_a_rule_that_finds_nothing_is_named(
+    install: Install, rule: str, said: str
+) -> None:
+    """The method of a plug-in returned nothing, or wanted to leave."""
+    install(with_rule(rule), name="empty")
+    windows = CalibrationSet.from_ids(tiny_ids())
+    with pytest.raises(SpecError, match=rf"'smallest' .*{said}"):
+        methods.get("smallest").fit(tiny_model("qwen2_moe"), windows, ratio=0.25)
 
 
 def test_an_unknown_name_lists_the_names() -> None:
