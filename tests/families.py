@@ -215,6 +215,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | _INDEXED
     | {"shared_experts_intermediate_size": 8},
 }
+REPRESENTATIVES = (
+    "qwen2_moe",  # shared experts
+    "gpt_oss",  # biases
+    "nemotron_h",  # no gate
+    "aria_text",  # transposed weights
+    "qwen3_next",  # two kinds of attention
+    "deepseek_v3",  # latent attention, and a dense layer first
+)
+"""A family for each trait that code depends on; all are only in the four oracles:
+`test_families`, `test_surgery`, `test_checkpoints`, `test_streaming`."""
 
 
 def tiny_model(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, tiny_ids, tiny_model
+from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of, random_keep
 from tiny_folder import write_model
 
@@ -28,7 +28,7 @@ def routed(layer: ExpertsLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_every_family(family: str) -> None:
     """To 1e-12 of the family's own loop, and of the masked experts function."""
     layer = find_experts(tiny_model(family))[-1]

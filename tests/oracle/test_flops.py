@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES, tiny_ids, tiny_model
+from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import random_keep
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -54,7 +54,7 @@ def test_flops_equal_torchs_counter(family: str, attention: str) -> None:
     assert left < dense
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_parameters_equal_numel(family: str) -> None:
     """The whole, tied weights counted once, is what torch counts."""
     for tied in (False, True):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, tiny_ids, tiny_model
+from families import REPRESENTATIVES, tiny_ids, tiny_model
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import (
@@ -47,7 +47,7 @@ def keep_of(model, *, share):
     return KeepMask.from_arrays(dict.fromkeys(range(config.num_hidden_layers), keep))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *AFTER_THE_HEAD])
+@pytest.mark.parametrize("family", [*REPRESENTATIVES, *AFTER_THE_HEAD])
 def test_nll_is_the_family_s_own_loss(family):
     """The mean of token_nll is the loss that transformers computes of whole logits."""
     model, ids = tiny_model(family, **AFTER_THE_HEAD.get(family, {})), tiny_ids()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES, tiny_ids, tiny_model
+from families import REPRESENTATIVES, tiny_ids, tiny_model
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.importance import activation_grams as grams
@@ -18,7 +18,7 @@ UNFIT = {"hy_v4"}
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_sums_are_those_of_whole_forwards(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, tiny_ids, tiny_model
+from families import FAMILIES, REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import full_keep, logits_of, random_keep, zeroed_twin
 from torch import nn
 
@@ -54,7 +54,7 @@ def test_masked_is_sliced_is_zeroed(family: str) -> None:
     assert torch.equal(logits_of(model, IDS), dense)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_masked_is_sliced_in_float32(family: str) -> None:
     """In float32 the masked and the sliced model agree to 1e-5."""
     model = tiny_model(family, dtype=torch.float32)
@@ -64,7 +64,7 @@ def test_masked_is_sliced_in_float32(family: str) -> None:
     torch.testing.assert_close(masked, logits_of(prune(model, keep), IDS), **SINGLE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_pruning_nothing_changes_nothing(family: str) -> None:
     """A full mask gives the logits of the family's own experts code."""
     model = tiny_model(family)
@@ -79,7 +79,7 @@ def test_pruning_nothing_changes_nothing(family: str) -> None:
     assert pruned.num_parameters() == model.num_parameters()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_a_pruned_model_is_smaller_by_the_formula(family: str) -> None:
     """Parameters by the formula equal numel before and after slicing."""
     model = tiny_model(family)
@@ -115,7 +115,7 @@ def test_in_place_pruning_changes_this_model(family: str) -> None:
 
 def test_a_pruned_model_owns_its_weights() -> None:
     """Overwriting every weight of the pruned copy leaves the model as it was."""
-    for family in FAMILIES:
+    for family in REPRESENTATIVES:
         model = tiny_model(family)
         before = weights_of(model)
         pruned = prune(model, random_keep(model))

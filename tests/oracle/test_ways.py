@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, tiny_ids, tiny_model
+from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
 from torch import nn
 
@@ -49,7 +49,7 @@ def gradients(model: Any, ids: torch.Tensor = IDS) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in own.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_the_same_logits_and_gradients(family: str) -> None:
     """In every layout of experts, with biases and norms where there are."""
     dtype = WIDE.get(family, torch.float64)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, tiny_model
+from families import REPRESENTATIVES, tiny_model
 from keeps import random_keep
 from safetensors.torch import load_file, save_file
 from tiny_folder import write_model
@@ -225,7 +225,7 @@ def test_a_run_begins_from_a_whole_model(
 # --- what is whole ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_whole_models_of_every_family_pass(family: str, tmp_path: Path) -> None:
     """Loaded, and sliced, as their own class saves them."""
     model: Any = tiny_model(family, dtype=torch.float32)

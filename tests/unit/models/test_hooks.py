@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, tiny_ids, tiny_model
+from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of, random_keep
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -274,7 +274,7 @@ def test_checkpointing_counts_once(family: str) -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_sums_do_not_depend_on_the_batches(family: str) -> None:
     """One batch of 3 windows, and 1 and 2 windows, give the same sums and maxima."""
     model = tiny_model(family)

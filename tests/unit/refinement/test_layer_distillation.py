@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES as FAMILIES_OF_ALL
-from families import tiny_ids, tiny_model
+from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of, random_keep
 from torch import nn
 
@@ -166,7 +165,7 @@ def test_what_cannot_be_distilled_is_refused(dense: nn.Module) -> None:
             distill_layers(pruned, dense, WINDOWS, **{name: 0})
 
 
-@pytest.mark.parametrize("family", FAMILIES_OF_ALL)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_calls_are_those_of_a_forward_pass(family: str) -> None:
     """One layer at a time, of several batches, in the order of the tokens."""
     dense = tiny_model(family)
