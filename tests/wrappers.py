@@ -191,8 +191,6 @@ NOT_STREAMED = ("glm5_next", "mistral_large4")
 """Their decoder layers hand on more than hidden states."""
 NO_STOCK = ("inkling_mm_model",)
 """The width of their shared experts is that of the routed ones."""
-NOT_BY_FILES = ("inkling_mm_model",)
-"""Their experts are changed when they are loaded, more than transposed or joined."""
 
 
 def tiny_wrapper(

@@ -5,7 +5,7 @@ import glob
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from heapr_lab.storage.provenance import MANIFEST_FILE
 
 _PROCESSOR = ("*processor*.json", "chat_template*")
 """Files that make images, sound and text into the inputs of a multimodal model."""
+_PLAN_NAME = ".partial-plan.json"
+"""In an unfinished folder that is resumed: what is written there."""
 _OWN = re.compile(r"\.partial-[0-9a-f]{8}-")
 """The beginning of the name of a temporary folder that is not resumed."""
 
@@ -83,6 +85,23 @@ def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
             raise
         _name(partial, folder)
         _check_named(folder)
+
+
+def claim(partial: Path, plan: Mapping[str, str]) -> None:
+    """Record in a temporary folder what is written there, or find that it is the same.
+
+    Raises:
+        CacheError: another checkpoint was begun there.
+    """
+    path = partial / _PLAN_NAME
+    found = files.read_json(path) if path.exists() else dict(plan)
+    differing = [name for name in plan if found.get(name) != plan[name]]
+    if differing:
+        raise CacheError(
+            f"{partial} holds an unfinished checkpoint of another "
+            f"{' and '.join(differing)}: choose another folder, or delete it"
+        )
+    files.write_json(path, dict(plan))
 
 
 def _own_partial(folder: Path) -> Path:

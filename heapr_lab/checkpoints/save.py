@@ -7,31 +7,42 @@ a pruning can be repeated or audited.
 """
 
 import copy
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from heapr_lab.checkpoints import model_card
 from heapr_lab.checkpoints.folder import (
     checksums_in,
+    claim,
     new_folder,
     save_processor,
     save_tokenizer,
 )
 from heapr_lab.checkpoints.shards import save_streamed
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.experts import quantised_as, sliced_experts
-from heapr_lab.models.folders import is_native, skeleton_of
+from heapr_lab.models.file_reader import open_streamed
+from heapr_lab.models.folders import (
+    has_tokenizer,
+    is_native,
+    read_tokenizer,
+    skeleton_of,
+)
 from heapr_lab.models.predicting import what_is_dropped, without_predicting
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer, finish
 from heapr_lab.models.streamed import stream_of
 from heapr_lab.models.wrapped import what_is_pruned
+from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
+from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import MANIFEST_FILE
 
@@ -49,6 +60,7 @@ def save_pruned(
     facts: Mapping[str, Any] | None = None,
     max_shard_size: str = "5GB",
     check: Callable[[Path], Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Write a model of `prune` with tokenizer, mask, manifest and card.
 
@@ -57,12 +69,16 @@ def save_pruned(
     `trust_remote_code=True` where heapr_lab is not installed. A mask of structure
     `uniform` becomes a stock checkpoint, which needs neither.
 
+    Of a streamed model one layer at a time is in memory, and where its weights are only
+    sliced, the same call resumes after an interruption at the layer it had reached.
+
     Args:
         model: a model that `prune` returned; it may have been trained since.
         folder: a new folder.
         tokenizer: the tokenizer to save; by default that of the dense model.
         base: name of the dense model; by default where it was loaded from.
-        source: folder of the dense model, whose licence is copied; by default `base`.
+        source: folder of the dense model, whose tokenizer, processor and licence are
+            copied; by default `base`.
         facts: plain data for manifest and card: `calibration`, `perplexity`
             ({corpus: (before, after)}), `savings` (as `savings_of`), `weights` (how
             they were changed besides slicing; by default as `compensate` recorded).
@@ -70,6 +86,7 @@ def save_pruned(
             for each layer.
         check: called with the folder when it can be loaded, before it has its name; it
             returns further facts. If it raises, nothing is left.
+        progress: of a streamed model, called with (parts written, parts in all).
 
     Returns:
         `folder`.
@@ -78,7 +95,8 @@ def save_pruned(
         SpecError: `model` was not made by `prune`; `folder` is not empty, is not
             writable or is being written by another process; or the family's
             configuration cannot express a uniform mask.
-        CacheError: the files changed while they were written.
+        CacheError: the files changed while they were written, or those of an
+            interrupted call are of another mask or source.
 
     Example:
         >>> save_pruned(prune(model, keep), "pruned")  # doctest: +SKIP
@@ -93,26 +111,85 @@ def save_pruned(
             f"{stream.dequantised_from} to bfloat16"
         )
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
-    with new_folder(Path(folder)) as partial:
-        written = checkpoint_of(model, keep)
+    plan, origin = _plan_of(model, keep), str(source or base)
+    written = checkpoint_of(model, keep)
+    with new_folder(Path(folder), resume=plan is not None) as partial:
+        if plan is not None:
+            claim(partial, plan)
         kind = quantised_as(model)
         facts |= {} if kind is None else {"quantised": kind}
-        facts |= padded_by(getattr(written, "heapr_zero_atoms", 0))
-        write_weights(written, partial, max_shard_size)
-        facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=base)}
-        facts |= what_is_dropped(_dense_skeleton(model), base)
-        facts |= other_parts(model, partial, base=base)
-        facts |= {} if check is None else check(partial)
+        facts |= _padded_by(getattr(written, "heapr_zero_atoms", 0))
+        checksums = write_weights(written, partial, max_shard_size, progress=progress)
+        facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
+        facts |= what_is_dropped(_dense_skeleton(model), origin)
+        facts |= _other_parts(model, partial, base=origin)
+        facts |= {} if check is None else _checked(partial, check)
         describe(
             partial,
             keep,
             base=base,
             config=model.config,
             facts=facts,
-            checksums=checksums_in(partial),
+            checksums=checksums,
             source=source,
         )
     return Path(folder)
+
+
+def prune_folder(
+    source: Path,
+    keep: KeepMask,
+    folder: Path,
+    *,
+    base: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+    check: Callable[[Path], Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the model in the folder `source` without the atoms outside `keep`.
+
+    It is streamed, each tensor in the type that it has in the files: kept weights are
+    written as they are. The other arguments, and errors, are those of `save_pruned`.
+    """
+    dense = open_streamed(source, dtype=None, device=torch.device("cpu"))
+    return save_pruned(
+        prune(dense, keep),
+        folder,
+        tokenizer=read_tokenizer(source) if has_tokenizer(source) else None,
+        base=base or str(source),
+        source=source,
+        facts=facts,
+        check=check,
+        progress=progress,
+    )
+
+
+def _plan_of(model: Any, keep: KeepMask) -> dict[str, str] | None:
+    """What files are of if they can be resumed: slices of a streamed model's."""
+    stream = stream_of(model)
+    if stream is None or getattr(model, "heapr_weights", None) is not None:
+        return None
+    return {
+        "mask": keep.fingerprint,
+        "structure": structure_of(keep),
+        "source": stream.reader.state,
+        "dtype": f"{stream.dtype}, stored in {stream.stored}",
+    }
+
+
+def _checked(
+    partial: Path, check: Callable[[Path], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """The facts of `check`.
+
+    Raises:
+        HeaprLabError: it failed; the folder is deleted, because its files are wrong.
+    """
+    try:
+        return check(partial)
+    except HeaprLabError:
+        shutil.rmtree(partial)
+        raise
 
 
 def _dense_skeleton(model: Any) -> Any:
@@ -123,7 +200,7 @@ def _dense_skeleton(model: Any) -> Any:
     return skeleton_of(config)
 
 
-def other_parts(model: Any, folder: Path, *, base: str) -> dict[str, str]:
+def _other_parts(model: Any, folder: Path, *, base: str) -> dict[str, str]:
     """What manifest and card say of a wrapper, whose processor is copied; else nothing.
 
     Args:
@@ -153,13 +230,23 @@ def structure_of(keep: KeepMask) -> str:
     return found if found in STRUCTURES else "ragged"
 
 
-def write_weights(model: Any, folder: Path, max_shard_size: str = "5GB") -> None:
-    """Write weights and config.json of what `checkpoint_of` or `attach` prepared."""
+def write_weights(
+    model: Any,
+    folder: Path,
+    max_shard_size: str = "5GB",
+    *,
+    progress: Progress | None = None,
+) -> dict[str, str]:
+    """Write weights and config.json of what `checkpoint_of` or `attach` prepared.
+
+    Returns:
+        The SHA-256 of each file of weights.
+    """
     without_predicting(model.config)
-    if stream_of(model) is None:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-    else:
-        save_streamed(model, folder)
+    if stream_of(model) is not None:
+        return save_streamed(model, folder, progress=progress)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return checksums_in(folder)
 
 
 def checkpoint_of(model: Any, keep: KeepMask) -> Any:
@@ -198,7 +285,7 @@ def attach(model: Any, structure: str) -> None:
     finish(model)
 
 
-def padded_by(n_zero: int) -> dict[str, str]:
+def _padded_by(n_zero: int) -> dict[str, str]:
     """What the manifest says of the zero atoms in shared experts."""
     if not n_zero:
         return {}

@@ -1,6 +1,5 @@
 """Write a streamed model to files, a part at a time."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,59 +8,91 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from heapr_lab.models.ragged_experts import carry_code
-from heapr_lab.models.safetensors_headers import INDEX, SINGLE
+from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_header
 from heapr_lab.models.streamed import Stream, stream_of
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage import files
 
+_WRITTEN = ".partial-written.json"
+"""In an unfinished folder: the SHA-256 of each finished shard."""
 
-def save_streamed(model: Any, folder: Path) -> None:
+
+def save_streamed(
+    model: Any, folder: Path, *, progress: Progress | None = None
+) -> dict[str, str]:
     """Write what `model.save_pretrained(folder)` writes, holding one part in memory.
 
     A shard has the tensors of one part, with the names that the family's files have.
     They are in the stream's `stored` type, which is bfloat16 if weights were quantised,
-    but for those of another type than the model's.
+    but for those of another type than the model's. Shards that an interrupted call of
+    the same model finished are kept.
 
     Args:
         model: a streamed model.
-        folder: an empty folder.
+        folder: an empty folder, or that of the interrupted call.
+        progress: called with (parts written, parts in all).
+
+    Returns:
+        The SHA-256 of each shard.
     """
     stream = stream_of(model)
     assert stream is not None
-    dtype = model.config.dtype = stream.stored
+    model.config.dtype = stream.stored
     if getattr(model.config, "quantization_config", None) is not None:
         carry_code(folder, model.config, type(model).__name__)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    names = list(stream.part_names())
-    weight_map: dict[str, str] = {}
-    n_bytes = 0
-    for number, tensors in enumerate(_parts(model, stream)):
-        file = SINGLE.replace(".", f"-{number + 1:05d}-of-{len(names):05d}.", 1)
-        stored = revert_weight_conversion(model, tensors)
-        whole = {
-            # Families keep some in float32, such as a router's corrections.
-            name: (own.to(dtype) if own.dtype == stream.dtype else own).contiguous()
-            for name, own in stored.items()
-        }
-        save_file(whole, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(whole, file)
-        n_bytes += sum(tensor.nbytes for tensor in whole.values())
-    index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
-    files.write_json(folder / INDEX, index)
+    written = _finished(folder)
+    parts = list(stream.part_names())
+    for done, number in enumerate(parts, 1):
+        path = folder / SINGLE.replace(".", f"-{done:05d}-of-{len(parts):05d}.", 1)
+        if path.name not in written:
+            tensors = _stored(model, stream, number)
+            with files.replacing(path) as temporary:
+                save_file(tensors, temporary, metadata={"format": "pt"})
+            del tensors
+            written[path.name] = files.checksum(path)
+            files.write_json(folder / _WRITTEN, written)
+        (progress or no_report)(done, len(parts))
+    files.write_json(folder / INDEX, _index(folder, sorted(written)))
+    (folder / _WRITTEN).unlink()
+    return written
 
 
-def _parts(model: Any, stream: Stream) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of each part, tied ones once; those of no part with the last."""
-    tied = set(model.all_tied_weights_keys)
-    inside = {name for names in stream.part_names().values() for name in names}
-    for number, names in stream.part_names().items():
-        stream.fill(number)
-        wanted = [name for name in names if name not in tied]
-        found = model.state_dict()
-        if number == max(stream.part_names()):
-            wanted += [name for name in found if name not in inside]
-        tensors = {name: found[name] for name in wanted}
-        del found
-        yield tensors
+def _finished(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each shard that is there and whole; others are removed."""
+    noted = folder / _WRITTEN
+    written = files.read_json(noted) if noted.exists() else {}
+    for path in folder.glob("*.safetensors"):
+        if written.get(path.name) != files.checksum(path):
+            path.unlink()
+    return {name: own for name, own in written.items() if (folder / name).exists()}
+
+
+def _index(folder: Path, names: list[str]) -> dict[str, Any]:
+    """The index of shards, whose headers are read."""
+    headers = {name: read_header(folder / name) for name in names}
+    n_bytes = sum(own.n_bytes for found in headers.values() for own in found.values())
+    return {
+        "metadata": {"total_size": n_bytes},
+        "weight_map": {key: name for name in names for key in headers[name]},
+    }
+
+
+def _stored(model: Any, stream: Stream, number: int) -> dict[str, torch.Tensor]:
+    """The tensors of a part as they are written; those of no part with the last."""
+    tied, parts = set(model.all_tied_weights_keys), stream.part_names()
+    stream.fill(number)
+    found = model.state_dict()
+    wanted = [name for name in parts[number] if name not in tied]
+    if number == max(parts):
+        inside = {name for names in parts.values() for name in names}
+        wanted += [name for name in found if name not in inside]
+    tensors = revert_weight_conversion(model, {name: found[name] for name in wanted})
+    return {
+        # Families keep some in float32, such as a router's corrections.
+        name: (own.to(stream.stored) if own.dtype == stream.dtype else own).contiguous()
+        for name, own in tensors.items()
+    }

@@ -74,8 +74,8 @@ def prune(
 ) -> None:
     """Select the atoms to keep, report the savings, and write the smaller model.
 
-    With a table of `score` the model is never loaded: its files are sliced one tensor
-    at a time (those of quantised weights are streamed, and written in bfloat16).
+    With a table of `score` one layer at a time is in memory (quantised weights are
+    written in bfloat16), and an interrupted call resumes.
     Without one the importance comes from the cache or is measured, and the
     best of several ways to compensate for the pruned atoms is found by loss on held-out
     calibration windows; it is never worse there than HEAPr as published.
@@ -267,26 +267,13 @@ class Request:
 
     def _table(self, source: Path) -> "ImportanceTable":
         from heapr_lab.checkpoints.same_model import own_table
-        from heapr_lab.models.sources import is_dequantised
 
         if self.made_of == "compress":
             portfolio = self.open_bench().portfolio(self.setting.calibration)
             return portfolio.table("heapr", windows="all")
         if self.importance is None:
             return self.open_bench().table_of(self.setting)
-        if is_dequantised(source):
-            return self._checked_with_model(self.importance)
         return own_table(self.importance, source, name=self.model)
-
-    def _checked_with_model(self, path: Path) -> "ImportanceTable":
-        """The table in a file, for weights that are not numbers in their files."""
-        from heapr_lab.importance.table import ImportanceTable
-        from heapr_lab.models.experts import find_experts
-        from heapr_lab.pruning.surgery import check_table
-
-        model, table = self.open_bench().model, ImportanceTable.read(path)
-        check_table(model, find_experts(model), table)
-        return table
 
     def _choose(self, table: "ImportanceTable") -> "Chosen":
         from heapr_lab.pruning.selection import default_multiple, select

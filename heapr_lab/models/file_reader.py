@@ -5,6 +5,7 @@ that `from_pretrained` would give it, or none.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -25,12 +26,23 @@ from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.composed_files import COMPOSED
-from heapr_lab.models.folders import DEQUANTISED, build, quantisation, read_config
+from heapr_lab.models.folders import (
+    DEQUANTISED,
+    build,
+    quantisation,
+    read_config,
+    read_generation,
+)
 from heapr_lab.models.fp8 import Fp8Quantizer, check_grid, with_exact_blocks
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
 from heapr_lab.models.safetensors_headers import TORCH, read_source
 from heapr_lab.models.streamed import Stream
-from heapr_lab.models.weights_on_disk import FoundTensor, check_whole, find_tensors
+from heapr_lab.models.weights_on_disk import (
+    FoundTensor,
+    check_whole,
+    find_tensors,
+    made_of,
+)
 
 _ADVICE = 2**20
 """Bytes: of more at once the system reads only the first."""
@@ -41,7 +53,8 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
 
     Args:
         folder: with safetensors files.
-        dtype: of the weights in memory; `auto` is the checkpoint's own.
+        dtype: of the weights in memory; `auto` is the checkpoint's own, None that of
+            each tensor in the files.
         device: of the weights in memory.
 
     Raises:
@@ -51,13 +64,17 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
     """
     config = read_config(folder)
     quantizer = _quantizer(config, folder)
-    if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
+    own, as_stored = getattr(config, "dtype", None), dtype is None
+    if dtype in (None, "auto"):
+        dtype = own or torch.float32
     with torch.device("meta"):
         model = build(config, dtype=dtype)  # tensors are read in the type of its own
         if quantizer is not None:
             quantizer.preprocess_model(model, dtype=dtype)
     model.eval()
+    generation = read_generation(folder)
+    if generation is not None:
+        model.generation_config = generation
     conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     reader = FileReader(
         model,
@@ -67,6 +84,9 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
         dtype=dtype,
         device=device,
     )
+    if as_stored:
+        reader.keep_types()
+        dtype = own or model.dtype
     stream = Stream(model, reader, dtype=dtype, device=device)
     if reader.dequantises:
         stream.dequantised_from = quantisation(config)
@@ -184,7 +204,7 @@ class FileReader:
         stored, _ = read_source(folder)
         self._files = {path: _state(path) for path in stored}
         every = list(find_tensors(model, conversions, stored))
-        check_whole(model, every, sliced=())
+        check_whole(model, every)
         _check_scales(every, quantizer)
         self._tensors: dict[str, list[FoundTensor]] = {}
         """Those of which each parameter or buffer is made."""
@@ -193,6 +213,20 @@ class FileReader:
             if found.parameter in known:  # not of layers that predict further tokens
                 self._tensors.setdefault(found.parameter, []).append(found)
         self._quantizer = quantizer
+        self._used = [own for own in conversions if own.was_used()]
+        """With which the model is saved, as if it had been loaded at once."""
+
+    def keep_types(self) -> None:
+        """Have each tensor in memory in the type that the files have it in.
+
+        A parameter that is joined from several types has one that holds all of them.
+        """
+        for tensors in self._tensors.values():
+            kinds = [TORCH.get(found.tensor.dtype) for found in tensors]
+            if None not in kinds:
+                kind = functools.reduce(torch.promote_types, kinds)
+                for name in made_of(tensors[0]):
+                    _set_type(self._model, name, kind)
 
     @property
     def dequantises(self) -> bool:
@@ -291,8 +325,21 @@ class FileReader:
         )
         with _as_stored(self._model, tensors):
             convert_and_load_state_dict_in_model(self._model, slices, settings)
+            self._model._weight_conversions = self._used
             del slices, handles  # their pages, before the cast takes as much again
         self._model.requires_grad_(False)
+
+
+def _set_type(model: nn.Module, name: str, dtype: torch.dtype) -> None:
+    stem, _, leaf = name.rpartition(".")
+    module = model.get_submodule(stem)
+    own = getattr(module, leaf)
+    if not own.is_floating_point():
+        return
+    if leaf in module._buffers:
+        module._buffers[leaf] = own.to(dtype)
+    else:
+        module._parameters[leaf] = nn.Parameter(own.to(dtype), requires_grad=False)
 
 
 @contextlib.contextmanager

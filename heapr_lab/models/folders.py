@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoTokenizer,
+    GenerationConfig,
 )
 
 from heapr_lab.errors import SpecError
@@ -192,6 +193,20 @@ def quantisation(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
+def read_generation(folder: Path) -> Any:
+    """The settings of generation in a model's folder; None if it has none.
+
+    Raises:
+        SpecError: they are damaged.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    found = _read_object(path)
+    with _named(folder, path.name):
+        return GenerationConfig.from_dict(found)
+
+
 def read_weights(source: str | Path, **options: Any) -> Any:
     """The model in a folder, or of a hub id, with every weight read from its files.
 
@@ -206,9 +221,7 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     """
     config = read_config(source)
     refuse_by_name(config)
-    generation = Path(source) / "generation_config.json"
-    if generation.is_file():  # transformers ignores a damaged one
-        _read_object(generation)
+    read_generation(Path(source))  # of which transformers ignores a damaged one
     if quantisation(config) == FP8:
         config.quantization_config = with_exact_blocks(config.quantization_config)
         options["config"] = config

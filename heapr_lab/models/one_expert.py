@@ -191,7 +191,7 @@ def _parameters(config: Any, stored: Stored) -> dict[Path, dict[str, str]]:
     skeleton: Any = skeleton_of(config)
     conversions = get_model_conversion_mapping(skeleton)
     every = list(find_tensors(skeleton, conversions, stored))
-    check_whole(skeleton, every, sliced=())
+    check_whole(skeleton, every)
     known = skeleton.state_dict()
     parameters: dict[Path, dict[str, str]] = {path: {} for path in stored}
     for found in every:

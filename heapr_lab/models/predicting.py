@@ -23,7 +23,7 @@ _MODULE = re.compile(r"(^|\.)mtp[._]")
 _LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
 
 
-def predicting(skeleton: Any, every: Iterable[FoundTensor]) -> set[str]:
+def _predicting(skeleton: Any, every: Iterable[FoundTensor]) -> set[str]:
     """The names in files of the tensors of such layers.
 
     Args:
@@ -68,7 +68,7 @@ def what_is_dropped(skeleton: Any, base: str) -> dict[str, str]:
     except SpecError:
         return {}
     every = find_tensors(skeleton, get_model_conversion_mapping(skeleton), stored)
-    names = sorted(predicting(skeleton, every))
+    names = sorted(_predicting(skeleton, every))
     if not names:
         return {}
     return {

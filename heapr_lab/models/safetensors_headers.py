@@ -65,7 +65,7 @@ def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
         SpecError: a file is missing, incomplete or damaged.
     """
     if (source / SINGLE).is_file():
-        return {source / SINGLE: _read_header(source / SINGLE)}, None
+        return {source / SINGLE: read_header(source / SINGLE)}, None
     if not (source / INDEX).is_file():
         raise SpecError(
             f"{source} has neither {SINGLE} nor {INDEX}: expected a folder with a "
@@ -92,7 +92,7 @@ def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
                     f"{source / INDEX} names {file} for {name}, but there is no such "
                     "file beside it: download it"
                 )
-            stored[path] = _read_header(path)
+            stored[path] = read_header(path)
         if name not in stored[path]:
             raise SpecError(
                 f"{path} lacks {name}, which {INDEX} expects there: their versions "
@@ -125,7 +125,7 @@ def names_in(source: Path) -> set[str]:
     return {name for tensors in stored.values() for name in tensors}
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors in a safetensors file, whose size is checked.
 
     Raises:

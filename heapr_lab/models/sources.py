@@ -83,7 +83,7 @@ def weights_bytes(folder: Path) -> int:
 
 
 def is_dequantised(folder: Path) -> bool:
-    """Whether weights are dequantised when they are read: no file can be sliced."""
+    """Whether weights are dequantised when they are read."""
     return quantisation(read_config(folder)) in DEQUANTISED
 
 

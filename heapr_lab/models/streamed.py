@@ -154,18 +154,29 @@ class Stream:
             started = time.perf_counter()
             try:
                 self.reader.read(number, part.names)
+                _share(part.modules)
+                self._check_read(part)
             except BaseException:
                 self._empty(number)  # it may have a part of its weights
                 raise
             self.seconds_reading += time.perf_counter() - started
-            _share(part.modules)
-            left = [n for m in part.modules for n, p in _own(m) if p.is_meta]
-            if left:
-                raise LayoutError(f"layer {number}: {left} were not read")
             self._resident = number
             if before is not None:
                 following = self._parts.get(number + (1 if number > before else -1))
                 self.reader.prepare([] if following is None else following.names)
+
+    def _check_read(self, part: _Part) -> None:
+        """Check that a part has its weights.
+
+        Raises:
+            LayoutError: one was not read.
+        """
+        left = [name for name in part.names if _tensor(self._model, name).is_meta]
+        if left:
+            raise LayoutError(
+                f"{', '.join(left)} cannot be read: the files have other shapes of it, "
+                "or not all of its parts; download the checkpoint again"
+            )
 
     def part_names(self) -> dict[int, list[str]]:
         """The names of the tensors in each part."""
@@ -204,8 +215,7 @@ class Stream:
         for number, part in self._parts.items():
             for name in part.names:
                 self.fill(number)
-                stem, _, leaf = name.rpartition(".")
-                yield name, measure(getattr(self._model.get_submodule(stem), leaf))
+                yield name, measure(_tensor(self._model, name))
 
     def _before(self, number: int) -> Callable[..., None]:
         def fill(module: nn.Module, _args: Any) -> None:
@@ -267,9 +277,10 @@ def _return_freed() -> None:
         trim(0)
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    stem, _, leaf = name.rpartition(".")
+    found: torch.Tensor = getattr(model.get_submodule(stem), leaf)
+    return found
 
 
 def _share(modules: list[nn.Module]) -> None:

@@ -1,7 +1,8 @@
 """The parameter that each tensor in a checkpoint's files becomes when it is loaded."""
 
 import re
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,35 +55,31 @@ def find_tensors(
             yield FoundTensor(file, name, tensor, new, owner, part)
 
 
-def check_whole(
-    skeleton: Any, every: list[FoundTensor], *, sliced: Container[str]
-) -> None:
+def check_whole(skeleton: Any, every: list[FoundTensor]) -> None:
     """Check that the files have every tensor that transformers loads into the model.
 
     Args:
         skeleton: the model, which may be on the meta device.
         every: the tensors in the files.
-        sliced: parameters that are checked elsewhere.
 
     Raises:
         LayoutError: a tensor is missing, has another shape, or is of a further layer.
     """
     known = skeleton.state_dict()
-    others = [found for found in every if found.parameter not in sliced]
-    parts: dict[str, set[int]] = {}
-    for found in others:
-        parts.setdefault(found.parameter, set()).add(found.part)
+    parts: dict[str, Counter[int]] = {}
+    for found in every:
+        parts.setdefault(found.parameter, Counter()).update([found.part])
     there = {
         name
-        for found in others
-        if found.converter is None or _needed(found.converter) <= parts[found.parameter]
-        for name in _made_of(found)
+        for found in every
+        if _is_whole(found, parts[found.parameter], known)
+        for name in made_of(found)
     }
     for pair in skeleton.all_tied_weights_keys.items():
         if there & set(pair):
             there |= set(pair)
     keys = SimpleNamespace(
-        missing_keys={n for n in known if n not in there and n not in sliced},
+        missing_keys=known.keys() - there,
         unexpected_keys=parts.keys() - known.keys(),
         mismatched_keys=set(),
     )
@@ -91,7 +88,7 @@ def check_whole(
         refuse_holes(
             skeleton,
             missing=keys.missing_keys,
-            mismatched=[f.parameter for f in others if _differs(f, known)],
+            mismatched=[f.parameter for f in every if _differs(f, known)],
             unexpected=keys.unexpected_keys,
         )
     except ValueError as error:
@@ -102,12 +99,25 @@ _COMPANIONS = re.compile(r"(_scale_inv|activation_scale|_scales)\$?$")
 """Ends of the patterns of what comes with quantised weights, and only with them."""
 
 
-def _made_of(found: FoundTensor) -> Iterator[str]:
+def made_of(found: FoundTensor) -> Iterator[str]:
     """The parameters that a tensor becomes: several where it is split."""
     yield found.parameter
     if found.converter is not None:
         first, *others = found.converter.target_patterns
         yield from (found.parameter.replace(first, other) for other in others)
+
+
+def _is_whole(
+    found: FoundTensor, parts: Counter[int], known: dict[str, torch.Tensor]
+) -> bool:
+    """Whether the files have all that a tensor is joined with, each expert's once."""
+    if found.converter is None:
+        return True
+    needed = _needed(found.converter)
+    stacks = [type(op).__name__ for op in found.converter.operations]
+    if "MergeModulelist" not in stacks or found.parameter not in known:
+        return needed <= parts.keys()
+    return {parts[part] for part in needed} == {len(known[found.parameter])}
 
 
 def _needed(converter: Any) -> set[int]:

@@ -44,11 +44,13 @@ class SlicedReader:
         assert found is not None
         return found
 
-    @property
-    def _stored(self) -> torch.dtype:
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor, which may have been changed, rounded as it is written."""
         stream = stream_of(self._model)
         assert stream is not None
-        return stream.stored
+        if tensor.dtype != stream.dtype:
+            return tensor
+        return tensor.to(stream.stored).to(tensor.dtype)
 
     @property
     def n_bytes_read(self) -> int:
@@ -73,11 +75,7 @@ class SlicedReader:
         own = {name: self._change(name, dense[name]) for name in dense.keys() & names}
         if number in self._experts:
             stem, made = self._experts[number]
-            stored = self._stored  # changed weights are rounded as they are written
-            own |= {
-                f"{stem}.{name}": tensor.to(stored).to(tensor.dtype)
-                for name, tensor in made().items()
-            }
+            own |= {f"{stem}.{n}": self._rounded(t) for n, t in made().items()}
         for name in names:
             _give(self._model, name, own[name])
         self._source.drop()
@@ -101,6 +99,8 @@ def stream_slices(
     model.eval()
     if hasattr(dense, "generation_config"):
         model.generation_config = dense.generation_config
+    if source.dequantised_from is None:  # names in files are those of the dense model
+        model._weight_conversions = getattr(dense, "_weight_conversions", None)
     reader = SlicedReader(model, dense, experts, change)
     stream = Stream(model, reader, dtype=source.dtype, device=source.device)
     stream.host_memory = source.host_memory

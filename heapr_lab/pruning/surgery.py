@@ -154,9 +154,11 @@ def sliced(
     atoms = [row.nonzero()[:, 0].to(layer.device) for row in keep]
     rows = [layer.atom_rows(kept) for kept in atoms]
     pairs = list(zip(range(layer.n_experts), rows, atoms, strict=True))
-    experts.up_rows.copy_(torch.cat([layer.up_rows[e][r] for e, r, _ in pairs]))
-    down = layer.down if down is None else down.to(layer.device)
-    experts.down_columns.copy_(torch.cat([down[e].T[a] for e, _, a in pairs]))
+    up_rows = torch.cat([layer.up_rows[e][r] for e, r, _ in pairs])
+    experts.up_rows = nn.Parameter(up_rows)  # may be of another type than W_down
+    down = layer.down if down is None else down.to(layer.device, layer.down.dtype)
+    down_columns = torch.cat([down[e].T[a] for e, _, a in pairs])
+    experts.down_columns = nn.Parameter(down_columns)
     up_bias: Any = layer.up_bias
     down_bias: Any = layer.down_bias
     if experts.up_bias is not None and experts.down_bias is not None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from heapr_lab.checkpoints.save import save_pruned, structure_of
-from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
 from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -337,11 +336,11 @@ def slice_checkpoint(
     corpora: Sequence[str] = (),
     report: Report,
 ) -> None:
-    """Slice the files in `source` into `out`.
+    """Write the sliced model in `source` to `out`, a layer at a time.
 
     Args:
         out: a new folder.
-        source: the folder of the dense model, which is not loaded here.
+        source: the folder of the dense model, which is streamed.
         keep: the kept atoms.
         base: name of the dense model.
         facts: the result of `facts_of`.
@@ -364,7 +363,7 @@ def slice_checkpoint(
         out,
         base=base,
         facts=facts,
-        progress=_part(report, "slicing: byte"),
+        progress=_part(report, "slicing: layer"),
         check=check,
     )
 

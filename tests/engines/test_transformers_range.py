@@ -13,11 +13,10 @@ import torch
 import transformers
 from families import tiny_ids, tiny_model
 from keeps import logits_of
-from safetensors.torch import load_file
+from stored_tensors import tensors_in
 from transformers import AutoModelForCausalLM
 
-from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
@@ -69,7 +68,7 @@ def test_round_trip(family: str, structure: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_sliced_files_have_the_same_tensors(
+def test_a_pruned_folder_has_the_same_tensors(
     family: str, structure: str, tmp_path: Path
 ) -> None:
     """With the names of the published checkpoints, in both ways of writing them."""
@@ -79,8 +78,7 @@ def test_sliced_files_have_the_same_tensors(
     prune_folder(tmp_path / "base", keep, tmp_path / "sliced")
     save_pruned(prune(model, keep), tmp_path / "saved")
     sliced, saved, base = (
-        load_file(tmp_path / name / "model.safetensors")
-        for name in ("sliced", "saved", "base")
+        tensors_in(tmp_path / name) for name in ("sliced", "saved", "base")
     )
     assert sliced.keys() == saved.keys() == base.keys()
     assert all(torch.equal(sliced[name], saved[name]) for name in saved)

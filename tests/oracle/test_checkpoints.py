@@ -13,13 +13,17 @@ import torch
 from families import FAMILIES, tiny_ids, tiny_model
 from keeps import logits_of, random_keep
 from safetensors import safe_open
+from stored_tensors import same_tensors
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
-from heapr_lab.checkpoints import folder, slice_folder
-from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, save_pruned
-from heapr_lab.checkpoints.slice_folder import prune_folder
-from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.checkpoints.save import (
+    KEEP_FILE,
+    MANIFEST_FILE,
+    prune_folder,
+    save_pruned,
+)
+from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
@@ -302,17 +306,17 @@ def test_a_crash_leaves_no_folder(
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "gpt_oss"])
-def test_sliced_files_are_the_saved_model(
+def test_a_pruned_folder_is_the_saved_model(
     family: str, structure: str, tmp_path: Path
 ) -> None:
-    """Without the model, the same weights and configuration, to the byte."""
+    """A layer at a time, the same weights and configuration, to the bit."""
     base = tmp_path / "base"
     model, keep = saved(tmp_path / "saved", family, structure)
     model.save_pretrained(base)
     prune_folder(base, keep, tmp_path / "sliced")
-    for name in ("model.safetensors", KEEP_FILE):
-        one, two = tmp_path / "saved" / name, tmp_path / "sliced" / name
-        assert one.read_bytes() == two.read_bytes(), name
+    same_tensors(tmp_path / "saved", tmp_path / "sliced")
+    one, two = tmp_path / "saved" / KEEP_FILE, tmp_path / "sliced" / KEEP_FILE
+    assert one.read_bytes() == two.read_bytes()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "sliced", dtype="float32")
     with masking(model, keep):
         expected = logits_of(model, IDS)
@@ -322,32 +326,3 @@ def test_sliced_files_are_the_saved_model(
         for name in ("saved", "sliced")
     ]
     assert configs[0] == configs[1]
-
-
-def test_an_unfinished_folder_is_not_touched_for_another_pruning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Interrupted, then asked for another structure: refused before a file changes."""
-    model = tiny_model("qwen3_moe", dtype=torch.float32)
-    source, out = tmp_path / "source", tmp_path / "out"
-    model.save_pretrained(source)
-
-    def stop(*_args: object, **_kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(slice_folder, "slice_files", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prune_folder(source, keep_of(model, "ragged"), out)
-    partial = folder.partial_of(out)
-    before = {path.name: path.read_bytes() for path in partial.iterdir()}
-    with pytest.raises(CacheError, match="another mask and structure"):
-        prune_folder(source, keep_of(model, "uniform"), out)
-    assert {path.name: path.read_bytes() for path in partial.iterdir()} == before
-    other = tmp_path / "other"
-    tiny_model("qwen3_moe", dtype=torch.float32, seed=1).save_pretrained(other)
-    with pytest.raises(CacheError, match="another source"):
-        prune_folder(other, keep_of(model, "ragged"), out)
-    assert {path.name: path.read_bytes() for path in partial.iterdir()} == before
-    prune_folder(source, keep_of(model, "ragged"), out)
-    assert not list(out.glob(".partial-*"))

@@ -14,12 +14,12 @@ from families import tiny_ids, tiny_model
 from keeps import random_keep
 from oracles import deepseek as twin
 from safetensors.torch import load_file, save_file
+from stored_tensors import tensors_in
 from tiny_folder import write_text, write_tokenizer
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.deepseek import DeepseekForCausalLM
@@ -121,12 +121,6 @@ def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the files of a folder."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: t for file in files for name, t in load_file(file).items()}
-
-
 # --- the model --------------------------------------------------------------------
 
 
@@ -147,7 +141,7 @@ def test_logits_are_those_of_the_twin(changes: dict[str, Any], tmp_path: Path) -
     model.save_pretrained(tmp_path)
     config = model.config.to_dict()
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
-    ids, tensors = tiny_ids(n_sequences=2), stored(tmp_path)
+    ids, tensors = tiny_ids(n_sequences=2), tensors_in(tmp_path)
     for window, found in zip(ids, logits_of(model, ids), strict=True):
         expected = twin.logits(tensors, config, window.tolist())
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -213,7 +207,7 @@ def test_the_published_layout_is_read(hub: Path, *, stream: bool) -> None:
     assert not any(name.startswith("transformers_modules") for name in new)
     config = json.loads((hub / "config.json").read_text())
     ids = torch.arange(40, 52)[None]
-    tensors = {name: tensor.double() for name, tensor in stored(hub).items()}
+    tensors = {name: tensor.double() for name, tensor in tensors_in(hub).items()}
     expected = twin.logits(tensors, config | {"routed_scaling_factor": 1}, ids[0])
     torch.testing.assert_close(
         logits_of(model, ids)[0], expected, rtol=1e-12, atol=1e-12
@@ -224,7 +218,7 @@ def test_what_is_read_is_written_again(hub: Path, tmp_path: Path) -> None:
     """Tensors by the published names, to the bit, and no code is named."""
     model, _ = load_model(hub, device="cpu", dtype="bfloat16", stream=False)
     model.save_pretrained(tmp_path)
-    once, again = stored(hub), stored(tmp_path)
+    once, again = tensors_in(hub), tensors_in(tmp_path)
     assert once.keys() == again.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in once.items())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -285,8 +279,8 @@ def test_pruned_and_reloaded(
         save_pruned(prune(model, keep), out, tokenizer=tokenizer)
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
     torch.testing.assert_close(logits_of(loaded, ids), expected, rtol=0, atol=1e-5)
-    names = stored(out).keys()
-    assert names == stored(hub).keys()
+    names = tensors_in(out).keys()
+    assert names == tensors_in(hub).keys()
     config = json.loads((out / "config.json").read_text())
     assert "auto_map" not in config
     assert not list(out.glob("*.py"))

@@ -219,7 +219,7 @@ def test_the_command_prunes_it(
 def test_a_table_of_its_own_prunes_it(
     quantised: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files cannot be sliced, so the model is streamed; the same weights."""
+    """A table or a text: the same weights."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
     table, base = tmp_path / "table.parquet", ("prune", quantised[0], "--ratio", 0.5)

@@ -8,10 +8,9 @@ import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from safetensors.torch import save_file
-from sliced_files import SINGLE, tensors_in
+from stored_tensors import SINGLE, tensors_in
 
-from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import read_weights
 from heapr_lab.pruning.surgery import prune

@@ -1,6 +1,5 @@
 """Shared experts that get zero atoms, as their width is counted in a routed one's."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,18 @@ import pytest
 import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, widths_keep
-from safetensors import safe_open
+from stored_tensors import same_tensors, tensors_in
 from tiny_folder import write_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, save_pruned
+from heapr_lab.checkpoints.save import (
+    KEEP_FILE,
+    MANIFEST_FILE,
+    prune_folder,
+    save_pruned,
+)
 from heapr_lab.checkpoints.shared_experts import wider
-from heapr_lab.checkpoints.slice_folder import prune_folder
 from heapr_lab.checkpoints.uniform import stock_config
 from heapr_lab.models.folders import read_config
 from heapr_lab.models.loading import load_model
@@ -49,15 +52,6 @@ def model_of(family: str, *, n_shared: int = 1, dtype: Any = torch.float32) -> A
     return tiny_model(family, dtype=dtype, **sizes)
 
 
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in a folder's files."""
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
-
-
 def check_masked(folder: Path, model: nn.Module, keep: KeepMask) -> None:
     """The stock model in `folder` is the masked one."""
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
@@ -70,13 +64,14 @@ def check_masked(folder: Path, model: nn.Module, keep: KeepMask) -> None:
 @pytest.mark.parametrize("n_shared", [1, 2])
 @pytest.mark.parametrize("family", COUNTED)
 def test_saved_and_sliced(family: str, n_shared: int, tmp_path: Path) -> None:
-    """24 atoms become 32 = 2 x 16, and 48 stay; in memory and by slicing files."""
+    """24 atoms become 32 = 2 x 16, and 48 stay; in memory and of a folder."""
     model = model_of(family, n_shared=n_shared)
     keep = widths_keep(model, WIDTH, structure="uniform")
     model.save_pretrained(tmp_path / "dense")
     saved = save_pruned(prune(model, keep), tmp_path / "saved")
     sliced = prune_folder(tmp_path / "dense", keep, tmp_path / "sliced")
-    for name in ("model.safetensors", "config.json", KEEP_FILE):
+    same_tensors(saved, sliced)
+    for name in ("config.json", KEEP_FILE):
         assert (saved / name).read_bytes() == (sliced / name).read_bytes(), name
     config = json.loads((saved / "config.json").read_text())
     assert config["moe_intermediate_size"] == WIDTH
@@ -134,22 +129,6 @@ def test_streamed(tmp_path: Path) -> None:
     with masking(model, keep):
         expected = logits_of(model, IDS)
     torch.testing.assert_close(logits_of(again, IDS), expected, **CLOSE)
-
-
-def test_bfloat16_shards_larger_than_a_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows are read in blocks, of which one may end anywhere."""
-    monkeypatch.setattr("heapr_lab.checkpoints.slice_plan._BLOCK", 100)
-    model = model_of("deepseek_v2", dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "dense", max_shard_size="5KB")
-    keep = widths_keep(model, WIDTH, structure="uniform")
-    saved = save_pruned(prune(copy.deepcopy(model), keep), tmp_path / "saved")
-    sliced = prune_folder(tmp_path / "dense", keep, tmp_path / "sliced")
-    assert len(list(sliced.glob("*.safetensors"))) > 1
-    wanted, found = tensors_in(saved), tensors_in(sliced)
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 def test_no_zero_atoms_where_the_width_divides() -> None:

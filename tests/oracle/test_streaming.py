@@ -15,10 +15,10 @@ import torch
 from commands import TINY, refused, run, text_of
 from families import FAMILIES, tiny_model
 from keeps import random_keep
-from safetensors.torch import load_file
+from stored_tensors import tensors_in
 from tiny_folder import write_model, write_text, write_tokenizer
 
-from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import CoverageError, HeaprLabError, LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import (
     evaluate_divergence,
@@ -504,7 +504,7 @@ def test_streams_of_another_kind_are_refused(folder: Path) -> None:
 def test_a_streamed_model_is_scored_pruned_and_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each command with --stream says what it says without; weights are the same files.
+    """Each command with --stream says what it says without; weights are the same.
 
     What trains weights in memory is refused before anything is measured.
     """
@@ -527,7 +527,7 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
             run("evaluate", tmp_path / "moe", "--mask", mask, "--kl", "--corpora", text,
                 way, "--json", *TINY)
         )  # fmt: skip
-        weights = (out / "model.safetensors").read_bytes()
+        weights = {name: t.tolist() for name, t in tensors_in(out).items()}
         found[way] = scored["spec_hash"], facts["atoms_kept"], losses, weights
     assert found["--stream"] == found["--no-stream"]
     best = ("prune", tmp_path / "moe", "--ratio", 0.4, "--out", tmp_path / "best")
@@ -561,7 +561,7 @@ def test_compress_writes_the_same_checkpoint(
         tried.append(facts["candidates"])
     names = [[candidate["candidate"] for candidate in own] for own in tried]
     assert names[0] == names[1]
-    found, wanted = (load_file(out / "model.safetensors") for out in folders)
+    found, wanted = map(tensors_in, folders)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.allclose(found[name], tensor, rtol=1e-3, atol=1e-5), name
@@ -572,7 +572,7 @@ def test_compress_writes_the_same_checkpoint(
 def test_a_pruned_checkpoint_is_streamed(
     family: str, structure: str, tmp_path: Path
 ) -> None:
-    """Sliced by files and evaluated a layer at a time: the loss of the masked model."""
+    """Pruned and evaluated a layer at a time: the loss of the masked model."""
     model, on_disk = both(written(family, tmp_path / "dense"))
     table = collect_statistics(on_disk, WINDOWS)
     selection = Selection(ratio=0.5, structure=structure)

@@ -11,13 +11,12 @@ from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from oracles import token_by_token
 from safetensors.torch import save_file
-from sliced_files import tensors_in
+from stored_tensors import same_tensors, tensors_in
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-from wrappers import NO_STOCK, NOT_BY_FILES, NOT_STREAMED, WRAPPERS, tiny_wrapper
+from wrappers import NO_STOCK, NOT_STREAMED, WRAPPERS, tiny_wrapper
 
 from heapr_lab.checkpoints.model_card import loading_code
-from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe, find_experts
@@ -43,14 +42,6 @@ def source_of(tmp_path: Path, kind: str, **kwargs: Any) -> tuple[Any, Path]:
     loaded = read_weights(folder, dtype=model.dtype)
     loaded.set_experts_implementation("eager")
     return loaded.eval(), folder
-
-
-def same_tensors(found: dict[str, torch.Tensor], others: dict[str, torch.Tensor]):
-    """Whether names, types and bits are equal."""
-    assert found.keys() == others.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == others[name].dtype, name
-        assert torch.equal(tensor, others[name]), name
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -104,7 +95,9 @@ def test_masked_is_sliced_saved_and_loaded(tmp_path, kind):
     before, after = tensors_in(source), tensors_in(out)
     others = {name for name in before if ".experts." not in name}
     assert any(re.search("vision|visual|sam_model", name) for name in others)
-    same_tensors({n: before[n] for n in others}, {n: after[n] for n in others})
+    for name in others:
+        assert before[name].dtype == after[name].dtype, name
+        assert torch.equal(before[name], after[name]), name
     assert (out / "preprocessor_config.json").read_text() == PROCESSOR
 
 
@@ -142,16 +135,16 @@ def test_the_code_that_loads_it(tmp_path, family, structure):
 
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
-@pytest.mark.parametrize("kind", [k for k in WRAPPERS if k not in NOT_BY_FILES])
-def test_files_sliced_are_those_of_the_model(tmp_path, kind, structure):
-    """`prune_folder` writes what `save_pruned` writes."""
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_pruned_folder_is_the_saved_model(tmp_path, kind, structure):
+    """`prune_folder` writes what `save_pruned` writes, also of what is not streamed."""
     model, source = source_of(tmp_path, kind, dtype=torch.float32)
     keep = random_keep(model)
-    if structure == "uniform":
+    if structure == "uniform" and kind not in NO_STOCK:
         keep = widths_keep(model, 4, structure="uniform")
     prune_folder(source, keep, tmp_path / "sliced")
     save_pruned(prune(model, keep), tmp_path / "saved", base=str(source))
-    same_tensors(tensors_in(tmp_path / "sliced"), tensors_in(tmp_path / "saved"))
+    same_tensors(tmp_path / "sliced", tmp_path / "saved")
     manifests = [
         read_json(tmp_path / name / "heapr_manifest.json")
         for name in ("sliced", "saved")
@@ -186,7 +179,7 @@ def test_streamed_is_in_memory(tmp_path, kind):
         save_pruned(prune(own, keep), tmp_path / name, base=str(source))
         for name, own in {"streamed": streamed, "in_memory": model}.items()
     ]
-    same_tensors(*(tensors_in(folder) for folder in folders))
+    same_tensors(*folders)
 
 
 def in_the_hubs_layout(tmp_path: Path) -> tuple[Any, Path]:
@@ -199,35 +192,19 @@ def in_the_hubs_layout(tmp_path: Path) -> tuple[Any, Path]:
     return model, folder
 
 
-@pytest.mark.parametrize("structure", ["ragged", "uniform"])
-def test_experts_transposed_in_files(tmp_path, structure):
-    """They are sliced in their orientation, and loaded."""
+@pytest.mark.parametrize("width", [None, 4, 8], ids=["ragged", "uniform", "square"])
+def test_experts_transposed_in_files(tmp_path, width):
+    """They are pruned and loaded; square ones, too, whose orientation shapes hide."""
     model, source = in_the_hubs_layout(tmp_path)
     keep = random_keep(model)
-    if structure == "uniform":
-        keep = widths_keep(model, 4, structure="uniform")
+    if width is not None:
+        keep = widths_keep(model, width, structure="uniform")
     out = prune_folder(source, keep, tmp_path / "out")
     loaded = read_weights(out, dtype=torch.float64)
     loaded.set_experts_implementation("eager")
     expected = logits_of(zeroed_twin(model, keep), tiny_ids())
     found = logits_of(loaded, tiny_ids())
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_transposed_experts_do_not_become_square(tmp_path):
-    """Their orientation could not be told."""
-    model, source = in_the_hubs_layout(tmp_path)
-    keep = widths_keep(model, 8, structure="uniform")
-    with pytest.raises(LayoutError, match="would become square"):
-        prune_folder(source, keep, tmp_path / "out")
-
-
-@pytest.mark.parametrize("kind", NOT_BY_FILES)
-def test_experts_changed_on_loading_are_refused(tmp_path, kind):
-    """Their files are not sliced; in memory the model is."""
-    model, source = source_of(tmp_path, kind)
-    with pytest.raises(LayoutError, match="prune it in memory instead"):
-        prune_folder(source, random_keep(model), tmp_path / "out")
 
 
 def test_the_checkpoint_says_which_class(tmp_path):

@@ -2,22 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_ids
 from safetensors.torch import load_file, save_file
 from tiny_folder import write_model
 
 from heapr_lab.checkpoints.same_model import own_mask, own_table
-from heapr_lab.checkpoints.slice_files import squared_norms
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.experts import find_experts
-from heapr_lab.models.folders import read_weights, skeleton_of
+from heapr_lab.models.folders import read_weights
 from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.selection import select
 from heapr_lab.storage.hashing import digest
@@ -46,23 +42,6 @@ def table(source: Path) -> Path:
     path = source.parent / "table.parquet"
     table_of(source).write(path)
     return path
-
-
-@pytest.mark.parametrize(
-    "family", ["qwen2_moe", "mixtral", "gpt_oss", "granitemoe", "nemotron_h"]
-)
-def test_norms_in_files_are_those_of_the_model(family: str, tmp_path: Path) -> None:
-    """Of every expert and each of its matrices, however they are laid out."""
-    model: Any = tiny_model(family, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "x")
-    found = squared_norms(tmp_path / "x", skeleton_of(model.config))
-    layers = {layer.layer: layer for layer in find_experts(model)}
-    assert found.keys() == layers.keys()
-    for number, norms in found.items():
-        expected = layers[number].squared_norms()
-        assert norms.keys() == expected.keys()
-        for column, values in norms.items():
-            np.testing.assert_allclose(values, expected[column].numpy(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,28 +74,27 @@ def scaled(name: str, *, along: int) -> Callable[[Tensors], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "expert"),
+    "change",
     [
-        (permuted, 2),
-        (scaled("down_proj", along=1), 3),
-        (scaled("up_proj", along=0), 3),
-        (scaled("gate_proj", along=0), 3),
+        permuted,
+        scaled("down_proj", along=1),
+        scaled("up_proj", along=0),
+        scaled("gate_proj", along=0),
     ],
 )
 def test_a_table_of_a_twin_is_refused(
     change: Callable[[Tensors], None],
-    expert: int,
     source: Path,
     table: Path,
     tmp_path: Path,
 ) -> None:
-    """Experts in another order, or one atom that differs: both are named."""
+    """Experts in another order, or one atom that differs."""
     read_weights(source).save_pretrained(tmp_path / "twin")
     file = tmp_path / "twin" / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(SpecError, match=f"weights of expert {expert} in layer 1"):
+    with pytest.raises(SpecError, match="another model than twin: weights v2:"):
         own_table(table, tmp_path / "twin", name="twin")
 
 

@@ -16,8 +16,7 @@ from transformers import AutoConfig
 
 import heapr_lab
 from heapr_lab.checkpoints.same_model import own_table
-from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.lab_model.run_folder import begin_from
 from heapr_lab.models.folders import (

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_folder import write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.slice_folder import prune_folder
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.lab_model.run_folder import begin_from
 from heapr_lab.models.folders import read_weights

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_folder import write_model, write_text
 
-from heapr_lab.checkpoints import save, slice_folder
+from heapr_lab.checkpoints import save
 from heapr_lab.errors import CacheError
 from heapr_lab.models.loading import load_like, load_model
 from heapr_lab.pruning.options import Selection
@@ -78,9 +78,11 @@ def test_the_card_says_what_was_compared(
 
 def damage(folder: Path) -> None:
     """Add a little to one matrix of one expert."""
-    (path,) = folder.glob("*.safetensors")
-    tensors = load_file(path)
-    name = next(name for name in sorted(tensors) if "down_proj" in name)
+    files = {path: load_file(path) for path in folder.glob("*.safetensors")}
+    path, name = next(
+        (path, name) for path in files for name in files[path] if "down_proj" in name
+    )
+    tensors = files[path]
     tensors[name] = tensors[name] + 0.05
     save_file(tensors, path, metadata={"format": "pt"})
 
@@ -123,14 +125,14 @@ def test_sliced_files_are_compared_with_the_mask(
     told = write_slices(tmp_path / "out")
     assert told["reloaded"] == f"Δ nll = 0.0000 on 4 windows of {text}"
     assert set(told["perplexity"]) == {text}
-    sliced = slice_folder.slice_files
+    written = save.write_weights
 
-    def damaging(source: Path, _skeleton: Any, _keep: Any, folder: Path, **of: Any):
-        found = sliced(source, _skeleton, _keep, folder, **of)
+    def damaging(model: Any, folder: Path, *args: Any, **of: Any) -> dict[str, str]:
+        found = written(model, folder, *args, **of)
         damage(folder)
         return found
 
-    monkeypatch.setattr(slice_folder, "slice_files", damaging)
+    monkeypatch.setattr(save, "write_weights", damaging)
     with pytest.raises(CacheError, match=r"is \d+\.\d{6} nats per token in place of"):
         write_slices(tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,4 +1,4 @@
-"""Sources and masks that cannot be sliced are named, and nothing is written."""
+"""Sources and masks that do not fit are named, and nothing is written."""
 
 import json
 from collections.abc import Callable
@@ -9,10 +9,10 @@ import pytest
 import torch
 from keeps import random_keep
 from safetensors.torch import load_file, save_file
-from sliced_files import INDEX, SINGLE, slice_files, sliced, source_of
+from stored_tensors import INDEX, SINGLE, source_of
 
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.folders import skeleton_of
 from heapr_lab.pruning.masks import KeepMask
 
 
@@ -28,35 +28,35 @@ def change(
 
 
 LAST = "model.layers.1.mlp.experts.2.up_proj.weight"
+UP = r"model\.layers\.1\.mlp\.experts\.gate_up_proj"
+
+
+def pruned(model: Any, source: Path, out: Path) -> Path:
+    """The model in `source`, pruned with a random mask."""
+    return prune_folder(source, random_keep(model), out)
 
 
 @pytest.mark.parametrize(
     ("family", "name", "new", "message"),
     [
-        ("qwen3_moe", LAST, lambda _: None, f"1 of the 8 parts .* first is {LAST}"),
+        ("qwen3_moe", LAST, lambda _: None, f"lacks 1 of its weights .{UP}"),
         (
             "gpt_oss",
             "model.layers.1.mlp.experts.down_proj_bias",
             lambda _: None,
-            r"lacks 4 of the 4 parts .*experts\.0\.down_proj\.bias",
+            r"lacks 1 of its weights .*layers\.1.*down_proj_bias",
         ),
         (
             "qwen3_moe",
             LAST,
             lambda t: t.to(torch.float8_e4m3fn),
-            f"{LAST} \\(F8_E4M3 .* is quantised, expected one of F16",
-        ),
-        (
-            "qwen3_moe",
-            LAST,
-            lambda t: t[:3],
-            r"F32 \(3, 16\)\) has 192 bytes, the model expects \(8, 16\) and 512",
+            f"{LAST} \\(F8_E4M3 .* has no .*_scale_inv",
         ),
         (
             "granitemoe",
             "model.layers.0.block_sparse_moe.output_linear.weight",
             lambda t: t[:3],
-            r"expects \(4, 16, 8\) and 2048: it is of another model",
+            r"has in other shapes 1 of its weights .*layers\.0.*down_proj",
         ),
     ],
 )
@@ -67,20 +67,28 @@ def test_experts_that_are_not_those_of_the_model(
     model, source = source_of(tmp_path, family)
     change(source, name, new)
     with pytest.raises(LayoutError, match=message):
-        sliced(model, source, tmp_path / "out")
+        pruned(model, source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_expert_of_another_shape_is_found_when_its_layer_is_read(
+    tmp_path: Path,
+) -> None:
+    """It is joined with others: what they become is named."""
+    model, source = source_of(tmp_path)
+    change(source, LAST, lambda tensor: tensor[:3])
+    with pytest.raises(LayoutError, match=f"{UP} cannot be read.* other shapes"):
+        pruned(model, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            f"{LAST}_scale_inv",
-            "none of their weights and biases, so they are quantised",
-        ),
-        ("model.layers.0.mlp.experts.gate_up_proj_blocks", "they are quantised"),
-        (LAST.replace(".2.", ".4."), "expert 4 .* expected none beside expert 3"),
-        ("model.layers.1.mlp.experts.02.up_proj.weight", "expected none beside .*2.up"),
+        (f"{LAST}_scale_inv", rf"config.json does not, 1 .*{LAST}_scale_inv"),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", "1 of its weights"),
+        (LAST.replace(".2.", ".4."), f"lacks 1 of its weights .{UP}"),
+        ("model.layers.1.mlp.experts.02.up_proj.weight", f"lacks 1 .*{UP}"),
     ],
 )
 def test_tensors_that_experts_do_not_have(
@@ -91,8 +99,8 @@ def test_tensors_that_experts_do_not_have(
     tensors = load_file(source / SINGLE)
     save_file(tensors | {name: tensors[LAST].clone()}, source / SINGLE)
     with pytest.raises(LayoutError, match=message):
-        sliced(model, source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        pruned(model, source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def cut_short(source: Path) -> None:
@@ -172,21 +180,21 @@ def test_incomplete_sources(
     model, source = source_of(tmp_path, max_shard_size="9KB")
     damage(source)
     with pytest.raises(SpecError, match=message):
-        sliced(model, source, tmp_path / "out")
+        pruned(model, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_masks_of_other_models(tmp_path: Path) -> None:
     """Of other layers, other sizes, or of different widths where one is needed."""
     model, source = source_of(tmp_path)
-    out, skeleton = tmp_path / "out", skeleton_of(model.config)
-    keep = random_keep(model)
+    keep, out = random_keep(model), tmp_path / "out"
     other = KeepMask({0: keep.by_layer(0)})
     with pytest.raises(SpecError, match=r"layers \[0\], the model's .* \[0, 1\]"):
-        slice_files(source, skeleton, other, out)
+        prune_folder(source, other, out)
     narrow = KeepMask({k: kept[:, :5] for k, kept in keep.arrays.items()})
     with pytest.raises(SpecError, match=r"shape \(4, 5\), expected \(4, 8\)"):
-        slice_files(source, skeleton, narrow, out)
+        prune_folder(source, narrow, out)
+    ragged = KeepMask(keep.arrays, {"structure": "uniform"})
     with pytest.raises(SpecError, match="keep 0 to 8 atoms, a uniform checkpoint"):
-        slice_files(source, skeleton, keep, out, stacked=True)
-    assert not out.exists()
+        prune_folder(source, ragged, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

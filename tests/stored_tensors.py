@@ -1,0 +1,36 @@
+"""Tiny models saved in files, and the tensors in them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import tiny_model
+from safetensors.torch import load_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def source_of(
+    folder: Path, family: str = "qwen3_moe", *, max_shard_size: str = "5GB"
+) -> tuple[Any, Path]:
+    """A tiny model, and the folder it is saved in."""
+    model = tiny_model(family, dtype=torch.float32)
+    model.save_pretrained(folder / "source", max_shard_size=max_shard_size)
+    return model, folder / "source"
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the safetensors files in a folder; each name is there once."""
+    files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    found = {name: tensor for file in files for name, tensor in file.items()}
+    assert len(found) == sum(map(len, files))
+    return found
+
+
+def same_tensors(folder: Path, other: Path) -> None:
+    """Two folders have tensors of the same names, types, shapes and bits."""
+    ours, theirs = tensors_in(folder), tensors_in(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name

@@ -1,0 +1,285 @@
+"""A folder is pruned a layer at a time: its files are those of the pruned model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import logits_of, random_keep, widths_keep
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from stored_tensors import INDEX, SINGLE, same_tensors, source_of, tensors_in
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from heapr_lab.checkpoints.folder import partial_of
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.errors import CacheError
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.file_reader import open_streamed
+from heapr_lab.models.folders import skeleton_of
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import masking, prune
+
+FAMILIES = (
+    "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v4", "glm4_moe",
+    "gpt_oss", "granitemoe", "nemotron_h", "qwen3_5_moe_text",
+)  # fmt: skip
+"""Every layout of experts; and one that is not streamed where it runs."""
+IDS = tiny_ids()
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
+"""Float32, and other orders of summation in sliced and masked experts."""
+
+
+def check_masked(folder: Path, model: Any, keep: KeepMask) -> None:
+    """The checkpoint in `folder` has the logits of the masked model."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    with masking(model, keep):
+        expected = logits_of(model, IDS)
+    torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_are_those_of_the_pruned_model(family: str, tmp_path: Path) -> None:
+    """A file for each part, and an index that says where each tensor is."""
+    model, source = source_of(tmp_path, family)
+    keep = random_keep(model)
+    out = prune_folder(source, keep, tmp_path / "out")
+    same_tensors(out, save_pruned(prune(model, keep), tmp_path / "expected"))
+    index, tensors = json.loads((out / INDEX).read_text()), tensors_in(out)
+    assert index["weight_map"].keys() == tensors.keys()
+    for name, file in index["weight_map"].items():
+        with safe_open(out / file, "pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    assert not list(out.glob(".*"))
+    check_masked(out, model, keep)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe"])
+def test_uniform_files_have_the_names_of_the_source(
+    family: str, tmp_path: Path
+) -> None:
+    """Only narrower: a stock model."""
+    model, source = source_of(tmp_path, family)
+    keep = widths_keep(model, 4, structure="uniform")
+    out = prune_folder(source, keep, tmp_path / "out")
+    assert tensors_in(out).keys() == tensors_in(source).keys()
+    check_masked(out, model, keep)
+
+
+@pytest.mark.parametrize(
+    ("family", "old", "new"),
+    [
+        ("granitemoe", "model.", ""),
+        ("qwen3_5_moe_text", "model.", "model.language_model."),
+        ("mixtral", ".block_sparse_moe.", ".mlp."),
+    ],
+)
+def test_other_names_that_transformers_loads(
+    family: str, old: str, new: str, tmp_path: Path
+) -> None:
+    """A prefix less or more, or names of a later version, are read as well."""
+    model, source = source_of(tmp_path, family)
+    tensors = load_file(source / SINGLE)
+    renamed = {name.replace(old, new, 1): tensors[name] for name in tensors}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, source / SINGLE, metadata={"format": "pt"})
+    keep = random_keep(model)
+    check_masked(prune_folder(source, keep, tmp_path / "out"), model, keep)
+
+
+def test_fused_names_under_a_prefix_keep_it(tmp_path: Path) -> None:
+    """As a model that was loaded from them would save its experts."""
+    model, source = source_of(tmp_path, "qwen3_5_moe_text")
+    model.save_pretrained(source, save_original_format=False)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(source / SINGLE).items()
+    }
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in tensors
+    save_file(tensors, source / SINGLE, metadata={"format": "pt"})
+    keep = random_keep(model)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype="float32")
+    out = prune_folder(source, keep, tmp_path / "out")
+    same_tensors(out, save_pruned(prune(loaded, keep), tmp_path / "expected"))
+    check_masked(out, model, keep)
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+@pytest.mark.parametrize("named", [True, False])
+def test_every_tensor_keeps_its_type_and_bits(
+    structure: str, named: bool, tmp_path: Path
+) -> None:
+    """In files of several types; also where config.json names none."""
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    wide = ("layers.0.input_layernorm.weight", "layers.1.mlp.experts.2.up_proj.weight")
+    tensors = load_file(source / SINGLE)
+    for name in [name for name in tensors if name.endswith(wide)]:
+        tensors[name] = tensors[name].float() * 1.001
+    save_file(tensors, source / SINGLE, metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    if not named:
+        del config["dtype"]
+        (source / "config.json").write_text(json.dumps(config))
+    keep = widths_keep(model, 8, structure=structure)
+    found = tensors_in(prune_folder(source, keep, tmp_path / "out"))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        joined = "layers.1.mlp.experts" in name and "down_proj" not in name
+        assert found[name].dtype == (torch.float32 if joined else tensor.dtype), name
+        assert torch.equal(found[name].to(tensor.dtype), tensor), name
+    again = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert again["dtype"] == "bfloat16"
+
+
+def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
+    """As of a model that is loaded, and saved."""
+    model, source = source_of(tmp_path)
+    GenerationConfig(do_sample=True, top_p=0.5, eos_token_id=7).save_pretrained(source)
+    out = prune_folder(source, random_keep(model), tmp_path / "out")
+    found, expected = map(GenerationConfig.from_pretrained, (out, source))
+    assert found == expected
+
+
+def test_progress_counts_the_parts(tmp_path: Path) -> None:
+    """Embeddings, two layers and the head."""
+    model, source = source_of(tmp_path)
+    calls: list[tuple[int, int]] = []
+    prune_folder(
+        source,
+        random_keep(model),
+        tmp_path / "out",
+        progress=lambda *counts: calls.append(counts),
+    )
+    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not on Linux")
+def test_memory_holds_a_layer(tmp_path: Path) -> None:
+    """The peak grows by less than half of the file, which has eight layers."""
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        num_experts=8,
+        num_hidden_layers=8,
+        hidden_size=512,
+        moe_intermediate_size=1024,
+        num_attention_heads=4,
+        vocab_size=64,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path / "source")
+    skeleton: Any = skeleton_of(config)
+    tensors = {
+        name: torch.zeros(weight.shape, dtype=torch.bfloat16)
+        for name, weight in skeleton.state_dict().items()
+    }
+    save_file(tensors, tmp_path / "source" / SINGLE)
+    n_bytes = (tmp_path / "source" / SINGLE).stat().st_size
+    assert n_bytes > 200e6
+    random_keep(skeleton).write(tmp_path / "keep.parquet")
+    code = """
+import sys
+from pathlib import Path
+from heapr_lab.checkpoints.save import prune_folder
+from heapr_lab.models.folders import read_config, skeleton_of
+from heapr_lab.pruning.masks import KeepMask
+folder = Path(sys.argv[1])
+skeleton_of(read_config(folder / "source"))
+keep = KeepMask.read(folder / "keep.parquet")
+status = Path("/proc/self/status")
+peak = lambda: 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+Path("/proc/self/clear_refs").write_text("5")  # what is resident now is the peak
+before = peak()
+prune_folder(folder / "source", keep, folder / "out")
+sys.stdout.write(str(peak() - before))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(found.stdout) < n_bytes / 2
+
+
+# --- interrupted ------------------------------------------------------------------
+
+
+class StopError(Exception):
+    """What interrupts."""
+
+
+def interrupted(source: Path, keep: KeepMask, out: Path) -> Path:
+    """The one file that is finished, of a pruning that was interrupted after it."""
+
+    def stop(*_counts: int) -> None:
+        raise StopError
+
+    with pytest.raises(StopError):
+        prune_folder(source, keep, out, progress=stop)
+    (finished,) = partial_of(out).glob("*.safetensors")
+    return finished
+
+
+def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
+    """A finished file is not written again, and the end is the same."""
+    model, source = source_of(tmp_path)
+    keep, out = random_keep(model), tmp_path / "out"
+    first = interrupted(source, keep, out)
+    modified = first.stat().st_mtime_ns
+    (first.parent / ".partial-0123-model-00002-of-00004.safetensors").touch()
+    prune_folder(source, keep, out)
+    assert (out / first.name).stat().st_mtime_ns == modified
+    expected = prune_folder(source, keep, tmp_path / "expected")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in expected.iterdir()
+    }
+
+
+def test_a_file_cut_short_is_written_again(tmp_path: Path) -> None:
+    """Its hash tells."""
+    model, source = source_of(tmp_path)
+    keep, out = random_keep(model), tmp_path / "out"
+    first = interrupted(source, keep, out)
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-4])
+    prune_folder(source, keep, out)
+    assert (out / first.name).read_bytes() == whole
+
+
+def test_an_unfinished_folder_belongs_to_mask_structure_and_source(
+    tmp_path: Path,
+) -> None:
+    """Another one is refused before a file is changed."""
+    model, source = source_of(tmp_path)
+    keep, out = random_keep(model), tmp_path / "out"
+    first = interrupted(source, keep, out)
+    before = {path: path.read_bytes() for path in first.parent.iterdir()}
+    uniform = widths_keep(model, 4, structure="uniform")
+    with pytest.raises(CacheError, match="another mask and structure: choose another"):
+        prune_folder(source, uniform, out)
+    with pytest.raises(CacheError, match="of another mask: choose another folder"):
+        prune_folder(source, random_keep(model, seed=1), out)
+    file = next(source.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes())
+    with pytest.raises(CacheError, match="of another source: choose another folder"):
+        prune_folder(source, keep, out)
+    assert {path: path.read_bytes() for path in first.parent.iterdir()} == before
+
+
+def test_compensated_weights_are_not_resumed(tmp_path: Path) -> None:
+    """What replaces W_down is not told by the mask: nothing is left to go on from."""
+    model, source = source_of(tmp_path)
+    keep = random_keep(model)
+    downs = {k.layer: k.down.detach() * 2 for k in find_experts(model)}
+    dense = open_streamed(source, dtype=torch.float32, device=torch.device("cpu"))
+
+    def stop(*_counts: int) -> None:
+        raise StopError
+
+    with pytest.raises(StopError):
+        save_pruned(prune(dense, keep, downs=downs), tmp_path / "out", progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
