@@ -55,11 +55,11 @@ from benchmarks.shapes import (
 from benchmarks.two_stage import two_stage_scores
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.hooks import probed
 from heapr_lab.models.memory import is_out_of_memory
 from heapr_lab.models.moments import LayerMoments
-from heapr_lab.models.streamed import stream_of
+from heapr_lab.streaming.opening import open_streamed
+from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger("gpu")

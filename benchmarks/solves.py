@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cost import Configuration, build_model, calibration_set
 from benchmarks.machine import Rows, machine
-from heapr_lab.importance.activation_grams import LayerGrams, default_span
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.selection import select
+from heapr_lab.refinement.activation_grams import LayerGrams, default_span
 from heapr_lab.refinement.compensation import LayerSolver, compensation_of
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.elimination import with_elimination

@@ -34,13 +34,13 @@ from benchmarks.shapes import write_shards
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.identity import model_identity
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
+from heapr_lab.streaming.opening import open_streamed
+from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 

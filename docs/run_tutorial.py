@@ -190,9 +190,9 @@ def sizes() -> pd.DataFrame:
     """Bytes and counts of Qwen3-30B-A3B that follow from its configuration."""
     from transformers import Qwen3MoeConfig
 
-    from heapr_lab.importance.activation_grams import default_span, sizes_of
     from heapr_lab.models.experts import describe, find_experts
     from heapr_lab.models.folders import skeleton_of
+    from heapr_lab.refinement.activation_grams import default_span, sizes_of
     from heapr_lab.workbench.settings import PROFILES
 
     model = skeleton_of(Qwen3MoeConfig(**QWEN3_30B_A3B))

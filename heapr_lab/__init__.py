@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from heapr_lab import registry
 from heapr_lab.models import named
 
 _HOMES = {
@@ -133,6 +134,8 @@ for _registry, _ours in _REGISTRIES.items():
     else:
         sys.meta_path.insert(0, _Registration(_registry))
 
+
+registry.register("models on disk", "heapr_lab.streaming.opening:open_stepping")
 
 NAMED = {
     "smollm2": ("pretrained.smollm2", "smollm2_folder"),

@@ -11,10 +11,10 @@ import torch
 
 from heapr_lab.checkpoints.save import KEEP_FILE, save_pruned
 from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import find_experts, sliced_experts
 from heapr_lab.models.folders import has_tokenizer, read_tokenizer, read_weights
 from heapr_lab.models.ragged_experts import quantise
-from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
@@ -84,7 +84,9 @@ def quantise_model(model: Any, kind: str) -> None:
         SpecError: it has no pruned experts, they are quantised already, d_model is no
             multiple of the size of a group, or the model is streamed.
     """
-    refuse_streamed(model, remedy="save it, and quantise the checkpoint (convert)")
+    backend_of(model).require_loaded(
+        remedy="save it, and quantise the checkpoint (convert)"
+    )
     experts = sliced_experts(model)
     if not experts:
         raise SpecError(

@@ -6,13 +6,13 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.identity import (
     WEIGHTS_VERSION,
     architecture_identity,
     model_identity,
 )
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.streaming.opening import open_streamed
 
 
 def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:

@@ -24,11 +24,10 @@ from heapr_lab.checkpoints.folder import (
     save_processor,
     save_tokenizer,
 )
-from heapr_lab.checkpoints.shards import save_streamed
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import quantised_as, sliced_experts
-from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import (
     has_tokenizer,
     is_native,
@@ -37,14 +36,15 @@ from heapr_lab.models.folders import (
 )
 from heapr_lab.models.predicting import what_is_dropped, without_predicting
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer, finish
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.models.wrapped import what_is_pruned
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import MANIFEST_FILE
+from heapr_lab.streaming.opening import open_streamed
+from heapr_lab.streaming.stream import stream_of
 
 KEEP_FILE = "heapr_keep.parquet"
 MANIFEST_VERSION = 1
@@ -243,10 +243,10 @@ def write_weights(
         The SHA-256 of each file of weights.
     """
     without_predicting(model.config)
-    if stream_of(model) is not None:
-        return save_streamed(model, folder, progress=progress)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return checksums_in(folder)
+    known = backend_of(model).write(
+        model, folder, max_shard_size=max_shard_size, progress=progress or no_report
+    )
+    return known or checksums_in(folder)
 
 
 def checkpoint_of(model: Any, keep: KeepMask) -> Any:

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from heapr_lab.checkpoints.shared_experts import Shapes, fit, wider, zero_atoms
+from heapr_lab.checkpoints.shared_experts import fit, wider, zero_atoms
 from heapr_lab.errors import SpecError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.sliced_stream import stream_slices
 
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 """Names of the width of an expert in configurations, the more specific first."""
@@ -149,32 +148,18 @@ def stock_model(model: Any, width: int) -> Any:
     stock = stock_config(config, width)
     new: Any = skeleton_of(stock.config)
     new.heapr_zero_atoms = stock.n_zero
-    if stream_of(model) is not None:
-        return _streamed(new, model, stock.padded)
-    state = {n: fit(n, t, stock.padded) for n, t in model.state_dict().items()}
+    experts = {}
     for layer in find_experts(new):
         ragged = model.get_submodule(layer.name)
-        for name in [name for name in state if name.startswith(f"{layer.name}.")]:
-            if name.removeprefix(f"{layer.name}.") in ragged._parameters:
-                del state[name]
-        state |= {f"{layer.name}.{n}": t for n, t in _fused(layer, ragged).items()}
-    new.load_state_dict(state, assign=True)
-    new.tie_weights()
+        experts[layer.layer] = layer.name, functools.partial(_fused, layer, ragged)
+    change = functools.partial(fit, padded=stock.padded)
+    new = backend_of(model).given(new, model, experts, change)
     if hasattr(model, "generation_config"):
         new.generation_config = model.generation_config
     attached = getattr(model, "hf_quantizer", None) is not None
     if getattr(model, "_weight_conversions", None) and not attached:
         new._weight_conversions = model._weight_conversions
     return new
-
-
-def _streamed(new: Any, model: Any, padded: Shapes) -> Any:
-    """`new`, which reads what the streamed model `model` slices."""
-    experts = {}
-    for layer in find_experts(new):
-        ragged = model.get_submodule(layer.name)
-        experts[layer.layer] = layer.name, functools.partial(_fused, layer, ragged)
-    return stream_slices(new, model, experts, functools.partial(fit, padded=padded))
 
 
 @torch.no_grad()

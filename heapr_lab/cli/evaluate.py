@@ -65,12 +65,11 @@ def evaluate(
     preflight.check_corpora(names_in(corpora), split="test")
     preflight.check_tasks(names_in(tasks))
     from heapr_lab.checkpoints.same_model import own_mask
-    from heapr_lab.models.streamed import refuse_streamed
+    from heapr_lab.models.backend import backend_of
 
     bench = open_bench(model, profile, seq_len, device, dtype, stream, host_memory)
     if generation or against is not None:
-        refuse_streamed(
-            bench.model,
+        backend_of(bench.model).require_loaded(
             remedy="leave --generation and --against out, or give --no-stream",
         )
     keep = None if mask is None else own_mask(mask, bench.identity, name=model)

@@ -178,7 +178,7 @@ class Request:
 
     def _is_streamed(self) -> bool:
         """Whether the model is, where it would write text of its own."""
-        from heapr_lab.models.streamed import stream_of
+        from heapr_lab.streaming.stream import stream_of
 
         if not self.setting.calibration.own_text:
             return False
@@ -192,9 +192,9 @@ class Request:
 
     def run(self, *, in_words: bool) -> dict[str, Any]:
         """Check, select and write; returns the facts to print."""
+        from heapr_lab.models.backend import backend_of
         from heapr_lab.models.loading import model_folder
         from heapr_lab.models.sources import read_source
-        from heapr_lab.models.streamed import refuse_streamed
         from heapr_lab.workbench.export import savings
 
         check_out(self.out, to_folder=self.to_folder)
@@ -203,8 +203,7 @@ class Request:
         if self.default_own_text and self._is_streamed():
             return self._without_own_text().run(in_words=in_words)
         if self.importance is None and self.after:
-            refuse_streamed(
-                self.open_bench().model,
+            backend_of(self.open_bench().model).require_loaded(
                 remedy="leave --bias and --distill out, or give --no-stream",
             )
         table = self._table(source)

@@ -46,7 +46,7 @@ def score(
 
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own_text)
     preflight.check_corpora([corpus], split="train")
-    from heapr_lab.importance.distributed import joined
+    from heapr_lab.streaming.distributed import joined
 
     with joined() as ranks:
         own = device if ranks is None else ranks.device(device)

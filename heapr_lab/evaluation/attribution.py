@@ -34,12 +34,12 @@ from torch import nn
 
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError, whole_number
 from heapr_lab.evaluation.passages import as_float64, routed_experts
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.models.hooks import masked, observed
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
 from heapr_lab.models.modes import differentiating
-from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of
@@ -193,8 +193,7 @@ class _Run:
     """Passes of a model whose removed atoms are scaled."""
 
     def __init__(self, model: nn.Module, keep: KeepMask, ids: Any) -> None:
-        refuse_streamed(
-            model,
+        backend_of(model).require_loaded(
             remedy="gradients of a text need all layers, so load it with stream=False",
         )
         self.model, self.keep, self.windows = model, keep, token_windows(ids)

@@ -7,9 +7,8 @@ models in which every layer is ordinary softmax attention. The first item is als
 computed by the harness; if the two differ, or for models of another kind, each request
 is a row of its own.
 
-Rows of similar length are run together. The layers of a streamed model run on many
-such batches, one layer after the other, so that it is read once and not for every
-batch; each request is a row of its own then.
+Rows of similar length are run together. Where layers run one after the other, each on
+many such batches, each request is a row of its own.
 
 Importing this module imports the harness.
 """
@@ -27,11 +26,14 @@ from lm_eval.api.model import CacheHook
 from lm_eval.models.huggingface import HFLM
 from torch import nn
 
-from heapr_lab.importance.sweep_store import budget_of
-from heapr_lab.models.layerwise import swept_states
-from heapr_lab.models.likelihood import final_states, input_device, iter_log_probs
+from heapr_lab.models.backend import backend_of
+from heapr_lab.models.likelihood import (
+    final_states,
+    input_device,
+    iter_log_probs,
+    states_of_all,
+)
 from heapr_lab.models.memory import halving_batches
-from heapr_lab.models.streamed import Stream, stream_of
 from heapr_lab.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ class PackingHFLM(HFLM):
         default = _TOKENS_AT_ONCE.get(input_device(model).type, _TOKENS_AT_ONCE["cpu"])
         self.tokens_at_once = tokens_at_once or default
         self.progress = progress
-        self.packs = stream_of(model) is None and _attends_plainly(model)
+        self.packs = backend_of(model).runs_whole and _attends_plainly(model)
         self._compared = False
         self._items: list[Any] = []
 
@@ -158,20 +160,17 @@ class PackingHFLM(HFLM):
         self, batches: "list[list[_Row]]"
     ) -> "Iterator[tuple[list[_Row], torch.Tensor]]":
         """Each batch with its final states (B, L, d_model)."""
-        stream = stream_of(self.model)
-        if stream is None:
-            for batch in batches:
-                yield batch, self._run(batch)
+        if self.packs:
+            yield from ((batch, self._run(batch)) for batch in batches)
             return
-        for group in _within(self._room(stream), batches):
-            swept = swept_states(self.model, [_padded(batch) for batch in group])
-            for batch, states in zip(group, swept, strict=True):
-                yield batch, states.to(stream.device)
+        room = backend_of(self.model).at_once(self.model, 1)
+        for group in _within(room, batches):
+            found = states_of_all(self.model, [_padded(batch) for batch in group])
+            for batch, states in zip(group, found, strict=True):
+                yield batch, states.to(input_device(self.model))
 
     def _run(self, batch: "list[_Row]") -> torch.Tensor:
         ids = _padded(batch)
-        if not self.packs:
-            return final_states(self.model, ids)
         seen = _seen(batch, ids.shape[1])
         hidden = torch.zeros(seen.shape, dtype=self.model.dtype)
         hidden = hidden.masked_fill(~seen, torch.finfo(hidden.dtype).min)
@@ -181,11 +180,6 @@ class PackingHFLM(HFLM):
             position_ids=seen.sum(2) - 1,
             attention_mask=hidden[:, None],
         )
-
-    def _room(self, stream: Stream) -> int:
-        """Tokens whose states, between two layers and the last, fit in the budget."""
-        d_model = self.model.config.get_text_config().hidden_size
-        return int(budget_of(stream) // (2 * d_model * stream.dtype.itemsize))
 
 
 def _attends_plainly(model: Any) -> bool:

@@ -14,17 +14,16 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import whole_number
-from heapr_lab.models.layerwise import swept_states
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.likelihood import (
     check_fits,
-    final_states,
     input_device,
     iter_log_probs,
+    states_of_all,
     token_nll,
 )
 from heapr_lab.models.memory import halving_batches, starting_batch_size
 from heapr_lab.models.modes import evaluating
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
@@ -199,7 +198,7 @@ def _for_batches(
     """Call `work` on each batch of windows, on smaller ones if memory runs out.
 
     It is called with the batch, and with its final states (B, L, d_model) under each of
-    the masks. A streamed model reads its layers once for each mask.
+    the masks.
 
     Returns the number of predicted tokens: all but the first of each window.
     """
@@ -211,27 +210,17 @@ def _for_batches(
 
     def run(size: int) -> None:
         nonlocal done
+        together = backend_of(model).at_once(model, size * seq_len) // seq_len
         while done < n_windows:
-            batch = windows[done : done + size]
-            work(batch, *(_states(model, batch, keep) for keep in masks))
-            done += len(batch)
-            report(done, n_windows)
-
-    def sweep(size: int) -> None:
-        batches = windows.split(size)
-        found = [_swept(model, batches, keep) for keep in masks]
-        for batch, *states in zip(batches, *found, strict=True):
-            work(batch, *(own.to(input_device(model)) for own in states))
-        report(n_windows, n_windows)
+            group = windows[done : done + together].split(size)
+            found = [_states(model, group, keep) for keep in masks]
+            for batch, *states in zip(group, *found, strict=True):
+                work(batch, *(own.to(input_device(model)) for own in states))
+                done += len(batch)
+                report(done, n_windows)
 
     with evaluating(model):
-        if stream_of(model) is not None:
-            tokens = _TOKENS_AT_ONCE
-            sweep(
-                batch_size
-                or starting_batch_size(model, n_windows, seq_len, tokens=tokens)
-            )
-        elif batch_size is not None:
+        if batch_size is not None:
             run(whole_number(batch_size, name="batch_size"))
         else:
             size = starting_batch_size(
@@ -241,16 +230,11 @@ def _for_batches(
     return n_windows * (seq_len - 1)
 
 
-def _states(model: nn.Module, ids: torch.Tensor, keep: KeepMask | None) -> torch.Tensor:
-    with _masked(model, keep):
-        return final_states(model, ids)
-
-
-def _swept(
+def _states(
     model: nn.Module, batches: Sequence[torch.Tensor], keep: KeepMask | None
 ) -> list[torch.Tensor]:
     with _masked(model, keep):
-        return swept_states(model, batches)
+        return states_of_all(model, batches)
 
 
 def _masked(

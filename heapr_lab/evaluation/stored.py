@@ -13,8 +13,8 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.evaluation.perplexity import Perplexity, exp_nll, window_nll
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress
 from heapr_lab.storage.rows import cached_rows
 from heapr_lab.text.calibration import CalibrationSet
@@ -43,11 +43,7 @@ class State:
         at_once: int,
         progress: Progress | None = None,
     ) -> pd.DataFrame:
-        """As `cached_rows`, of what the model computes in this state.
-
-        All rows of a streamed model are computed at once, because it is read from disk
-        once for each call of `compute`.
-        """
+        """As `cached_rows`, of what the model computes in this state."""
 
         def of_one_model(missing: list[int]) -> pd.DataFrame:
             made = compute(missing)
@@ -59,7 +55,7 @@ class State:
             {"schema": _SCHEMA, "model": self.identity, **key},
             numbers,
             of_one_model,
-            at_once=at_once if stream_of(self.model) is None else len(numbers),
+            at_once=backend_of(self.model).at_once(self.model, at_once),
             progress=progress,
         )
 

@@ -8,30 +8,20 @@ embedding's output does. Source: HEAPr, Algorithm 1, in the form that is derived
 
 import contextlib
 import logging
-import platform
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
-import pandas as pd
 import torch
-import transformers
 from torch import nn
 
-from heapr_lab.errors import (
-    CacheError,
-    CoverageError,
-    HeaprLabError,
-    SpecError,
-    whole_number,
-)
-from heapr_lab.importance.distributed import Ranks
-from heapr_lab.importance.streamed_pass import StreamedPass
+from heapr_lab.errors import CoverageError, HeaprLabError, SpecError, whole_number
+from heapr_lab.importance.measured import check_coverage, provenance_of, rows_of
+from heapr_lab.importance.resuming import SavedSums
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts, refuse_broken
 from heapr_lab.models.hooks import Probe, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
@@ -43,10 +33,8 @@ from heapr_lab.models.likelihood import (
 )
 from heapr_lab.models.memory import halving_batches, starting_batch_size
 from heapr_lab.models.modes import differentiating
-from heapr_lab.models.moments import EXPERT_SUMS
-from heapr_lab.models.streamed import stream_of
-from heapr_lab.progress import Progress
-from heapr_lab.storage import files
+from heapr_lab.models.moments import LayerMoments
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -60,11 +48,24 @@ TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}
 On a CPU larger ones take more memory and no less time: what the backward pass keeps is
 handed out by the system in pages that it zeroes first.
 """
-_SAVE_SECONDS = 60.0
-_SAVE_SHARE = 0.02
-
 
 LABELS = ("data", "model")
+
+
+class Ranks(Protocol):
+    """Processes that measure disjoint windows together, as one of them sees them."""
+
+    def share(self, n_windows: int) -> range:
+        """The windows of this process."""
+
+    def own_state(self, path: Path) -> Path:
+        """The file for its state."""
+
+    def check_same(self, spec_hash: str) -> None:
+        """Check that all measure the same."""
+
+    def combine(self, moments: Sequence[LayerMoments]) -> None:
+        """Replace its moments by those of all windows."""
 
 
 def statistics_spec(
@@ -130,12 +131,8 @@ def collect_statistics(
     check_fits(model, calibration.ids)
     started = time.perf_counter()
     layers = find_experts(model)
-    streamed = stream_of(model) is not None
-    norms = {} if streamed else {k.layer: refuse_broken(k) for k in layers}
-    architecture = describe(model).to_dict()
     spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
-    windows = calibration.window_fingerprints()
-    _warn_of_repeats(windows)
+    _warn_of_repeats(calibration.window_fingerprints())
     share = range(calibration.n_sequences)
     if ranks is not None:
         ranks.check_same(digest(spec))
@@ -147,50 +144,56 @@ def collect_statistics(
         first=share.start,
         layers=layers,
         labels=labels,
-        progress=progress,
+        progress=progress or no_report,
         state=state,
         key=digest(spec),
-        weights=weights_state(model),
-        norms=norms,
     )
-    probes = _run_all(run) if batch_size is None else run.run(batch_size)
+    if batch_size is None:
+        size = starting_batch_size(model, *run.ids.shape, tokens=TOKENS_PER_BATCH)
+        halving_batches(run.measure, size, model=model)
+    else:
+        run.measure(batch_size)
     if ranks is not None:
-        ranks.combine([probe.moments for probe in probes.values()])
-    frame = _frame(layers, probes, run.norms, model)
-    provenance = _provenance(model, calibration, run, time.perf_counter() - started)
-    table = ImportanceTable.from_frame(
-        frame,
-        N=calibration.n_predicted,
-        windows=windows,
-        spec=spec,
-        spec_hash=digest(spec),
-        architecture=architecture,
-        provenance=provenance,
-    )
-    _check_coverage(table, layers)
+        ranks.combine([probe.moments for probe in run.probes.values()])
+    table = _table(run, calibration, spec, seconds=time.perf_counter() - started)
     if state is not None:
         state.unlink(missing_ok=True)
     return table
 
 
-def _warn_of_repeats(windows: list[str]) -> None:
-    n_repeats = len(windows) - len(set(windows))
-    if n_repeats:
-        logger.warning(
-            "%d of %d calibration windows repeat another, and count as often",
-            n_repeats, len(windows),
-        )  # fmt: skip
-
-
-def _run_all(run: "_Pass") -> dict[int, Probe]:
-    """The probes of a pass with batches as large as memory allows."""
-    size = starting_batch_size(run.model, *run.ids.shape, tokens=TOKENS_PER_BATCH)
-    return halving_batches(run.run, size, model=run.model)
+def _table(
+    run: "_Pass", calibration: CalibrationSet, spec: dict[str, Any], *, seconds: float
+) -> ImportanceTable:
+    """The table of a finished pass, which has every atom and every token."""
+    moments = {number: probe.moments for number, probe in run.probes.items()}
+    norms = {layer.layer: run.weighed(layer.layer) for layer in run.layers}
+    table = ImportanceTable.from_frame(
+        rows_of(run.model, run.layers, moments, norms),
+        N=calibration.n_predicted,
+        windows=calibration.window_fingerprints(),
+        spec=spec,
+        spec_hash=run.key,
+        architecture=describe(run.model).to_dict(),
+        provenance=provenance_of(
+            run.model,
+            calibration,
+            device=str(run.layers[0].device),
+            batch_size=run.batch_size,
+            resumed_at=run.resumed_at,
+            seconds=round(seconds, 2),
+        ),
+    )
+    check_coverage(table, run.layers)
+    return table
 
 
 @dataclass(kw_only=True, eq=False)
 class _Pass:
-    """One pass over calibration windows, which can be interrupted and resumed."""
+    """HEAPr's forward and backward pass over calibration windows.
+
+    The backend of the model runs it: in memory a batch at a time through all layers, on
+    disk a layer at a time on all batches.
+    """
 
     model: Any
     ids: torch.Tensor
@@ -199,90 +202,71 @@ class _Pass:
     """Number of the first of them among those of all ranks."""
     layers: list[ExpertsLayer]
     labels: str
-    progress: Progress | None
+    progress: Progress
     state: Path | None
     key: str
     """Hash of the specification, by which a saved state is recognised."""
-    weights: str
-    """The model's `weights_state`, which must not change."""
-    norms: dict[int, dict[str, torch.Tensor]]
-    """Squared norms of the weights of each layer's atoms."""
     batch_size: int = 0
     resumed_at: int = 0
+    done: int = 0
+    norms: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Squared norms of the weights of each layer's atoms."""
+    probes: dict[int, Probe] = field(default_factory=dict)
 
-    def run(self, batch_size: int) -> dict[int, Probe]:
-        """Measure all windows not measured before; returns each layer's probe."""
+    def __post_init__(self) -> None:
+        self._weights = weights_state(self.model)
+
+    def measure(self, batch_size: int) -> None:
+        """Measure all windows not measured before; the probes then have the sums."""
         self.batch_size = batch_size
-        if stream_of(self.model) is not None:
-            return self._streamed()
-        total = len(self.ids)
-        with (
-            differentiating(self.model),
-            _gradients_from_embedding_on(self.model),
-            probed(self.layers) as probes,
-        ):
-            done = self.resumed_at = self._resume(probes)
-            saved_at, save_cost = time.perf_counter(), 0.0
-            while done < total:
-                batch = self.ids[done : done + batch_size]
-                self._step(batch, probes, done)
-                done += len(batch)
-                if self.progress is not None:
-                    self.progress(done, total)
-                waited = time.perf_counter() - saved_at
-                due = waited >= _SAVE_SECONDS
-                if self.state is not None and due and save_cost <= _SAVE_SHARE * waited:
-                    begun = time.perf_counter()
-                    self._save(probes, done)
-                    saved_at = time.perf_counter()
-                    save_cost = saved_at - begun
-        check_unchanged(self.model, self.weights)
-        return probes
-
-    def _streamed(self) -> dict[int, Probe]:
-        """Measure all windows a layer at a time."""
-        with differentiating(self.model), probed(self.layers) as probes:
-            if not len(self.ids):
-                self.norms = {k.layer: refuse_broken(k) for k in self.layers}
-                return probes
-            sweeps = StreamedPass(
-                model=self.model,
-                layers=self.layers,
-                ids=self.ids,
-                first=self.first,
-                batch_size=self.batch_size,
-                sampled=self.labels == "model",
-                state=None if self.state is None else self.state.with_suffix(".sweeps"),
-                key=self.key,
-                progress=self.progress,
+        with differentiating(self.model), probed(self.layers) as self.probes:
+            moments = {number: own.moments for number, own in self.probes.items()}
+            self._saved = SavedSums(
+                self.state, self.key, moments, check=self._check_weights
             )
+            self.done = self.resumed_at = self._saved.resume()
+            steps = backend_of(self.model).backward(self.model, self)
+            with contextlib.closing(steps):
+                for number, windows in steps:
+                    self._check(number, windows)
+        self._check_weights()
 
-            def check(number: int, windows: slice) -> None:
-                where = self._named(windows.start, windows.stop - windows.start)
-                self._check(probes[number], number, where)
-
-            self.norms = sweeps.run(probes, check)
-        check_unchanged(self.model, self.weights)
-        return probes
-
-    def _step(self, ids: torch.Tensor, probes: dict[int, Probe], done: int) -> None:
+    def loss(self, windows: slice, states: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum over the predicted tokens of some windows of -log p."""
         # A clone is no inference tensor, even if the ids are one.
-        ids = ids.clone().to(input_device(self.model))
+        ids = self.ids[windows].clone().to(input_device(self.model))
         targets = None
         if self.labels == "model":
-            start = self.first + done
-            numbers = range(start, start + len(ids))
-            targets = sampled_targets(self.model, ids, seeds=numbers)
-        token_nll(self.model, ids, targets=targets).sum().backward()
-        for number, probe in probes.items():
-            self._check(probe, number, self._named(done, len(ids)))
+            seeds = range(self.first + windows.start, self.first + windows.stop)
+            targets = sampled_targets(self.model, ids, seeds=seeds, states=states)
+        return token_nll(self.model, ids, targets=targets, states=states).sum()
 
-    def _named(self, done: int, n: int) -> str:
-        """The `n` windows after the first `done`, as text."""
-        start = self.first + done
-        return f"windows {start} to {start + n - 1}"
+    def weighed(self, layer: int) -> dict[str, torch.Tensor]:
+        """The squared norms of a layer's weights, which are checked to be finite."""
+        if layer not in self.norms:
+            (own,) = (one for one in self.layers if one.layer == layer)
+            self.norms[layer] = refuse_broken(own)
+        return self.norms[layer]
 
-    def _check(self, probe: Probe, number: int, where: str) -> None:
+    def finish(self, stop: int, *, save: bool = False) -> None:
+        """All windows before `stop` are measured."""
+        self.done = stop
+        self.progress(stop, len(self.ids))
+        if save:
+            self._saved.save(stop)
+        else:
+            self._saved.save_if_due(stop)
+
+    def _check(self, number: int, windows: slice) -> None:
+        """Check what the probe of a layer has seen of a batch.
+
+        Raises:
+            CoverageError: not one backward pass.
+            HeaprLabError: gradients that are not finite.
+        """
+        probe = self.probes[number]
+        start, stop = self.first + windows.start, self.first + windows.stop
+        where = f"windows {start} to {stop - 1}"
         if probe.backwards != 1:
             raise CoverageError(
                 f"layer {number} took part {probe.backwards} times in the pass "
@@ -296,115 +280,14 @@ class _Pass:
             )
         probe.backwards = 0
 
-    def _save(self, probes: dict[int, Probe], done: int) -> None:
-        check_unchanged(self.model, self.weights)
-        arrays = {
-            f"{number}.{name}": tensor.numpy()
-            for number, probe in probes.items()
-            for name, tensor in probe.moments.state().items()
-        }
-        if self.state is not None:
-            files.save_state(self.state, arrays, {"key": self.key, "done": done})
-
-    def _resume(self, probes: dict[int, Probe]) -> int:
-        if self.state is None or not self.state.exists():
-            return 0
-        arrays, meta = files.load_state(self.state)
-        if meta.get("key") != self.key:
-            raise CacheError(
-                f"{self.state} is the state of another pass (another model or "
-                "calibration set); delete it, or give another file"
-            )
-        for number, probe in probes.items():
-            own = {
-                name.partition(".")[2]: torch.from_numpy(array)
-                for name, array in arrays.items()
-                if name.startswith(f"{number}.")
-            }
-            probe.moments.load_state(own)
-        logger.info("resumed %s at window %d", self.state, meta["done"])
-        return int(meta["done"])
+    def _check_weights(self) -> None:
+        check_unchanged(self.model, self._weights)
 
 
-@contextlib.contextmanager
-def _gradients_from_embedding_on(model: Any) -> Iterator[None]:
-    """The embedding's output requires a gradient wherever gradients are computed."""
-    hook = model.get_input_embeddings().register_forward_hook(
-        lambda _module, _args, output: output.requires_grad_(torch.is_grad_enabled())
-    )
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _frame(
-    layers: list[ExpertsLayer],
-    probes: dict[int, Probe],
-    norms: dict[int, dict[str, torch.Tensor]],
-    model: nn.Module,
-) -> pd.DataFrame:
-    """One row per atom, sorted by (layer, expert, atom)."""
-    exact = next(model.parameters()).dtype == torch.float64
-    real = np.float64 if exact else np.float32
-    parts = []
-    for layer in layers:
-        n_experts, d_inter = layer.n_experts, layer.d_inter
-        columns: dict[str, np.ndarray] = {
-            "layer": np.full(n_experts * d_inter, layer.layer, np.int16),
-            "expert": np.repeat(np.arange(n_experts, dtype=np.int16), d_inter),
-            "atom": np.tile(np.arange(d_inter, dtype=np.int32), n_experts),
-        }
-        moments = probes[layer.layer].moments
-        for name in EXPERT_SUMS:
-            values = np.repeat(moments.experts[name].cpu().numpy(), d_inter)
-            columns[name] = values.astype(np.int64 if name == "tokens" else real)
-        atoms = moments.atoms | norms[layer.layer]
-        for name, tensor in atoms.items():
-            columns[name] = tensor.cpu().numpy().reshape(-1).astype(real)
-        parts.append(pd.DataFrame(columns))
-    return pd.concat(parts, ignore_index=True)
-
-
-def _check_coverage(table: ImportanceTable, layers: list[ExpertsLayer]) -> None:
-    """Check that all atoms and all tokens were measured, before anything is written.
-
-    Raises:
-        CoverageError: rows or tokens are missing.
-    """
-    rows = sum(layer.n_experts * layer.d_inter for layer in layers)
-    if len(table.frame) != rows:
-        raise CoverageError(f"measured {len(table.frame)} atoms, expected {rows}")
-    experts = table.frame.drop_duplicates(["layer", "expert"])
-    tokens = experts.groupby("layer")["tokens"].sum()
-    if tokens.nunique() > 1 or tokens.iloc[0] == 0:
-        raise CoverageError(
-            f"routed tokens differ from layer to layer: {tokens.to_dict()}"
-        )
-    unrouted = table.unrouted()
-    if len(unrouted):
-        named = [f"{row.layer}/{row.expert}" for row in unrouted.itertuples()]
+def _warn_of_repeats(windows: list[str]) -> None:
+    n_repeats = len(windows) - len(set(windows))
+    if n_repeats:
         logger.warning(
-            "%d experts saw no token (layer/expert): %s", len(named), ", ".join(named)
-        )
-
-
-def _provenance(
-    model: nn.Module, calibration: CalibrationSet, run: _Pass, seconds: float
-) -> dict[str, Any]:
-    return {
-        "model": getattr(model.config, "_name_or_path", ""),
-        "revision": getattr(model.config, "_commit_hash", None),
-        "calibration": calibration.provenance
-        | {"n_sequences": calibration.n_sequences, "seq_len": calibration.seq_len},
-        "device": str(run.layers[0].device),
-        "batch_size": run.batch_size,
-        "resumed_at": run.resumed_at,
-        "seconds": round(seconds, 2),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
+            "%d of %d calibration windows repeat another, and count as often",
+            n_repeats, len(windows),
+        )  # fmt: skip

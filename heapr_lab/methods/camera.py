@@ -16,11 +16,11 @@ from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import masked, observed
-from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
+from heapr_lab.streaming.layerwise import LayerByLayer
 
 _TOKENS_AT_ONCE = 4096
 FORMULAS = ("code", "paper")

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import CoverageError, HeaprLabError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
 from heapr_lab.models.modes import differentiating
-from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -64,8 +64,7 @@ def visit_gradients(
         CoverageError: a layer did not take part in a backward pass once.
         HeaprLabError: a gradient is not finite.
     """
-    refuse_streamed(
-        model,
+    backend_of(model).require_loaded(
         remedy="gradients of weights need all of them, so load it with stream=False",
     )
     check_fits(model, calibration.ids)

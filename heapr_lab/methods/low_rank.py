@@ -24,17 +24,17 @@ from heapr_lab.methods.collectors import Collector
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Request
 from heapr_lab.models.architecture import LayerShape
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.composed_experts import (
     INDEX,
     Composition,
     Projection,
     Shared,
 )
-from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.ragged_experts import activate
-from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.pruning.composing import Compositions, composition_of
+from heapr_lab.refinement.expert_calls import ExpertCalls
 
 _DAMPING = 1e-6
 """Added to the diagonal of a moment, as a share of its mean."""
@@ -229,6 +229,6 @@ def refuse_unmade(request: Request) -> None:
     Raises:
         SpecError: the model is streamed.
     """
-    refuse_streamed(
-        request.model, remedy="load it with stream=False to replace experts"
+    backend_of(request.model).require_loaded(
+        remedy="load it with stream=False to replace experts"
     )

@@ -23,13 +23,13 @@ from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Request
 from heapr_lab.methods.naee import routed_anew
 from heapr_lab.models.architecture import LayerShape, expert_shares
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.expert_axes import expert_axis
-from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.models.single_experts import activations, expert_output
-from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.pruning.composing import dense_composition
+from heapr_lab.refinement.expert_calls import ExpertCalls
 
 Matrices = dict[str, torch.Tensor]
 """What `ExpertsLayer.expert` returns."""
@@ -225,7 +225,9 @@ def refuse_streamed_merge(request: Request) -> None:
     Raises:
         SpecError: the model is streamed.
     """
-    refuse_streamed(request.model, remedy="load it with stream=False to merge experts")
+    backend_of(request.model).require_loaded(
+        remedy="load it with stream=False to merge experts"
+    )
 
 
 # --- averages ---------------------------------------------------------------------

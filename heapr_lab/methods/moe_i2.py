@@ -30,12 +30,12 @@ from heapr_lab.methods.method import Method, Request
 from heapr_lab.methods.naee import LayerLoss, Subset, positions
 from heapr_lab.models.composed_experts import Composition, Projection, Shared
 from heapr_lab.models.expert_axes import find_expert_axes
-from heapr_lab.models.expert_calls import iter_expert_calls
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.models.modes import evaluating
 from heapr_lab.pruning.composing import composition_of
 from heapr_lab.pruning.dropping import dropping
+from heapr_lab.refinement.expert_calls import iter_expert_calls
 
 _BY_DROPPING = Fraction(1, 2)
 """Share of the ratio that is removed as whole experts."""

@@ -15,10 +15,10 @@ from heapr_lab.methods.collectors import Collector
 from heapr_lab.methods.compression import ExpertComposition, Savings
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.composed_experts import Composition, Projection, Shared
-from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.models.hooks import observed
 from heapr_lab.pruning.composing import composition_of
+from heapr_lab.refinement.expert_calls import ExpertCalls
 
 PATTERNS = {"unstructured": None, "2:4": (2, 4), "4:8": (4, 8)}
 """How many weights are kept of how many consecutive ones of a row."""

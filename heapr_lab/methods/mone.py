@@ -15,11 +15,11 @@ from heapr_lab.methods.collectors import Collector, routed_outputs
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.composed_experts import Composition, Projection, Shared
-from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.pruning.composing import composition_of
 from heapr_lab.pruning.ranking import lowest
+from heapr_lab.refinement.expert_calls import ExpertCalls
 
 SCORES = ("product", "variance", "frequency")
 """What an expert's score is: its share of the tokens times the deviation of its output,

@@ -25,13 +25,13 @@ from heapr_lab.methods.compression import Compression, ExpertComposition
 from heapr_lab.methods.experts import dropping_of, n_dropped
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.expert_axes import ExpertAxis, find_expert_axes
-from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.single_experts import expert_output
 from heapr_lab.models.skipping import Thresholds, median_ratios, skipped
 from heapr_lab.pruning.composing import dense_composition
 from heapr_lab.pruning.dropping import dropping
+from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 
 _MOST_PRODUCTS = 2**25
 """Entries of the Gram matrices of one layer, 256 MB in float64."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab.models.experts import ExpertsLayer
+from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.ragged_experts import activate, normalises
 
 ON_CPU = "heapr_lab_on_cpu"
@@ -91,3 +92,19 @@ def _experts_on_cpu(
 
 
 ALL_EXPERTS_FUNCTIONS.register(ON_CPU, _experts_on_cpu)
+
+
+def ready(model: Any) -> Any:
+    """A model that was just loaded, in eval mode, with experts functions for its type.
+
+    The default, grouped kernels do not support float64, and are slower on a CPU.
+    """
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")
+    elif model.config._experts_implementation == "grouped_mm" and _on_cpu(model):
+        model.set_experts_implementation(ON_CPU)
+    return model.eval()
+
+
+def _on_cpu(model: Any) -> bool:
+    return input_device(model).type == "cpu"

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.streamed import refuse_streamed
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of attributes of modules and of configurations that are the number of experts,
@@ -116,7 +116,7 @@ def expert_axis(
         LayoutError: experts cannot be dropped from it exactly.
         SpecError: the model is streamed.
     """
-    refuse_streamed(model, remedy="load it with stream=False to drop experts")
+    backend_of(model).require_loaded(remedy="load it with stream=False to drop experts")
     path, _, own_name = layer.name.rpartition(".")
     modules = {
         name: module

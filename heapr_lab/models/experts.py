@@ -19,10 +19,10 @@ from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.composed_experts import ComposedExperts
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.ragged_experts import WAYS, RaggedExperts, activate
-from heapr_lab.models.streamed import filled, stream_of
 from heapr_lab.models.wrapped import is_wrapper, text_modules
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
@@ -56,7 +56,7 @@ class ExpertsLayer:
     @property
     def down(self) -> torch.Tensor:
         """W_down of every expert, (E, D, I), a view."""
-        return self.oriented(filled(self.module).down_proj)
+        return self.oriented(self._loaded.down_proj)
 
     @property
     def up_rows(self) -> torch.Tensor:
@@ -64,13 +64,18 @@ class ExpertsLayer:
 
         Rows are in the family's own order; `atom_rows` gives those of an atom.
         """
-        return self.oriented(getattr(filled(self.module), self._up_name))
+        return self.oriented(getattr(self._loaded, self._up_name))
 
     @property
     def projections(self) -> tuple[nn.Parameter, nn.Parameter]:
         """The parameters of which `up_rows` and `down` are views."""
-        module = filled(self.module)
+        module = self._loaded
         return getattr(module, self._up_name), module.down_proj
+
+    @property
+    def _loaded(self) -> Any:
+        """The module, with its weights in memory."""
+        return backend_of(self.module).loaded(self.module)
 
     @property
     def _up_name(self) -> str:
@@ -87,12 +92,12 @@ class ExpertsLayer:
     def up_bias(self) -> torch.Tensor | None:
         """The input projection's bias, (E, 2I) or (E, I), in the order of `up_rows`."""
         name = "gate_up_proj_bias" if self.gated else "up_proj_bias"
-        return getattr(filled(self.module), name) if self.biased else None
+        return getattr(self._loaded, name) if self.biased else None
 
     @property
     def down_bias(self) -> torch.Tensor | None:
         """The output bias of each expert, (E, D)."""
-        return filled(self.module).down_proj_bias if self.biased else None
+        return self._loaded.down_proj_bias if self.biased else None
 
     @property
     def n_experts(self) -> int:
@@ -112,16 +117,12 @@ class ExpertsLayer:
     @property
     def device(self) -> torch.device:
         """Device of the weights, once they are in memory."""
-        stream = stream_of(self.module)
-        device: torch.device = self.module.down_proj.device
-        return device if stream is None else stream.device
+        return backend_of(self.module).device(self.module.down_proj)
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
-        stream = stream_of(self.module)
-        dtype: torch.dtype = self.module.down_proj.dtype
-        return dtype if stream is None else stream.dtype
+        return backend_of(self.module).dtype(self.module.down_proj)
 
     def atom_rows(self, atoms: torch.Tensor) -> torch.Tensor:
         """Indices of the rows of `up_rows` that belong to `atoms`, in its order.

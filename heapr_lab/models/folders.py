@@ -23,6 +23,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.families import refuse_by_name
@@ -205,6 +206,21 @@ def read_generation(folder: Path) -> Any:
     found = _read_object(path)
     with _named(folder, path.name):
         return GenerationConfig.from_dict(found)
+
+
+def refuse_format(folder: Path | str, config: Any) -> None:
+    """Check that weights can be read as numbers that can be pruned.
+
+    Raises:
+        SpecError: they are quantised in a format that is not dequantised.
+    """
+    kind = quantisation(config)
+    ours = getattr(AUTO_QUANTIZER_MAPPING.get(kind), "__module__", "")
+    if kind not in (None, *DEQUANTISED) and not ours.startswith("heapr_lab."):
+        raise SpecError(
+            f"{folder} has weights in the format {kind!r}, expected none, "
+            f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised"
+        )
 
 
 def read_weights(source: str | Path, **options: Any) -> Any:

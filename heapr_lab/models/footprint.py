@@ -19,7 +19,7 @@ from torch import nn
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.moments import MAXIMA, SUMS
-from heapr_lab.models.streamed import decoder_layers
+from heapr_lab.models.wrapped import decoder_layers
 
 IN_MEMORY, STREAMED = "in memory", "streamed"
 

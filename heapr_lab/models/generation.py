@@ -11,9 +11,9 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from heapr_lab.errors import whole_number
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.likelihood import check_fits, input_device
 from heapr_lab.models.modes import evaluating
-from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.text.calibration import token_windows
 
@@ -72,8 +72,7 @@ def continuations(
         SpecError: the prompts are not windows of the model's tokens, a number is not
             positive, or the model is streamed.
     """
-    refuse_streamed(
-        model,
+    backend_of(model).require_loaded(
         remedy="load it with stream=False (--no-stream) to write text, or calibrate "
         "without text of its own, with own_text=0 (--own-text 0)",
     )

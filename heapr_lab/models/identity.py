@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.hooks import Edit, edits_of
-from heapr_lab.models.streamed import Stream, stream_of
-from heapr_lab.models.weights_hash import block_sums
 
 _KNOWN = ("accelerate", "heapr_lab", "torch", "transformers")
 """Packages whose hooks only observe, or are part of how the model runs."""
@@ -69,24 +68,10 @@ def refuse_disturbed(model: nn.Module, *, remedy: str) -> None:
 def weights_state(model: nn.Module) -> str:
     """A cheap digest that changes with the weights or the configuration of `model`.
 
-    It covers the configuration and, for every tensor, its address, torch's count of
-    writes to it, and the first value of each row and column. These values show most
-    writes through `.data`, which torch does not count. The digest is meaningless in
-    another process.
+    It is meaningless in another process.
     """
-    sha = hashlib.sha256(repr(architecture_identity(model)).encode())
-    stream = stream_of(model)
-    if stream is not None:
-        return sha.hexdigest() + stream.reader.state
-    parts: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in model.state_dict(keep_vars=True).values():
-        version = None if tensor.is_inference() else tensor._version
-        sha.update(repr((tensor.data_ptr(), version, tensor.dtype)).encode())
-        if not tensor.is_meta:
-            parts.setdefault(tensor.device, []).append(_first_values(tensor.detach()))
-    for values in parts.values():  # together, as each transfer from a device waits
-        sha.update(torch.cat(values).cpu().numpy().tobytes())
-    return sha.hexdigest()
+    own = hashlib.sha256(repr(architecture_identity(model)).encode()).hexdigest()
+    return own + backend_of(model).state(model)
 
 
 def check_unchanged(model: nn.Module, state: str) -> None:
@@ -100,15 +85,6 @@ def check_unchanged(model: nn.Module, state: str) -> None:
             "the weights of the model changed while it was running, as when another "
             "thread trains or loads it, so the result is invalid; run it again"
         )
-
-
-def _first_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The first value of each row and column of the matrices in `tensor`, as bytes."""
-    if tensor.dim() < 2:
-        parts = [tensor.reshape(-1)]
-    else:
-        parts = [tensor[..., 0].reshape(-1), tensor[..., 0, :].reshape(-1)]
-    return torch.cat(parts).contiguous().view(torch.uint8)
 
 
 def refuse_autocast(model: nn.Module) -> None:
@@ -183,7 +159,7 @@ def model_identity(model: Any) -> dict[str, str]:
     """
     return {
         **architecture_identity(model),
-        "weights": _weights_fingerprint(model),
+        "weights": WEIGHTS_VERSION + backend_of(model).fingerprint(model),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
     }
 
@@ -202,32 +178,3 @@ def architecture_identity(model: Any) -> dict[str, str]:
         "class": type(model).__name__,
         "config": hashlib.sha256(text.encode()).hexdigest(),
     }
-
-
-def _weights_fingerprint(model: nn.Module) -> str:
-    stream = stream_of(model)
-    if stream is not None:
-        return _streamed_fingerprint(stream)
-    sha = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if tensor.is_meta:
-            raise LayoutError(
-                f"{name} is offloaded, its values are not in memory; expected a model "
-                "that fits: load it without offloading, on large enough devices"
-            )
-        sha.update(f"{name}{tuple(tensor.shape)}".encode())
-        sha.update(block_sums(tensor))
-    return WEIGHTS_VERSION + sha.hexdigest()
-
-
-def _streamed_fingerprint(stream: Stream) -> str:
-    """The same of a streamed model, whose layers are read one at a time, once."""
-    if stream.fingerprint is not None:
-        return stream.fingerprint
-    sha = hashlib.sha256()
-    sums = stream.each(lambda tensor: (tuple(tensor.shape), block_sums(tensor)))
-    for name, (shape, found) in sorted(sums):
-        sha.update(f"{name}{shape}".encode())
-        sha.update(found)
-    stream.fingerprint = WEIGHTS_VERSION + sha.hexdigest()
-    return stream.fingerprint

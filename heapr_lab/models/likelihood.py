@@ -9,6 +9,7 @@ are processed as the family does it, and a vocabulary of 150k fits into memory.
 Shapes: B windows, L tokens in each; d_model, d_vocab. Units: nats.
 """
 
+import functools
 import inspect
 import logging
 import re
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
-from heapr_lab.models.streamed import stream_of
+from heapr_lab.models.backend import backend_of
 from heapr_lab.text.calibration import token_windows
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,14 @@ def final_states(
     return recorder.states
 
 
+def states_of_all(
+    model: nn.Module, batches: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """`final_states` of each batch, computed together; they may be on the CPU."""
+    run = functools.partial(final_states, model)
+    return backend_of(model).final_states(model, batches, run)
+
+
 def check_fits(
     model: Any, ids: torch.Tensor, *, position_ids: torch.Tensor | None = None
 ) -> None:
@@ -170,10 +179,7 @@ def _beyond(model: nn.Module, length: int, limit: int) -> None:
 
 def input_device(model: Any) -> torch.device:
     """The device on which `model` expects its ids."""
-    stream = stream_of(model)
-    if stream is not None:
-        return stream.device
-    device: torch.device = model.get_input_embeddings().weight.device
+    device = backend_of(model).device(model.get_input_embeddings().weight)
     # Weights that accelerate offloads are on the meta device until they are used.
     return torch.device("cpu") if device.type == "meta" else device
 
@@ -257,8 +263,8 @@ def _check_finite(nll: torch.Tensor) -> None:
 
 
 def _chunk_tokens(model: Any) -> int:
-    weight, stream = model.get_output_embeddings().weight, stream_of(model)
-    device = weight.device if stream is None else stream.device
+    weight = model.get_output_embeddings().weight
+    device = backend_of(model).device(weight)
     elements = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cuda"])
     return int(max(TOKENS_AT_LEAST, elements // weight.shape[0]))
 

@@ -11,32 +11,31 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from heapr_lab import hub
+from heapr_lab import hub, registry
 from heapr_lab.errors import LayoutError, SpecError, whole_number
-from heapr_lab.models.all_experts import ON_CPU
+from heapr_lab.models.all_experts import ready
 from heapr_lab.models.dtypes import check_dtype
-from heapr_lab.models.families import refuse_by_name, refuse_to_stream
-from heapr_lab.models.file_reader import open_streamed, refuse_format
+from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.folders import (
     DEQUANTISED,
     quantisation,
     read_config,
     read_tokenizer,
     read_weights,
+    refuse_format,
     skeleton_of,
 )
 from heapr_lab.models.footprint import Work, sizes_of
-from heapr_lab.models.layerwise import LayerByLayer
-from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.memory import size_of, why_streamed
-from heapr_lab.models.modes import evaluating
 from heapr_lab.models.named import AS_MOE, dense_of, folder_of, what_is_expected
 from heapr_lab.models.one_expert import one_expert_config, one_expert_folder
 from heapr_lab.models.paper_models import hub_id
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import silent
 
 logger = logging.getLogger(__name__)
+
+ON_DISK = "models on disk"
+"""What opens a model whose layers stay on disk, in the registry."""
 
 
 def load_model(
@@ -101,57 +100,15 @@ def load_model(
     if stream:
         default = "cuda" if on_gpu else "cpu"
         placed = torch.device(default if device == "auto" else device)
-        return _streamed(path, chosen, placed, budget), tokenizer
+        open_on_disk = registry.find(ON_DISK)
+        model = open_on_disk(
+            model_folder(path), dtype=chosen, device=placed, host_memory=budget
+        )
+        return model, tokenizer
     model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
         model.to("cpu" if device == "auto" else device)
-    return _ready(model), tokenizer
-
-
-def load_like(folder: Path, model: Any) -> Any:
-    """The model in `folder`, of the dtype of `model`, on its devices, streamed as it.
-
-    Raises:
-        SpecError: the files are damaged.
-        LayoutError: the model cannot be streamed.
-    """
-    stream = stream_of(model)
-    if stream is not None:
-        return _streamed(str(folder), stream.dtype, stream.device, stream.host_memory)
-    spread = len(getattr(model, "hf_device_map", {})) > 1
-    placement = "auto" if spread else None
-    found = read_weights(folder, dtype=model.dtype, device_map=placement)
-    return _ready(found if spread else found.to(model.device))
-
-
-def _ready(model: Any) -> Any:
-    if model.dtype == torch.float64:  # the default, grouped kernels do not support it
-        model.set_experts_implementation("eager")
-    elif model.config._experts_implementation == "grouped_mm" and _on_cpu(model):
-        model.set_experts_implementation(ON_CPU)
-    return model.eval()
-
-
-def _on_cpu(model: Any) -> bool:
-    return input_device(model).type == "cpu"
-
-
-def _streamed(
-    path: str, dtype: str | torch.dtype, device: torch.device, budget: int | None
-) -> Any:
-    """The model with its layers on disk, which can be run one by one.
-
-    Raises:
-        LayoutError: they cannot.
-    """
-    model = open_streamed(model_folder(path), dtype=dtype, device=device)
-    refuse_to_stream(model.config, type(model).__name__)
-    stream = stream_of(model)
-    assert stream is not None
-    stream.host_memory = budget
-    with evaluating(_ready(model)):
-        LayerByLayer(model, [torch.zeros(1, 2, dtype=torch.long)])
-    return model
+    return ready(model), tokenizer
 
 
 def _why_streamed(

@@ -6,7 +6,6 @@ Passes with gradients take turns on a model, because each counts its backward pa
 """
 
 import contextlib
-import copy
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.streamed import refuse_streamed
+from heapr_lab.models.backend import NewModule, backend_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,23 +74,25 @@ def differentiating(
         yield
 
 
-def copied(model: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """A deep copy of `model` in its own modes, even while other threads evaluate it.
+def copied(
+    model: nn.Module, memo: dict[int, object], new: Sequence[NewModule] = ()
+) -> nn.Module:
+    """A copy of `model` in its own modes, even while other threads evaluate it.
 
     It waits for a pass with gradients to end, whose flags and hooks would be copied.
 
     Args:
         model: the model to copy.
         memo: the objects already copied, as for `copy.deepcopy`.
+        new: modules of the copy in place of those of the model.
 
     Raises:
         SpecError: this thread is in a pass with gradients on the model, or it is
-            streamed.
+            streamed and has no new modules.
     """
-    refuse_streamed(model, remedy="load it with stream=False to copy it")
     with _taking_turns(model):
         modes = _own_modes(model)
-        twin = copy.deepcopy(model, memo)
+        twin = backend_of(model).copy(model, memo, new)
     for name, module in twin.named_modules():
         module.training = modes.get(name, module.training)
     return twin

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from heapr_lab.errors import LayoutError
+
 
 def is_wrapper(config: Any) -> bool:
     """Whether a model with this configuration has more than its language model."""
@@ -35,3 +37,23 @@ def what_is_pruned(model: Any) -> str | None:
         f"the language model ({inside}) of a {type(model).__name__}; all other parts "
         "are unchanged"
     )
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The decoder layers of a model, in order.
+
+    Raises:
+        LayoutError: they are not in one list.
+    """
+    config = model.config.get_text_config()
+    lists = [
+        module
+        for _, module in text_modules(model)
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+    ]
+    if not lists:
+        raise LayoutError(
+            f"{type(model).__name__} has no list of {config.num_hidden_layers} decoder "
+            "layers, so it cannot be streamed"
+        )
+    return list(lists[0])

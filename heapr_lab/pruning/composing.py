@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.composed_experts import (
     ComposedExperts,
     Composition,
@@ -24,7 +25,6 @@ from heapr_lab.models.experts import ExpertsLayer, experts_per_token, find_exper
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.modes import copied
 from heapr_lab.models.skipping import check_thresholds
-from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.pruning.dropping import KeptExperts, drop_experts, dropping
 
 Compositions = Mapping[int, Composition]
@@ -130,7 +130,9 @@ def _made(
     Raises:
         SpecError: a composition is for another model, or the model is streamed.
     """
-    refuse_streamed(model, remedy="load it with stream=False to replace experts")
+    backend_of(model).require_loaded(
+        remedy="load it with stream=False to replace experts"
+    )
     layers = {layer.layer: layer for layer in find_experts(model)}
     unknown = sorted(set(compositions) - set(layers))
     if unknown:

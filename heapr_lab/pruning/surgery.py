@@ -1,7 +1,6 @@
 """Masking atoms within a context, and slicing them out permanently."""
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,15 +10,13 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.backend import NewModule, backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.folders import build
 from heapr_lab.models.hooks import Replacement, masked
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.modes import copied
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.sliced_stream import stream_slices
 
 ReplacedDownProj = Mapping[int, torch.Tensor]
 """By layer, W_down of every expert (E, D, I), in place of the model's own."""
@@ -57,12 +54,10 @@ def masking(
 def _replacement(
     model: nn.Module, downs: ReplacedDownProj, number: int
 ) -> Replacement | None:
-    """W_down of a layer; of a streamed model, what reads it when the layer runs."""
+    """W_down of a layer, or what reads it when the layer runs."""
     if number not in downs:
         return None
-    if stream_of(model) is None:
-        return downs[number]
-    return functools.partial(downs.__getitem__, number)
+    return backend_of(model).when_needed(functools.partial(downs.__getitem__, number))
 
 
 def prune(
@@ -84,54 +79,29 @@ def prune(
         LayoutError: the model's experts cannot be sliced exactly.
     """
     layers = find_experts(model)
-    own = downs or {}
-    pairs = list(zip(layers, keeps_of(layers, keep), strict=True))
-    if stream_of(model) is not None:
-        pruned = _streamed(model, pairs, own)
-        return _marked(pruned, keep, changed=downs is not None)
+    new = [
+        NewModule(
+            layer.layer,
+            layer.name,
+            layer.module,
+            empty=functools.partial(RaggedExperts, widths=kept.sum(1).tolist()),
+            made=functools.partial(_sliced, layer, kept, downs or {}),
+        )
+        for layer, kept in zip(layers, keeps_of(layers, keep), strict=True)
+    ]
     if inplace:
-        for layer, kept in pairs:
-            smaller = sliced(layer, kept, own.get(layer.layer))
-            _replace(model, layer.name, smaller)
-        return _marked(model, keep, changed=downs is not None)
-    # A deep copy in which each experts module is already "copied": to its sliced self.
-    memo: dict[int, object] = {
-        id(layer.module): sliced(layer, kept, own.get(layer.layer))
-        for layer, kept in pairs
-    }
-    pruned = copied(model, memo)
+        pruned = backend_of(model).replaced(model, new)
+        return _marked(pruned, keep, changed=downs is not None)
+    pruned = copied(model, {}, new)
     for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
         pruned.__dict__.pop(name, None)
     return _marked(pruned, keep, changed=downs is not None)
 
 
-def _streamed(
-    dense: Any,
-    pairs: list[tuple[ExpertsLayer, torch.Tensor]],
-    downs: ReplacedDownProj,
-) -> Any:
-    """The streamed model of the sliced layers of the streamed model `dense`."""
-    config = copy.deepcopy(dense.config)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # weights are dequantised when they are read
-    with torch.device("meta"):
-        pruned = build(config, dtype=dense.dtype)
-        for layer, kept in pairs:
-            stock = pruned.get_submodule(layer.name)
-            ragged = RaggedExperts(stock, kept.sum(1).tolist())
-            _replace(pruned, layer.name, ragged)
-    experts = {
-        layer.layer: (layer.name, functools.partial(_tensors, layer, kept, downs))
-        for layer, kept in pairs
-    }
-    return stream_slices(pruned, dense, experts)
-
-
-def _tensors(
+def _sliced(
     layer: ExpertsLayer, keep: torch.Tensor, downs: ReplacedDownProj
-) -> dict[str, torch.Tensor]:
-    made = sliced(layer, keep, downs.get(layer.layer))
-    return dict(made.named_parameters(recurse=False))
+) -> RaggedExperts:
+    return sliced(layer, keep, downs.get(layer.layer))
 
 
 def _marked(model: nn.Module, keep: KeepMask, *, changed: bool) -> nn.Module:
@@ -221,8 +191,3 @@ def _check_shapes(
                 f"the {name} of layer {layer.layer} has shape {found[layer.layer]}, "
                 f"expected {expected}: the {name} was made for another model"
             )
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

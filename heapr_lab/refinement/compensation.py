@@ -32,18 +32,18 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.importance.activation_grams import (
+from heapr_lab.models.experts import ExpertsLayer, find_experts, refuse_broken
+from heapr_lab.models.ragged_experts import normalises
+from heapr_lab.progress import Progress
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import keeps_of, prune
+from heapr_lab.refinement.activation_grams import (
     FIT,
     HELD_OUT,
     LayerGrams,
     default_span,
     iter_grams,
 )
-from heapr_lab.models.experts import ExpertsLayer, find_experts, refuse_broken
-from heapr_lab.models.ragged_experts import normalises
-from heapr_lab.progress import Progress
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import keeps_of, prune
 from heapr_lab.refinement.normal_equations import Columns, Normal, at_once, scarcity
 from heapr_lab.refinement.stored_layers import NewDowns, layer_store
 from heapr_lab.repr_html import card_html

@@ -30,12 +30,12 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.activation_grams import LayerGrams, default_span, iter_grams
 from heapr_lab.importance.columns import ELIMINATION_SCHEMA, ELIMINATIONS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.surgery import check_table
+from heapr_lab.refinement.activation_grams import LayerGrams, default_span, iter_grams
 from heapr_lab.refinement.compensation import check_layers
 from heapr_lab.refinement.normal_equations import at_once, scarcity, small_factor
 from heapr_lab.storage.hashing import digest

@@ -14,28 +14,28 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.activation_grams import (
-    collect_grams,
-    default_span,
-    fits_in_memory,
-)
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import refuse_disturbed
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection, exact_ratio
 from heapr_lab.pruning.ranking import GONE
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import check_table, masking
+from heapr_lab.refinement.activation_grams import (
+    collect_grams,
+    default_span,
+    fits_in_memory,
+)
 from heapr_lab.refinement.compensation import (
     Compensation,
     fit_compensation,
     solve_layers,
 )
 from heapr_lab.repr_html import card_html
+from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 

@@ -24,11 +24,11 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.refinement.distillation import check_positive
+from heapr_lab.refinement.expert_calls import ExpertCalls
 from heapr_lab.refinement.students import lessons, note_change
 from heapr_lab.text.calibration import CalibrationSet
 

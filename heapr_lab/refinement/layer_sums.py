@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from heapr_lab.importance.activation_grams import (
+from heapr_lab.models.experts import ExpertsLayer
+from heapr_lab.progress import Progress
+from heapr_lab.refinement.activation_grams import (
     LayerGrams,
     default_span,
     fits_in_memory,
     iter_grams,
 )
-from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.progress import Progress
 from heapr_lab.refinement.compensation import LayerSolver, check_layers
 from heapr_lab.refinement.stored_layers import NewDowns, layer_store
 from heapr_lab.text.calibration import CalibrationSet

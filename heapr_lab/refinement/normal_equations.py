@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from heapr_lab.importance.activation_grams import LayerGrams
+from heapr_lab.refinement.activation_grams import LayerGrams
 
 _IN_CACHE = 8 * 2**20
 """Bytes of products that a CPU works on at a time."""

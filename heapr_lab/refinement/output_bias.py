@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import trainable_experts
 from heapr_lab.models.ragged_experts import RaggedExperts, normalises
 from heapr_lab.progress import Progress
+from heapr_lab.refinement.expert_calls import ExpertCalls
 from heapr_lab.refinement.students import lessons, note_change
 from heapr_lab.text.calibration import CalibrationSet
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from heapr_lab.evaluation.perplexity import window_nll
-from heapr_lab.importance.activation_grams import FIT, LayerGrams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.merging import merge_frames
 from heapr_lab.importance.table import ImportanceTable
@@ -24,6 +23,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
+from heapr_lab.refinement.activation_grams import FIT, LayerGrams
 from heapr_lab.refinement.candidates import Candidate
 from heapr_lab.refinement.compensation import Compensation, compensation_of
 from heapr_lab.refinement.elimination import COLUMNS, PRICES, with_elimination

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import trainable_experts
 from heapr_lab.models.modes import differentiating
-from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.refinement.distillation import Teacher, check_positive
 from heapr_lab.refinement.students import note_change
@@ -98,8 +98,7 @@ def expert_weights(pruned: nn.Module) -> list[nn.Parameter]:
     Raises:
         SpecError: the model has no sliced experts, is streamed or quantised.
     """
-    refuse_streamed(
-        pruned,
+    backend_of(pruned).require_loaded(
         remedy="make it from a dense model that is loaded with stream=False to train "
         "it",
     )

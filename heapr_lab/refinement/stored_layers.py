@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 import torch
 from torch import nn
 
-from heapr_lab.importance.activation_grams import LayerGrams, bytes_of_sums
-from heapr_lab.importance.sweep_store import SweepStore, budget_of, temporary
 from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.models.streamed import stream_of
+from heapr_lab.refinement.activation_grams import LayerGrams, bytes_of_sums
+from heapr_lab.streaming.sweep_store import SweepStore, store_beside
 
 NewDowns = MutableMapping[int, torch.Tensor]
 _numbers = itertools.count()
@@ -113,12 +112,11 @@ def layer_store(
     Raises:
         SpecError: there is no room for what will be kept.
     """
-    stream = stream_of(model)
-    if stream is None:
+    store = store_beside(model)
+    if store is None:
         return None
     n_downs = sum(layer.module.down_proj.nbytes for layer in layers)
     n_sums = sum(bytes_of_sums(layer, span) for layer in layers) if span else 0
-    store = temporary(budget_of(stream))
     what = "the sums and new weights" if span else "the new weights"
     store.check_room(n_sums + n_downs, what=f"{what} of all layers")
     return LayerStore(store)

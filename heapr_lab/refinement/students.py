@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.expert_calls import ExpertCalls, iter_expert_calls
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts, trainable_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.models.streamed import refuse_streamed
 from heapr_lab.progress import Progress
+from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 from heapr_lab.text.calibration import CalibrationSet
 
 
@@ -64,8 +64,7 @@ def _students(pruned: nn.Module, dense: nn.Module) -> dict[str, RaggedExperts]:
     Raises:
         SpecError: it has none, was not made from `dense`, is streamed or quantised.
     """
-    refuse_streamed(
-        pruned,
+    backend_of(pruned).require_loaded(
         remedy="make it from a dense model that is loaded with stream=False "
         "(--no-stream) to fit biases or distil",
     )

@@ -18,10 +18,10 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.latency import in_turns, seconds_of
 from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.pruning.surgery import prune
+from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench

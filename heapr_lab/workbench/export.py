@@ -22,7 +22,6 @@ from heapr_lab.models.sources import (
     dtype_name,
     weights_bytes,
 )
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
@@ -38,6 +37,7 @@ from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.storage.hashing import without_nan
+from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
 from heapr_lab.workbench.reloading import Check, reload_check

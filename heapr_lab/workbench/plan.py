@@ -17,7 +17,6 @@ import torch
 
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.importance.collect import TOKENS_PER_BATCH
-from heapr_lab.importance.streamed_pass import EXTRA_STATES
 from heapr_lab.models.dtypes import check_dtype
 from heapr_lab.models.families import refuse_to_stream
 from heapr_lab.models.folders import skeleton_of
@@ -38,9 +37,10 @@ from heapr_lab.models.likelihood import (
 )
 from heapr_lab.models.loading import config_of
 from heapr_lab.models.memory import gigabytes, size_of, why_streamed
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import duration
 from heapr_lab.repr_html import card_html
+from heapr_lab.streaming.stream import stream_of
+from heapr_lab.streaming.streamed_pass import EXTRA_STATES
 from heapr_lab.workbench.devices import (
     THIS,
     Device,

@@ -8,9 +8,12 @@ import torch
 
 from heapr_lab.errors import CacheError, HeaprLabError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.models.loading import free_memory, load_like
+from heapr_lab.models.all_experts import ready
+from heapr_lab.models.folders import read_weights
+from heapr_lab.models.loading import free_memory
 from heapr_lab.models.memory import gigabytes
-from heapr_lab.models.streamed import stream_of
+from heapr_lab.streaming.opening import open_stepping
+from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 N_WINDOWS = 4
@@ -60,6 +63,27 @@ def reload_check(
         return {"reloaded": f"Δ nll = {change:z.4f} on {len(ids)} windows of {corpus}"}
 
     return check
+
+
+def load_like(folder: Path, model: Any) -> Any:
+    """The model in `folder`, of the dtype of `model`, on its devices, streamed as it.
+
+    Raises:
+        SpecError: the files are damaged.
+        LayoutError: the model cannot be streamed.
+    """
+    stream = stream_of(model)
+    if stream is not None:
+        return open_stepping(
+            folder,
+            dtype=stream.dtype,
+            device=stream.device,
+            host_memory=stream.host_memory,
+        )
+    spread = len(getattr(model, "hf_device_map", {})) > 1
+    placement = "auto" if spread else None
+    found = read_weights(folder, dtype=model.dtype, device_map=placement)
+    return ready(found if spread else found.to(model.device))
 
 
 def _most_apart(like: Any) -> float:

@@ -27,7 +27,6 @@ from heapr_lab.evaluation.perplexity import (
     exp_nll,
 )
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
-from heapr_lab.importance.distributed import Ranks
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.identity import (
@@ -51,6 +50,7 @@ from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache
 from heapr_lab.storage.hashing import digest
+from heapr_lab.streaming.distributed import Ranks
 from heapr_lab.text.calibration import (
     CalibrationSet,
     cached_ids,

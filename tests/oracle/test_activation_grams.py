@@ -11,10 +11,10 @@ from oracles import token_by_token
 from oracles.features import Features, features_of
 
 from heapr_lab.errors import CoverageError, SpecError
-from heapr_lab.importance.activation_grams import FIT, HELD_OUT, SPANS, collect_grams
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import observed
 from heapr_lab.pruning.surgery import masking
+from heapr_lab.refinement.activation_grams import FIT, HELD_OUT, SPANS, collect_grams
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints.save import MANIFEST_FILE, save_pruned
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.importance import activation_grams as grams
-from heapr_lab.importance.activation_grams import SPANS, collect_grams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement import activation_grams as grams
+from heapr_lab.refinement.activation_grams import SPANS, collect_grams
 from heapr_lab.refinement.compensation import (
     RIDGES,
     compensate,

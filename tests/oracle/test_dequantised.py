@@ -19,11 +19,11 @@ from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.folders import quantisation, read_config
 from heapr_lab.models.loading import load_model
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.export import savings
 from heapr_lab.workbench.settings import PROFILES

@@ -9,11 +9,11 @@ from families import tiny_ids, tiny_model
 from oracles.features import features_of
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance import activation_grams as grams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.selection import select
+from heapr_lab.refinement import activation_grams as grams
 from heapr_lab.refinement import elimination
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate

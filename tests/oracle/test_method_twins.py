@@ -7,7 +7,7 @@ import torch
 from families import tiny_ids, tiny_model
 
 from benchmarks import method_twins
-from heapr_lab.models.expert_calls import iter_expert_calls
+from heapr_lab.refinement.expert_calls import iter_expert_calls
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from stored_tensors import SINGLE, tensors_in
 
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
-from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import read_weights
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage.files import read_json
+from heapr_lab.streaming.opening import open_streamed
 
 pytestmark = pytest.mark.oracle
 

@@ -17,7 +17,6 @@ from heapr_lab.checkpoints.convert import convert, quantise_model
 from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, save_pruned
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import sliced_experts
-from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.ragged_experts import (
     QUANTISED,
@@ -31,6 +30,7 @@ from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.refinement.recovery import recover
+from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle

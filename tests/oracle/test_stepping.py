@@ -5,10 +5,10 @@ import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.importance import activation_grams as grams
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.modes import evaluating
+from heapr_lab.refinement import activation_grams as grams
+from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle

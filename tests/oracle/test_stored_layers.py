@@ -19,7 +19,6 @@ from tiny_folder import write_tokenizer
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.sweep_store import SweepStore
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.candidates import Candidate
@@ -27,6 +26,7 @@ from heapr_lab.refinement.compensation import LayerSolver, fit_compensation
 from heapr_lab.refinement.compress import compress, fit_compression
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.refinement.portfolio import Portfolio
+from heapr_lab.streaming.sweep_store import SweepStore
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(

@@ -18,13 +18,13 @@ from families import tiny_model
 from tiny_folder import write_tokenizer
 
 from heapr_lab.errors import CacheError, HeaprLabError, SpecError
-from heapr_lab.importance import streamed_pass, sweep_store
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.streamed_pass import fitting_windows
-from heapr_lab.importance.sweep_store import SweepStore
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.loading import load_model
-from heapr_lab.models.streamed import Stream, stream_of
+from heapr_lab.streaming import streamed_pass, sweep_store
+from heapr_lab.streaming.stream import Stream, stream_of
+from heapr_lab.streaming.streamed_pass import fitting_windows
+from heapr_lab.streaming.sweep_store import SweepStore
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(
@@ -178,7 +178,7 @@ RUN = """
 import sys, torch
 from pathlib import Path
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance import streamed_pass
+from heapr_lab.streaming import streamed_pass
 from heapr_lab.models.loading import load_model
 from heapr_lab.text.calibration import CalibrationSet
 

@@ -10,10 +10,10 @@ from keeps import random_keep
 from tiny_folder import D_VOCAB, write_tokenizer
 
 from heapr_lab.evaluation.harness import continuation_task, run_tasks
-from heapr_lab.models.file_reader import FileReader
 from heapr_lab.models.loading import load_model
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.pruning.surgery import masking
+from heapr_lab.streaming.file_reader import FileReader
+from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.corpora import Corpus
 
 SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}

@@ -25,17 +25,17 @@ from heapr_lab.evaluation.perplexity import (
     evaluate_perplexity,
     window_nll,
 )
-from heapr_lab.importance import two_sweeps
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models import file_reader, loading
+from heapr_lab.models import loading
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
-from heapr_lab.models.streamed import Stream, stream_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
+from heapr_lab.streaming import file_reader, two_sweeps
+from heapr_lab.streaming.stream import Stream, stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 REFUSED = {"hy_v4", "glm_moe_dsa", "deepseek_v4"}

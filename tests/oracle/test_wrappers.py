@@ -20,11 +20,11 @@ from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe, find_experts
-from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import build, read_config, read_weights
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.storage.files import read_json
+from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle

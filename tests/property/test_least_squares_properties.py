@@ -8,8 +8,8 @@ from families import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heapr_lab.importance.activation_grams import LayerGrams
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.refinement.activation_grams import LayerGrams
 from heapr_lab.refinement.compensation import LayerSolver
 from heapr_lab.refinement.elimination import layer_costs
 

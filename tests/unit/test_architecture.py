@@ -10,7 +10,7 @@ import pytest
 import heapr_lab
 
 PACKAGE = Path(heapr_lab.__file__).parent
-TOP = ("errors", "hub", "progress", "repr_html")
+TOP = ("errors", "hub", "progress", "registry", "repr_html")
 """Modules shared by all wings, below them; `__init__` and `__main__` stand above."""
 WINGS = (
     "storage",
@@ -20,6 +20,7 @@ WINGS = (
     "importance",
     "pruning",
     "evaluation",
+    "streaming",
     "refinement",
     "checkpoints",
     "serving",

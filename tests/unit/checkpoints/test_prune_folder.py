@@ -19,10 +19,10 @@ from heapr_lab.checkpoints.folder import partial_of
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import CacheError
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.file_reader import open_streamed
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.streaming.opening import open_streamed
 
 FAMILIES = (
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v4", "glm4_moe",

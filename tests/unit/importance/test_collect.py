@@ -19,7 +19,7 @@ from keeps import logits_of
 from torch import nn
 
 from heapr_lab.errors import CacheError, CoverageError, HeaprLabError, LayoutError
-from heapr_lab.importance import collect
+from heapr_lab.importance import resuming
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
@@ -203,8 +203,8 @@ def test_it_measures_where_gradients_are_off() -> None:
 @pytest.fixture
 def saving_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the state after every batch, whatever that costs."""
-    monkeypatch.setattr(collect, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(collect, "_SAVE_SHARE", float("inf"))
+    monkeypatch.setattr(resuming, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(resuming, "_SAVE_SHARE", float("inf"))
 
 
 @pytest.mark.usefixtures("saving_always")
@@ -257,8 +257,8 @@ def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
 
 def test_the_state_is_not_saved_more_often_than_every_minute(tmp_path: Path) -> None:
     """A pass shorter than the interval writes no state at all."""
-    assert collect._SAVE_SECONDS == 60
-    assert collect._SAVE_SHARE == 0.02
+    assert resuming._SAVE_SECONDS == 60
+    assert resuming._SAVE_SHARE == 0.02
     state = tmp_path / "pass.state"
     with pytest.raises(InterruptError):
         collect_statistics(
@@ -276,9 +276,9 @@ KILLED = """
     from pathlib import Path
     sys.path.insert(0, {tests!r})
     from families import tiny_ids, tiny_model
-    from heapr_lab.importance import collect
+    from heapr_lab.importance import collect, resuming
     from heapr_lab.text.calibration import CalibrationSet
-    collect._SAVE_SECONDS, collect._SAVE_SHARE = 0.0, float("inf")
+    resuming._SAVE_SECONDS, resuming._SAVE_SHARE = 0.0, float("inf")
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=400))
     def progress(done, total):
         print(done, flush=True)

@@ -16,7 +16,7 @@ from families import tiny_ids, tiny_model
 from torch import nn
 
 from heapr_lab.errors import CoverageError, SpecError
-from heapr_lab.importance import collect
+from heapr_lab.importance import collect, resuming
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.hooks import edits_of, masked, observed, probed
@@ -116,9 +116,9 @@ def test_the_models_own_labels(model: nn.Module) -> None:
     """Are drawn by the number of each window, whatever the batches are."""
     seen: list[list[int]] = []
 
-    def noted(of: nn.Module, ids: torch.Tensor, *, seeds: Any) -> torch.Tensor:
+    def noted(of: nn.Module, ids: torch.Tensor, *, seeds: Any, states: None) -> Any:
         seen.append(list(seeds))
-        return sampled_targets(of, ids, seeds=seeds)
+        return sampled_targets(of, ids, seeds=seeds, states=states)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collect, "sampled_targets", noted)
@@ -149,15 +149,15 @@ def test_out_of_memory_makes_the_batches_smaller(
 ) -> None:
     """The table is that of the smaller ones."""
     sizes: list[int] = []
-    step = collect._Pass._step
+    loss = collect._Pass.loss
 
-    def cramped(self: Any, ids: torch.Tensor, *rest: Any) -> None:
-        sizes.append(len(ids))
-        if len(ids) > 2:
+    def cramped(self: Any, windows: slice) -> torch.Tensor:
+        sizes.append(windows.stop - windows.start)
+        if sizes[-1] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        step(self, ids, *rest)
+        return loss(self, windows)
 
-    monkeypatch.setattr(collect._Pass, "_step", cramped)
+    monkeypatch.setattr(collect._Pass, "loss", cramped)
     table = collect_statistics(model, WINDOWS)
     assert sizes == [5, 2, 2, 1]
     assert table.metadata["provenance"]["batch_size"] == 2
@@ -248,8 +248,8 @@ def test_a_state_says_what_it_is_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The hash of the specification, and how many windows are done."""
-    monkeypatch.setattr(collect, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(collect, "_SAVE_SHARE", float("inf"))
+    monkeypatch.setattr(resuming, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(resuming, "_SAVE_SHARE", float("inf"))
     state = tmp_path / "pass.state"
     interrupted(model, state, 3)
     arrays, meta = files.load_state(state)
@@ -268,20 +268,20 @@ def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
     """By a clock of this test's own: each window takes 30 s, each saving 1.5 s."""
     now = [0.0]
     saved: list[tuple[int, float]] = []
-    step, save = collect._Pass._step, collect._Pass._save
+    loss, save = collect._Pass.loss, resuming.SavedSums.save
 
-    def stepping(self: Any, *args: Any) -> None:
+    def stepping(self: Any, windows: slice) -> torch.Tensor:
         now[0] += 30
-        step(self, *args)
+        return loss(self, windows)
 
-    def saving(self: Any, probes: Any, done: int) -> None:
+    def saving(self: Any, done: int) -> None:
         saved.append((done, now[0]))
         now[0] += 1.5
-        save(self, probes, done)
+        save(self, done)
 
     monkeypatch.setattr(collect.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(collect._Pass, "_step", stepping)
-    monkeypatch.setattr(collect._Pass, "_save", saving)
+    monkeypatch.setattr(collect._Pass, "loss", stepping)
+    monkeypatch.setattr(resuming.SavedSums, "save", saving)
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=9))
     state = tmp_path / "pass.state"
     collect_statistics(model, windows, batch_size=1, state=state)

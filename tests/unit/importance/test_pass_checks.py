@@ -9,7 +9,7 @@ from families import tiny_ids, tiny_model
 from torch import nn
 
 from heapr_lab.errors import CoverageError, HeaprLabError, LayoutError, SpecError
-from heapr_lab.importance import collect
+from heapr_lab.importance import measured, resuming
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
@@ -75,8 +75,8 @@ def test_weights_that_change_on_the_way(
 
     with pytest.raises(HeaprLabError, match="weights of the model changed"):
         collect_statistics(model, WINDOWS, progress=train)
-    monkeypatch.setattr(collect, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(collect, "_SAVE_SHARE", float("inf"))
+    monkeypatch.setattr(resuming, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(resuming, "_SAVE_SHARE", float("inf"))
     state = tmp_path / "pass.state"
     with pytest.raises(HeaprLabError, match="weights of the model changed"):
         collect_statistics(model, WINDOWS, progress=train, batch_size=1, state=state)
@@ -95,9 +95,9 @@ def test_tokens_that_differ_from_layer_to_layer(model: nn.Module) -> None:
     """One layer of two experts per token, one of a single expert: a wrong count."""
     table = collect_statistics(model, WINDOWS)
     layers = find_experts(model)
-    collect._check_coverage(table, layers)
+    measured.check_coverage(table, layers)
     with pytest.raises(CoverageError, match="measured 64 atoms, expected 32"):
-        collect._check_coverage(table, layers[:1])
+        measured.check_coverage(table, layers[:1])
     frame = table.frame
     for tokens in (
         np.where(frame["layer"] == 1, 1, frame["tokens"]),
@@ -105,7 +105,7 @@ def test_tokens_that_differ_from_layer_to_layer(model: nn.Module) -> None:
     ):
         wrong = type(table).from_frame(frame.assign(tokens=tokens))
         with pytest.raises(CoverageError, match="routed tokens differ from layer to"):
-            collect._check_coverage(wrong, layers)
+            measured.check_coverage(wrong, layers)
 
 
 def test_when_it_was_made_to_the_second(model: nn.Module) -> None:

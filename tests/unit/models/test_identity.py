@@ -106,8 +106,8 @@ def test_a_masked_pass_does_not_go_on_from_a_dense_state(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state of an interrupted pass is one of the dense model."""
-    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SECONDS", 0.0)
-    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SHARE", float("inf"))
+    monkeypatch.setattr("heapr_lab.importance.resuming._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("heapr_lab.importance.resuming._SAVE_SHARE", float("inf"))
     state = tmp_path / "pass.state"
 
     def stop(done: int, _total: int) -> None:
@@ -310,8 +310,8 @@ def test_weights_that_change_during_a_pass(
 ) -> None:
     """The result is of no one model: an error, and nothing is kept."""
     model, first = bench.model, bench.perplexity(None, WINDOWS)
-    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SECONDS", 0.0)
-    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SHARE", float("inf"))
+    monkeypatch.setattr("heapr_lab.importance.resuming._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("heapr_lab.importance.resuming._SAVE_SHARE", float("inf"))
     state = tmp_path / "pass.state"
 
     def train(done: int, _total: int) -> None:

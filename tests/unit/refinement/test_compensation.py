@@ -11,9 +11,9 @@ from keeps import random_keep
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.importance.activation_grams import LayerGrams
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.refinement.activation_grams import LayerGrams
 from heapr_lab.refinement.compensation import (
     RIDGES,
     Compensation,

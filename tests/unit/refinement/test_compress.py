@@ -13,13 +13,13 @@ from torch import nn
 import heapr_lab
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity, window_nll
-from heapr_lab.importance.activation_grams import HELD_OUT, collect_grams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import weights_state
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
+from heapr_lab.refinement.activation_grams import HELD_OUT, collect_grams
 from heapr_lab.refinement.candidates import CANDIDATES, PAPER, Candidate, usable
 from heapr_lab.refinement.compress import FittedCompression, fit_compression
 from heapr_lab.refinement.portfolio import Portfolio

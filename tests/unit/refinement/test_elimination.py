@@ -10,10 +10,10 @@ from families import tiny_ids, tiny_model
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.activation_grams import LayerGrams, collect_grams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.refinement.activation_grams import LayerGrams, collect_grams
 from heapr_lab.refinement.elimination import (
     COLUMNS,
     eliminate,

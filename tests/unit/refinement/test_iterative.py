@@ -10,7 +10,6 @@ from families import tiny_ids, tiny_model
 from keeps import zeroed_twin
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance import activation_grams
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
@@ -19,7 +18,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import GONE
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
-from heapr_lab.refinement import iterative
+from heapr_lab.refinement import activation_grams, iterative
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.iterative import Rounds, prune_in_rounds
 from heapr_lab.text.calibration import CalibrationSet

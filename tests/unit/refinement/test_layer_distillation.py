@@ -7,9 +7,9 @@ from keeps import logits_of, random_keep
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.expert_calls import iter_expert_calls
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement.expert_calls import iter_expert_calls
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.recovery import expert_weights
 from heapr_lab.text.calibration import CalibrationSet

@@ -6,9 +6,9 @@ import pytest
 import torch
 from families import tiny_model
 
-from heapr_lab.importance.activation_grams import LayerGrams
 from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement import compensation, elimination
+from heapr_lab.refinement.activation_grams import LayerGrams
 from heapr_lab.refinement.compensation import LayerSolver
 from heapr_lab.refinement.elimination import layer_costs
 from heapr_lab.refinement.normal_equations import (

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
-from heapr_lab.models.expert_calls import iter_expert_calls
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
+from heapr_lab.refinement.expert_calls import iter_expert_calls
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.text.calibration import CalibrationSet

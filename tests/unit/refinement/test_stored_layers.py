@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from heapr_lab.importance.sweep_store import SweepStore
 from heapr_lab.refinement.stored_layers import StoredDowns
+from heapr_lab.streaming.sweep_store import SweepStore
 
 
 def down(value: float) -> torch.Tensor:

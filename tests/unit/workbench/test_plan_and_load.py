@@ -20,7 +20,7 @@ from heapr_lab.models.footprint import (
 )
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.memory import why_streamed
-from heapr_lab.models.streamed import stream_of
+from heapr_lab.streaming.stream import stream_of
 from heapr_lab.workbench import workbench
 from heapr_lab.workbench.devices import Device
 from heapr_lab.workbench.plan import INFEASIBLE, plan

@@ -9,9 +9,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from heapr_lab.models.ragged_experts import carry_code
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_header
-from heapr_lab.models.streamed import Stream, stream_of
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage import files
+from heapr_lab.streaming.stream import Stream, stream_of
 
 _WRITTEN = ".partial-written.json"
 """In an unfinished folder: the SHA-256 of each finished shard."""

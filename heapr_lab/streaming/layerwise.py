@@ -19,7 +19,7 @@ from torch import nn
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.likelihood import final_states
-from heapr_lab.models.streamed import standing_in, stream_of
+from heapr_lab.streaming.stream import replace_layers, stream_of
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -112,7 +112,7 @@ class LayerByLayer:
         def given(number: int, own: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             return states if number == last else own
 
-        with standing_in(given, embeds=False):
+        with replace_layers(given, embeds=False):
             return final_states(self._model, ids)
 
     def _output(self, number: int, call: _Call, states: torch.Tensor) -> torch.Tensor:
@@ -252,7 +252,7 @@ class LayerByLayer:
             return states
 
         try:
-            with standing_in(note):
+            with replace_layers(note):
                 final_states(self._model, ids)
         except (TypeError, ValueError, RuntimeError, LookupError) as error:
             raise LayoutError(
@@ -274,7 +274,7 @@ class LayerByLayer:
             raise _ReachedFirstLayerError
 
         if stream_of(self._model) is not None:
-            with contextlib.suppress(_ReachedFirstLayerError), standing_in(reached):
+            with contextlib.suppress(_ReachedFirstLayerError), replace_layers(reached):
                 final_states(self._model, ids)
             return found[0]
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.wrapped import text_modules
+from heapr_lab.errors import LayoutError
+from heapr_lab.models.wrapped import decoder_layers
 
 _STREAM, _PART = "heapr_stream", "heapr_part"
 _EMBEDDINGS = -1
@@ -102,7 +102,7 @@ class Stream:
         """Of all weights, once it has been computed."""
         self.stored = dtype
         """Type in which a checkpoint of this model is written."""
-        self._model = model
+        self.model = model
         model.tie_weights()
         self._parts = _parts(model, self.blocks)
         inside = {name for part in self._parts.values() for name in part.names}
@@ -171,12 +171,17 @@ class Stream:
         Raises:
             LayoutError: one was not read.
         """
-        left = [name for name in part.names if _tensor(self._model, name).is_meta]
+        left = [name for name in part.names if _tensor(self.model, name).is_meta]
         if left:
             raise LayoutError(
                 f"{', '.join(left)} cannot be read: the files have other shapes of it, "
                 "or not all of its parts; download the checkpoint again"
             )
+
+    def fill_part_of(self, module: nn.Module) -> None:
+        """Have the weights of the part that `module` is in, if it is in one."""
+        if _PART in module.__dict__:
+            self.fill(module.__dict__[_PART])
 
     def part_names(self) -> dict[int, list[str]]:
         """The names of the tensors in each part."""
@@ -209,13 +214,13 @@ class Stream:
         A result that is the tensor itself, or a view of it, keeps it in memory.
         """
         inside = {name for part in self._parts.values() for name in part.names}
-        for name, tensor in self._model.state_dict().items():
+        for name, tensor in self.model.state_dict().items():
             if name not in inside:
                 yield name, measure(tensor)
         for number, part in self._parts.items():
             for name in part.names:
                 self.fill(number)
-                yield name, measure(_tensor(self._model, name))
+                yield name, measure(_tensor(self.model, name))
 
     def _before(self, number: int) -> Callable[..., None]:
         def fill(module: nn.Module, _args: Any) -> None:
@@ -236,9 +241,9 @@ class Stream:
     def _make_buffers(self) -> None:
         """Buffers that no file has, such as frequencies, as transformers makes them."""
         inside = {id(m) for block in self.blocks for m in block.modules()}
-        for own in [*self._model.parameters(), *self._model.buffers()]:
+        for own in [*self.model.parameters(), *self.model.buffers()]:
             own._is_hf_initialized = not own.is_meta  # so that it is left as it is
-        for module in self._model.modules():
+        for module in self.model.modules():
             if id(module) in inside:
                 continue
             empty = [
@@ -248,7 +253,7 @@ class Stream:
                 made = torch.empty_like(module._buffers[name], device=self.device)
                 module._buffers[name] = made
             if empty:
-                self._model._init_weights(module)
+                self.model._init_weights(module)
 
 
 def _parts(model: Any, blocks: list[nn.Module]) -> dict[int, _Part]:
@@ -292,7 +297,7 @@ def _share(modules: list[nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def standing_in(layer: _Instead, *, embeds: bool = True) -> Iterator[None]:
+def replace_layers(layer: _Instead, *, embeds: bool = True) -> Iterator[None]:
     """Decoder layers of streamed models are not run in this context, nor read.
 
     Args:
@@ -341,48 +346,3 @@ def stream_of(module: nn.Module) -> Stream | None:
     """What reads the layers of a streamed model, or of a module of it; else None."""
     found: Stream | None = module.__dict__.get(_STREAM)
     return found
-
-
-def refuse_streamed(model: nn.Module, *, remedy: str) -> None:
-    """Check that all weights are in memory.
-
-    Args:
-        model: the model.
-        remedy: for the message: what to do in place of this.
-
-    Raises:
-        SpecError: the model is streamed.
-    """
-    if stream_of(model) is not None:
-        raise SpecError(
-            "the layers of this model are on disk, and only one of them is in memory: "
-            f"{remedy}"
-        )
-
-
-def filled(module: Any) -> Any:
-    """`module`, with its weights in memory if it is in a streamed decoder layer."""
-    stream = stream_of(module)
-    if stream is not None and _PART in module.__dict__:
-        stream.fill(module.__dict__[_PART])
-    return module
-
-
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers of a model, in order.
-
-    Raises:
-        LayoutError: they are not in one list.
-    """
-    config = model.config.get_text_config()
-    lists = [
-        module
-        for _, module in text_modules(model)
-        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
-    ]
-    if not lists:
-        raise LayoutError(
-            f"{type(model).__name__} has no list of {config.num_hidden_layers} decoder "
-            "layers, so it cannot be streamed"
-        )
-    return list(lists[0])

@@ -10,9 +10,9 @@ from torch import nn
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import evaluating
+from heapr_lab.streaming.layerwise import LayerByLayer
 
 IDS = torch.arange(60).view(6, 10) % 48
 

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import CoverageError, LayoutError, SpecError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
 from heapr_lab.models.identity import refuse_autocast
-from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.likelihood import check_fits, final_states
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.ragged_experts import normalises
-from heapr_lab.models.streamed import stream_of
 from heapr_lab.progress import Progress
+from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ def iter_grams(
     layers = find_experts(model)
     _check(model, calibration, layers)
     groups = _groups(layers, span)
-    streamed = stream_of(model) is not None
+    streamed = not backend_of(model).runs_whole
     if len(groups) > 1 or streamed:
         try:
             with evaluating(model):

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.models.streamed import Stream, stream_of
-
-Tensors = Mapping[str, torch.Tensor]
-Change = Callable[[str, torch.Tensor], torch.Tensor]
+from heapr_lab.models.backend import Change, Tensors
+from heapr_lab.streaming.stream import Stream, stream_of
 
 
-def _unchanged(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+def unchanged(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, whatever its name."""
     return tensor
 
 
@@ -24,7 +23,7 @@ class SlicedReader:
         model: nn.Module,
         dense: nn.Module,
         experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
-        change: Change = _unchanged,
+        change: Change = unchanged,
     ) -> None:
         """Nothing is read yet.
 
@@ -88,11 +87,11 @@ def stream_slices(
     model: Any,
     dense: Any,
     experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
-    change: Change = _unchanged,
-) -> Any:
+    change: Change = unchanged,
+) -> Stream:
     """Have a model without weights read those of the streamed model `dense`, sliced.
 
-    Arguments are those of `SlicedReader`; returns `model`.
+    Arguments are those of `SlicedReader`.
     """
     source = stream_of(dense)
     assert source is not None
@@ -105,7 +104,7 @@ def stream_slices(
     stream = Stream(model, reader, dtype=source.dtype, device=source.device)
     stream.host_memory = source.host_memory
     stream.dequantised_from, stream.stored = source.dequantised_from, source.stored
-    return model
+    return stream
 
 
 def _give(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -8,8 +8,10 @@ from families import tiny_ids, tiny_model
 from torch import nn
 
 from heapr_lab.errors import CoverageError, LayoutError, SpecError
-from heapr_lab.importance import activation_grams
-from heapr_lab.importance.activation_grams import (
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.hooks import observed
+from heapr_lab.refinement import activation_grams
+from heapr_lab.refinement.activation_grams import (
     LayerGrams,
     collect_grams,
     default_span,
@@ -17,8 +19,6 @@ from heapr_lab.importance.activation_grams import (
     iter_grams,
     sizes_of,
 )
-from heapr_lab.models.experts import find_experts
-from heapr_lab.models.hooks import observed
 from heapr_lab.text.calibration import CalibrationSet
 
 N_WINDOWS = 6

@@ -19,12 +19,13 @@ import psutil
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.models.streamed import Stream
 from heapr_lab.storage import files
 from heapr_lab.storage.disk import writable
 from heapr_lab.storage.paths import cache_dir
+from heapr_lab.streaming.stream import Stream, stream_of
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,12 @@ def temporary(budget: int) -> SweepStore:
     store = SweepStore(folder, budget=budget, durable=False)
     weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
     return store
+
+
+def store_beside(model: nn.Module) -> SweepStore | None:
+    """A temporary store with the budget of a streamed model; None of another."""
+    stream = stream_of(model)
+    return None if stream is None else temporary(budget_of(stream))
 
 
 @contextlib.contextmanager

@@ -18,10 +18,10 @@ from torch import nn
 
 from heapr_lab.errors import CoverageError, LayoutError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.layerwise import LayerByLayer
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
+from heapr_lab.streaming.layerwise import LayerByLayer
 
 logger = logging.getLogger(__name__)
 

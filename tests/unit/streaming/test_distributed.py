@@ -15,9 +15,9 @@ from tiny_folder import D_VOCAB, write_model, write_text
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.distributed import Ranks, joined
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.loading import load_model
+from heapr_lab.streaming.distributed import Ranks, joined
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench import workbench
 from heapr_lab.workbench.workbench import open_workbench

@@ -13,10 +13,10 @@ import torch
 from tiny_folder import write_model
 
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.importance import sweep_store
-from heapr_lab.importance.sweep_store import Group, SweepStore, budget_of, opened
 from heapr_lab.models.loading import load_model
-from heapr_lab.models.streamed import stream_of
+from heapr_lab.streaming import sweep_store
+from heapr_lab.streaming.stream import stream_of
+from heapr_lab.streaming.sweep_store import Group, SweepStore, budget_of, opened
 
 EACH = 32
 """Bytes of a group of four numbers."""

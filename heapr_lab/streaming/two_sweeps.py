@@ -16,8 +16,7 @@ Shapes: B windows, L tokens in each; E n_experts, I d_inter.
 """
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,11 +24,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from heapr_lab.errors import CoverageError
-from heapr_lab.importance.sweep_store import SweepStore
-from heapr_lab.models.experts import ExpertsLayer, refuse_broken
+from heapr_lab.models.backend import GradientPass
+from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.hooks import Probe, counting
-from heapr_lab.models.layerwise import LayerByLayer
-from heapr_lab.models.likelihood import input_device, sampled_targets, token_nll
+from heapr_lab.models.likelihood import input_device
+from heapr_lab.streaming.layerwise import LayerByLayer
+from heapr_lab.streaming.sweep_store import SweepStore
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _Choices = list[torch.Tensor]
@@ -42,40 +42,40 @@ class TwoSweeps:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[ExpertsLayer],
-        batches: Sequence[torch.Tensor],
+        run: GradientPass,
+        windows: slice,
         store: SweepStore,
         *,
-        seeds: Sequence[int] | None,
         step: Callable[[int, int], None],
     ) -> None:
         """Nothing but the embeddings is run.
 
         Args:
             model: a streamed model, without gradients of its parameters.
-            layers: all of its MoE layers.
-            batches: token ids, each (B, L).
-            store: of this pass over these batches, which may be finished in part.
-            seeds: one for each window if the next tokens are drawn from the model's
-                predictions.
+            run: the pass.
+            windows: those of it that go through both sweeps here.
+            store: for these windows, of which it may have a part.
             step: called with the sweep, 1 or 2, and the layer after each batch.
 
         Raises:
             LayoutError: the layers cannot be run one by one.
         """
-        self._model, self._store, self._step = model, store, step
-        self._seeds = None if seeds is None else iter(seeds)
+        self._pass, self._store, self._step = run, store, step
         self._device = input_device(model)
+        self.windows = [
+            slice(start, min(start + run.batch_size, windows.stop))
+            for start in range(windows.start, windows.stop, run.batch_size)
+        ]
+        """Of each batch."""
         # Clones are no inference tensors, even if the ids are.
-        self._batches = [ids.clone().to(self._device) for ids in batches]
-        self._layers = {layer.layer: layer for layer in layers}
+        self._batches = [run.ids[own].clone().to(self._device) for own in self.windows]
         with torch.no_grad():
-            self._walk = LayerByLayer(model, self._batches, layers)
-        self._tokens = {layer.layer: _Tokens(layer) for layer in layers}
+            self._walk = LayerByLayer(model, self._batches, run.layers)
+        self._tokens = {layer.layer: _Tokens(layer) for layer in run.layers}
 
     @torch.no_grad()
-    def forward(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Run every layer; returns the squared norms of its atoms' weights.
+    def forward(self) -> None:
+        """Run every layer.
 
         Raises:
             LayoutError: a weight is not finite.
@@ -83,26 +83,25 @@ class TwoSweeps:
         for index, states in enumerate(self._walk.states):
             self._store.put(f"out-first-{index}", {_STATES: states})
         self._walk.states = []
-        return {n: self._run(n) for n in range(self._walk.n_layers)}
+        for number in range(self._walk.n_layers):
+            self._run(number)
 
-    def _run(self, number: int) -> dict[str, torch.Tensor]:
-        """Run a layer, unless it was; returns its norms."""
+    def _run(self, number: int) -> None:
+        """Run a layer, unless it was."""
         name = f"layer-{number}"
         if name in self._store:
             for _ in self._batches:
                 self._step(1, number)
         else:
-            layer = self._layers.get(number)
-            norms = {} if layer is None else refuse_broken(layer)
+            if number in self._tokens:
+                self._pass.weighed(number)
             for index in range(len(self._batches)):
                 self._run_batch(number, index)
                 self._step(1, number)
-            tokens = {} if layer is None else {_TOKENS: self._tokens[number].seen}
-            self._store.put(name, norms | tokens)
-        found = dict(self._store.get(name))
-        if number in self._layers:
-            self._tokens[number].seen = found.pop(_TOKENS)
-        return found
+            counted = self._tokens.get(number)
+            self._store.put(name, {} if counted is None else {_TOKENS: counted.seen})
+        if number in self._tokens:
+            self._tokens[number].seen = self._store.get(name)[_TOKENS]
 
     def _run_batch(self, number: int, index: int) -> None:
         choices: _Choices = []
@@ -111,10 +110,10 @@ class TwoSweeps:
         noted = {f"{_CHOICE}{n:03d}": own for n, own in enumerate(choices)}
         self._store.put(_out(number, index), {_STATES: out} | noted)
 
-    def backward(self, probes: dict[int, Probe]) -> Iterator[tuple[int, int]]:
+    def backward(self) -> Iterator[tuple[int, slice]]:
         """Go back through every layer.
 
-        Yields the numbers of the MoE layer and of the batch after each step.
+        Yields the number of the MoE layer and the windows after each step.
 
         Raises:
             CoverageError: an expert has not as many tokens as in the first sweep.
@@ -124,28 +123,30 @@ class TwoSweeps:
             self._of_loss()
         for number in range(last, -1, -1):
             if f"back-{number}" in self._store:
-                self._recall(number, probes)
+                self._recall(number)
             else:
-                yield from self._back(number, probes)
+                yield from self._back(number)
 
-    def _recall(self, number: int, probes: dict[int, Probe]) -> None:
+    def _recall(self, number: int) -> None:
         """What an earlier process measured in a layer."""
-        if number in probes:
+        if number in self._pass.probes:
             moments = self._store.get(f"back-{number}")
-            probes[number].moments.load_state(dict(moments))
+            self._pass.probes[number].moments.load_state(dict(moments))
         for _ in self._batches:
             self._step(2, number)
 
-    def _back(self, number: int, probes: dict[int, Probe]) -> Iterator[tuple[int, int]]:
+    def _back(self, number: int) -> Iterator[tuple[int, slice]]:
         """Go back through one layer, and keep what was measured."""
-        probe, counted = probes.get(number), self._tokens.get(number)
+        probe, counted = self._pass.probes.get(number), self._tokens.get(number)
+        if counted is not None:
+            self._pass.weighed(number)
         if probe is not None and counted is not None:
             counted.begin(probe)
         for index in range(len(self._batches)):
             self._back_batch(number, index)
             self._step(2, number)
             if probe is not None:
-                yield number, index
+                yield number, self.windows[index]
         if probe is not None and counted is not None:
             counted.check(probe)
         state = {} if probe is None else probe.moments.state()
@@ -177,21 +178,11 @@ class TwoSweeps:
         last = self._walk.n_layers
         for index, ids in enumerate(self._batches):
             states = self._input(last, index).to(self._device)
-            targets = self._drawn(ids, states)
             leaf = states.detach().requires_grad_()
             finals = self._walk.finished(ids, leaf)
-            nll = token_nll(self._model, ids, targets=targets, states=finals)
-            (own,) = torch.autograd.grad(nll.sum(), leaf)
+            loss = self._pass.loss(self.windows[index], finals)
+            (own,) = torch.autograd.grad(loss, leaf)
             self._store.put(f"grad-{last}-{index}", {_STATES: own})
-
-    @torch.no_grad()
-    def _drawn(self, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor | None:
-        """Next tokens drawn from the predictions, if they are not the text's."""
-        if self._seeds is None:
-            return None
-        finals = self._walk.finished(ids, states)
-        seeds = list(itertools.islice(self._seeds, len(ids)))
-        return sampled_targets(self._model, ids, seeds=seeds, states=finals)
 
 
 def _out(number: int, index: int) -> str:

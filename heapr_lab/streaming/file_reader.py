@@ -15,28 +15,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightRenaming,
     convert_and_load_state_dict_in_model,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 from transformers.utils import logging
 
-from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
-from heapr_lab.models.composed_files import COMPOSED
-from heapr_lab.models.folders import (
-    DEQUANTISED,
-    build,
-    quantisation,
-    read_config,
-    read_generation,
-)
-from heapr_lab.models.fp8 import Fp8Quantizer, check_grid, with_exact_blocks
-from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
+from heapr_lab.errors import HeaprLabError, LayoutError
+from heapr_lab.models.fp8 import Fp8Quantizer, check_grid
 from heapr_lab.models.safetensors_headers import TORCH, read_source
-from heapr_lab.models.streamed import Stream
 from heapr_lab.models.weights_on_disk import (
     FoundTensor,
     check_whole,
@@ -46,99 +34,6 @@ from heapr_lab.models.weights_on_disk import (
 
 _ADVICE = 2**20
 """Bytes: of more at once the system reads only the first."""
-
-
-def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
-    """The model in `folder`, whose decoder layers are read when they run.
-
-    Args:
-        folder: with safetensors files.
-        dtype: of the weights in memory; `auto` is the checkpoint's own, None that of
-            each tensor in the files.
-        device: of the weights in memory.
-
-    Raises:
-        SpecError: the configuration or a file is damaged, or the weights are quantised
-            in a format that is not dequantised.
-        LayoutError: a tensor is missing, or there is no list of decoder layers.
-    """
-    config = read_config(folder)
-    quantizer = _quantizer(config, folder)
-    own, as_stored = getattr(config, "dtype", None), dtype is None
-    if dtype in (None, "auto"):
-        dtype = own or torch.float32
-    with torch.device("meta"):
-        model = build(config, dtype=dtype)  # tensors are read in the type of its own
-        if quantizer is not None:
-            quantizer.preprocess_model(model, dtype=dtype)
-    model.eval()
-    generation = read_generation(folder)
-    if generation is not None:
-        model.generation_config = generation
-    conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    reader = FileReader(
-        model,
-        folder,
-        conversions,
-        quantizer=None if isinstance(quantizer, HeaprQuantizer) else quantizer,
-        dtype=dtype,
-        device=device,
-    )
-    if as_stored:
-        reader.keep_types()
-        dtype = own or model.dtype
-    stream = Stream(model, reader, dtype=dtype, device=device)
-    if reader.dequantises:
-        stream.dequantised_from = quantisation(config)
-        stream.stored = torch.bfloat16
-    if quantizer is not None:
-        quantizer.postprocess_model(model)
-    return model
-
-
-def refuse_format(folder: Path | str, config: Any) -> None:
-    """Check that weights can be read as numbers that can be pruned.
-
-    Raises:
-        SpecError: they are quantised in a format that is not dequantised.
-    """
-    kind = quantisation(config)
-    if kind not in (None, METHOD, COMPOSED, *DEQUANTISED):
-        raise SpecError(
-            f"{folder} has weights in the format {kind!r}, expected none, "
-            f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised"
-        )
-
-
-def _quantizer(config: Any, folder: Path) -> Any:
-    """What makes a model for weights that are pruned or quantised, if they are.
-
-    Raises:
-        SpecError: they are in another format, or of a later version.
-    """
-    refuse_format(folder, config)
-    kind = quantisation(config)
-    if kind is None:
-        return None
-    if kind == COMPOSED:
-        raise SpecError(
-            f"{folder} has composed experts, or fewer of them, which cannot be "
-            "streamed yet: load it with stream=False"
-        )
-    found = config.quantization_config
-    settings = dict(found if isinstance(found, dict) else found.to_dict())
-    if kind == METHOD:
-        quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
-    else:
-        settings = with_exact_blocks(settings | {"dequantize": True})
-        chosen = AutoQuantizationConfig.from_dict(settings)
-        method = settings["quant_method"]
-        quantizer = AUTO_QUANTIZER_MAPPING[method](chosen, pre_quantized=True)
-    try:
-        quantizer.validate_environment()
-    except ValueError as error:
-        raise SpecError(f"{folder}: {error}") from error
-    return quantizer
 
 
 def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:

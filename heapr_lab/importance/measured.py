@@ -1,0 +1,98 @@
+"""The table of a finished pass: its rows, what they have to cover, and their source."""
+
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import transformers
+from torch import nn
+
+from heapr_lab.errors import CoverageError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import ExpertsLayer
+from heapr_lab.models.moments import EXPERT_SUMS, LayerMoments
+from heapr_lab.text.calibration import CalibrationSet
+
+logger = logging.getLogger(__name__)
+
+
+def rows_of(
+    model: nn.Module,
+    layers: Sequence[ExpertsLayer],
+    moments: Mapping[int, LayerMoments],
+    norms: Mapping[int, Mapping[str, torch.Tensor]],
+) -> pd.DataFrame:
+    """One row per atom, sorted by (layer, expert, atom).
+
+    Args:
+        model: in float64, columns are; else in float32.
+        layers: all of its MoE layers.
+        moments: of each layer.
+        norms: the squared norms of the weights of each layer's atoms.
+    """
+    exact = next(model.parameters()).dtype == torch.float64
+    real = np.float64 if exact else np.float32
+    parts = []
+    for layer in layers:
+        n_experts, d_inter = layer.n_experts, layer.d_inter
+        columns: dict[str, np.ndarray] = {
+            "layer": np.full(n_experts * d_inter, layer.layer, np.int16),
+            "expert": np.repeat(np.arange(n_experts, dtype=np.int16), d_inter),
+            "atom": np.tile(np.arange(d_inter, dtype=np.int32), n_experts),
+        }
+        own = moments[layer.layer]
+        for name in EXPERT_SUMS:
+            values = np.repeat(own.experts[name].cpu().numpy(), d_inter)
+            columns[name] = values.astype(np.int64 if name == "tokens" else real)
+        atoms = own.atoms | dict(norms[layer.layer])
+        for name, tensor in atoms.items():
+            columns[name] = tensor.cpu().numpy().reshape(-1).astype(real)
+        parts.append(pd.DataFrame(columns))
+    return pd.concat(parts, ignore_index=True)
+
+
+def check_coverage(table: ImportanceTable, layers: Sequence[ExpertsLayer]) -> None:
+    """Check that all atoms and all tokens were measured, before anything is written.
+
+    Raises:
+        CoverageError: rows or tokens are missing.
+    """
+    rows = sum(layer.n_experts * layer.d_inter for layer in layers)
+    if len(table.frame) != rows:
+        raise CoverageError(f"measured {len(table.frame)} atoms, expected {rows}")
+    experts = table.frame.drop_duplicates(["layer", "expert"])
+    tokens = experts.groupby("layer")["tokens"].sum()
+    if tokens.nunique() > 1 or tokens.iloc[0] == 0:
+        raise CoverageError(
+            f"routed tokens differ from layer to layer: {tokens.to_dict()}"
+        )
+    unrouted = table.unrouted()
+    if len(unrouted):
+        named = [f"{row.layer}/{row.expert}" for row in unrouted.itertuples()]
+        logger.warning(
+            "%d experts saw no token (layer/expert): %s", len(named), ", ".join(named)
+        )
+
+
+def provenance_of(
+    model: Any, calibration: CalibrationSet, **facts: Any
+) -> dict[str, Any]:
+    """What the table says of how it was measured: `facts` of the pass, and versions."""
+    return {
+        "model": getattr(model.config, "_name_or_path", ""),
+        "revision": getattr(model.config, "_commit_hash", None),
+        "calibration": calibration.provenance
+        | {"n_sequences": calibration.n_sequences, "seq_len": calibration.seq_len},
+        **facts,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }

@@ -1,0 +1,332 @@
+"""The seam for where the weights of a model are: in memory, or on disk.
+
+What depends on it is asked of the backend of a model, so that all other code is the
+same for both. `InMemory` is that of every model that has no other; what keeps weights
+elsewhere registers its own on the modules of a model.
+
+Shapes: B windows, L tokens in each; d_model; E n_experts.
+"""
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from heapr_lab.errors import LayoutError
+from heapr_lab.models.weights_hash import block_sums
+from heapr_lab.progress import Progress
+
+_KEY = "heapr_backend"
+
+Tensors = Mapping[str, torch.Tensor]
+States = Callable[[torch.Tensor], torch.Tensor]
+"""From token ids (B, L) to the final states, (B, L, d_model)."""
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+"""From a tensor's name and values to those that it has in another model."""
+
+
+@dataclass(frozen=True)
+class NewModule:
+    """A module that takes the place of one with weights in a decoder layer."""
+
+    layer: int
+    """Number of the decoder layer."""
+    name: str
+    """Path of the module in its model."""
+    module: nn.Module
+    """The one that is replaced."""
+    empty: Callable[[nn.Module], nn.Module]
+    """Makes the new one, without values, from one like `module`."""
+    made: Callable[[], nn.Module]
+    """Makes the new one from the weights of `module`."""
+
+
+class GradientPass(Protocol):
+    """A pass with gradients over windows of tokens, which can be resumed."""
+
+    ids: torch.Tensor
+    """Of all windows, (n_windows, L)."""
+    batch_size: int
+    layers: Sequence[Any]
+    """The MoE layers."""
+    probes: Mapping[int, Any]
+    """By layer, what has its sums."""
+    done: int
+    """Windows that are measured, in this process or an earlier one."""
+    state: Path | None
+    """Where an unfinished pass is kept."""
+    key: str
+    """Hash of all that determines the result."""
+    progress: Callable[[int, int], None]
+
+    def weighed(self, layer: int) -> Tensors:
+        """The squared norms of a layer's weights, to ask while they are in memory."""
+
+    def loss(self, windows: slice, states: torch.Tensor | None = None) -> torch.Tensor:
+        """The summed loss of some windows, from their final states if these are known.
+
+        Shapes: states (B, L, d_model).
+        """
+
+    def finish(self, stop: int, *, save: bool = False) -> None:
+        """All windows before `stop` are measured, which may be saved, or has to be."""
+
+
+class Backend(Protocol):
+    """What differs with where the weights of a model are."""
+
+    runs_whole: bool
+    """Whether one call runs all layers, which may have its own positions and mask."""
+
+    def device(self, weight: torch.Tensor) -> torch.device:
+        """Device of a weight once it is in memory."""
+
+    def dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """Type of a weight once it is in memory."""
+
+    def loaded(self, module: Any) -> Any:
+        """`module`, with its weights in memory."""
+
+    def require_loaded(self, *, remedy: str) -> None:
+        """Check that all weights are in memory together; else `remedy` is advised."""
+
+    def state(self, model: nn.Module) -> str:
+        """A cheap digest that changes with the weights, in this process."""
+
+    def fingerprint(self, model: nn.Module) -> str:
+        """A digest of every value, the same in every process and on every device."""
+
+    def at_once(self, model: nn.Module, n: int) -> int:
+        """Tokens, or texts, to run together where a model in memory runs `n`."""
+
+    def final_states(
+        self, model: nn.Module, batches: Sequence[torch.Tensor], run: States
+    ) -> list[torch.Tensor]:
+        """What `run` gives for each batch, on any device."""
+
+    def backward(
+        self, model: nn.Module, run: GradientPass
+    ) -> Generator[tuple[int, slice]]:
+        """Run all windows to the loss and back.
+
+        Yields the number of an MoE layer and the windows of which it has just got the
+        gradients.
+        """
+
+    def when_needed(
+        self, read: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | Callable[[], torch.Tensor]:
+        """What `read` gives, or `read` itself if it is called when the layer runs."""
+
+    def copy(
+        self, model: nn.Module, memo: dict[int, Any], new: Sequence[NewModule]
+    ) -> nn.Module:
+        """A copy of the model, with new modules; `memo` as of `copy.deepcopy`."""
+
+    def replaced(self, model: nn.Module, new: Sequence[NewModule]) -> nn.Module:
+        """The model with new modules: itself, if it can be changed."""
+
+    def given(
+        self,
+        new: Any,
+        model: nn.Module,
+        experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
+        change: Change,
+    ) -> Any:
+        """`new`, which has no weights, with those of a pruned `model`.
+
+        Args:
+            new: a model with modules of the same names.
+            model: the pruned model.
+            experts: by layer, the name of the module of its experts, and what makes
+                its tensors from those of `model`.
+            change: of all other tensors.
+        """
+
+    def write(
+        self, model: Any, folder: Path, *, max_shard_size: str, progress: Progress
+    ) -> dict[str, str]:
+        """Write weights and configuration as `save_pretrained` does.
+
+        Returns the SHA-256 of each file of weights, where it is known.
+        """
+
+
+class InMemory:
+    """The backend of a model whose weights are all in memory."""
+
+    runs_whole = True
+
+    def device(self, weight: torch.Tensor) -> torch.device:
+        """Its own."""
+        return weight.device
+
+    def dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """Its own."""
+        return weight.dtype
+
+    def loaded(self, module: Any) -> Any:
+        """`module`."""
+        return module
+
+    def require_loaded(self, *, remedy: str) -> None:
+        """They are."""
+
+    def state(self, model: nn.Module) -> str:
+        """Of addresses, torch's counts of writes, and first values.
+
+        The first value of each row and column shows most writes through `.data`, which
+        torch does not count.
+        """
+        sha = hashlib.sha256()
+        parts: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in model.state_dict(keep_vars=True).values():
+            version = None if tensor.is_inference() else tensor._version
+            sha.update(repr((tensor.data_ptr(), version, tensor.dtype)).encode())
+            if not tensor.is_meta:
+                parts.setdefault(tensor.device, []).append(
+                    _first_values(tensor.detach())
+                )
+        for values in parts.values():  # together, as each transfer from a device waits
+            sha.update(torch.cat(values).cpu().numpy().tobytes())
+        return sha.hexdigest()
+
+    def fingerprint(self, model: nn.Module) -> str:
+        """Of every parameter and stored buffer, with its name and shape.
+
+        Raises:
+            LayoutError: weights are offloaded.
+        """
+        sha = hashlib.sha256()
+        for name, tensor in sorted(model.state_dict().items()):
+            if tensor.is_meta:
+                raise LayoutError(
+                    f"{name} is offloaded, its values are not in memory; expected a "
+                    "model that fits: load it without offloading, on large enough "
+                    "devices"
+                )
+            sha.update(f"{name}{tuple(tensor.shape)}".encode())
+            sha.update(block_sums(tensor))
+        return sha.hexdigest()
+
+    def at_once(self, model: nn.Module, n: int) -> int:  # noqa: ARG002
+        """As many."""
+        return n
+
+    def final_states(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        batches: Sequence[torch.Tensor],
+        run: States,
+    ) -> list[torch.Tensor]:
+        """By a forward pass for each."""
+        return [run(ids) for ids in batches]
+
+    def backward(
+        self, model: nn.Module, run: GradientPass
+    ) -> Generator[tuple[int, slice]]:
+        """A forward and a backward pass for each batch."""
+        for layer in run.layers:
+            run.weighed(layer.layer)
+        with _gradients_from_embedding_on(model):
+            while run.done < len(run.ids):
+                stop = min(run.done + run.batch_size, len(run.ids))
+                windows = slice(run.done, stop)
+                run.loss(windows).backward()
+                yield from ((layer.layer, windows) for layer in run.layers)
+                run.finish(stop)
+
+    def when_needed(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `read` gives."""
+        return read()
+
+    def copy(
+        self, model: nn.Module, memo: dict[int, Any], new: Sequence[NewModule]
+    ) -> nn.Module:
+        """A deep copy in which each replaced module is already "copied": to its new."""
+        memo |= {id(own.module): own.made() for own in new}
+        return copy.deepcopy(model, memo)
+
+    def replaced(self, model: nn.Module, new: Sequence[NewModule]) -> nn.Module:
+        """Itself, one module after the other."""
+        for own in new:
+            put(model, own.name, own.made())
+        return model
+
+    @torch.no_grad()
+    def given(
+        self,
+        new: Any,
+        model: nn.Module,
+        experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
+        change: Change,
+    ) -> Any:
+        """`new`, which shares all weights but the experts'."""
+        state = {name: change(name, own) for name, own in model.state_dict().items()}
+        for stem, made in experts.values():
+            for name, _ in model.get_submodule(stem).named_parameters(recurse=False):
+                del state[f"{stem}.{name}"]
+            state |= {f"{stem}.{name}": own for name, own in made().items()}
+        new.load_state_dict(state, assign=True)
+        new.tie_weights()
+        return new
+
+    def write(
+        self,
+        model: Any,
+        folder: Path,
+        *,
+        max_shard_size: str,
+        progress: Progress,  # noqa: ARG002
+    ) -> dict[str, str]:
+        """By `save_pretrained`."""
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return {}
+
+
+_IN_MEMORY = InMemory()
+
+
+def backend_of(module: nn.Module) -> Backend:
+    """The backend of a model, or of a module of it."""
+    found: Backend = module.__dict__.get(_KEY, _IN_MEMORY)
+    return found
+
+
+def register(model: nn.Module, backend: Backend) -> None:
+    """Make `backend` that of a model and its modules."""
+    for module in model.modules():
+        module.__dict__[_KEY] = backend
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Make `module` that of the path `name`."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _first_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The first value of each row and column of the matrices in `tensor`, as bytes."""
+    if tensor.dim() < 2:
+        parts = [tensor.reshape(-1)]
+    else:
+        parts = [tensor[..., 0].reshape(-1), tensor[..., 0, :].reshape(-1)]
+    return torch.cat(parts).contiguous().view(torch.uint8)
+
+
+@contextlib.contextmanager
+def _gradients_from_embedding_on(model: Any) -> Iterator[None]:
+    """The embedding's output requires a gradient wherever gradients are computed."""
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda _module, _args, output: output.requires_grad_(torch.is_grad_enabled())
+    )
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,131 @@
+"""Open a checkpoint as a model whose decoder layers stay on disk."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.all_experts import ready
+from heapr_lab.models.families import refuse_to_stream
+from heapr_lab.models.folders import (
+    DEQUANTISED,
+    build,
+    quantisation,
+    read_config,
+    read_generation,
+    refuse_format,
+)
+from heapr_lab.models.fp8 import with_exact_blocks
+from heapr_lab.models.modes import evaluating
+from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
+from heapr_lab.streaming.file_reader import FileReader
+from heapr_lab.streaming.layerwise import LayerByLayer
+from heapr_lab.streaming.on_disk import on_disk
+from heapr_lab.streaming.stream import Stream, stream_of
+
+
+def open_stepping(
+    folder: Path, *, dtype: Any, device: torch.device, host_memory: int | None
+) -> Any:
+    """As `open_streamed`, a model whose layers can be run one by one.
+
+    Args:
+        folder: with safetensors files.
+        dtype: of the weights in memory; `auto` is the checkpoint's own.
+        device: of the weights in memory.
+        host_memory: bytes for the states of its layers; by default half of what is
+            free.
+
+    Raises:
+        LayoutError: they cannot.
+    """
+    model = open_streamed(folder, dtype=dtype, device=device)
+    refuse_to_stream(model.config, type(model).__name__)
+    stream = stream_of(model)
+    assert stream is not None
+    stream.host_memory = host_memory
+    with evaluating(ready(model)):
+        LayerByLayer(model, [torch.zeros(1, 2, dtype=torch.long)])
+    return model
+
+
+def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
+    """The model in `folder`, whose decoder layers are read when they run.
+
+    Args:
+        folder: with safetensors files.
+        dtype: of the weights in memory; `auto` is the checkpoint's own, None that of
+            each tensor in the files.
+        device: of the weights in memory.
+
+    Raises:
+        SpecError: the configuration or a file is damaged, or the weights are quantised
+            in a format that is not dequantised.
+        LayoutError: a tensor is missing, or there is no list of decoder layers.
+    """
+    config = read_config(folder)
+    quantizer = _quantizer(config, folder)
+    own, as_stored = getattr(config, "dtype", None), dtype is None
+    if dtype in (None, "auto"):
+        dtype = own or torch.float32
+    with torch.device("meta"):
+        model = build(config, dtype=dtype)  # tensors are read in the type of its own
+        if quantizer is not None:
+            quantizer.preprocess_model(model, dtype=dtype)
+    model.eval()
+    generation = read_generation(folder)
+    if generation is not None:
+        model.generation_config = generation
+    conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    reader = FileReader(
+        model,
+        folder,
+        conversions,
+        quantizer=None if isinstance(quantizer, HeaprQuantizer) else quantizer,
+        dtype=dtype,
+        device=device,
+    )
+    if as_stored:
+        reader.keep_types()
+        dtype = own or model.dtype
+    stream = Stream(model, reader, dtype=dtype, device=device)
+    if reader.dequantises:
+        stream.dequantised_from = quantisation(config)
+        stream.stored = torch.bfloat16
+    if quantizer is not None:
+        quantizer.postprocess_model(model)
+    return on_disk(stream)
+
+
+def _quantizer(config: Any, folder: Path) -> Any:
+    """What makes a model for weights that are pruned or quantised, if they are.
+
+    Raises:
+        SpecError: they are in another format, or of a later version.
+    """
+    refuse_format(folder, config)
+    kind = quantisation(config)
+    if kind is None:
+        return None
+    if kind not in (METHOD, *DEQUANTISED):
+        raise SpecError(
+            f"{folder} has composed experts, or fewer of them, which cannot be "
+            "streamed yet: load it with stream=False"
+        )
+    found = config.quantization_config
+    settings = dict(found if isinstance(found, dict) else found.to_dict())
+    if kind == METHOD:
+        quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
+    else:
+        settings = with_exact_blocks(settings | {"dequantize": True})
+        chosen = AutoQuantizationConfig.from_dict(settings)
+        method = settings["quant_method"]
+        quantizer = AUTO_QUANTIZER_MAPPING[method](chosen, pre_quantized=True)
+    try:
+        quantizer.validate_environment()
+    except ValueError as error:
+        raise SpecError(f"{folder}: {error}") from error
+    return quantizer

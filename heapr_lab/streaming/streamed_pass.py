@@ -1,0 +1,123 @@
+"""A pass over a streamed model: two sweeps over as many windows as there is room for.
+
+Windows that went through both are done, as those of a pass in memory are. Of the others
+it is kept which layer they have reached.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.backend import GradientPass
+from heapr_lab.progress import noted
+from heapr_lab.streaming.stream import Stream
+from heapr_lab.streaming.sweep_store import SweepStore, budget_of, opened
+from heapr_lab.streaming.two_sweeps import TwoSweeps
+
+EXTRA_STATES = 3
+"""Kept besides the outputs of all layers: the first inputs, and two gradients."""
+
+
+def streamed_pass(
+    model: Any, stream: Stream, run: GradientPass
+) -> Generator[tuple[int, slice]]:
+    """Measure every window that is not done.
+
+    Yields the number of an MoE layer and the windows of which it has the gradients.
+
+    Raises:
+        SpecError: there is no room for one window.
+        CacheError: the state belongs to another pass, or is damaged.
+        HeaprLabError: a file cannot be written.
+    """
+    if run.done == len(run.ids):
+        return
+    folder = None if run.state is None else run.state.with_suffix(".sweeps")
+    key = {"pass": run.key, "batch_size": run.batch_size}
+    with opened(folder, key, budget=budget_of(stream)) as store:
+        size = _windows_at_once(model, stream, run, store)
+        while run.done < len(run.ids):
+            windows = slice(run.done, min(run.done + size, len(run.ids)))
+            store.begin(f"from-{windows.start}")
+            step = _steps(stream, run, windows)
+            sweeps = TwoSweeps(model, run, windows, store, step=step)
+            sweeps.forward()
+            yield from sweeps.backward()
+            run.finish(windows.stop, save=True)
+            store.drop("")
+
+
+def _steps(
+    stream: Stream, run: GradientPass, windows: slice
+) -> Callable[[int, int], None]:
+    """What is called with the sweep and the layer after each batch."""
+    n_layers, n_windows = len(stream.blocks), windows.stop - windows.start
+    n_calls = 2 * n_layers * -(-n_windows // run.batch_size)
+    n_done = 0
+
+    def step(sweep: int, number: int) -> None:
+        nonlocal n_done
+        n_done += 1
+        noted(
+            run.progress,
+            f"sweep {sweep} of 2, layer {number + 1} of {n_layers}, "
+            f"{stream.n_bytes_read / 1e9:.1f} GB read",
+        )
+        done = windows.start + n_windows * n_done // n_calls
+        run.progress(done, len(run.ids))
+
+    return step
+
+
+def _windows_at_once(
+    model: Any, stream: Stream, run: GradientPass, store: SweepStore
+) -> int:
+    """How many windows go through both sweeps together.
+
+    Raises:
+        SpecError: there is no room for one.
+    """
+    store.begin("all")
+    if "windows" in store:  # the room for them is taken already
+        return int(store.get("windows")["at_once"])
+    d_model = model.config.get_text_config().hidden_size
+    n_groups = len(stream.blocks) + EXTRA_STATES
+    size = fitting_windows(
+        len(run.ids),
+        n_bytes=run.ids.shape[1] * d_model * stream.dtype.itemsize * n_groups,
+        batch_size=run.batch_size,
+        budget=0 if run.state is not None else budget_of(stream),
+        store=store,
+    )
+    store.put("windows", {"at_once": torch.tensor(size)})
+    return size
+
+
+def fitting_windows(
+    n_windows: int, *, n_bytes: int, batch_size: int, budget: int, store: SweepStore
+) -> int:
+    """How many windows' states there is room for: whole batches where possible.
+
+    Args:
+        n_windows: the largest result.
+        n_bytes: of the states of one window.
+        batch_size: windows in a batch.
+        budget: bytes in memory.
+        store: with files for the others.
+
+    Raises:
+        SpecError: not even those of one window do.
+    """
+    fit = (budget + store.free) // n_bytes
+    if fit < 1:
+        raise SpecError(
+            f"the states of one window need {n_bytes / 1e9:.1f} GB; there are "
+            f"{budget / 1e9:.1f} GB of host memory for them and "
+            f"{store.free / 1e9:.1f} GB on the disk of {store.folder}: free "
+            "some, raise host_memory, or take shorter windows (seq_len)"
+        )
+    if fit >= n_windows:
+        return n_windows
+    return max(fit // batch_size * batch_size, min(fit, batch_size))
