@@ -33,7 +33,7 @@ from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.evaluation.latency import in_turns
 from heapr_lab.methods.compression import ExpertDropping
-from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration

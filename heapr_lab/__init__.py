@@ -77,9 +77,9 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 (a computed list of names)
 
 _MODELS = "transformers.models.auto.modeling_auto"
 _REGISTRIES = {
-    "transformers.models.auto.configuration_auto": "models.deepseek_config",
-    _MODELS: "models.deepseek_config",
-    "transformers.quantizers.auto": "models.composed_files",
+    "transformers.models.auto.configuration_auto": ("pretrained.deepseek_config",),
+    _MODELS: ("pretrained.deepseek_config",),
+    "transformers.quantizers.auto": ("models.ragged_experts", "methods.composed_files"),
 }
 """Modules of transformers, and what registers something with each."""
 
@@ -113,7 +113,7 @@ class _Registration(importlib.abc.MetaPathFinder):
         def execute_and_register(module: Any) -> None:
             execute(module)
             if fullname == _MODELS or not _being_imported(_MODELS):
-                importlib.import_module(f"{__name__}.{_REGISTRIES[fullname]}")
+                _register_with(fullname)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
@@ -128,14 +128,36 @@ def _being_imported(name: str) -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-for _registry, _ours in _REGISTRIES.items():
+def _register_with(registry: str) -> None:
+    """Import what registers with a module of transformers, if it is there.
+
+    Raises:
+        ModuleNotFoundError: what it needs is not installed.
+    """
+    for module in _REGISTRIES[registry]:
+        try:
+            importlib.import_module(f"{__name__}.{module}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{module}":
+                raise
+
+
+for _registry in _REGISTRIES:
     if _registry in sys.modules:
-        importlib.import_module(f"{__name__}.{_ours}")
+        _register_with(_registry)
     else:
         sys.meta_path.insert(0, _Registration(_registry))
 
 
-registry.register("models on disk", "heapr_lab.streaming.opening:open_stepping")
+PARTS = {
+    "models on disk": "streaming.opening:open_stepping",
+    "dense models as MoEs": "pretrained.one_expert:one_expert_folder",
+    "configurations of dense models as MoEs": "pretrained.one_expert:one_expert_config",
+}
+"""What the core asks for by name, and does not import."""
+
+for _part, _place in PARTS.items():
+    registry.register(_part, f"{__name__}.{_place}")
 
 NAMED = {
     "smollm2": ("pretrained.smollm2", "smollm2_folder"),

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-from heapr_lab.pruning.mask_diff import ScoredMask
+from heapr_lab.inspection.mask_diff import ScoredMask
 from heapr_lab.pruning.masks import KeepMask
 
 RATIOS = (0.2, 0.5)

@@ -11,7 +11,7 @@ from text_models import experts_calls
 from torch import nn
 
 from heapr_lab import methods
-from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.text.calibration import CalibrationSet
 

@@ -24,6 +24,7 @@ from heapr_lab.checkpoints.folder import (
     save_processor,
     save_tokenizer,
 )
+from heapr_lab.checkpoints.predicting import what_is_dropped, without_predicting
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import backend_of
@@ -34,7 +35,6 @@ from heapr_lab.models.folders import (
     read_tokenizer,
     skeleton_of,
 )
-from heapr_lab.models.predicting import what_is_dropped, without_predicting
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer, finish
 from heapr_lab.models.wrapped import what_is_pruned
 from heapr_lab.progress import Progress, no_report

@@ -80,7 +80,7 @@ def prune(
     best of several ways to compensate for the pruned atoms is found by loss on held-out
     calibration windows; it is never worse there than HEAPr as published.
     """
-    from heapr_lab.pruning.engines import widths_for
+    from heapr_lab.checkpoints.engines import widths_for
     from heapr_lab.pruning.options import Selection, parse_layers
     from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.presets import find_method
@@ -243,8 +243,8 @@ class Request:
             SpecError: a layer or a corpus cannot be used, --max-rise is given with a
                 mixture, or the engine computes another model.
         """
+        from heapr_lab.checkpoints.engines import check_computed
         from heapr_lab.models.folders import read_config
-        from heapr_lab.pruning.engines import check_computed
         from heapr_lab.text.calibration_spec import corpora_of
 
         corpus = self.setting.calibration.corpus

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from heapr_lab.pruning.mask_diff import ScoredMask, check_same_model, ranks
+from heapr_lab.inspection.mask_diff import ScoredMask, check_same_model, ranks
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench

@@ -16,7 +16,7 @@ from heapr_lab.figures.style import (
     show_percent,
     styled,
 )
-from heapr_lab.pruning.mask_diff import (
+from heapr_lab.inspection.mask_diff import (
     ScoredMask,
     overlap,
     rank_agreement_in_all,

@@ -16,11 +16,11 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.methods.single_experts import expert_output
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import ExpertsLayer, describe
 from heapr_lab.models.identity import weights_state
 from heapr_lab.models.modes import evaluating
-from heapr_lab.models.single_experts import expert_output
 from heapr_lab.progress import Progress
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 from heapr_lab.refinement.portfolio import Portfolio

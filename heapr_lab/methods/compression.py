@@ -13,11 +13,11 @@ from torch import nn
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.checkpoints.save_compressed import save_compressed
+from heapr_lab.methods.composed_experts import flops_of, n_parameters
+from heapr_lab.methods.composing import Compositions, compose_experts, composing
+from heapr_lab.methods.dropping import KeptExperts, drop_experts, dropping
 from heapr_lab.models.architecture import LayerShape, expert_shares
-from heapr_lab.models.composed_experts import flops_of, n_parameters
 from heapr_lab.models.experts import describe
-from heapr_lab.pruning.composing import Compositions, compose_experts, composing
-from heapr_lab.pruning.dropping import KeptExperts, drop_experts, dropping
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
 from heapr_lab.repr_html import card_html

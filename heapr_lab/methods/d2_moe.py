@@ -13,6 +13,7 @@ from fractions import Fraction
 
 import torch
 
+from heapr_lab.methods.composed_experts import Composition, Shared
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.gradients import WeightGradients, visit_gradients
 from heapr_lab.methods.low_rank import (
@@ -29,7 +30,6 @@ from heapr_lab.methods.low_rank import (
 )
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.composed_experts import Composition, Shared
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.options import exact_ratio
 

@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.methods.composed_experts import Composition
+from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.evolution import (
     BUDGET,
     check_budget,
@@ -24,14 +27,11 @@ from heapr_lab.methods.evolution import (
     random_keys,
     ranked,
 )
+from heapr_lab.methods.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.methods.experts import n_dropped
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.composed_experts import Composition
-from heapr_lab.models.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import accumulating_dtype
-from heapr_lab.pruning.composing import dense_composition
-from heapr_lab.pruning.dropping import dropping
 
 _SCALE = 0.065
 """Standard deviation of the first changes of the coefficients."""

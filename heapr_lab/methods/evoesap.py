@@ -5,6 +5,7 @@ import numpy as np
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertDropping
+from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.evolution import (
     BUDGET,
     Rejection,
@@ -16,10 +17,9 @@ from heapr_lab.methods.evolution import (
     random_keys,
     ranked,
 )
+from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.experts import dropping_of
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.expert_axes import find_expert_axes
-from heapr_lab.pruning.dropping import dropping
 
 FITNESS = ("acceptance", "loss")
 """Σ min(p, q) with the dense model's predictions, or the loss on the text."""

@@ -13,9 +13,9 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertDropping
+from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.expert_axes import find_expert_axes
 from heapr_lab.pruning.ranking import lowest
 
 _EARLY = Fraction(3, 4)

@@ -21,19 +21,19 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Collector
-from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.method import Request
-from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.backend import backend_of
-from heapr_lab.models.composed_experts import (
+from heapr_lab.methods.composed_experts import (
     INDEX,
     Composition,
     Projection,
     Shared,
 )
+from heapr_lab.methods.composing import Compositions, composition_of
+from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.method import Request
+from heapr_lab.models.architecture import LayerShape
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.ragged_experts import activate
-from heapr_lab.pruning.composing import Compositions, composition_of
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
 _DAMPING = 1e-6

@@ -11,6 +11,8 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.methods.composed_experts import Composition, Projection, Shared
+from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import largest_columns, truncated
 from heapr_lab.methods.merging import (
@@ -29,9 +31,7 @@ from heapr_lab.methods.merging import (
 )
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.composed_experts import Composition, Projection, Shared
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.pruning.composing import composition_of
 
 
 def _mc_smoe(request: Request) -> ExpertComposition:

@@ -19,16 +19,16 @@ from torch import nn
 
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.methods.collectors import Collector
+from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.expert_axes import expert_axis
 from heapr_lab.methods.method import Request
 from heapr_lab.methods.naee import routed_anew
+from heapr_lab.methods.single_experts import activations, expert_output
 from heapr_lab.models.architecture import LayerShape, expert_shares
 from heapr_lab.models.backend import backend_of
-from heapr_lab.models.expert_axes import expert_axis
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import normalises
-from heapr_lab.models.single_experts import activations, expert_output
-from heapr_lab.pruning.composing import dense_composition
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
 Matrices = dict[str, torch.Tensor]

@@ -14,7 +14,10 @@ import numpy as np
 import torch
 
 from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.methods.composed_experts import Composition, Projection, Shared
+from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.evolution import (
     BUDGET,
     apportioned,
@@ -25,16 +28,13 @@ from heapr_lab.methods.evolution import (
     random_keys,
     ranked,
 )
+from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.experts import reap_scores
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.methods.naee import LayerLoss, Subset, positions
-from heapr_lab.models.composed_experts import Composition, Projection, Shared
-from heapr_lab.models.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.models.modes import evaluating
-from heapr_lab.pruning.composing import composition_of
-from heapr_lab.pruning.dropping import dropping
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 
 _BY_DROPPING = Fraction(1, 2)

@@ -12,12 +12,12 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Collector
+from heapr_lab.methods.composed_experts import Composition, Projection, Shared
+from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition, Savings
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.composed_experts import Composition, Projection, Shared
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.models.hooks import observed
-from heapr_lab.pruning.composing import composition_of
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
 PATTERNS = {"unstructured": None, "2:4": (2, 4), "4:8": (4, 8)}

@@ -15,6 +15,7 @@ from fractions import Fraction
 import torch
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods.composed_experts import ABSENT, Composition, Projection, Shared
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
     MOMENTS,
@@ -28,7 +29,6 @@ from heapr_lab.methods.low_rank import (
 )
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.composed_experts import ABSENT, Composition, Projection, Shared
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 
 _PRINCIPAL = 0.01

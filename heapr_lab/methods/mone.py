@@ -12,12 +12,12 @@ from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.methods.collectors import Collector, routed_outputs
+from heapr_lab.methods.composed_experts import Composition, Projection, Shared
+from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.composed_experts import Composition, Projection, Shared
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import normalises
-from heapr_lab.pruning.composing import composition_of
 from heapr_lab.pruning.ranking import lowest
 from heapr_lab.refinement.expert_calls import ExpertCalls
 

@@ -21,16 +21,16 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import Compression, ExpertComposition
+from heapr_lab.methods.dropping import dropping
+from heapr_lab.methods.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.methods.experts import dropping_of, n_dropped
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.expert_axes import ExpertAxis, find_expert_axes
+from heapr_lab.methods.single_experts import expert_output
+from heapr_lab.methods.skipping import Thresholds, median_ratios, skipped
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.modes import evaluating
-from heapr_lab.models.single_experts import expert_output
-from heapr_lab.models.skipping import Thresholds, median_ratios, skipped
-from heapr_lab.pruning.composing import dense_composition
-from heapr_lab.pruning.dropping import dropping
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 
 _MOST_PRODUCTS = 2**25

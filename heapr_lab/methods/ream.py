@@ -8,7 +8,9 @@ from torch.nn.functional import normalize
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.experts import n_dropped, reap_scores
 from heapr_lab.methods.merging import (
     LOGIT_COSINES,
@@ -25,9 +27,7 @@ from heapr_lab.methods.merging import (
 )
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.pruning.composing import dense_composition
 
 
 def _ream(request: Request) -> ExpertComposition:

@@ -20,10 +20,10 @@ import torch
 from heapr_lab.methods.atoms import compression_of
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.single_experts import projected_down, projected_up
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.ragged_experts import activate
-from heapr_lab.models.single_experts import projected_down, projected_up
 from heapr_lab.progress import no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.refinement.expert_calls import ExpertCalls, recorded

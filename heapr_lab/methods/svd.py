@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from heapr_lab.methods.composed_experts import Composition
+from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
     MOMENTS,
@@ -15,9 +17,7 @@ from heapr_lab.methods.low_rank import (
     truncated,
 )
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.composed_experts import Composition
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.pruning.composing import composition_of
 
 
 def _svd(request: Request) -> ExpertComposition:

@@ -20,7 +20,6 @@ from torch import nn
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.backend import backend_of
-from heapr_lab.models.composed_experts import ComposedExperts
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.ragged_experts import WAYS, RaggedExperts, activate
 from heapr_lab.models.wrapped import is_wrapper, text_modules
@@ -333,7 +332,7 @@ def _refuse_unfused(model: nn.Module) -> None:
                 f"{module.heapr_widths}; expected the unpruned model. Combine the "
                 "masks instead and prune once"
             )
-        if isinstance(module, ComposedExperts):
+        if hasattr(module, "heapr_composed"):
             raise LayoutError(
                 f"{name} is already compressed: its experts are composed of shared "
                 "matrices or factors; expected the dense model"

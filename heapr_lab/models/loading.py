@@ -28,7 +28,6 @@ from heapr_lab.models.folders import (
 from heapr_lab.models.footprint import Work, sizes_of
 from heapr_lab.models.memory import size_of, why_streamed
 from heapr_lab.models.named import AS_MOE, dense_of, folder_of, what_is_expected
-from heapr_lab.models.one_expert import one_expert_config, one_expert_folder
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.progress import silent
 
@@ -176,7 +175,7 @@ def config_of(name_or_path: str | Path) -> Any:
     dense = dense_of(str(name_or_path))
     if dense is None:
         return read_config(_resolve(name_or_path))
-    return one_expert_config(config_of(dense))
+    return registry.find("configurations of dense models as MoEs")(config_of(dense))
 
 
 def model_folder(name_or_path: str | Path) -> Path:
@@ -206,7 +205,8 @@ def _resolve(name_or_path: str | Path) -> str:
     if dense is not None:
         source = model_folder(dense)
         own = source if Path(dense).is_dir() else Path(dense)
-        return str(one_expert_folder(source, name=own.resolve().name))
+        made = registry.find("dense models as MoEs")
+        return str(made(source, name=own.resolve().name))
     named = folder_of(name)
     if named is not None:
         return str(named)

@@ -35,7 +35,7 @@ def find_contexts(
     Raises:
         HeaprLabError: there is no such atom or expert, or no such corpus.
     """
-    from heapr_lab.evaluation.activations import top_contexts
+    from heapr_lab.inspection.activations import top_contexts
 
     report(0, 1, "reading the corpus")
     windows = bench.calibration_set(calibration)
@@ -59,7 +59,7 @@ def find_companions(
     Returns:
         The frame of `activations.atoms_at_tokens`.
     """
-    from heapr_lab.evaluation.activations import atoms_at_tokens
+    from heapr_lab.inspection.activations import atoms_at_tokens
 
     windows = bench.calibration_set(calibration)
     return atoms_at_tokens(bench.model, windows, contexts, layer=layer)

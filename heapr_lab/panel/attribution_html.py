@@ -20,7 +20,7 @@ from heapr_lab.panel.passage_html import (
 )
 
 if TYPE_CHECKING:
-    from heapr_lab.evaluation.restoring import Restored
+    from heapr_lab.inspection.restoring import Restored
 
 _N_TOKENS: Final = 40
 """Tokens of the map; the others are summed in one row."""

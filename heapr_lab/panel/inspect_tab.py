@@ -32,7 +32,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 
 if TYPE_CHECKING:
-    from heapr_lab.evaluation.passages import Passage
+    from heapr_lab.inspection.passages import Passage
     from heapr_lab.workbench.workbench import Workbench
 
 _LONGEST: Final = 2048
@@ -273,7 +273,7 @@ class InspectTab(ipw.VBox):
     # --- what the buttons start ---------------------------------------------------
 
     def _work_generate(self, report: Report) -> None:
-        from heapr_lab.evaluation.passages import continue_text
+        from heapr_lab.inspection.passages import continue_text
 
         bench, asked = self._bench, self._asked_made(self.text, self.n_tokens)
         selection, way, _, n_tokens = asked
@@ -299,7 +299,7 @@ class InspectTab(ipw.VBox):
         self.generated.show(left_out_html(prompt.n_left_out, "beginning") + view, asked)
 
     def _work_compare(self, report: Report) -> None:
-        from heapr_lab.evaluation.passages import token_losses
+        from heapr_lab.inspection.passages import token_losses
 
         asked, passage = self._asked_made(self.text), self._passage()
         selection, way, _ = asked
@@ -316,8 +316,8 @@ class InspectTab(ipw.VBox):
         self.compared.show(left_out_html(passage.n_left_out, "end") + view, asked)
 
     def _work_route(self, report: Report) -> None:
-        from heapr_lab.evaluation.activations import atoms_of_token
-        from heapr_lab.evaluation.routing import routing
+        from heapr_lab.inspection.activations import atoms_of_token
+        from heapr_lab.inspection.routing import routing
 
         asked = self._asked(self.text, self.layer, self.position)
         selection, _, layer, position = asked
@@ -361,7 +361,7 @@ class InspectTab(ipw.VBox):
         return bench
 
     def _passage(self, *, room: int = 0) -> "Passage":
-        from heapr_lab.evaluation.passages import read_passage
+        from heapr_lab.inspection.passages import read_passage
 
         bench = self._bench
         return read_passage(

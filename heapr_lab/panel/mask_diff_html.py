@@ -12,16 +12,16 @@ from matplotlib.figure import Figure
 
 from heapr_lab.figures import figure_mask_diff, mask_diff_data
 from heapr_lab.importance.columns import KEYS
-from heapr_lab.panel.jobs import status
-from heapr_lab.panel.looks import PICTURE
-from heapr_lab.panel.passage_html import columns_html, numbers
-from heapr_lab.panel.pictures import drawn_png
-from heapr_lab.pruning.mask_diff import (
+from heapr_lab.inspection.mask_diff import (
     ScoredMask,
     overlap,
     overlap_text,
     rank_agreement,
 )
+from heapr_lab.panel.jobs import status
+from heapr_lab.panel.looks import PICTURE
+from heapr_lab.panel.passage_html import columns_html, numbers
+from heapr_lab.panel.pictures import drawn_png
 
 _ALT: Final = (
     "Left: what both remove of each layer and what only one does, beside chance. "

@@ -1,6 +1,6 @@
 """The section that shows what two masks remove: together, alone, and beside chance.
 
-The masks are selected by `heapr_lab.pruning.mask_diff` and shown through
+The masks are selected by `heapr_lab.inspection.mask_diff` and shown through
 `mask_diff_html`. Importing this needs no torch.
 """
 
@@ -13,13 +13,13 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
+from heapr_lab.inspection.mask_diff import ScoredMask, removed_by_one
 from heapr_lab.panel.atom_contexts import find_contexts, place_text
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, ResultView
 from heapr_lab.panel.mask_diff_html import mask_diff_html
 from heapr_lab.panel.passage_html import contexts_html
 from heapr_lab.panel.session import PruningSession, Way
-from heapr_lab.pruning.mask_diff import ScoredMask, removed_by_one
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 

@@ -24,9 +24,9 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 
 if TYPE_CHECKING:
-    from heapr_lab.evaluation.attribution import Attribution
-    from heapr_lab.evaluation.passages import Passage
-    from heapr_lab.evaluation.restoring import Restored
+    from heapr_lab.inspection.attribution import Attribution
+    from heapr_lab.inspection.passages import Passage
+    from heapr_lab.inspection.restoring import Restored
 
 _N_EXPERTS: Final = 8
 """Experts of a layer that are measured: those with the largest attribution."""
@@ -115,7 +115,7 @@ class WhySection(ipw.VBox):
         self.note.value = self._said_beforehand()
 
     def _said_beforehand(self) -> str:
-        from heapr_lab.evaluation.restoring import n_runs
+        from heapr_lab.inspection.restoring import n_runs
 
         try:
             keep = self.session.keep
@@ -141,8 +141,8 @@ class WhySection(ipw.VBox):
     # --- what the buttons start ---------------------------------------------------
 
     def _work_attribute(self, report: Report) -> None:
-        from heapr_lab.evaluation.attribution import attribute_loss
-        from heapr_lab.evaluation.passages import token_losses
+        from heapr_lab.inspection.attribution import attribute_loss
+        from heapr_lab.inspection.passages import token_losses
 
         self.attributed.show("", None)
         asked, passage = self._asked(self._text), self._read()
@@ -167,8 +167,8 @@ class WhySection(ipw.VBox):
         self.attributed.show(left_out_html(passage.n_left_out, "end") + view, asked)
 
     def _work_measure(self, report: Report) -> None:
-        from heapr_lab.evaluation.attribution import attribute_loss
-        from heapr_lab.evaluation.restoring import restored
+        from heapr_lab.inspection.attribution import attribute_loss
+        from heapr_lab.inspection.restoring import restored
 
         self.measured.show("", None)
         asked, passage = self._asked(self._text, *self._part()), self._read()
@@ -192,7 +192,7 @@ class WhySection(ipw.VBox):
         self.measured.show(left_out_html(passage.n_left_out, "end") + view, asked)
 
     def _work_explain(self, report: Report) -> None:
-        from heapr_lab.evaluation.attribution import attribute_token
+        from heapr_lab.inspection.attribution import attribute_token
 
         self.explained.show("", None)
         asked = self._asked(self._text, self._layer, self._position)

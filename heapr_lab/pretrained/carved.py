@@ -20,8 +20,8 @@ from transformers import AutoConfig
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import build
-from heapr_lab.models.one_expert import SHARED
 from heapr_lab.pretrained.delta import Ternary
+from heapr_lab.pretrained.one_expert import SHARED
 from heapr_lab.storage.files import replacing
 
 GATE_SCALE = 2.0

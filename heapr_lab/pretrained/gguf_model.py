@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from heapr_lab.models.folders import read_gguf
-from heapr_lab.models.one_expert import one_expert_config, one_expert_tensors
 from heapr_lab.models.safetensors_headers import SINGLE
+from heapr_lab.pretrained.one_expert import one_expert_config, one_expert_tensors
 
 
 def write_gguf_as_moe(path: Path, folder: Path) -> Any:

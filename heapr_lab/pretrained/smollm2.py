@@ -5,7 +5,7 @@ from typing import Any
 
 from tokenizers import pre_tokenizers
 
-from heapr_lab.models import one_expert
+from heapr_lab.pretrained import one_expert
 from heapr_lab.pretrained.gguf_model import write_gguf_as_moe
 from heapr_lab.pretrained.wheel import Wheel
 from heapr_lab.storage.cache import cached_folder

@@ -37,7 +37,7 @@ from vllm.utils.math_utils import round_up
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.ragged_experts import linear, routed_sum, times
-from heapr_lab.models.widths import shard
+from heapr_lab.serving.widths import shard
 
 GATE, DOWN, UP = "w1", "w2", "w3"
 """vLLM's names of the projections of an expert."""

@@ -25,8 +25,8 @@ from vllm.platforms import current_platform
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.ragged_experts import METHOD
-from heapr_lab.models.widths import Widths, layer_of, widths_by_layer
 from heapr_lab.serving.vllm_experts import ACTIVATIONS, NarrowMethod, RaggedMethod
+from heapr_lab.serving.widths import Widths, layer_of, widths_by_layer
 
 GPT_OSS = "GptOssForCausalLM"
 """Its class in vLLM reads its own files alone; ours reads ours, too."""

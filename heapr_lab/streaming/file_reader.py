@@ -25,7 +25,7 @@ from transformers.utils import logging
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.fp8 import Fp8Quantizer, check_grid
 from heapr_lab.models.safetensors_headers import TORCH, read_source
-from heapr_lab.models.weights_on_disk import (
+from heapr_lab.streaming.weights_on_disk import (
     FoundTensor,
     check_whole,
     find_tensors,

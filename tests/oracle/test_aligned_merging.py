@@ -30,10 +30,10 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods import mc_smoe, ream
-from heapr_lab.models.composed_experts import composed_experts
+from heapr_lab.methods.composed_experts import composed_experts
+from heapr_lab.methods.composing import composition_of
+from heapr_lab.methods.dropping import drop_experts
 from heapr_lab.models.experts import find_experts
-from heapr_lab.pruning.composing import composition_of
-from heapr_lab.pruning.dropping import drop_experts
 
 pytestmark = pytest.mark.oracle
 

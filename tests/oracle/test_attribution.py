@@ -14,8 +14,8 @@ from text_models import SINGLE, experts_calls
 from torch import nn
 
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
-from heapr_lab.evaluation.attribution import attribute_loss, attribute_token
-from heapr_lab.evaluation.restoring import n_runs, restored
+from heapr_lab.inspection.attribution import attribute_loss, attribute_token
+from heapr_lab.inspection.restoring import n_runs, restored
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import masked
 from heapr_lab.models.likelihood import token_nll
@@ -328,7 +328,7 @@ def test_passes_that_cannot_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
             attribute_loss(model, keep, ids)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "heapr_lab.evaluation.attribution.token_nll",
+            "heapr_lab.inspection.attribution.token_nll",
             lambda *given: token_nll(*given) * float("nan"),
         )
         with pytest.raises(HeaprLabError, match="non-finite gradients in layer"):

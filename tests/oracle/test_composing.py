@@ -14,8 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods.compression import ExpertComposition, Made
-from heapr_lab.models.composed_experts import (
+from heapr_lab.methods.composed_experts import (
     INDEX,
     ComposedExperts,
     ComposedProjection,
@@ -28,14 +27,15 @@ from heapr_lab.models.composed_experts import (
     plan_from_dict,
     plan_to_dict,
 )
-from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
-from heapr_lab.models.loading import load_model
-from heapr_lab.pruning.composing import (
+from heapr_lab.methods.composing import (
     compose_experts,
     composing,
     composition_of,
     dense_composition,
 )
+from heapr_lab.methods.compression import ExpertComposition, Made
+from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
+from heapr_lab.models.loading import load_model
 
 pytestmark = pytest.mark.oracle
 

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.deepseek import DeepseekForCausalLM
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
+from heapr_lab.pretrained.deepseek import DeepseekForCausalLM
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
@@ -355,7 +355,7 @@ def test_on_the_command_line(
 
 LOADED = """
 model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=False)
-assert type(model).__module__ == "heapr_lab.models.deepseek", type(model)
+assert type(model).__module__ == "heapr_lab.pretrained.deepseek", type(model)
 """
 ORDERS = {
     "heapr_lab first": """
@@ -375,9 +375,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 class Theirs(LlamaConfig):
     model_type = "deepseek"
 AutoConfig.register("deepseek", Theirs)
-import heapr_lab.models.deepseek
+import heapr_lab.pretrained.deepseek
 assert type(AutoConfig.for_model("deepseek")) is Theirs
-assert heapr_lab.models.deepseek.DeepseekConfig not in (
+assert heapr_lab.pretrained.deepseek.DeepseekConfig not in (
     AutoModelForCausalLM._model_mapping
 )
 """,

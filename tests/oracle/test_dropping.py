@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.methods.dropping import drop_experts, dropping
+from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import describe, find_experts
-from heapr_lab.pruning.dropping import drop_experts, dropping
 
 pytestmark = pytest.mark.oracle
 

@@ -17,12 +17,12 @@ from torch import nn
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.composed_experts import Projection, n_parameters
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.d2_moe import base_of
 from heapr_lab.methods.low_rank import MOMENTS, ranks_of, truncated
 from heapr_lab.methods.moe_svd import Sizes, sizes_of
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.composed_experts import Projection, n_parameters
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.text.calibration import CalibrationSet
 

@@ -10,13 +10,13 @@ from keeps import full_keep, logits_of, random_keep, zeroed_twin
 from text_models import FAMILIES, TEXT, model_of, tolerance
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.passages import (
+from heapr_lab.inspection.passages import (
     continue_text,
     read_passage,
     token_losses,
     token_texts,
 )
-from heapr_lab.evaluation.routing import routing
+from heapr_lab.inspection.routing import routing
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import IMPLEMENTATION
 

@@ -25,11 +25,11 @@ from heapr_lab.models.ragged_experts import (
     dequantised,
     quantised,
 )
-from heapr_lab.models.widths import widths_by_layer
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.refinement.recovery import recover
+from heapr_lab.serving.widths import widths_by_layer
 from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.text.calibration import CalibrationSet
 

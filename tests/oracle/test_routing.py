@@ -18,9 +18,9 @@ from text_models import (
 )
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.activations import atoms_of_token, top_contexts
-from heapr_lab.evaluation.passages import read_passage
-from heapr_lab.evaluation.routing import routing
+from heapr_lab.inspection.activations import atoms_of_token, top_contexts
+from heapr_lab.inspection.passages import read_passage
+from heapr_lab.inspection.routing import routing
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.text.calibration import CalibrationSet

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods import eep, evolution, moe_i2, naee
-from heapr_lab.models.expert_axes import find_expert_axes
+from heapr_lab.methods.dropping import drop_experts, dropping
+from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import find_experts
-from heapr_lab.pruning.dropping import drop_experts, dropping
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 from heapr_lab.text.calibration import CalibrationSet
 

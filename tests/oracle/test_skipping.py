@@ -18,10 +18,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
+from heapr_lab.methods.composed_experts import ComposedExperts, composed_experts
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.models.composed_experts import ComposedExperts, composed_experts
+from heapr_lab.methods.dropping import drop_experts
 from heapr_lab.models.experts import describe, find_experts
-from heapr_lab.pruning.dropping import drop_experts
 from heapr_lab.storage.files import read_json
 from heapr_lab.text.calibration import CalibrationSet
 

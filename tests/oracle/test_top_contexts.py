@@ -12,13 +12,13 @@ from keeps import full_keep
 from text_models import CLOSE, FAMILIES, TEXT, atoms_by_hand, experts_calls, model_of
 from tiny_folder import D_VOCAB
 
-from heapr_lab.evaluation.activations import (
+from heapr_lab.inspection.activations import (
     atoms_at_tokens,
     atoms_of_token,
     top_contexts,
 )
-from heapr_lab.evaluation.passages import Passage, read_passage, token_losses
-from heapr_lab.evaluation.routing import routing
+from heapr_lab.inspection.passages import Passage, read_passage, token_losses
+from heapr_lab.inspection.routing import routing
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -30,7 +30,7 @@ def test_top_contexts(
     tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest |h| of all, found batch by batch, with the text around each."""
-    monkeypatch.setattr("heapr_lab.evaluation.activations.TOKENS_AT_ONCE", 2 * 11)
+    monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
     model = model_of(family)
     ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
     layer, expert, atom = find_experts(model)[0].layer, 2, 3
@@ -92,7 +92,7 @@ def test_top_contexts_of_an_expert(
     tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest routing weights of one expert among all, whatever its atoms do."""
-    monkeypatch.setattr("heapr_lab.evaluation.activations.TOKENS_AT_ONCE", 2 * 11)
+    monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
     model = model_of(family)
     ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
     every, layer = atoms_by_hand(model, ids), find_experts(model)[0].layer
@@ -110,7 +110,7 @@ def test_of_equal_activations_the_first(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An atom that is never active shows the first tokens of its expert."""
-    monkeypatch.setattr("heapr_lab.evaluation.activations.TOKENS_AT_ONCE", 2 * 11)
+    monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
     model = model_of("qwen2_moe")
     layer = find_experts(model)[0]
     with torch.no_grad():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heapr_lab.pruning.mask_diff import (
+from heapr_lab.inspection.mask_diff import (
     ScoredMask,
     overlap,
     overlap_in_all,

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.composed_experts import Composition
 from heapr_lab.methods.compression import (
     AtomCompression,
     Compression,
     ExpertComposition,
 )
+from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.method import KINDS, Method
-from heapr_lab.models.composed_experts import Composition
-from heapr_lab.models.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.text.calibration import CalibrationSet
 

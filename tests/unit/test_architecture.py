@@ -16,15 +16,16 @@ WINGS = (
     "storage",
     "text",
     "models",
-    "pretrained",
     "importance",
     "pruning",
     "evaluation",
     "streaming",
+    "pretrained",
     "refinement",
     "checkpoints",
     "serving",
     "methods",
+    "inspection",
     "workbench",
     "lab_model",
     "figures",
@@ -175,9 +176,15 @@ assert type(AutoConfig.for_model("deepseek")).__module__.startswith("heapr_lab")
 
 
 @pytest.mark.parametrize(
-    "module", ["ragged_experts", "composed_experts", "composed_files", "folders"]
+    "module",
+    [
+        "models.ragged_experts",
+        "models.folders",
+        "methods.composed_experts",
+        "methods.composed_files",
+    ],
 )
 def test_any_module_of_formats_comes_first(module: str) -> None:
     """They register with transformers while it is imported, which imports them."""
-    code = f"import heapr_lab.models.{module}"
+    code = f"import heapr_lab.{module}"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

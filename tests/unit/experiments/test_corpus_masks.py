@@ -22,7 +22,7 @@ from heapr_lab.experiments.corpus_masks import (
     restored_losses,
     with_rows,
 )
-from heapr_lab.pruning.mask_diff import ScoredMask
+from heapr_lab.inspection.mask_diff import ScoredMask
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.text.calibration_spec import Calibration

@@ -6,7 +6,7 @@ import pytest
 from figure_rows import scored_masks
 
 from heapr_lab import figures
-from heapr_lab.pruning.mask_diff import ScoredMask
+from heapr_lab.inspection.mask_diff import ScoredMask
 
 
 def test_bars_stack_up_to_what_either_removes() -> None:

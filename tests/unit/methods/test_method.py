@@ -18,8 +18,8 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import collectors
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import Compression, ExpertDropping, Made
+from heapr_lab.methods.dropping import drop_experts
 from heapr_lab.methods.method import Method
-from heapr_lab.pruning.dropping import drop_experts
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import read_provenance

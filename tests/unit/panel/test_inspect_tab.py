@@ -13,9 +13,9 @@ import pytest
 from html_text import cells, marked
 from tiny_folder import write_model, write_text
 
-from heapr_lab.evaluation.passages import read_passage, token_losses
-from heapr_lab.evaluation.routing import routing
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.inspection.passages import read_passage, token_losses
+from heapr_lab.inspection.routing import routing
 from heapr_lab.panel import inspect_tab
 from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
 from heapr_lab.panel.jobs import Job

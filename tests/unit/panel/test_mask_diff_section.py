@@ -13,13 +13,12 @@ from matplotlib import pyplot as plt
 from random_tables import random_table
 from tiny_folder import write_text
 
-from heapr_lab.evaluation.activations import top_contexts
+from heapr_lab.inspection.activations import top_contexts
 from heapr_lab.panel.jobs import Job, ResultView
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession, Way
-from heapr_lab.pruning.mask_diff import ScoredMask, overlap_text, ranks
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration

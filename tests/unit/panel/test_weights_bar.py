@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from heapr_lab.checkpoints import folder as folders
-from heapr_lab.evaluation.passages import token_losses
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.inspection.passages import token_losses
 from heapr_lab.models.loading import load_like
 from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer

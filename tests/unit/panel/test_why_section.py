@@ -9,9 +9,9 @@ import torch
 from html_text import cells, marked
 from tiny_folder import write_model, write_text
 
-from heapr_lab.evaluation.attribution import attribute_loss, attribute_token
-from heapr_lab.evaluation.passages import read_passage, token_losses
-from heapr_lab.evaluation.restoring import Restored, n_runs, restored
+from heapr_lab.inspection.attribution import attribute_loss, attribute_token
+from heapr_lab.inspection.passages import read_passage, token_losses
+from heapr_lab.inspection.restoring import Restored, n_runs, restored
 from heapr_lab.panel import attribution_html as views
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, ResultView

@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
-from heapr_lab.models.weights_on_disk import FoundTensor, find_tensors
+from heapr_lab.streaming.weights_on_disk import FoundTensor, find_tensors
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names of the number of such layers in configurations."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.models.widths import shard, widths_by_layer
+from heapr_lab.serving.widths import shard, widths_by_layer
 
 WIDTHS = {
     "model.layers.1.mlp.experts": [3, 0],

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.expert_axes import COUNTS, ExpertAxis, find_expert_axes
+from heapr_lab.methods.expert_axes import COUNTS, ExpertAxis, find_expert_axes
 from heapr_lab.models.experts import describe
 from heapr_lab.models.folders import build
 from heapr_lab.models.identity import refuse_disturbed

@@ -8,10 +8,10 @@ from families import tiny_model
 from tiny_folder import write_model, write_text
 from typer.testing import CliRunner
 
+from heapr_lab.checkpoints.engines import ENGINES, check_computed, widths_for
 from heapr_lab.cli import options
 from heapr_lab.cli.app import app
 from heapr_lab.errors import SpecError
-from heapr_lab.pruning.engines import ENGINES, check_computed, widths_for
 from heapr_lab.pruning.options import STRUCTURES
 
 DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.skipping import (
+from heapr_lab.methods.skipping import (
     check_thresholds,
     median_ratios,
     scaled,

@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.backend import backend_of
-from heapr_lab.models.composed_experts import (
+from heapr_lab.methods.composed_experts import (
     ComposedExperts,
     Composition,
     Projection,
     Shared,
     check_plan,
 )
+from heapr_lab.methods.dropping import KeptExperts, drop_experts, dropping
+from heapr_lab.methods.skipping import check_thresholds
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, experts_per_token, find_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.modes import copied
-from heapr_lab.models.skipping import check_thresholds
-from heapr_lab.pruning.dropping import KeptExperts, drop_experts, dropping
 
 Compositions = Mapping[int, Composition]
 """By layer, the experts in place of its own."""

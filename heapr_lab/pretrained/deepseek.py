@@ -40,7 +40,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import (
     Qwen2MoeMLP,
 )
 
-from heapr_lab.models.deepseek_config import MODEL_TYPE, DeepseekConfig
+from heapr_lab.pretrained.deepseek_config import MODEL_TYPE, DeepseekConfig
 
 
 class DeepseekTopKRouter(nn.Module):

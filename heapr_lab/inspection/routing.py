@@ -4,7 +4,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.evaluation.passages import Passage, as_float64, observe, routed_experts
+from heapr_lab.inspection.passages import Passage, as_float64, observe, routed_experts
 from heapr_lab.models.experts import find_experts
 
 

@@ -2,7 +2,7 @@
 
 Dai et al., DeepSeekMoE, ACL 2024. It is a module of its own because it is registered as
 soon as transformers' list of configurations is imported, when models cannot be imported
-yet; the model, `heapr_lab.models.deepseek`, follows with the first configuration.
+yet; the model, `heapr_lab.pretrained.deepseek`, follows with the first configuration.
 """
 
 import importlib
@@ -54,7 +54,7 @@ class DeepseekConfig(LlamaConfig):
                 "route by 'softmax'; is it a deepseek_v2 or deepseek_v3?"
             )
         super().__post_init__(**kwargs)
-        importlib.import_module("heapr_lab.models.deepseek")
+        importlib.import_module("heapr_lab.pretrained.deepseek")
 
     def has_experts(self, layer: int) -> bool:
         """Whether a decoder layer has experts, rather than one dense MLP."""

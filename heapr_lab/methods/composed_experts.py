@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods.skipping import Thresholds, scaled, skipped
 from heapr_lab.models.ragged_experts import (
     activate,
     normalises,
     routed_sum,
     without_weights,
 )
-from heapr_lab.models.skipping import Thresholds, scaled, skipped
 
 PARTS = ("dense", "left", "right", "bias", "columns")
 INDEX = torch.int32
@@ -293,6 +293,8 @@ class ComposedExperts(nn.Module):
 
     family: Any
     """The family's own module without weights: activation, gating and norm."""
+    heapr_composed = True
+    """By which others know them."""
 
     def __init__(self, module: Any, plan: Plan, skipping: Thresholds = ()) -> None:
         """Allocate the tensors of `plan` in place of the weights of `module`."""

@@ -20,11 +20,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods.skipping import check_thresholds
 from heapr_lab.models import ragged_experts
-from heapr_lab.models.skipping import check_thresholds
 
 if TYPE_CHECKING:
-    from heapr_lab.models.composed_experts import ComposedExperts, Plan
+    from heapr_lab.methods.composed_experts import ComposedExperts, Plan
 
 COMPOSED = "heapr_composed"
 FORMAT_VERSION = 2
@@ -90,7 +90,7 @@ class ComposedQuantizer(HfQuantizer):
         Raises:
             ValueError: the plan does not match this model's experts.
         """
-        from heapr_lab.models.composed_experts import plan_from_dict
+        from heapr_lab.methods.composed_experts import plan_from_dict
 
         config = self.quantization_config
         try:
@@ -126,7 +126,7 @@ def put_experts(model: nn.Module, path: str, plan: "Plan") -> "ComposedExperts":
     Raises:
         SpecError: the plan does not fit the module.
     """
-    from heapr_lab.models import composed_experts as composed
+    from heapr_lab.methods import composed_experts as composed
 
     stock: Any = model.get_submodule(path)
     n_experts = stock.down_proj.shape[0]
@@ -149,7 +149,7 @@ def _skip(model: nn.Module, skipping: Mapping[str, list[float]]) -> None:
     """
     if not skipping:
         return
-    from heapr_lab.models.composed_experts import composed_experts
+    from heapr_lab.methods.composed_experts import composed_experts
     from heapr_lab.models.experts import experts_per_token
 
     modules = composed_experts(model)
@@ -165,7 +165,7 @@ def _narrow(model: nn.Module, n_kept: Mapping[str, int]) -> None:
     if not n_kept:
         return
     # Imported when transformers is, which has no models yet.
-    from heapr_lab.models.expert_axes import find_expert_axes
+    from heapr_lab.methods.expert_axes import find_expert_axes
 
     with torch.device("cpu"):  # for what is computed on the way
         axes = find_expert_axes(model, values=False)
@@ -176,7 +176,7 @@ def _narrow(model: nn.Module, n_kept: Mapping[str, int]) -> None:
 
 def attach_composed(model: Any, n_kept: Mapping[str, int]) -> None:
     """Make transformers save the composed experts of `model` in the form it loads."""
-    from heapr_lab.models.composed_experts import composed_experts, plan_to_dict
+    from heapr_lab.methods.composed_experts import composed_experts, plan_to_dict
 
     modules = composed_experts(model)
     plans = {k: plan_to_dict(own.plan) for k, own in modules.items()}

@@ -27,7 +27,7 @@ from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models import loading
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import config_of, load_model, model_folder
-from heapr_lab.models.one_expert import one_expert_config
+from heapr_lab.pretrained.one_expert import one_expert_config
 
 SIZES = {
     "vocab_size": D_VOCAB,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import CoverageError, SpecError
-from heapr_lab.evaluation.passages import (
+from heapr_lab.inspection.passages import (
     Passage,
     as_float64,
     observe,

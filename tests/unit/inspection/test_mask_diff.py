@@ -14,7 +14,7 @@ from random_tables import random_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.pruning.mask_diff import (
+from heapr_lab.inspection.mask_diff import (
     ScoredMask,
     cut,
     overlap,

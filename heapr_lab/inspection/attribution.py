@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError, whole_number
-from heapr_lab.evaluation.passages import as_float64, routed_experts
+from heapr_lab.inspection.passages import as_float64, routed_experts
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype

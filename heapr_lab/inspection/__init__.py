@@ -1,0 +1,1 @@
+"""Why a pruned model does what it does: passages, attribution, two masks compared."""
