@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows
 from benchmarks.quality import model_folder
-from heapr_lab.evaluation.agreement import evaluate_agreement
 from heapr_lab.evaluation.perplexity import window_nll
-from heapr_lab.models.generation import continuations
+from heapr_lab.inspection.agreement import evaluate_agreement
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import fit_compression
+from heapr_lab.refinement.generation import continuations
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.refinement.portfolio import Portfolio

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
 from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.inspection.budgets import damage_map
 from heapr_lab.models.named import LAB
 from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.text.corpora import available_corpora
-from heapr_lab.workbench.budgets import damage_map
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 

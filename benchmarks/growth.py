@@ -48,10 +48,10 @@ from benchmarks.streaming import (
 )
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.footprint import IN_MEMORY, STREAMED
+from heapr_lab.streaming.devices import Device, measured
+from heapr_lab.streaming.plan import Plan, plan
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench.devices import Device, measured
-from heapr_lab.workbench.plan import Plan, plan
 
 logger = logging.getLogger("growth")
 

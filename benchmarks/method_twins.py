@@ -31,7 +31,7 @@ from benchmarks.methods import cpu_seconds
 from benchmarks.quality import model_folder
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.evaluation.latency import in_turns
+from heapr_lab.inspection.latency import in_turns
 from heapr_lab.methods.compression import ExpertDropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer

@@ -40,6 +40,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
+from heapr_lab.recipes.presets import METHODS
 from heapr_lab.refinement.candidates import Candidate
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.iterative import prune_in_rounds
@@ -47,7 +48,6 @@ from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.storage import paths
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.presets import METHODS
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8)

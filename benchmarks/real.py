@@ -42,9 +42,9 @@ from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
-from heapr_lab.evaluation.stored import stored_perplexity
-from heapr_lab.evaluation.task_items import task_items
-from heapr_lab.evaluation.task_summary import MEAN, task_difference, task_summary
+from heapr_lab.inspection.stored import stored_perplexity
+from heapr_lab.inspection.task_items import task_items
+from heapr_lab.inspection.task_summary import MEAN, task_difference, task_summary
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.models.experts import describe
 from heapr_lab.models.loading import load_model, model_folder

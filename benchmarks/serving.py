@@ -53,7 +53,7 @@ from benchmarks.speed import (
 from heapr_lab import KeepMask, prune
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.latency import in_turns
+from heapr_lab.inspection.latency import in_turns
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import describe
 

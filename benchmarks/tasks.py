@@ -29,7 +29,7 @@ from benchmarks.machine import RESULTS, machine, write_results
 from heapr_lab import load_model
 from heapr_lab.evaluation.harness import load_tasks, quiet
 from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
-from heapr_lab.evaluation.task_items import drawn_items
+from heapr_lab.inspection.task_items import drawn_items
 
 logger = logging.getLogger("tasks")
 

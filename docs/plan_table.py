@@ -13,7 +13,7 @@ from heapr_lab.models.footprint import IN_MEMORY, STREAMED
 from heapr_lab.models.memory import gigabytes
 from heapr_lab.progress import duration
 from heapr_lab.storage import paths
-from heapr_lab.workbench.plan import Plan, plan
+from heapr_lab.streaming.plan import Plan, plan
 
 PAGE = Path(__file__).with_name("plan.md")
 SHAPES = (

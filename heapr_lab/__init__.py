@@ -37,7 +37,7 @@ _HOMES = {
     "KeepMask": "pruning.masks",
     "Method": "methods.method",
     "Perplexity": "evaluation.perplexity",
-    "Plan": "workbench.plan",
+    "Plan": "streaming.plan",
     "Selection": "pruning.options",
     "Setting": "workbench.settings",
     "Workbench": "workbench.workbench",
@@ -46,25 +46,25 @@ _HOMES = {
     "compensate": "refinement.compensation",
     "compress": "refinement.compress",
     "continuation_task": "evaluation.harness",
-    "damage_map": "workbench.budgets",
+    "damage_map": "inspection.budgets",
     "distill_layers": "refinement.layer_distillation",
     "eliminate": "refinement.elimination",
-    "evaluate_agreement": "evaluation.agreement",
+    "evaluate_agreement": "inspection.agreement",
     "evaluate_divergence": "evaluation.perplexity",
     "evaluate_perplexity": "evaluation.perplexity",
     "explore": "panel.panel",
-    "fit_damage": "evaluation.loss_prediction",
+    "fit_damage": "inspection.loss_prediction",
     "load_calibration": "text.calibration",
     "load_corpus": "text.corpora",
     "load_model": "models.loading",
     "load_windows": "text.calibration",
     "masking": "pruning.surgery",
     "open_workbench": "workbench.workbench",
-    "own_text": "models.own_text",
-    "plan": "workbench.plan",
+    "own_text": "refinement.own_text",
+    "plan": "streaming.plan",
     "prune": "pruning.surgery",
     "prune_in_rounds": "refinement.iterative",
-    "ratio_for_loss": "workbench.budgets",
+    "ratio_for_loss": "inspection.budgets",
     "read_provenance": "storage.provenance",
     "recover": "refinement.recovery",
     "run_tasks": "evaluation.harness",
@@ -138,7 +138,7 @@ def _register_with(registry: str) -> None:
         try:
             importlib.import_module(f"{__name__}.{module}")
         except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{module}":
+            if not str(error.name).startswith(f"{__name__}."):
                 raise
 
 
@@ -151,6 +151,9 @@ for _registry in _REGISTRIES:
 
 PARTS = {
     "models on disk": "streaming.opening:open_stepping",
+    "plans of long passes": "streaming.plan:plan_if_long",
+    "scores with a pass of their own": "refinement.elimination:extra_pass",
+    "text of the model's own": "refinement.own_text:own_text",
     "dense models as MoEs": "pretrained.one_expert:one_expert_folder",
     "configurations of dense models as MoEs": "pretrained.one_expert:one_expert_config",
 }

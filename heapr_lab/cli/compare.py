@@ -15,7 +15,7 @@ from heapr_lab.errors import SpecError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from heapr_lab.workbench.comparison import Entry
+    from heapr_lab.methods.comparison import Entry
     from heapr_lab.workbench.workbench import Workbench
 
 _LABELS = ("method", "ratio", "achieved_ratio", "dataset")
@@ -125,7 +125,7 @@ def compare(
     calibration = Calibration(asked.corpus, n_sequences, seed=seed)
     preflight.check_corpora([asked.corpus], split="train")
     preflight.check_corpora(asked.corpora, split="test")
-    from heapr_lab.workbench.comparison import entries
+    from heapr_lab.methods.comparison import entries
 
     wanted = entries(asked.names, asked.ratios, given)
     preflight.check_tasks(asked.tasks)
@@ -195,7 +195,7 @@ def _ordinary(
     **options: Any,
 ) -> None:
     """Compare, and print a line for each method, ratio, corpus and task."""
-    from heapr_lab.workbench.comparison import compare_methods
+    from heapr_lab.methods.comparison import compare_methods
 
     frame = compare_methods(bench, wanted, corpora, **options)
     if as_json:
@@ -215,7 +215,7 @@ def _as_table1(
 ) -> None:
     """Compare what can be compared, and print it beside the paper's own table."""
     from heapr_lab.experiments import table1
-    from heapr_lab.workbench.comparison import compare_methods
+    from heapr_lab.methods.comparison import compare_methods
 
     missing = [k for k, found in table1.methods_of_table1().items() if found is None]
     refused: list[dict[str, Any]] = []

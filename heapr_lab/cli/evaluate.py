@@ -152,7 +152,7 @@ def _writing(
     bench: "Workbench", dense: "nn.Module", pruned: "nn.Module", corpus: str
 ) -> list[dict[str, Any]]:
     """Rows of the agreement on continuations of the test windows' first halves."""
-    from heapr_lab.evaluation.agreement import evaluate_agreement
+    from heapr_lab.inspection.agreement import evaluate_agreement
     from heapr_lab.progress import progress_bar
 
     windows = bench.test_windows(corpus).ids[:_N_PROMPTS]

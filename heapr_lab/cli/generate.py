@@ -76,7 +76,7 @@ def _texts(
     bench: "Workbench", corpus: str, n_texts: int, prompt_tokens: int, drawn: Any
 ) -> tuple[list[dict[str, Any]], int]:
     """Texts that begin with tokens of the corpus, and how many tokens are new."""
-    from heapr_lab.models.generation import continuations
+    from heapr_lab.refinement.generation import continuations
     from heapr_lab.text.calibration import load_calibration
 
     prompts = load_calibration(
@@ -100,8 +100,8 @@ def _answers(
     """Conversations with answers of the model, and how many tokens are new."""
     import torch
 
-    from heapr_lab.models.generation import continuations
     from heapr_lab.progress import Parts
+    from heapr_lab.refinement.generation import continuations
     from heapr_lab.text.conversations import questions
 
     asked = questions(corpus, bench.tokenizer, limit=n_texts)

@@ -40,7 +40,7 @@ def plan(
 
     Memory, FLOPs, bytes read and time, in memory or a layer at a time from disk.
     """
-    from heapr_lab.workbench.plan import plan as planned
+    from heapr_lab.streaming.plan import plan as planned
 
     found = planned(
         model,

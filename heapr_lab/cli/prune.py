@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from heapr_lab.importance.table import ImportanceTable
-    from heapr_lab.workbench.export import Afterwards, Chosen, Report
-    from heapr_lab.workbench.presets import Method
+    from heapr_lab.recipes.export import Afterwards, Chosen, Report
+    from heapr_lab.recipes.presets import Method
     from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
 
@@ -82,8 +82,8 @@ def prune(
     """
     from heapr_lab.checkpoints.engines import widths_for
     from heapr_lab.pruning.options import Selection, parse_layers
+    from heapr_lab.recipes.presets import find_method
     from heapr_lab.text.calibration_spec import Calibration
-    from heapr_lab.workbench.presets import find_method
     from heapr_lab.workbench.settings import Setting
 
     preset = find_method(method)
@@ -109,7 +109,7 @@ def prune(
     own = own_share(own_text, importance, default=preset.own_text if fitted else 0.0)
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own)
     opening = model, profile, seq_len, device, dtype, stream, host_memory
-    from heapr_lab.workbench.export import Afterwards
+    from heapr_lab.recipes.export import Afterwards
 
     request = Request(
         model=model,
@@ -195,7 +195,7 @@ class Request:
         from heapr_lab.models.backend import backend_of
         from heapr_lab.models.loading import model_folder
         from heapr_lab.models.sources import read_source
-        from heapr_lab.workbench.export import savings
+        from heapr_lab.recipes.export import savings
 
         check_out(self.out, to_folder=self.to_folder)
         source = model_folder(self.model)
@@ -276,7 +276,7 @@ class Request:
 
     def _choose(self, table: "ImportanceTable") -> "Chosen":
         from heapr_lab.pruning.selection import default_multiple, select
-        from heapr_lab.workbench.export import Chosen, choose, with_model
+        from heapr_lab.recipes.export import Chosen, choose, with_model
 
         setting = self.setting
         if self.default_multiple:
@@ -305,7 +305,7 @@ class Request:
             SpecError: the search does not support the selection, or no ratio is fast
                 enough.
         """
-        from heapr_lab.workbench.budgets import ratio_for_loss
+        from heapr_lab.inspection.budgets import ratio_for_loss
 
         if self.max_rise is not None:
             check_searchable(setting, option="--max-rise")
@@ -326,7 +326,7 @@ class Request:
         from heapr_lab.models.folders import has_tokenizer
         from heapr_lab.models.named import LAB
         from heapr_lab.models.sources import is_dequantised, read_source
-        from heapr_lab.workbench import export
+        from heapr_lab.recipes import export
 
         named = self.model == LAB or not Path(self.model).is_dir()
         base = self.model if named else str(source)

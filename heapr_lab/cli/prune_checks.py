@@ -7,7 +7,7 @@ from heapr_lab.cli import preflight
 from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
-    from heapr_lab.workbench.export import Afterwards
+    from heapr_lab.recipes.export import Afterwards
     from heapr_lab.workbench.settings import Setting
 
 _SEARCHED = ("estimator", "scope", "granularity", "structure", "multiple")

@@ -1,1 +1,1 @@
-"""How good a model is: perplexity, accuracy, latency, and what happens in a passage."""
+"""How good a model is: perplexity, divergence, and accuracy on tasks."""

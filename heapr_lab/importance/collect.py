@@ -9,10 +9,10 @@ embedding's output does. Source: HEAPr, Algorithm 1, in the form that is derived
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -52,6 +52,9 @@ handed out by the system in pages that it zeroes first.
 LABELS = ("data", "model")
 
 
+T = TypeVar("T")
+
+
 class Ranks(Protocol):
     """Processes that measure disjoint windows together, as one of them sees them."""
 
@@ -66,6 +69,11 @@ class Ranks(Protocol):
 
     def combine(self, moments: Sequence[LayerMoments]) -> None:
         """Replace its moments by those of all windows."""
+
+    def stored(
+        self, store: Callable[[Callable[[], T]], T], compute: Callable[[], T]
+    ) -> T | None:
+        """`store(compute)` in the first of them; the others compute if it does."""
 
 
 def statistics_spec(

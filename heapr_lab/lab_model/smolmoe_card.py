@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from heapr_lab.evaluation.task_summary import MEAN, METRICS, task_difference
+from heapr_lab.inspection.task_summary import MEAN, METRICS, task_difference
 from heapr_lab.lab_model.card import markdown
 from heapr_lab.pretrained.carved import Layout
 from heapr_lab.pretrained.smollm2 import WHEEL

@@ -13,9 +13,9 @@ from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
 from heapr_lab.panel.session import PruningSession, Way, text_of
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.as_python import python_of_model, python_of_table
+from heapr_lab.recipes.presets import WEIGHTS
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.as_python import python_of_model, python_of_table
-from heapr_lab.workbench.presets import WEIGHTS
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
@@ -159,7 +159,7 @@ class ExportTab(ipw.VBox):
     def _write(
         self, folder: Path, selection: Selection, way: Way, report: Report
     ) -> None:
-        from heapr_lab.workbench import export
+        from heapr_lab.recipes import export
 
         bench: Any = self.session.workbench
         table, calibration = (
@@ -207,7 +207,7 @@ def check_calibration(session: PruningSession, bench: "Workbench") -> None:
     Raises:
         SpecError: it was measured on other windows, or does not say on which.
     """
-    from heapr_lab.workbench.export import describe_calibration
+    from heapr_lab.recipes.export import describe_calibration
 
     measured = (session.table.metadata.get("spec") or {}).get("calibration")
     if measured != bench.calibration_set(session.calibration).fingerprint:

@@ -83,7 +83,7 @@ class MethodRuns(ipw.VBox):
         Raises:
             SpecError: nothing is chosen, or there is no model.
         """
-        from heapr_lab.workbench.comparison import compare_methods, entries
+        from heapr_lab.methods.comparison import compare_methods, entries
 
         names, corpora = self.methods.value, self.corpora.value
         ratios, bench = read_ratios(self.ratio.value), self.session.workbench

@@ -12,7 +12,7 @@ from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
-    from heapr_lab.workbench.plan import Plan
+    from heapr_lab.streaming.plan import Plan
     from heapr_lab.workbench.workbench import Workbench
 
 _ADVICE = (

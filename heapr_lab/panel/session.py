@@ -18,20 +18,20 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.inspection.loss_prediction import DamageMap, fit_damage
 from heapr_lab.progress import Parts, Progress, TimeLeft, time_left_text
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context, savings_of, summed_scores
 from heapr_lab.pruning.selection import select
+from heapr_lab.recipes.presets import WEIGHTS
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.presets import WEIGHTS
 
 if TYPE_CHECKING:
-    from heapr_lab.workbench.export import Chosen, Report
+    from heapr_lab.recipes.export import Chosen, Report
     from heapr_lab.workbench.workbench import Workbench
 
 _LEAST_TO_PREDICT = 2
@@ -535,7 +535,7 @@ class PruningSession:
 
         What was made last is kept, so that it is exported as it was evaluated.
         """
-        from heapr_lab.workbench import export
+        from heapr_lab.recipes import export
         from heapr_lab.workbench.settings import Setting
 
         key = selection, way

@@ -7,7 +7,7 @@ import ipywidgets as ipw
 
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.session import PruningSession, Way
-from heapr_lab.workbench.presets import DEFAULT, METHODS, WEIGHTS
+from heapr_lab.recipes.presets import DEFAULT, METHODS, WEIGHTS
 
 _CHOICES = {
     "compress": "the best of several ways (about 8 forward passes)",

@@ -22,7 +22,8 @@ Shapes: E n_experts, I d_inter, D d_expert; P problems of F features: one for ea
 expert, or one of all experts; Q prices.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,22 @@ def with_elimination(
     if spec is not None:
         metadata |= {"spec": spec, "spec_hash": digest(spec)}
     return ImportanceTable.from_frame(frame, **metadata)
+
+
+def extra_pass(
+    model: nn.Module,
+    table: ImportanceTable,
+    calibration: CalibrationSet,
+    *,
+    estimator: str,
+) -> tuple[dict[str, Any], Callable[..., ImportanceTable]]:
+    """The key of the cache of an estimator's scores, and what computes them.
+
+    It takes `progress`, and gives `table` with these scores.
+    """
+    price = PRICES[estimator]
+    run = functools.partial(eliminate, model, table, calibration, price=price)
+    return elimination_spec(table, calibration, price=price), run
 
 
 def elimination_spec(

@@ -1,1 +1,1 @@
-"""The cached stages of one model: measure, select, evaluate, budget, export."""
+"""The cached stages of one model: measure, select, evaluate."""

@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 from torch import nn
 
+from heapr_lab import registry
 from heapr_lab.evaluation.harness import continuation_task, items_fingerprint, run_tasks
 from heapr_lab.evaluation.perplexity import (
     Divergence,
@@ -26,7 +27,7 @@ from heapr_lab.evaluation.perplexity import (
     evaluate_perplexity,
     exp_nll,
 )
-from heapr_lab.importance.collect import collect_statistics, statistics_spec
+from heapr_lab.importance.collect import Ranks, collect_statistics, statistics_spec
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.identity import (
@@ -37,7 +38,6 @@ from heapr_lab.models.identity import (
 )
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.named import LAB, dense_of
-from heapr_lab.models.own_text import own_text
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.sources import Source, source_of
 from heapr_lab.progress import Progress, progress_bar
@@ -45,12 +45,10 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
-from heapr_lab.refinement.elimination import PRICES, eliminate, elimination_spec
 from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache
 from heapr_lab.storage.hashing import digest
-from heapr_lab.streaming.distributed import Ranks
 from heapr_lab.text.calibration import (
     CalibrationSet,
     cached_ids,
@@ -62,7 +60,6 @@ from heapr_lab.text.calibration import (
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, OWN_TEXT, Calibration
 from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.opening import Opening
-from heapr_lab.workbench.plan import Plan, plan_if_long
 from heapr_lab.workbench.settings import (
     CONTINUATION,
     DENSE,
@@ -207,7 +204,8 @@ class Workbench:
         def write() -> np.ndarray:
             label = f"own text of {self.name}"
             with progress_bar(label, "token", also=progress) as bar:
-                found = own_text(self.model, self.tokenizer, **asked, progress=bar)
+                write_text = registry.find("text of the model's own")
+                found = write_text(self.model, self.tokenizer, **asked, progress=bar)
             return found.ids.numpy()
 
         key = {**asked, **made, "schema": OWN_TEXT_SCHEMA}
@@ -245,13 +243,15 @@ class Workbench:
     def _eliminated(self, windows: CalibrationSet, estimator: str) -> ImportanceTable:
         """The table of `windows` with the scores of `eliminate` for `estimator`."""
         table = self.measure(windows)
-        price = PRICES[estimator]
+        extra_pass = registry.find("scores with a pass of their own")
+        spec, run = extra_pass(self.model, table, windows, estimator=estimator)
 
         def compute() -> ImportanceTable:
             with progress_bar(f"{estimator} on {windows.label}", "window") as bar:
-                return eliminate(self.model, table, windows, price=price, progress=bar)
+                found: ImportanceTable = run(progress=bar)
+            return found
 
-        return _cached_table(elimination_spec(table, windows, price=price), compute)
+        return _cached_table(spec, compute)
 
     def measure(
         self,
@@ -272,7 +272,7 @@ class Workbench:
             ),
         )
 
-    def long_plan(self, calibration: Calibration | None = None) -> Plan | None:
+    def long_plan(self, calibration: Calibration | None = None) -> Any:
         """What measuring the importance needs, if it takes more than ten minutes.
 
         None if it takes less, or if the table is in the cache.
@@ -283,8 +283,9 @@ class Workbench:
             return None
         return self._plan_if_long(windows)
 
-    def _plan_if_long(self, windows: CalibrationSet) -> Plan | None:
+    def _plan_if_long(self, windows: CalibrationSet) -> Any:
         n_sequences, seq_len = windows.n_sequences, windows.seq_len
+        plan_if_long = registry.find("plans of long passes")
         return plan_if_long(self.model, n_sequences=n_sequences, seq_len=seq_len)
 
     def measure_on(

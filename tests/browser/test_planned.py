@@ -13,7 +13,7 @@ pytestmark = pytest.mark.browser
 
 LONG = """\
 from heapr_lab import explore, open_workbench
-from heapr_lab.workbench import plan
+from heapr_lab.streaming import plan
 plan.LONG_SECONDS = -1  # everything takes longer
 explore(open_workbench({model!r}, profile="small"),
         corpora=("pydocs",), tasks=())"""

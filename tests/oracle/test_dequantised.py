@@ -23,9 +23,9 @@ from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.recipes.export import savings
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench.export import savings
 from heapr_lab.workbench.settings import PROFILES
 from heapr_lab.workbench.workbench import Workbench
 

@@ -15,13 +15,13 @@ from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.generation import continuations
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement import activation_grams
 from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.refinement.generation import continuations
 from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias

@@ -11,10 +11,10 @@ import torch
 from families import tiny_model
 
 import heapr_lab
-from heapr_lab.evaluation.loss_prediction import fit_damage
 from heapr_lab.evaluation.perplexity import Divergence, Perplexity
 from heapr_lab.figures import Display
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.inspection.loss_prediction import fit_damage
 from heapr_lab.methods.compression import AtomCompression, Made
 from heapr_lab.methods.method import Method
 from heapr_lab.models.architecture import Architecture, LayerShape
@@ -22,10 +22,10 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.refinement.compensation import Compensation
 from heapr_lab.refinement.iterative import Rounds
+from heapr_lab.streaming.plan import plan
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import Corpus
-from heapr_lab.workbench.plan import plan
 from heapr_lab.workbench.settings import PROFILES, Setting
 from heapr_lab.workbench.workbench import Workbench
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from unit.test_architecture import WINGS
+from house import WINGS
 
 from benchmarks import readme
 from benchmarks.index import measured

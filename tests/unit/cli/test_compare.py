@@ -8,11 +8,11 @@ import pytest
 from commands import TINY, one_line, run
 
 from heapr_lab import methods
+from heapr_lab.methods import comparison
+from heapr_lab.methods.comparison import compare_methods, entries
 from heapr_lab.methods.method import Method
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench import comparison
-from heapr_lab.workbench.comparison import compare_methods, entries
 from heapr_lab.workbench.workbench import Workbench
 
 

@@ -18,7 +18,7 @@ from heapr_lab.errors import LayoutError
 from heapr_lab.models.families import REFUSED
 from heapr_lab.models.loading import load_model
 from heapr_lab.storage import paths
-from heapr_lab.workbench.plan import plan
+from heapr_lab.streaming.plan import plan
 
 PAGE = paths.project_dir() / "docs" / "families.md"
 HEADS: tuple[Mapping[str, object], ...] = (

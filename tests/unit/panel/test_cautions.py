@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from random_tables import random_table
 
-from heapr_lab.evaluation.loss_prediction import fit_damage
+from heapr_lab.inspection.loss_prediction import fit_damage
 from heapr_lab.panel.cautions import (
     beyond_measured,
     cautions,

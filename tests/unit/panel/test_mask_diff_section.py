@@ -14,6 +14,7 @@ from random_tables import random_table
 from tiny_folder import write_text
 
 from heapr_lab.inspection.activations import top_contexts
+from heapr_lab.inspection.mask_diff import ScoredMask, overlap_text, ranks
 from heapr_lab.panel.jobs import Job, ResultView
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.mask_diff_section import MaskDiffSection

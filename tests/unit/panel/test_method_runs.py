@@ -12,10 +12,10 @@ from matplotlib.lines import Line2D
 from random_tables import random_table
 
 from heapr_lab import methods
+from heapr_lab.methods.comparison import compare_methods, entries
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.storage.files import read_frame
-from heapr_lab.workbench.comparison import compare_methods, entries
 
 
 def press(tab: CompareTab, *names: str, ratio: str = "50%") -> str:

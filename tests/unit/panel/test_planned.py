@@ -9,9 +9,9 @@ import pytest
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.planned import PlannedPanel
+from heapr_lab.streaming import plan as planning
+from heapr_lab.streaming.devices import Device
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench import plan as planning
-from heapr_lab.workbench.devices import Device
 from heapr_lab.workbench.workbench import Workbench
 
 CPU = Device("a processor", "cpu", 16e9, 1e11, 2e9, 1e9, "given by the test")

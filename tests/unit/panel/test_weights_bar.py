@@ -17,10 +17,10 @@ from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession, Step, Way
 from heapr_lab.panel.session_file import read_session, write_session
+from heapr_lab.recipes import export as exporting
+from heapr_lab.recipes.presets import DEFAULT, METHODS
 from heapr_lab.storage.files import read_json
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench import export as exporting
-from heapr_lab.workbench.presets import DEFAULT, METHODS
 from heapr_lab.workbench.workbench import Workbench
 
 

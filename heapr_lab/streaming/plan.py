@@ -39,15 +39,15 @@ from heapr_lab.models.loading import config_of
 from heapr_lab.models.memory import gigabytes, size_of, why_streamed
 from heapr_lab.progress import duration
 from heapr_lab.repr_html import card_html
-from heapr_lab.streaming.stream import stream_of
-from heapr_lab.streaming.streamed_pass import EXTRA_STATES
-from heapr_lab.workbench.devices import (
+from heapr_lab.streaming.devices import (
     THIS,
     Device,
     find_device,
     kind_of,
     measured,
 )
+from heapr_lab.streaming.stream import stream_of
+from heapr_lab.streaming.streamed_pass import EXTRA_STATES
 
 INFEASIBLE = "infeasible"
 LONG_SECONDS = 600.0

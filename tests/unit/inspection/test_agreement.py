@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoTokenizer, GenerationConfig
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.agreement import evaluate_agreement
-from heapr_lab.models.generation import continuations
+from heapr_lab.inspection.agreement import evaluate_agreement
 from heapr_lab.pruning.surgery import prune
+from heapr_lab.refinement.generation import continuations
 
 PROMPTS = tiny_ids(n_sequences=5)[:, :6]
 N_NEW = 7

@@ -18,7 +18,7 @@ from torch import nn
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.evaluation.harness import items_fingerprint, load_tasks, quiet
 from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
-from heapr_lab.evaluation.stored import State
+from heapr_lab.inspection.stored import State
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.text.calibration import tokenizer_fingerprint

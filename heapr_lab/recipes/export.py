@@ -27,6 +27,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.recipes.reloading import Check, reload_check
 from heapr_lab.refinement.compensation import (
     Compensation,
     describe_weights,
@@ -40,7 +41,6 @@ from heapr_lab.storage.hashing import without_nan
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
-from heapr_lab.workbench.reloading import Check, reload_check
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 

@@ -10,15 +10,15 @@ import torch
 
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
-from heapr_lab.evaluation.agreement import agreement_with
 from heapr_lab.evaluation.perplexity import evaluate_perplexity, exp_nll
+from heapr_lab.inspection.agreement import agreement_with
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import Compression
 from heapr_lab.methods.method import Method
-from heapr_lab.models.generation import continuations
 from heapr_lab.models.identity import check_unchanged, weights_state
 from heapr_lab.progress import Progress, progress_bar
 from heapr_lab.pruning.options import exact_ratio
+from heapr_lab.refinement.generation import continuations
 from heapr_lab.storage import cache
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration

@@ -13,10 +13,10 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.evaluation.perplexity import Perplexity, exp_nll, window_nll
+from heapr_lab.inspection.rows import cached_rows
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
 from heapr_lab.progress import Progress
-from heapr_lab.storage.rows import cached_rows
 from heapr_lab.text.calibration import CalibrationSet
 
 _SCHEMA = 1

@@ -40,11 +40,11 @@ from heapr_lab.models.memory import size_of
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import EXPERT_SUMS, MAXIMA, SUMS
 from heapr_lab.storage import paths
+from heapr_lab.streaming import devices
+from heapr_lab.streaming import plan as planning
+from heapr_lab.streaming.devices import Device, find_device, measured
+from heapr_lab.streaming.plan import INFEASIBLE, Plan, plan, plan_if_long
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench import devices
-from heapr_lab.workbench import plan as planning
-from heapr_lab.workbench.devices import Device, find_device, measured
-from heapr_lab.workbench.plan import INFEASIBLE, Plan, plan, plan_if_long
 
 CONFIGS = paths.project_dir() / "tests" / "data" / "shapes"
 AS_MEASURED = 0.15

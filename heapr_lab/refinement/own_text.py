@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from heapr_lab.errors import SpecError, whole_number
-from heapr_lab.models.generation import continuations
 from heapr_lab.progress import Progress
+from heapr_lab.refinement.generation import continuations
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import OWN_TEXT, check_seed
 

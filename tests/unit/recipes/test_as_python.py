@@ -13,11 +13,11 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
+from heapr_lab.recipes.as_python import python_of_model, python_of_table
+from heapr_lab.recipes.export import Afterwards, choose, facts_of, write_checkpoint
+from heapr_lab.recipes.presets import WEIGHTS
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.as_python import python_of_model, python_of_table
-from heapr_lab.workbench.export import Afterwards, choose, facts_of, write_checkpoint
 from heapr_lab.workbench.opening import Opening
-from heapr_lab.workbench.presets import WEIGHTS
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 

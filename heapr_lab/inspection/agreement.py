@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.models.generation import continuations
 from heapr_lab.models.likelihood import final_states, iter_log_probs
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Parts, Progress
+from heapr_lab.refinement.generation import continuations
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import token_windows
 

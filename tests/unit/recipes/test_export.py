@@ -23,8 +23,8 @@ from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import context_length
+from heapr_lab.recipes.export import describe_calibration, savings
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.export import describe_calibration, savings
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 

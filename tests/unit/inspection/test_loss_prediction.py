@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.inspection.budgets import damage_map
+from heapr_lab.inspection.loss_prediction import DamageMap, fit_damage
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.pruning.selection import select
-from heapr_lab.workbench.budgets import damage_map
 from heapr_lab.workbench.settings import Setting
 
 RISING = [(1.0, 0.01), (4.0, 0.1), (9.0, 0.2), (20.0, 3.0)]

@@ -20,10 +20,10 @@ from heapr_lab.models.footprint import (
 )
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.memory import why_streamed
+from heapr_lab.streaming.devices import Device
+from heapr_lab.streaming.plan import INFEASIBLE, plan
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.workbench import workbench
-from heapr_lab.workbench.devices import Device
-from heapr_lab.workbench.plan import INFEASIBLE, plan
 
 CPU = Device("a processor", "cpu", 16e9, 1e11, 2e9, 1e9, "given by the test")
 LENGTH = 512

@@ -12,12 +12,12 @@ from keeps import random_keep
 from tiny_folder import D_VOCAB, write_tokenizer
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation import task_items as module
 from heapr_lab.evaluation.harness import continuation_task, run_tasks
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.evaluation.stored import stored_perplexity
-from heapr_lab.evaluation.task_items import drawn_items, task_items
-from heapr_lab.evaluation.task_summary import task_difference, task_summary
+from heapr_lab.inspection import task_items as module
+from heapr_lab.inspection.stored import stored_perplexity
+from heapr_lab.inspection.task_items import drawn_items, task_items
+from heapr_lab.inspection.task_summary import task_difference, task_summary
 from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.text.corpora import Corpus
@@ -184,7 +184,7 @@ def test_differences_are_paired_by_item() -> None:
 
 def test_windows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the perplexity of one pass; an interrupt keeps earlier windows."""
-    monkeypatch.setattr("heapr_lab.evaluation.stored._TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr("heapr_lab.inspection.stored._TOKENS_AT_ONCE", 64)
     dense = model()
     ids = torch.randint(D_VOCAB, (7, 32), generator=torch.Generator().manual_seed(0))
     whole = evaluate_perplexity(dense, ids)

@@ -16,8 +16,8 @@ from scipy.optimize import brentq
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.latency import in_turns, seconds_of
-from heapr_lab.evaluation.loss_prediction import DamageMap, fit_damage
+from heapr_lab.inspection.latency import in_turns, seconds_of
+from heapr_lab.inspection.loss_prediction import DamageMap, fit_damage
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.pruning.surgery import prune

@@ -10,16 +10,16 @@ from families import tiny_ids, tiny_model
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.latency import in_turns
 from heapr_lab.evaluation.perplexity import Perplexity
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.budgets import (
+from heapr_lab.inspection.budgets import (
     decoding_rounds,
     ratio_for_loss,
     share_of_decoding,
 )
+from heapr_lab.inspection.latency import in_turns
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 
 DENSE_NLL = 3.0

@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.own_text import own_text
+from heapr_lab.recipes.export import calibration_of, describe_calibration
+from heapr_lab.refinement.own_text import own_text
 from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.export import calibration_of, describe_calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 

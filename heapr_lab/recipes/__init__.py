@@ -1,0 +1,1 @@
+"""How the weights of a pruned model are made of a mask, checked and written."""

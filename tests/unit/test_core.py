@@ -1,0 +1,107 @@
+"""The core: closed, small, read in an hour, and enough for the lines in the README."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from house import CORE, PACKAGE, TOP, WINGS, code_lines, imported_modules
+
+ROOT = Path(__file__).parents[2]
+MOST_LINES = 6_800
+"""Of code in the core."""
+MOST_TO_READ = 2_800
+"""Of code in the files to read first."""
+READING = (ROOT / "heapr_lab" / "README.md").read_text("utf-8")
+LINES = re.search(
+    r"```python\n(import heapr_lab.*?)```",
+    (ROOT / "README.md").read_text("utf-8"),
+    re.DOTALL,
+)
+SMALLER = {
+    "n_sequences=128": "n_sequences=4",
+    "n_sequences=64": "n_sequences=2",
+    "seq_len=256": "seq_len=32",
+}
+ALONE = """
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.startswith("heapr_lab.") and name.split(".")[1] not in THERE:
+            raise ModuleNotFoundError(f"{name} is refused", name=name)
+
+sys.meta_path.insert(0, Refuse())
+"""
+"""Makes unimportable what is not in THERE."""
+
+
+@pytest.mark.parametrize("wing", [*TOP, *CORE])
+def test_the_core_imports_nothing_outside_itself(wing: str) -> None:
+    """Not in a function, either."""
+    files = sorted((PACKAGE / wing).glob("*.py")) or [PACKAGE / f"{wing}.py"]
+    outside = {
+        (path.name, name)
+        for path in files
+        for name in imported_modules(path)
+        if name.split(".")[0] not in {*TOP, *CORE}
+    }
+    assert outside == set()
+
+
+def test_the_core_is_below_all_others() -> None:
+    """So that a wing around it may import all of it."""
+    assert WINGS[: len(CORE)] == CORE
+
+
+def test_the_core_is_small() -> None:
+    """What grows beyond this belongs to a wing around it."""
+    files = [path for wing in CORE for path in (PACKAGE / wing).glob("*.py")]
+    files += [PACKAGE / f"{name}.py" for name in TOP]
+    assert sum(map(code_lines, files)) <= MOST_LINES
+
+
+def test_models_on_disk_are_asked_for_in_few_files() -> None:
+    """All others ask the backend, which is the same for models in memory."""
+    asking = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if "stream_of(" in path.read_text("utf-8") and path.parent.name != "streaming"
+    }
+    assert len(asking) <= 4
+    assert not {path.partition("/")[0] for path in asking} & {*CORE}
+
+
+def test_what_is_read_first_is_read_in_an_hour() -> None:
+    """Thirteen files of the core, which are there, one sentence for each."""
+    rows = re.findall(r"^\d+\. `([\w/]+\.py)`: .+\.$", READING, re.MULTILINE)
+    assert len(rows) == 13
+    assert {row.partition("/")[0] for row in rows} <= {*CORE}
+    assert sum(code_lines(PACKAGE / row) for row in rows) <= MOST_TO_READ
+
+
+@pytest.mark.parametrize("around", [(), ("checkpoints", "streaming")])
+def test_the_lines_of_the_readme_run_alone(
+    around: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Where nothing else can be imported; only writing a checkpoint needs more."""
+    assert LINES is not None
+    lines = LINES[1]
+    for large, small in SMALLER.items():
+        assert large in lines
+        lines = lines.replace(large, small)
+    if not around:
+        lines, saving = lines.strip().rsplit("\n", 1)
+        assert "save_pruned" in saving
+    there = f"THERE = {(*TOP, *CORE, *around)!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", there + ALONE + lines],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Perplexity(" in done.stdout
+    assert (tmp_path / "smaller" / "config.json").exists() == bool(around)
