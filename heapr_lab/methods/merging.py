@@ -250,11 +250,6 @@ def _weighted(tensors: Sequence[torch.Tensor], parts: Sequence[float]) -> torch.
     return total.to(tensors[0].dtype)
 
 
-Cost = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the atoms (I, F) of two experts, as `atoms_of`, to the cost (I, I) of pairing
-those of the first with those of the second."""
-
-
 def atoms_of(matrices: Matrices) -> torch.Tensor:
     """All weights of each atom of an expert, (I, F), in float64.
 
@@ -266,10 +261,15 @@ def atoms_of(matrices: Matrices) -> torch.Tensor:
     return torch.cat([part.double() for part in parts], dim=1)
 
 
-def aligned(matrices: Matrices, like: Matrices, cost: Cost) -> Matrices:
-    """The same expert, with its atoms in the order of those of `like` at least cost."""
-    costs = cost(atoms_of(like), atoms_of(matrices)).cpu().numpy()
-    order = torch.from_numpy(linear_sum_assignment(costs)[1]).to(matrices["up"].device)
+def aligned(matrices: Matrices, costs: torch.Tensor) -> Matrices:
+    """The same expert, with its atoms in the order of the least summed cost.
+
+    Args:
+        matrices: of the expert.
+        costs: of its atom j in place i, (I, I).
+    """
+    places = linear_sum_assignment(costs.cpu().numpy())[1]
+    order = torch.from_numpy(places).to(matrices["up"].device)
     return {name: _permuted(name, own, order) for name, own in matrices.items()}
 
 

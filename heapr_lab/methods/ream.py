@@ -1,17 +1,27 @@
-"""REAM, a plain reading: each layer keeps salient experts, into which others merge."""
+"""REAM: each layer keeps its salient experts, into which the others merge.
+
+The saliency of an expert is the mean of p² · ‖f‖ over the tokens for which it is one of
+the K most probable, where p is the softmax of the router's logits: the authors' code
+multiplies an output by p and then takes REAP's mean of p · ‖p · f‖. That mean is taken
+in batches of windows, and then of these; where none of its tokens are in a batch, 0.
+
+Shapes: T tokens, K experts of each, E n_experts, I d_inter.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.functional import normalize
 
-from heapr_lab.errors import SpecError
-from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.methods.collectors import Collector, routed_outputs
 from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import find_expert_axes
-from heapr_lab.methods.experts import n_dropped, reap_scores
+from heapr_lab.methods.experts import n_dropped
 from heapr_lab.methods.merging import (
     LOGIT_COSINES,
     MEAN_OUTPUTS,
@@ -20,14 +30,89 @@ from heapr_lab.methods.merging import (
     Matrices,
     Merge,
     aligned,
+    atoms_of,
     averaged,
     logit_cosines,
     merge_group,
-    ranked,
+    router_logits,
 )
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
+from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+
+_N_COMPONENTS = 64
+"""Of an atom's weights, by which it is aligned."""
+_LARGEST_RAISED = 0.5
+"""The most that the saliency 0 of an expert is raised to."""
+
+# --- saliency ---------------------------------------------------------------------
+
+GatedNorms = tuple[torch.Tensor, torch.Tensor]
+"""The most probable experts of each token (T, K), and p² · ‖f‖ of each."""
+
+
+def _gated_norms(
+    model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
+) -> GatedNorms | None:
+    """None where the router's logits cannot be computed from the experts' inputs."""
+    logits = router_logits(model, layer, calls)
+    if logits is None:
+        return None
+    p, index = logits.softmax(1).topk(calls.top_k_index.shape[1])
+    probable = replace(calls, top_k_index=index, top_k_weights=p)
+    wide = torch.promote_types(layer.dtype, torch.float32)
+    found = p.square().to(wide)
+    for expert in range(layer.n_experts):
+        outputs = [f for f, _ in routed_outputs(layer, probable, expert)]
+        found[index == expert] *= torch.cat(outputs).to(wide).norm(dim=1)
+    return index.short().cpu(), found.cpu()
+
+
+GATED_NORMS = Collector("gated norms of the most probable", _gated_norms)
+"""`GatedNorms` of each layer, or None."""
+
+
+def saliency(norms: GatedNorms, batch: torch.Tensor, n_experts: int) -> np.ndarray:
+    """The saliency of each expert, (E,).
+
+    Args:
+        norms: of each token and its most probable experts.
+        batch: the number of the batch that each token is in, (T,).
+        n_experts: E.
+    """
+    index, values = norms
+    places = (batch[:, None] * n_experts + index).flatten().numpy()
+    size = (int(batch.max()) + 1) * n_experts
+    counts = np.bincount(places, minlength=size)
+    sums = np.bincount(places, values.flatten().numpy(), minlength=size)
+    means = (sums / np.maximum(counts, 1)).reshape(-1, n_experts)
+    found: np.ndarray = means.mean(0)
+    return found
+
+
+def _batches(request: Request) -> torch.Tensor:
+    """The batch of each token, (T,): windows in the order of their contents."""
+    windows, (n, length) = request.calibration, request.calibration.ids.shape
+    size = whole_number(request.options["batch_size"], name="batch_size")
+    prints = windows.window_fingerprints()
+    place = np.argsort(sorted(range(n), key=prints.__getitem__))
+    return torch.from_numpy(place // size).repeat_interleave(length)
+
+
+def raised(scores: np.ndarray) -> np.ndarray:
+    """The scores, with the smallest positive one in place of 0, at most 0.5."""
+    positive = scores[scores > 0]
+    least = min(_LARGEST_RAISED, positive.min(initial=np.inf))
+    return np.where(scores > 0, scores, least)
+
+
+# --- the method -------------------------------------------------------------------
+
+
+def _atoms(layer: ExpertsLayer) -> list[torch.Tensor]:
+    """The weights of each expert's atoms, (I, F)."""
+    return [atoms_of(layer.expert(expert)) for expert in range(layer.n_experts)]
 
 
 def _ream(request: Request) -> ExpertComposition:
@@ -35,22 +120,20 @@ def _ream(request: Request) -> ExpertComposition:
     find_expert_axes(request.model)  # refused before any text is read
     shapes = request.measured.architecture.layers
     numbers = {k: _n_kept(request, layer=k, shape=own) for k, own in shapes.items()}
-    near = _similarities(request)
-    frame = ranked(request)
-    frame = frame.assign(score=reap_scores(frame)).sort_values(
-        ["score", "norm"], ascending=False, kind="stable"
-    )
+    batches, near = _batches(request), _similarities(request)
+    norms = request.measured.collected(GATED_NORMS, request.progress)
     kept, compositions = {}, {}
     for layer in find_experts(request.model):
-        own = frame[frame["layer"] == layer.layer].set_index("expert")["score"]
-        order, number = own.index.tolist(), numbers[layer.layer]
-        size = request.options["group_size"]
-        groups = gathered(near[layer.layer], order, number, size=size)
-        kept[layer.layer] = tuple(group[0] for group in groups)
-        if number < layer.n_experts:
-            merge = _by_saliency(_raised(own.sort_index().to_numpy()))
+        k, number, size = layer.layer, numbers[layer.layer], layer.n_experts
+        scores = raised(saliency(norms[k], batches, size))
+        order = np.argsort(-scores, kind="stable").tolist()
+        most = request.options["group_size"]
+        groups = gathered(near[k], order, number, size=most)
+        kept[k] = tuple(group[0] for group in groups)
+        if number < size:
+            merge = _by_saliency(scores, components(_atoms(layer)))
             matrices = [merge_group(layer, group, merge) for group in groups]
-            compositions[layer.layer] = dense_composition(matrices)
+            compositions[k] = dense_composition(matrices)
     return ExpertComposition(request.made, compositions, shapes, kept)
 
 
@@ -121,31 +204,46 @@ def gathered(
     return [groups[expert] for expert in sorted(groups)]
 
 
-def _raised(scores: np.ndarray) -> np.ndarray:
-    """The scores, the smallest positive one in place of 0."""
-    positive = scores[scores > 0]
-    return np.where(scores > 0, scores, positive.min()) if len(positive) else scores
+def components(atoms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What atoms are aligned by, rows of length 1, (E, I, at most 64).
+
+    Of the atoms' weights, each of length 1, the largest principal components, times
+    their singular values: the authors' randomised decomposition, with their seed.
+
+    Args:
+        atoms: of each expert, (I, F).
+    """
+    rows = normalize(torch.cat([own.float().cpu() for own in atoms]), dim=1)
+    rows = rows - rows.mean(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        _, s, v = torch.pca_lowrank(rows, q=min(_N_COMPONENTS, *rows.shape))
+    placed = normalize(rows @ (v * s), dim=1)
+    found: torch.Tensor = placed.unflatten(0, (len(atoms), -1))
+    return found
 
 
-def _by_saliency(scores: np.ndarray) -> Merge:
-    """Merges a group, aligned to its first expert, weighted by the scores (E,)."""
+def _by_saliency(scores: np.ndarray, places: torch.Tensor) -> Merge:
+    """Merges a group, aligned to its first expert, weighted by the scores (E,).
+
+    Args:
+        scores: of the experts.
+        places: of their atoms, as `components`.
+    """
 
     def merge(layer: ExpertsLayer, group: Sequence[int]) -> Matrices:
-        like = layer.expert(group[0])
-        experts = [aligned(layer.expert(e), like, distance) for e in group]
+        first = places[group[0]]
+        experts = [
+            aligned(layer.expert(e), torch.cdist(first, places[e])) for e in group
+        ]
         return averaged(experts, scores[list(group)].tolist())
 
     return merge
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Euclidean distances of the atoms (I, F) of two experts, each of length 1."""
-    return torch.cdist(normalize(one, dim=1), normalize(other, dim=1))
-
-
 REAM = Method(
-    "ream-like",
-    "REAM: experts merge into those that REAP keeps, with their router rows removed",
+    "ream",
+    "REAM: experts merge into the most salient ones, with their router rows removed",
     "Jha et al. 2026, REAM, arXiv:2604.04356",
     "merging",
     _ream,
@@ -153,13 +251,13 @@ REAM = Method(
         NOT_TRAINED,
         "Each layer is measured on the dense model; the authors' code runs the text "
         "again through merged layers, unless told not to.",
-        "Atoms are aligned by all their weights alone; the authors' code adds the "
-        "distances of their activations, and reduces weights to 64 dimensions.",
-        "p in the saliency is the weight with which the family's own router multiplies "
-        "an output, renormalised or not.",
-        "Experts of saliency 0 weigh as much as the least positive one, as in the "
-        "authors' code, but not at most 0.5.",
+        "Atoms are aligned by their weights alone. The authors' code adds distances of "
+        "their activations, for which it draws the tokens anew for every expert, so "
+        "that it compares an atom's value at one token with another's at another.",
+        "Windows are in batches, in whose means an expert without tokens counts as 0, "
+        "in the order of a hash of their content.",
     ),
-    options={"group_size": 16},
-    collectors=(MEAN_OUTPUTS, LOGIT_COSINES, EXPERT_SUMS),
+    options={"group_size": 16, "batch_size": 8},
+    collectors=(MEAN_OUTPUTS, LOGIT_COSINES, GATED_NORMS),
+    version=2,
 )

@@ -20,6 +20,7 @@ from heapr_lab.methods.moe_pruner import MOE_PRUNER
 from heapr_lab.methods.moe_svd import MOE_SVD
 from heapr_lab.methods.mone import MONE
 from heapr_lab.methods.naee import NAEE
+from heapr_lab.methods.random_groups import RANDOM_GROUPS
 from heapr_lab.methods.ream import REAM
 from heapr_lab.methods.slimming import SLIMMING
 from heapr_lab.methods.sub_moe import SUB_MOE
@@ -42,6 +43,7 @@ _OURS = (
     MC_SMOE,
     SUB_MOE,
     REAM,
+    RANDOM_GROUPS,
     SVD,
     D2_MOE,
     MOE_SVD,

@@ -1,20 +1,21 @@
-"""Sub-MoE, a plain reading: k-means by the cosine of experts' outputs, then a mean.
+"""Sub-MoE: k-means by the cosines of experts' outputs, then a weighted mean.
 
 Sub-MoE factors the matrices of a group side by side, [W₁ … Wₙ] = U Σ [V₁ … Vₙ], and
 takes W = U Σ · Σᵢ fᵢ Vᵢ with the experts' frequencies fᵢ. With all singular values that
 is Σᵢ fᵢ · U Σ Vᵢ = Σᵢ fᵢ Wᵢ, the weighted mean, which is what is computed here.
+
+Shapes: E n_experts, n tokens, D d_expert.
 """
 
 import numpy as np
 import torch
-from scipy.cluster.vq import ClusterError, kmeans2
+from torch import nn
 from torch.nn.functional import normalize
 
-from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.methods.collectors import EXPERT_SUMS, Collector
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.hc_smoe import merged_by_frequency
 from heapr_lab.methods.merging import (
-    MEAN_OUTPUTS,
     NOT_TRAINED,
     Groups,
     groups_of,
@@ -23,77 +24,103 @@ from heapr_lab.methods.merging import (
     refuse_streamed_merge,
 )
 from heapr_lab.methods.method import Method, Request
+from heapr_lab.models.expert_calls import ExpertCalls
+from heapr_lab.models.experts import ExpertsLayer
+from heapr_lab.models.single_experts import expert_output
 
 _MOST_ROUNDS = 100
+_TOKENS_AT_ONCE = 512
+
+
+def _output_cosines(
+    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
+) -> np.ndarray:
+    total = torch.zeros(layer.n_experts, layer.n_experts, dtype=torch.float64)
+    for x in calls.hidden_states.split(_TOKENS_AT_ONCE):
+        outputs = [expert_output(layer, e, x) for e in range(layer.n_experts)]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        units = normalize(torch.stack(outputs).to(wide), dim=2).flatten(1)  # (E, n D)
+        total += (units @ units.T).double().cpu()
+    found: np.ndarray = total.numpy() / len(calls.hidden_states)
+    return found
+
+
+OUTPUT_COSINES = Collector("cosines of outputs on all tokens", _output_cosines)
+"""The cosine of the outputs of each two experts of a layer for a token, its mean over
+all tokens of the layer, (E, E)."""
 
 
 def _sub_moe(request: Request) -> ExpertComposition:
-    """Each layer's experts are grouped by the directions of their mean outputs."""
+    """Each layer's experts are grouped by the cosines of their outputs."""
     refuse_streamed_merge(request)
-    layers = request.measured.architecture.layers
-    outputs = request.measured.collected(MEAN_OUTPUTS, request.progress)
-    first = ranked(request).drop_duplicates("layer").set_index("layer")["expert"]
-    groups = {
-        layer: directions(
-            outputs[layer].plain, n_groups(shape, request.ratio), first=first[layer]
-        )
-        for layer, shape in layers.items()
-    }
+    cosines = request.measured.collected(OUTPUT_COSINES, request.progress)
+    rng, groups = np.random.default_rng(request.seed), {}
+    order = ranked(request).groupby("layer")["expert"].agg(list)
+    for layer, shape in request.measured.architecture.layers.items():
+        own = order[layer]  # so that the numbers of experts do not matter
+        near = cosines[layer][np.ix_(own, own)]
+        found = k_means(near, n_groups(shape, request.ratio), rng)
+        labels = {own[e]: i for i, group in enumerate(found) for e in group}
+        groups[layer] = groups_of([labels[e] for e in range(shape.n_experts)])
     return merged_by_frequency(request, groups)
 
 
-def directions(features: torch.Tensor, number: int, *, first: int) -> Groups:
-    """`number` groups of the rows of `features`, by k-means of their directions.
+def k_means(cosines: np.ndarray, number: int, rng: np.random.Generator) -> Groups:
+    """`number` groups of vectors of length 1 with these inner products (E, E).
 
-    The first centres are row `first` and then, one after the other, the row whose
-    largest cosine to the centres so far is least. If a group would become empty, each
-    row stays with the nearest of these.
-
-    Shapes: features (E, F).
+    Begins with k-means++, and ends when nothing moves or a group would become empty.
 
     Example:
-        >>> rows = torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.1, 1.0], [9.0, 1.0]])
-        >>> directions(rows, 2, first=0)
+        >>> rows = np.array([[1.0, 0.0], [0.0, 1.0], [0.1, 1.0], [1.0, 0.1]])
+        >>> rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        >>> k_means(rows @ rows.T, 2, np.random.default_rng(0))
         [[0, 3], [1, 2]]
     """
-    units = normalize(features.double(), dim=1).numpy()
-    cosines = units @ units.T
-    centres = _spread(cosines, number, first=first)
-    try:
-        labels = kmeans2(
-            units, units[centres], iter=_MOST_ROUNDS, minit="matrix", missing="raise"
-        )[1]
-    except ClusterError:
-        labels = cosines[:, centres].argmax(1)
-        labels[centres] = np.arange(number)
+    first = seeds(cosines, number, rng)
+    labels = cosines[:, first].argmax(1)
+    labels[first] = np.arange(number)
+    for _ in range(_MOST_ROUNDS):
+        members = np.eye(number)[labels] / np.bincount(labels)
+        to_means = cosines @ members  # (E, number)
+        squares = (members * to_means).sum(0)
+        moved = (squares - 2 * to_means).argmin(1)
+        if len(set(moved.tolist())) < number or (moved == labels).all():
+            break
+        labels = moved
     return groups_of(labels.tolist())
 
 
-def _spread(cosines: np.ndarray, number: int, *, first: int) -> list[int]:
-    """`number` rows far from each other, by their cosines (E, E)."""
-    centres = [int(first)]
-    while len(centres) < number:
-        nearest = cosines[:, centres].max(1)
-        nearest[centres] = np.inf
-        centres.append(int(nearest.argmin()))
-    return centres
+def seeds(cosines: np.ndarray, number: int, rng: np.random.Generator) -> list[int]:
+    """The first centres of k-means++: each drawn by its squared distance to those."""
+    found = [int(rng.integers(len(cosines)))]
+    while len(found) < number:
+        far = np.maximum(1 - cosines[:, found].max(1), 0)
+        far[found] = 0
+        if not far.any():
+            far = np.isin(np.arange(len(far)), found, invert=True).astype(float)
+        found.append(int(rng.choice(len(far), p=far / far.sum())))
+    return found
 
 
 SUB_MOE = Method(
     "sub-moe-like",
-    "Sub-MoE: experts of similar mean outputs become one, by k-means of cosines",
+    "Sub-MoE: experts of similar outputs become one, by k-means of cosines",
     "Li et al. 2025, Sub-MoE, arXiv:2506.23266",
     "merging",
     _sub_moe,
     deviations=(
         NOT_TRAINED,
-        "Built from descriptions: no code of the authors' is public.",
-        "Experts are compared by their mean outputs on all tokens of the layer.",
-        "The first centres of k-means are spread, beginning with the most used expert, "
-        "not drawn.",
+        "Built from the paper: the authors' code, to which it links, could not be "
+        "obtained. REAP's repository has a version of its own, which reshapes V in "
+        "place of dividing it among the experts, and so mixes their entries.",
+        "The outputs for each token are scaled to length 1 before k-means takes their "
+        "means; the paper takes means of the outputs, and cosines to these.",
+        "Every layer keeps the same share of its experts; the paper distributes groups "
+        "over several layers.",
         "The joint decomposition keeps all singular values, and then is the weighted "
         "mean Σ f W: that is computed, without a decomposition.",
         "A group of experts that no calibration token reaches becomes their mean.",
     ),
-    collectors=(MEAN_OUTPUTS, EXPERT_SUMS),
+    collectors=(OUTPUT_COSINES, EXPERT_SUMS),
+    version=2,
 )

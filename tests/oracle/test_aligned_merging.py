@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from merging_by_hand import (
     IDS,
     IN_SINGLE,
     SIX,
+    WINDOWS,
     check,
     counted,
     fitted,
@@ -27,13 +29,18 @@ from merging_by_hand import (
 )
 from text_models import experts_calls
 from torch import nn
+from torch.nn.functional import normalize
 
+from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods import mc_smoe, ream
+from heapr_lab.methods.collectors import Measurements, collect
 from heapr_lab.methods.composed_experts import composed_experts
 from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.dropping import drop_experts
+from heapr_lab.methods.method import Request
 from heapr_lab.models.experts import find_experts
+from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 
@@ -42,14 +49,16 @@ FOUR_ATOMS = SIX | dict.fromkeys(("intermediate_size", "moe_intermediate_size"),
 
 def aligned_by_hand(own: Any, like: Any, cost: Any) -> dict[str, torch.Tensor]:
     """The atoms in the best of all orders."""
-
-    def ordered(order: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        atoms = list(order)
-        rows = {name: own[name][atoms] for name in ("gate", "up")}
-        return rows | {"down": own["down"][:, atoms]}
-
     orders = itertools.permutations(range(own["up"].shape[0]))
-    return min((ordered(order) for order in orders), key=lambda new: cost(new, like))
+    every = (ordered_atoms(own, order) for order in orders)
+    return min(every, key=lambda new: cost(new, like))
+
+
+def ordered_atoms(own: Any, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The expert with its atoms in another order."""
+    atoms = list(order)
+    rows = {name: own[name][atoms] for name in ("gate", "up")}
+    return rows | {"down": own["down"][:, atoms]}
 
 
 # --- MC-SMoE ----------------------------------------------------------------------
@@ -178,7 +187,7 @@ def test_ranks_that_cannot_be_are_refused() -> None:
         fitted("mc-smoe", model, 0.5, rank=0.5, sparse=0.9)
 
 
-@pytest.mark.parametrize("name", ["mc-smoe", "ream-like"])
+@pytest.mark.parametrize("name", ["mc-smoe", "ream"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
 def test_the_order_of_atoms_does_not_matter(family: str, name: str) -> None:
     """With the atoms of experts in other orders, merged ones compute the same."""
@@ -203,39 +212,90 @@ def test_the_order_of_atoms_does_not_matter(family: str, name: str) -> None:
 # --- REAM -------------------------------------------------------------------------
 
 
-def lengths(one: Any, other: Any) -> float:
-    """The summed distances of atoms, each of length 1."""
-
-    def atoms(own: Any) -> torch.Tensor:
-        rows = torch.cat([own["gate"], own["up"], own["down"].T], dim=1)
-        return rows / rows.norm(dim=1, keepdim=True)
-
-    return float((atoms(one) - atoms(other)).norm(dim=1).sum())
+def lengths(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The summed distances of atoms (I, 64), each of length 1."""
+    one, other = (own / own.norm(dim=1, keepdim=True) for own in (one, other))
+    return float((one - other).norm(dim=1).sum())
 
 
-def saliency(model: nn.Module) -> dict[int, dict[int, float]]:
-    """The mean of p · ‖f‖ over the tokens routed to each expert."""
+def components_by_hand(layer: Any) -> torch.Tensor:
+    """All atoms of a layer along their principal directions, (E, I, n).
+
+    Each atom's weights have length 1, their mean is taken off, and each direction is
+    multiplied by its singular value, which is the root of an eigenvalue.
+    """
+    experts = [layer.expert(e) for e in range(layer.n_experts)]
+    rows = [torch.cat([w["gate"], w["up"], w["down"].T], dim=1) for w in experts]
+    atoms = torch.cat(rows).detach()
+    atoms = atoms / atoms.norm(dim=1, keepdim=True)
+    atoms = atoms - atoms.mean(0)
+    values, directions = torch.linalg.eigh(atoms.T @ atoms)
+    found = atoms @ directions * values.clamp_min(0).sqrt()
+    return found.unflatten(0, (layer.n_experts, -1))
+
+
+def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
+    """The authors' saliency: the gate enters twice, and absent experts count as 0.
+
+    Windows are taken `size` at a time; REAP's mean of p · ‖·‖ over the tokens of which
+    an expert is one of the K most probable, of outputs that are times p already.
+    """
     calls, found = experts_calls(model, IDS), {}
+    prints = CalibrationSet.from_ids(IDS).window_fingerprints()
+    windows = sorted(range(len(IDS)), key=lambda own: prints[own])
     for layer in find_experts(model):
-        x, index, weights = calls[layer.layer]
-        f = outputs_of(layer, x)
-        found[layer.layer] = {
-            e: np.mean(
-                [
-                    float(weights[t, s]) * float(f[e, t].norm())
-                    for t, s in (index == e).nonzero().tolist()
+        x, index, _ = calls[layer.layer]
+        gates = logits_by_hand(model, layer.layer, x).softmax(1)
+        f = outputs_of(layer, x) * gates.T[:, :, None]
+        batches = []
+        for start in range(0, len(windows), size):
+            own = torch.zeros(layer.n_experts, dtype=torch.float64)
+            for e in range(layer.n_experts):
+                values = [
+                    float(gates[t, e] * f[e, t].norm())
+                    for window in windows[start : start + size]
+                    for t in range(10 * window, 10 * window + 10)
+                    if e in gates[t].topk(index.shape[1]).indices
                 ]
-            )
-            for e in range(layer.n_experts)
-        }
+                own[e] = sum(values) / max(len(values), 1)
+            batches.append(own)
+        found[layer.layer] = torch.stack(batches).mean(0).numpy()
     return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_the_saliency_of_ream(size: int, family: str) -> None:
+    """Squared probabilities, in batches; of single windows some have no tokens."""
+    model = tiny_model(family, **SIX)
+    norms = collect(model, WINDOWS, {"norms": ream.GATED_NORMS})["norms"]
+    batches = ream._batches(request_of(model, batch_size=size))
+    by_hand = saliency_by_hand(model, size)
+    for layer, expected in by_hand.items():
+        found = ream.saliency(norms[layer], batches, 6)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    if size == 1:  # a mean over all tokens at once would be another
+        whole = saliency_by_hand(model, len(IDS))
+        assert any(abs(whole[k] / by_hand[k] - 1).max() > 0.01 for k in whole)
+
+
+def request_of(model: nn.Module, **options: Any) -> Request:
+    """A request for REAM."""
+    measured = Measurements(model, WINDOWS)
+    complete = methods.get("ream").completed(options)
+    return Request("ream", Fraction(1, 3), 0, complete, measured)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ream_by_hand(family: str) -> None:
     """Four of six experts stay; groups have at most two, in the order of saliency."""
     model = tiny_model(family, **FOUR_ATOMS)
-    calls, scores, new, kept = experts_calls(model, IDS), saliency(model), {}, {}
+    calls, scores, new, kept = (
+        experts_calls(model, IDS),
+        saliency_by_hand(model, 2),
+        {},
+        {},
+    )
     for layer in find_experts(model):
         k, x = layer.layer, calls[layer.layer][0]
         logits = logits_by_hand(model, k, x)
@@ -247,19 +307,43 @@ def test_ream_by_hand(family: str) -> None:
             cosine = float(torch.cosine_similarity(gated[i], gated[j], dim=0))
             return ((1 + cosine) / 2 + 1 - float(far[i, j] / far.max())) / 2
 
-        ordered = sorted(scores[k], key=lambda e, k=k: -scores[k][e])
+        ordered = sorted(range(6), key=lambda e, k=k: -scores[k][e])
         left, kept[k] = ordered[4:], tuple(sorted(ordered[:4]))
+        places = components_by_hand(layer)
         for expert in ordered[:2]:  # the two others stay alone
             other = max(left, key=lambda e, expert=expert: near(expert, e))
             left.remove(other)
-            like = layer.expert(expert)
-            both = [like, aligned_by_hand(layer.expert(other), like, lengths)]
-            new[k, expert] = mean_by_hand(both, [scores[k][expert], scores[k][other]])
+            order = min(
+                itertools.permutations(range(4)),
+                key=lambda own, expert=expert, other=other: lengths(
+                    places[expert], places[other][list(own)]
+                ),
+            )
+            moved = ordered_atoms(layer.expert(other), order)
+            weights = [scores[k][expert], scores[k][other]]
+            new[k, expert] = mean_by_hand([layer.expert(expert), moved], weights)
         assert not left
-    found = fitted("ream-like", model, 0.34, group_size=2)
+    found = fitted("ream", model, 0.34, group_size=2, batch_size=2)
     assert found.kept == kept
-    check(found, model, drop_experts(replaced(model, new), kept))
+    expected = logits_of(drop_experts(replaced(model, new), kept), IDS)
+    with found.apply(model):
+        torch.testing.assert_close(logits_of(model, IDS), expected, **IN_SINGLE)
+    assert (expected - logits_of(model, IDS)).abs().max() > 1e-3
     assert not composed_experts(found.materialise(model))  # an ordinary checkpoint
+
+
+def test_components_are_scaled_by_their_singular_values() -> None:
+    """To their signs, which distances do not have; unscaled ones would be others."""
+    layer = find_experts(tiny_model("qwen3_moe", **FOUR_ATOMS))[0]
+    atoms = ream._atoms(layer)
+    expected = normalize(components_by_hand(layer), dim=2)
+    found = ream.components(atoms).double()
+    near = torch.cdist(found[0], found[1])
+    by_hand = torch.cdist(expected[0], expected[1])
+    torch.testing.assert_close(near, by_hand, rtol=1e-3, atol=1e-4)
+    rows = normalize(torch.cat(atoms), dim=1)
+    unscaled = normalize(rows - rows.mean(0), dim=1).unflatten(0, (6, -1))
+    assert (near - torch.cdist(unscaled[0], unscaled[1])).abs().max() > 0.1
 
 
 def test_large_groups_are_filled_first() -> None:
@@ -270,7 +354,7 @@ def test_large_groups_are_filled_first() -> None:
 
 
 def test_saliency_of_unused_experts() -> None:
-    """Is the least positive one; where all are 0 they weigh the same."""
-    raised = ream._raised(np.array([0.0, 3.0, 2.0]))
-    assert raised.tolist() == [2.0, 3.0, 2.0]
-    assert ream._raised(np.zeros(2)).tolist() == [0.0, 0.0]
+    """The least positive one, at most 0.5; where all are 0 they weigh the same."""
+    assert ream.raised(np.array([0.0, 3.0, 0.2])).tolist() == [0.2, 3.0, 0.2]
+    assert ream.raised(np.array([0.0, 3.0, 2.0])).tolist() == [0.5, 3.0, 2.0]
+    assert len(set(ream.raised(np.zeros(2)))) == 1

@@ -27,14 +27,14 @@ from text_models import experts_calls
 
 from heapr_lab import methods
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods import collectors, hc_smoe, merging, sub_moe
+from heapr_lab.methods import collectors, hc_smoe, merging, random_groups, sub_moe
 from heapr_lab.methods.collectors import Measurements, collect
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 
 pytestmark = pytest.mark.oracle
 
-NAMES = ("hc-smoe", "mc-smoe", "sub-moe-like", "ream-like")
+NAMES = ("hc-smoe", "mc-smoe", "sub-moe-like", "ream", "random-groups")
 
 
 # --- what is measured -------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_what_is_measured(family: str) -> None:
 
 
 def test_the_text_is_read_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the four together, once their collectors are expected."""
+    """By all together, once their collectors are expected."""
     model, passes = tiny_model("qwen3_moe", **SIX), []
     original = collectors.iter_expert_calls
 
@@ -132,6 +132,21 @@ def test_a_group_without_tokens_is_the_plain_mean() -> None:
 # --- Sub-MoE ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+def test_cosines_of_outputs_by_a_loop(family: str) -> None:
+    """The cosine of two experts' outputs for each token, its mean over all tokens."""
+    model = tiny_model(family)
+    found = collect(model, WINDOWS, {"cosines": sub_moe.OUTPUT_COSINES})["cosines"]
+    calls = experts_calls(model, IDS)
+    for layer in find_experts(model):
+        f = outputs_of(layer, calls[layer.layer][0])
+        for i, j in itertools.product(range(4), repeat=2):
+            tokens = zip(f[i], f[j], strict=True)
+            cosines = [float(a @ b / a.norm() / b.norm()) for a, b in tokens]
+            expected = np.mean(cosines)
+            assert found[layer.layer][i, j] == pytest.approx(expected, abs=1e-9)
+
+
 def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
     """Lloyd's rounds until nothing moves, by loops."""
     labels: list[int] = []
@@ -140,8 +155,8 @@ def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
         for row in units:
             far = [float((row - centre).norm()) for centre in centres]
             labels.append(int(np.argmin(far)))
-        if labels == before:
-            return labels
+        if labels == before or len(set(labels)) < len(centres):
+            return before if len(set(labels)) < len(centres) else labels
         centres = torch.stack(
             [
                 torch.stack(
@@ -152,36 +167,35 @@ def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
         )
 
 
-def spread_by_hand(units: torch.Tensor, number: int, first: int) -> list[int]:
-    """Each next row is the one whose nearest centre is farthest."""
-    centres = [first]
-    while len(centres) < number:
-        nearest = {
-            e: max(float(units[e] @ units[c]) for c in centres)
-            for e in range(len(units))
-            if e not in centres
-        }
-        centres.append(min(nearest, key=lambda e: nearest[e]))
-    return centres
-
-
 @pytest.mark.parametrize("number", range(1, 7))
 def test_k_means_by_hand(number: int) -> None:
-    """On six rows, for every number of groups and several draws."""
+    """On six rows, for every number of groups and several draws of first centres."""
     for seed in range(10):
         rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed)).double()
         units = rows / rows.norm(dim=1, keepdim=True)
-        centres = units[spread_by_hand(units, number, seed % 6)]
-        labels = k_means_by_hand(units, centres)
+        cosines = (units @ units.T).numpy()
+        first = sub_moe.seeds(cosines, number, np.random.default_rng(seed))
+        labels = k_means_by_hand(units, units[first])
         expected = [np.flatnonzero(np.array(labels) == c).tolist() for c in set(labels)]
-        found = sub_moe.directions(rows, number, first=seed % 6)
+        found = sub_moe.k_means(cosines, number, np.random.default_rng(seed))
         assert sets(found) == sets(expected)
 
 
+def test_first_centres_are_drawn_by_their_squared_distance() -> None:
+    """k-means++: a row at 60° is drawn once for two draws of one at 90°."""
+    rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5], [0.0, 1.0]])
+    rng = np.random.default_rng(0)
+    pairs = [sub_moe.seeds(rows @ rows.T, 2, rng) for _ in range(4000)]
+    second = [b for a, b in pairs if a < 2]
+    assert not set(second) & {0, 1}
+    assert second.count(3) / second.count(2) == pytest.approx(2, rel=0.15)
+
+
 def test_equal_directions_are_still_as_many_groups() -> None:
-    """Where k-means would leave a group empty."""
-    rows = torch.tensor([[1.0, 0.0]] * 4 + [[0.0, 1.0]])
-    assert len(sub_moe.directions(rows, 4, first=0)) == 4
+    """Where k-means would leave a group empty, and no distance is left to draw by."""
+    rows = np.array([[1.0, 0.0]] * 4 + [[0.0, 1.0]])
+    found = sub_moe.k_means(rows @ rows.T, 4, np.random.default_rng(0))
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,15 +203,18 @@ def test_sub_moe_by_hand(family: str) -> None:
     """Three groups, each U Σ · Σ f V of the decomposition of its matrices together."""
     model = tiny_model(family, **SIX)
     calls, tokens, new = experts_calls(model, IDS), counted(model), {}
+    rng = np.random.default_rng(0)
     for layer in find_experts(model):
-        k, means = layer.layer, outputs_of(layer, calls[layer.layer][0]).mean(1)
-        units = means / means.norm(dim=1, keepdim=True)
-        first = max(tokens[k], key=lambda e: tokens[k][e])
-        assert sorted(tokens[k].values())[-2] < tokens[k][first]
-        centres = units[spread_by_hand(units, 3, first)]
-        labels = np.array(k_means_by_hand(units, centres))
+        k, (x, index, p) = layer.layer, calls[layer.layer]
+        f = outputs_of(layer, x)
+        units = f / f.norm(dim=2, keepdim=True) / len(x) ** 0.5
+        used = {e: (own, float(p[index == e].sum())) for e, own in tokens[k].items()}
+        order = sorted(used, key=used.__getitem__, reverse=True)
+        rows = units[order].flatten(1)
+        first = sub_moe.seeds((rows @ rows.T).numpy(), 3, rng)
+        labels = np.array(k_means_by_hand(rows, rows[first]))
         for label in range(3):
-            group = np.flatnonzero(labels == label).tolist()
+            group = [order[place] for place in np.flatnonzero(labels == label)]
             shares = np.array([tokens[k][e] for e in group]) / sum(
                 tokens[k][e] for e in group
             )
@@ -209,12 +226,49 @@ def test_sub_moe_by_hand(family: str) -> None:
     check(fitted("sub-moe-like", model, 0.5), model, replaced(model, new))
 
 
+def test_a_reshaped_factor_is_not_the_mean_of_experts() -> None:
+    """What is stated of REAP's version: of two equal experts it makes another one."""
+    one = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
+    torch.testing.assert_close(by_decomposition([one, one], np.array([0.5, 0.5])), one)
+    u, s, v = torch.linalg.svd(torch.cat([one, one], dim=1), full_matrices=False)
+    reshaped = u @ torch.diag(s) @ v.reshape(2, 3, 4).mean(0)
+    assert (reshaped - one).norm() > 0.5 * one.norm()
+
+
 def by_decomposition(experts: list[torch.Tensor], shares: np.ndarray) -> torch.Tensor:
     """Sub-MoE's merge of matrices (out, in)."""
     u, s, v = torch.linalg.svd(torch.cat(experts, dim=1), full_matrices=False)
     parts = v.chunk(len(experts), dim=1)
     mean = sum(f * own for f, own in zip(shares.tolist(), parts, strict=True))
     return u @ torch.diag(s) @ mean
+
+
+# --- the control ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_groups_by_hand(family: str) -> None:
+    """As many groups as HC-SMoE's, merged as those are, of experts that are drawn."""
+    model = tiny_model(family, **SIX)
+    tokens, found = counted(model), fitted("random-groups", model, 0.5)
+    new: dict[tuple[int, int], Any] = {}
+    for layer in find_experts(model):
+        k = layer.layer
+        index = found.compositions[k].up.dense.of
+        assert len(set(index)) == 3
+        for group in [np.flatnonzero(np.array(index) == own) for own in set(index)]:
+            experts = [layer.expert(e) for e in group]
+            mean = mean_by_hand(experts, [tokens[k][e] for e in group])
+            new |= {(k, int(e)): mean for e in group}
+    check(found, model, replaced(model, new))
+
+
+def test_every_grouping_can_be_drawn() -> None:
+    """Of four experts in two groups: three pairs of pairs, and four single ones."""
+    rng = np.random.default_rng(0)
+    found = [random_groups.drawn(4, 2, rng) for _ in range(200)]
+    assert len({frozenset(map(frozenset, own)) for own in found}) == 7
+    assert all(sorted(itertools.chain(*own)) == [0, 1, 2, 3] for own in found)
 
 
 # --- refusals ---------------------------------------------------------------------
@@ -226,14 +280,14 @@ def test_what_is_refused_by_name() -> None:
     with pytest.raises(SpecError, match=r"largest possible ratio is 0\.833333"):
         fitted("mc-smoe", model, 0.95)
     with pytest.raises(SpecError, match="give at least 2"):
-        fitted("ream-like", model, 0.34, group_size=1)
+        fitted("ream", model, 0.34, group_size=1)
     assert fitted("hc-smoe", model, 0.95).achieved_ratio == pytest.approx(5 / 6)
     odd: Any = tiny_model("minimax_m2")
     with torch.no_grad():
         for name, own in odd.named_buffers():
             if "correction" in name:
                 own.copy_(torch.tensor([9.0, 0, 0, 0]))
-    for name in ("mc-smoe", "ream-like"):
+    for name in ("mc-smoe", "ream"):
         with pytest.raises(LayoutError, match=f"{name} needs its logits"):
             fitted(name, odd, 0.25)
     assert fitted("hc-smoe", odd, 0.25).achieved_ratio == 0.25
