@@ -1,8 +1,17 @@
-"""EvoESAP: an evolutionary search of how many experts each layer loses."""
+"""EvoESAP: an evolutionary search of how many experts each layer loses.
+
+The best plans of a generation survive. The others of the next are survivors, drawn with
+replacement, in which a few experts are spared in one layer and dropped in another.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertDropping
 from heapr_lab.methods.dropping import dropping
@@ -11,10 +20,8 @@ from heapr_lab.methods.evolution import (
     Rejection,
     apportioned,
     check_budget,
-    evolved,
     judging_windows,
     loss,
-    random_keys,
     ranked,
 )
 from heapr_lab.methods.expert_axes import find_expert_axes
@@ -23,6 +30,14 @@ from heapr_lab.methods.method import Method, Request
 
 FITNESS = ("acceptance", "loss")
 """Σ min(p, q) with the dense model's predictions, or the loss on the text."""
+_SEARCH = {"survivors": 4, "most_moves": 1, "largest_move": 2}
+"""Options: plans that survive, and of a new plan, how often experts are moved between
+two layers, and how many at most."""
+_ATTEMPTS = 32
+"""To move experts, of which some would leave a layer too few."""
+
+Plan = tuple[int, ...]
+"""How many experts each layer loses."""
 
 
 def budget(request: Request) -> tuple[int, tuple[int, ...]]:
@@ -45,7 +60,7 @@ def budget(request: Request) -> tuple[int, tuple[int, ...]]:
 
 
 def kept_without(
-    order: dict[int, tuple[int, ...]], numbers: tuple[int, ...]
+    order: dict[int, tuple[int, ...]], numbers: Plan
 ) -> dict[int, tuple[int, ...]]:
     """The experts of each layer without the first of its order, ascending."""
     pairs = zip(order.items(), numbers, strict=True)
@@ -59,6 +74,8 @@ def _evoesap(request: Request) -> ExpertDropping:
         SpecError: an option is invalid, or too many experts would go.
     """
     check_budget(request)
+    for name in _SEARCH:
+        whole_number(request.options[name], name=name)
     if request.options["fitness"] not in FITNESS:
         raise SpecError(
             f"fitness is {request.options['fitness']!r}, expected one of "
@@ -72,36 +89,126 @@ def _evoesap(request: Request) -> ExpertDropping:
     ids = judging_windows(request)
     rejection = Rejection(model, ids)
 
-    def cost(numbers: tuple[int, ...]) -> float:
-        with dropping(model, kept_without(order, numbers)):
+    def cost(plan: Plan) -> float:
+        with dropping(model, kept_without(order, plan)):
             acceptance = request.options["fitness"] == "acceptance"
             return rejection() if acceptance else loss(model, ids)
 
-    sizes = np.array([len(own) for own in order.values()], dtype=float)
-    numbers = evolved(
-        request,
-        lambda keys: apportioned(keys.tolist(), total, most),
-        cost,
-        random_keys(request, sizes / sizes.max()),
-    )
-    return dropping_of(request, kept_without(order, numbers))
+    rng = random.Random(request.seed)
+    plan = searched(cost, most, total, request.options, rng)
+    return dropping_of(request, kept_without(order, plan))
+
+
+def searched(
+    cost: Callable[[Plan], float],
+    most: Sequence[int],
+    total: int,
+    options: Mapping[str, Any],
+    rng: random.Random,
+) -> Plan:
+    """The plan of the least cost that is found.
+
+    Args:
+        cost: called once for each plan.
+        most: how many experts each layer can lose.
+        total: how many all lose together.
+        options: those of the method.
+        rng: draws the plans.
+    """
+    remembered = functools.cache(cost)
+    plans = first_plans(most, total, options["population"], rng)
+    best = sorted(plans, key=remembered)[: options["survivors"]]
+    for _ in range(options["generations"] - 1):
+        number = max(0, options["population"] - len(best))
+        plans = [moved(rng.choice(best), most, options, rng) for _ in range(number)]
+        best = sorted([*best, *plans], key=remembered)[: options["survivors"]]
+    return best[0]
+
+
+def first_plans(
+    most: Sequence[int], total: int, number: int, rng: random.Random
+) -> list[Plan]:
+    """Plans by shares of many shapes, such as rising with depth, and by drawn ones."""
+
+    def drawn() -> np.ndarray:
+        return np.array([rng.random() + 1e-4 for _ in most])
+
+    even, *others = shapes(len(most))
+    shares = [even, drawn(), *others]
+    shares += [drawn() for _ in range(number - len(shares))]
+    return [apportioned(own.tolist(), total, most) for own in shares[:number]]
+
+
+def shapes(n_layers: int) -> list[np.ndarray]:
+    """The shares of the authors' first plans, (n_layers,) each.
+
+    Even, rising, falling, largest or least in the middle, falling or rising fast, twice
+    as large in the first or the last quarter or in every other layer, and half as large
+    at both ends.
+    """
+    place, quarter = np.arange(n_layers), max(1, n_layers // 4)
+    aside = np.abs(place - (n_layers - 1) / 2)
+    ends = np.abs(2 * place / max(n_layers - 1, 1) - 1)
+    return [
+        np.ones(n_layers),
+        place + 1.0,
+        n_layers - place.astype(float),
+        aside.max() + 1 - aside,
+        aside + 1,
+        0.7**place + 1e-4,
+        1.3**place,
+        1.0 + (place < quarter),
+        1.0 + (place >= n_layers - quarter),
+        1.0 + (place % 2 == 0),
+        1 - ends / 2,
+    ]
+
+
+def moved(
+    plan: Plan, most: Sequence[int], options: Mapping[str, Any], rng: random.Random
+) -> Plan:
+    """The plan after some experts are spared in a layer, and as many lost in another.
+
+    Args:
+        plan: how many each layer loses.
+        most: how many each can lose.
+        options: `most_moves` and `largest_move`.
+        rng: draws how often and how many, and the layers.
+    """
+    new, times = list(plan), options["most_moves"]
+    left = min(rng.randint(1, times), rng.randint(1, times))
+    for _ in range(_ATTEMPTS):
+        sources = [k for k, own in enumerate(new) if own]
+        targets = [k for k, own in enumerate(new) if own < most[k]]
+        if not (left and sources and targets):
+            break
+        source, target = rng.choice(sources), rng.choice(targets)
+        if source == target and len(targets) > 1:
+            continue
+        number = rng.randint(1, options["largest_move"])
+        if number <= new[source] and new[target] + number <= most[target]:
+            new[source] -= number
+            new[target] += number
+            left -= 1
+    return tuple(new)
 
 
 EVOESAP = Method(
-    "evoesap-like",
+    "evoesap",
     "EvoESAP: how many experts each layer loses, by evolution; which, by REAP",
     "Liu et al. 2026, EvoESAP, arXiv:2603.06003",
     "experts",
     _evoesap,
     deviations=(
-        "Built from the abstract: the expected acceptance of speculative decoding is "
-        "Σ min(p, q) for each token of the text; fitness=loss takes the loss instead.",
-        "The search is scipy's differential evolution over the shares of layers, which "
-        "begins with equal shares, not the authors' own mutations.",
-        "Candidates are judged on at most most_windows windows, chosen by a hash of "
-        "their content.",
+        "The expected acceptance of speculative decoding is Σ min(p, q) for each token "
+        "of the text; fitness=loss takes the loss instead.",
+        "Plans are judged on at most most_windows windows, chosen by a hash of their "
+        "content.",
+        "With a smaller population than 12, only the first of the authors' shapes of "
+        "first plans are tried.",
         "The order within a layer is that of REAP.",
     ),
-    options={**BUDGET, "fitness": "acceptance"},
+    options={**BUDGET, "population": 12, **_SEARCH, "fitness": "acceptance"},
     collectors=(EXPERT_SUMS,),
+    version=2,
 )

@@ -1,4 +1,4 @@
-"""Evolutionary search by scipy's differential evolution, for methods that search.
+"""Evolutionary search by scipy's differential evolution, and what searches judge by.
 
 A candidate, such as a set of experts, is decoded from a vector of keys in [0, 1]. Each
 candidate is judged once. Experts are in the order of their REAP scores, and windows in
@@ -6,6 +6,7 @@ that of their contents, so that neither order of the input matters.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
@@ -146,7 +147,7 @@ class Rejection:
 def apportioned(
     weights: Sequence[float], total: int, most: Sequence[int]
 ) -> tuple[int, ...]:
-    """`total` units, shared in proportion to `weights` by Sainte-Laguë's rule.
+    """`total` units, shared in proportion to `weights` by the largest remainders.
 
     Each share is at most that of `most`, whose sum is at least `total`.
 
@@ -154,8 +155,11 @@ def apportioned(
         >>> apportioned([1.0, 2.0, 1.0], 5, [4, 2, 4])
         (2, 2, 1)
     """
-    given = np.zeros(len(weights), dtype=int)
-    for _ in range(total):
-        quotients = np.asarray(weights, dtype=float) / (2 * given + 1)
-        given[np.argmax(np.where(given < most, quotients, -np.inf))] += 1
+    shares = total * np.asarray(weights, dtype=float) / (sum(weights) or 1.0)
+    given = np.minimum(shares.astype(int), most)
+    order = np.argsort(given - shares, kind="stable")
+    for place in itertools.chain(order, itertools.cycle(range(len(given)))):
+        if given.sum() == total:
+            break
+        given[place] += given[place] < most[place]
     return tuple(given.tolist())

@@ -208,8 +208,9 @@ MOE_I2 = Method(
     "experts",
     _moe_i2,
     deviations=(
-        "Built from the abstract. A layer's importance is the rise of the loss when it "
-        "loses half of the experts that it may lose, those of the lowest REAP scores.",
+        "Built from the abstract: the authors' code could not be obtained. A layer's "
+        "importance is the rise of the loss when it loses half of the experts that it "
+        "may lose, those of the lowest REAP scores.",
         "Half of the ratio are experts, in proportion to 1 / (1 + rise / mean rise); "
         "the rest are singular values.",
         "The search in each layer is scipy's differential evolution; its fitness is "
@@ -223,4 +224,5 @@ MOE_I2 = Method(
     ),
     options={**BUDGET, "most_tokens": 4096},
     collectors=(EXPERT_SUMS,),
+    version=2,
 )

@@ -1,6 +1,7 @@
 """Searches for experts against exhaustive enumeration."""
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import eep, evolution, moe_i2, naee
+from heapr_lab.methods import eep, evoesap, evolution, moe_i2, naee
 from heapr_lab.methods.dropping import drop_experts, dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import find_experts
@@ -81,13 +82,101 @@ def test_evoesap_finds_the_best_allocation(fitness: str, family: str) -> None:
             rejected(model, small) if fitness == "acceptance" else nll(small)
         )
     best = min(costs, key=lambda numbers: costs[numbers])
-    found = fitted("evoesap-like", model, 0.34, fitness=fitness, **MUCH)
+    found = fitted("evoesap", model, 0.34, fitness=fitness, **MUCH)
     gone = [set(range(6)) - set(own) for own in found.kept.values()]
     assert tuple(map(len, gone)) == best
     assert all(
         own == set(ranks[: len(own)])
         for own, ranks in zip(gone, order.values(), strict=True)
     )
+
+
+# --- EvoESAP's search: patterns, allocation, mutation and survival by loops ---------
+
+
+def patterns_by_hand(n: int, draw: random.Random) -> list[list[float]]:
+    """The shares of the layers in the first twelve plans."""
+    middle, quarter = (n - 1) / 2, max(1, n // 4)
+    return [
+        [1.0] * n,
+        [draw.random() + 1e-4 for _ in range(n)],
+        [i + 1.0 for i in range(n)],
+        [float(n - i) for i in range(n)],
+        [middle - abs(i - middle) + 1 for i in range(n)],
+        [abs(i - middle) + 1 for i in range(n)],
+        [0.7**i + 1e-4 for i in range(n)],
+        [1.3**i for i in range(n)],
+        [2.0 if i < quarter else 1.0 for i in range(n)],
+        [2.0 if i >= n - quarter else 1.0 for i in range(n)],
+        [2.0 if i % 2 == 0 else 1.0 for i in range(n)],
+        [0.5 + 0.5 * (1 - abs(2 * i / (n - 1) - 1)) for i in range(n)],
+    ]
+
+
+def allocated_by_hand(shares: list[float], most: list[int], total: int) -> list[int]:
+    """Whole parts, one more for the largest remainders, and then in turn."""
+    wanted = [total * own / sum(shares) for own in shares]
+    plan = [min(int(own), cap) for own, cap in zip(wanted, most, strict=True)]
+    turns = sorted(range(len(plan)), key=lambda i: plan[i] - wanted[i])
+    while sum(plan) < total:
+        for i in turns:
+            if sum(plan) < total and plan[i] < most[i]:
+                plan[i] += 1
+        turns = list(range(len(plan)))
+    return plan
+
+
+def mutated_by_hand(
+    plan: list[int], most: list[int], draw: random.Random, largest: int, times: int
+) -> list[int]:
+    """Experts go from one layer to another; what does not fit is tried again."""
+    plan, tries = list(plan), 0
+    wanted = min(draw.randint(1, times), draw.randint(1, times))
+    while wanted and tries < 32:
+        tries += 1
+        source = draw.choice([i for i, n in enumerate(plan) if n > 0])
+        target = draw.choice([i for i, n in enumerate(plan) if n < most[i]])
+        if source == target:
+            continue
+        n = draw.randint(1, largest)
+        if plan[source] >= n and plan[target] + n <= most[target]:
+            plan[source], plan[target] = plan[source] - n, plan[target] + n
+            wanted -= 1
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_search_of_evoesap_by_hand(seed: int) -> None:
+    """Every plan that is judged, in order, and the best; some are at their limits."""
+    most, total, weights = [4, 6, 6, 2, 6], 12, [5.0, 1.0, 3.0, 0.1, 2.0]
+    options = {"population": 16, "generations": 6}
+    options |= {"survivors": 3, "most_moves": 3, "largest_move": 4}
+
+    def cost(plan: Any) -> float:
+        return sum(w * (n - 2.2) ** 2 for w, n in zip(weights, plan, strict=True))
+
+    draw, judged = random.Random(seed), []
+    plans = patterns_by_hand(5, draw)
+    plans += [[draw.random() + 1e-4 for _ in most] for _ in range(4)]
+    population = [allocated_by_hand(own, most, total) for own in plans]
+    for _ in range(6):
+        judged += population
+        best = sorted(population, key=cost)[:3]
+        population = best + [
+            mutated_by_hand(draw.choice(best), most, draw, 4, 3) for _ in range(13)
+        ]
+    tried: list[tuple[int, ...]] = []
+    found = evoesap.searched(
+        lambda plan: (tried.append(plan), cost(plan))[1],
+        most,
+        total,
+        options,
+        random.Random(seed),
+    )
+    assert tried == list(dict.fromkeys(map(tuple, judged)))
+    assert found == min(tried, key=cost)
+    assert all(sum(own) == total for own in tried)
+    assert any(n == cap for own in tried for n, cap in zip(own, most, strict=True))
 
 
 def test_the_fitness_of_a_search_is_that_of_all_logits() -> None:
@@ -108,7 +197,7 @@ def test_layers_that_lose_different_numbers_are_saved(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", **SIX)
     with torch.no_grad():  # a layer without effect loses more experts
         find_experts(model)[1].down.mul_(1e-3)
-    found = fitted("evoesap-like", model, 0.34, **MUCH)
+    found = fitted("evoesap", model, 0.34, **MUCH)
     assert {k: len(own) for k, own in found.kept.items()} == {0: 6, 1: 2}
     with found.apply(model):
         expected = logits_of(model, IDS)
@@ -124,11 +213,13 @@ def test_what_a_search_refuses() -> None:
     """Too small a population, an unknown fitness, and too large a ratio."""
     model = tiny_model("mixtral", **SIX)
     with pytest.raises(SpecError, match="population"):
-        fitted("evoesap-like", model, 0.34, population=4)
+        fitted("evoesap", model, 0.34, population=4)
+    with pytest.raises(SpecError, match="largest_move must be a whole number from 1"):
+        fitted("evoesap", model, 0.34, largest_move=0)
     with pytest.raises(SpecError, match="expected one of acceptance, loss"):
-        fitted("evoesap-like", model, 0.34, fitness="accuracy")
+        fitted("evoesap", model, 0.34, fitness="accuracy")
     with pytest.raises(SpecError, match=r"largest possible ratio is 0\.666666"):
-        fitted("evoesap-like", model, 0.9)
+        fitted("evoesap", model, 0.9)
 
 
 def test_shares_are_exact_and_limited() -> None:

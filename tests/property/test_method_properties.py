@@ -175,7 +175,7 @@ def step(found: Compression, name: str, model: nn.Module) -> float:
     """The share of a unit: an atom or an expert in each group that is rounded."""
     layers = find_experts(model)
     atoms = sum(layer.n_experts * layer.d_inter for layer in layers)
-    if name in {"heapr-expert", "mc-smoe", "evoesap-like"}:
+    if name in {"heapr-expert", "mc-smoe", "evoesap"}:
         return layers[0].d_inter / atoms
     if methods.get(name).compresses == "low rank":
         return rank_step(layers[0])
