@@ -21,50 +21,57 @@ from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.pruning.ranking import lowest
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
-SCORES = ("product", "variance", "frequency")
-"""What an expert's score is: its share of the tokens times the deviation of its output,
-or one of the two."""
+SCORES = ("product", "variance", "routing")
+"""What an expert's score is: the routing weight of a mean token times the deviation of
+its output, or the norm of the output's variance, or the routing weight."""
 SCOPES = ("layer", "global")
 """Where experts are ranked: within each layer, or all of the model."""
 
 
 @dataclass(frozen=True, eq=False)
 class OutputMoments:
-    """Means and deviations of the outputs of one layer's experts, in float64."""
+    """Means and variances of the outputs of one layer's experts, in float64."""
 
-    frequency: np.ndarray
-    """Tokens routed to each expert over all tokens, (E,)."""
-    deviation: np.ndarray
-    """√(Σ ‖f − mean‖² / (n − 1)), (E,); 0 with fewer than two tokens."""
+    routing: np.ndarray
+    """Σ p of the tokens routed to each expert over all tokens, (E,)."""
+    variance: np.ndarray
+    """Σ (f − mean)² / (n − 1) of each entry, (E, D); 0 with fewer than two tokens."""
     mean: torch.Tensor
     """The mean output, (E, D); 0 without tokens."""
 
     def scores(self, kind: str) -> np.ndarray:
         """The score of each expert, (E,), one of `SCORES`."""
-        one = np.ones(len(self.frequency))
-        share = one if kind == "variance" else self.frequency
-        scores: np.ndarray = share * (one if kind == "frequency" else self.deviation)
-        return scores
+        if kind == "variance":
+            norms: np.ndarray = np.linalg.norm(self.variance, axis=1)
+            return norms
+        deviation = np.sqrt(self.variance.sum(1))
+        return self.routing * (deviation if kind == "product" else 1)
 
 
 def _moments_of_layer(
     _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
 ) -> OutputMoments:
     """The moments of a layer; each expert is run twice on its tokens."""
-    counts = torch.bincount(calls.top_k_index.flatten(), minlength=layer.n_experts)
-    means, deviations = [], []
-    for expert, count in enumerate(counts.tolist()):
-        mean = calls.output.new_zeros(layer.d_expert, dtype=torch.float64)
-        for f, _ in routed_outputs(layer, calls, expert):
-            mean += f.double().sum(0) / max(count, 1)
-        squares = sum(
-            float((f.double() - mean).square().sum())
-            for f, _ in routed_outputs(layer, calls, expert)
-        )
-        means.append(mean.cpu())
-        deviations.append((squares / max(count - 1, 1)) ** 0.5)
-    frequency = counts.double().cpu().numpy() / len(calls.output)
-    return OutputMoments(frequency, np.array(deviations), torch.stack(means))
+    found = [_moments(layer, calls, expert) for expert in range(layer.n_experts)]
+    routing, variance, mean = zip(*found, strict=True)
+    variances = torch.stack(variance).numpy()
+    shares = np.array(routing) / len(calls.output)
+    return OutputMoments(shares, variances, torch.stack(mean))
+
+
+def _moments(
+    layer: ExpertsLayer, calls: ExpertCalls, expert: int
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Σ p, and the variance and the mean (D,) of an expert's outputs."""
+    routing, count, total = 0.0, 0, torch.zeros(layer.d_expert, dtype=torch.float64)
+    for f, p in routed_outputs(layer, calls, expert):
+        routing, count = routing + float(p.double().sum()), count + len(f)
+        total += f.double().sum(0).cpu()
+    mean = total / max(count, 1)
+    squares = torch.zeros_like(mean)
+    for f, _ in routed_outputs(layer, calls, expert):
+        squares += (f.double().cpu() - mean).square().sum(0)
+    return routing, squares / max(count - 1, 1), mean
 
 
 OUTPUT_MOMENTS = Collector("output moments", _moments_of_layer)
@@ -153,8 +160,13 @@ MONE = Method(
     "experts",
     _mone,
     deviations=(
-        "The score is the share of the tokens times the deviation of the output; "
-        "score=variance and score=frequency take one of them.",
+        "The score is the routing weight of a mean token, which the paper calls the "
+        "frequency, times the deviation of the output; score=routing and "
+        "score=variance take one of them, the latter as in the authors' code the norm "
+        "of the variances of the entries.",
+        "Variances are those of all tokens; the authors' code updates them batch by "
+        "batch, without the first batch's and with the mean so far, so that they "
+        "depend on the batches.",
         "The mean is over the tokens routed to the expert, before routing weights.",
         "Shared experts are neither ranked nor replaced.",
         "scope=global ranks the experts of all layers by the same, unscaled score.",
@@ -162,4 +174,5 @@ MONE = Method(
     ),
     options={"score": "product", "scope": "layer"},
     collectors=(OUTPUT_MOMENTS,),
+    version=2,
 )

@@ -38,8 +38,11 @@ def lowest(scores: dict[Any, float], number: int) -> set[Any]:
 # --- MoNE -------------------------------------------------------------------------
 
 
-def outputs_by_hand(model: nn.Module) -> dict[tuple[int, int], np.ndarray]:
-    """Of each expert, its outputs (n, D), one token after the other."""
+Outputs = dict[tuple[int, int], tuple[np.ndarray, float]]
+
+
+def outputs_by_hand(model: nn.Module) -> Outputs:
+    """Of each expert its outputs (n, D) and Σ p, one token after the other."""
     model.requires_grad_(False)
     _, records = run(model, IDS)
     found = {}
@@ -47,21 +50,22 @@ def outputs_by_hand(model: nn.Module) -> dict[tuple[int, int], np.ndarray]:
         for expert in range(layer.n_experts):
             tokens = records[id(layer.module)].tokens[expert]
             rows = [token.E.detach().numpy() for token in tokens]
-            found[layer.layer, expert] = np.array(rows).reshape(-1, layer.d_expert)
+            outputs = np.array(rows).reshape(-1, layer.d_expert)
+            found[layer.layer, expert] = outputs, sum(float(t.p) for t in tokens)
     return found
 
 
-def mone_scores(outputs: dict[Any, np.ndarray], kind: str) -> dict[Any, float]:
-    """Share of the 60 tokens, deviation of the output, or both."""
+def mone_scores(outputs: Outputs, kind: str) -> dict[Any, float]:
+    """The routing weight of a mean token, the spread of the output, or both."""
     scores = {}
-    for key, f in outputs.items():
-        deviation = 0.0
-        if len(f) > 1:
-            deviation = float(np.sqrt(np.var(f, axis=0, ddof=1).sum()))
-        share = len(f) / IDS.numel()
-        scores[key] = {"variance": deviation, "frequency": share}.get(
-            kind, share * deviation
-        )
+    for key, (f, p) in outputs.items():
+        variance = np.var(f, axis=0, ddof=1) if len(f) > 1 else np.zeros(1)
+        routing = p / IDS.numel()
+        scores[key] = {
+            "variance": float(np.sqrt((variance**2).sum())),
+            "routing": routing,
+            "product": routing * float(np.sqrt(variance.sum())),
+        }[kind]
     return scores
 
 
@@ -89,7 +93,7 @@ def test_mone_by_a_loop(scope: str, family: str) -> None:
             if not torch.equal(after[0], after[1]):
                 torch.testing.assert_close(after, layer.module(x, index, p).detach())
                 continue
-            mean = outputs[layer.layer, expert].mean(0)
+            mean = outputs[layer.layer, expert][0].mean(0)
             np.testing.assert_allclose(after[0].numpy(), mean, rtol=1e-6, atol=1e-9)
             constants.add((layer.layer, expert))
     assert constants == expected
@@ -100,7 +104,7 @@ def test_the_scores_of_mone() -> None:
     model = tiny_model("qwen2_moe", **SIX)
     outputs = outputs_by_hand(model)
     chosen = []
-    for kind in ("product", "variance", "frequency"):
+    for kind in ("product", "variance", "routing"):
         found = fitted("mone", model, 0.17, score=kind, scope="global")
         by_hand = lowest(mone_scores(outputs, kind), 2)
         gone = {
@@ -112,6 +116,23 @@ def test_the_scores_of_mone() -> None:
         assert gone == by_hand
         chosen.append(gone)
     assert len({*map(frozenset, chosen)}) > 1
+
+
+def test_a_running_variance_depends_on_the_batches() -> None:
+    """What is stated of the authors' update: the first batch's spread has no part."""
+    rows = np.random.default_rng(0).normal(size=(12, 3))
+    whole, running = np.var(rows, axis=0, ddof=1), []
+    for size in (3, 6):
+        n, mean, variance = 0, np.zeros(3), np.zeros(3)
+        for own in np.split(rows, 12 // size):
+            mean = (n * mean + own.sum(0)) / (n + size)
+            if n:
+                variance *= (n - 1) / (n + size - 1)
+                variance += ((own - mean) ** 2).sum(0) / (n + size)
+            n += size
+        running.append(variance)
+    assert abs(running[0] - running[1]).max() > 0.1
+    assert all((own < whole).all() for own in running)
 
 
 def test_mone_may_replace_every_expert_of_a_layer() -> None:
