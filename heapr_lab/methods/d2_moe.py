@@ -165,7 +165,8 @@ D2_MOE = Method(
         "ratio comes from the ranks of the differences.",
         "Ranks fit the parameters that are left, with the base counted.",
         "The Fisher information is the mean over windows of the squared gradient of a "
-        "window's loss, for every entry.",
+        "window's loss, for every entry. The authors' code shifts the labels for a "
+        "model that shifts them itself: its loss is that of the token after the next.",
         "Frequencies and moments come from the same windows; the authors use a set of "
         "its own for each.",
         "An expert that no calibration token reaches has no weight in the base, and "

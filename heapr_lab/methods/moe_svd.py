@@ -273,21 +273,24 @@ MOE_SVD = Method(
     "low rank",
     _moe_svd,
     deviations=(
-        "Built from the abstract and second-hand descriptions; the authors' code is "
-        "not public.",
+        "Built from the abstract and second-hand descriptions: the authors' code, to "
+        "which the paper links, could not be obtained.",
         "The fewest of the least sensitive layers that can lose the ratio, each at "
         "most most_of_layer, are decomposed; the paper has a threshold for S_L.",
         "Outliers are entries of the atoms' activations above twice their mean, "
         "principal ranks count singular values above 1 % of the largest, as a mean "
         "over the expert's matrices.",
-        "Every U is fitted to the shared V by least squares on the expert's inputs; "
-        "an expert's own U belongs to its own V.",
+        "Every U is fitted to the shared V by least squares on the expert's inputs; in "
+        "the paper it is that of the expert's own decomposition, which belongs to "
+        "another V. This is in the method's favour.",
         "U-matrices are shared only where each expert's own would leave less than half "
         "the full rank: those with the most tokens are kept, and the other experts use "
-        "the one among them that changes their outputs least.",
+        "the one among them that changes their outputs least; in the paper each takes "
+        "two of more used experts together.",
         "Where the full rank of one V would remove more than asked for, the experts "
         "with the most tokens stay dense.",
     ),
-    options={"most_of_layer": 0.6},
+    options={"most_of_layer": 0.3},
     collectors=(MOMENTS,),
+    version=2,
 )

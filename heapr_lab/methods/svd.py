@@ -1,4 +1,4 @@
-"""Plain SVD: every matrix of every expert on its own, the control of low rank."""
+"""SVD of every matrix of every expert on its own, the control of low rank."""
 
 from collections.abc import Mapping
 
@@ -53,19 +53,21 @@ def _composition(
 
 SVD = Method(
     "svd",
-    "plain SVD: each matrix of each expert in two factors of low rank",
+    "SVD of each matrix of each expert, whitened by its inputs",
     "Eckart and Young 1936, doi:10.1007/BF02288367; whitened as in Wang et al. 2024, "
     "SVD-LLM, arXiv:2403.12378",
     "low rank",
     _svd,
     deviations=(
         "A control that no paper proposes for experts as such.",
-        "With whiten, the outputs for the tokens routed to the expert change least, as "
-        "in SVD-LLM, but layers are not treated one after the other, and no weights "
-        "are updated afterwards.",
+        "The outputs for the tokens routed to the expert change least, as in SVD-LLM, "
+        "but layers are not treated one after the other, and no weights are updated "
+        "afterwards. With whiten=false it is the plain SVD of the weights.",
         "Nothing is removed at ratio 0; above it, every matrix is decomposed, unless "
         "its factors would cost as much as it does.",
         "An expert that no calibration token reaches is decomposed without whitening.",
     ),
-    options={"whiten": False},
+    options={"whiten": True},
+    collectors=(MOMENTS,),
+    version=2,
 )

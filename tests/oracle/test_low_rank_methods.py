@@ -185,6 +185,20 @@ def test_svd(family: str, whiten: bool) -> None:
         torch.testing.assert_close(new, expected, **CLOSE)
 
 
+def test_the_control_is_whitened() -> None:
+    """By default the outputs change least, and so less than of the plain SVD."""
+    model = tiny_model("mixtral", **SIX)
+    found, plain = (fitted("svd", model, 0.4, **o) for o in ({}, {"whiten": False}))
+    inputs, changes = inputs_by_hand(model), {0: 0.0, 1: 0.0}
+    pairs = zip(every_matrix(model, found), every_matrix(model, plain), strict=True)
+    for (layer, expert, name, matrix, new), (*_, other) in pairs:
+        second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
+        for place, own in enumerate((new, other)):
+            left = matrix - own
+            changes[place] += float((left @ second * left).sum())
+    assert changes[0] < 0.9 * changes[1]
+
+
 def test_a_matrix_that_factors_would_not_shrink_stays_dense() -> None:
     """11 ranks of 21 numbers fit, so up and down have 4, more than their 80 numbers."""
     model = tiny_model("mixtral", intermediate_size=5, hidden_size=16)
@@ -300,6 +314,18 @@ def test_d2_moe_has_room_for_its_base() -> None:
         fitted("d2-moe", model, 0.5, base_ratio=1.0)
 
 
+def test_labels_that_are_shifted_twice() -> None:
+    """What is stated of the authors' loss: a model shifts the labels that it is given.
+
+    So the shifted text as labels gives the loss of the token after the next.
+    """
+    model: Any = tiny_model("mixtral")
+    found = model(IDS[:, :-1], labels=IDS[:, 1:]).loss
+    logits = model(IDS[:, :-1]).logits[:, :-1].flatten(0, 1)
+    after_next = torch.nn.functional.cross_entropy(logits, IDS[:, 2:].flatten())
+    assert float(found.detach()) == pytest.approx(float(after_next.detach()))
+
+
 # --- MoE-SVD ----------------------------------------------------------------------
 
 
@@ -321,15 +347,15 @@ def sensitivity_by_hand(layer: ExpertsLayer, inputs: Inputs) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_least_sensitive_layers_are_decomposed(family: str) -> None:
-    """Half of the parameters of one of two layers make a quarter of all."""
+    """Less than a third of a layer goes: 0.3 of one of two layers is 0.15 of all."""
     model = tiny_model(family, **SIX)
     inputs = inputs_by_hand(model)
     scores = {k.layer: sensitivity_by_hand(k, inputs) for k in find_experts(model)}
     assert len(set(scores.values())) == 2
-    for ratio in (0.25, 0.3):
+    for ratio in (0.1, 0.15):
         found = fitted("moe-svd-like", model, ratio)
         assert list(found.compositions) == [min(scores, key=lambda k: scores[k])]
-    assert len(fitted("moe-svd-like", model, 0.31).compositions) == 2
+    assert len(fitted("moe-svd-like", model, 0.16).compositions) == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -338,7 +364,7 @@ def test_moe_svd(family: str, ratio: float) -> None:
     """V is that of the expert with most tokens, U the least squares for its inputs."""
     model = tiny_model(family, **SIX)
     inputs = inputs_by_hand(model)
-    found = fitted("moe-svd-like", model, ratio)
+    found = fitted("moe-svd-like", model, ratio, most_of_layer=0.6)
     shared_lefts = dense_experts = 0
     for layer in [k for k in find_experts(model) if k.layer in found.compositions]:
         for name in NAMES:
@@ -428,6 +454,5 @@ def test_experts_without_tokens_or_weights(name: str) -> None:
     for layer in find_experts(model):
         for expert in range(6):
             layer.expert(expert)["up"][:6] = 0
-    options = {"whiten": True} if name == "svd" else {}
-    found = methods.get(name).fit(model, two, ratio=0.4, **options)
+    found = methods.get(name).fit(model, two, ratio=0.4)
     assert all(own.isfinite().all() for *_, own in every_matrix(model, found))
