@@ -24,8 +24,10 @@ _HEAPR = "Li et al. 2026, HEAPr, ICLR"
 _ONE_PASS = (
     "Ḡ is not formed: mean eᵀ Ḡ e equals mean h² · mean (∂ℓ/∂h)², so that one pass is "
     "enough.",
-    "An expert without tokens scores 0; in the authors' code its atoms score −1. Both "
-    "remove its atoms first.",
+    "An expert without tokens scores 0, and its atoms go first. In the authors' code "
+    "they score −1 and go first, too, where the family's loop skips such experts; "
+    "where it calls them with no token, they score 0/0, which sorts highest: all of "
+    "them are kept.",
     "The model is in eval mode, so auxiliary router losses, which the authors' code "
     "adds in training mode, have no part in the gradient.",
 )

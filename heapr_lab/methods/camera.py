@@ -162,6 +162,8 @@ CAMERA = Method(
         "Only routed experts are pruned; the authors' code has the shared experts of "
         "DeepSeekMoE and Qwen2-MoE in the pool.",
         "The ratio is that of the routed atoms, not 0.21 for 20 %.",
+        "alpha is 0.9, as in the authors' script; in their code it is 1 by default, "
+        "which leaves the peak alone.",
         "formula=paper is the formula as HEAPr's paper prints it.",
     ),
     options={"alpha": 0.9, "formula": "code", "sequential": True},

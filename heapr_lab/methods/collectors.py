@@ -177,8 +177,9 @@ def expert_statistics(
 ) -> pd.DataFrame:
     """Sums over the tokens routed to each expert, one row for each expert.
 
-    Columns: layer, expert, `tokens` T_e, `sum_p` Σ p, `sum_norm` Σ ‖f‖, `sum_p_norm`
-    Σ p · ‖f‖, `peak` max |f_d| over tokens and the D entries. In float64.
+    Columns: layer, expert, `tokens` T_e, `sum_p` Σ p, `sum_norm` Σ ‖f‖, `sum_norm2`
+    Σ ‖f‖², `sum_p_norm` Σ p · ‖f‖, `peak` max |f_d| over tokens and the D entries. In
+    float64.
 
     Args:
         model: the dense model; layers are run one after the other.
@@ -231,7 +232,8 @@ def routed_outputs(
 
 def _sums(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
     """The sums over the outputs of one expert."""
-    sums = {"tokens": 0, "sum_p": 0.0, "sum_norm": 0.0, "sum_p_norm": 0.0, "peak": 0.0}
+    names = ("sum_p", "sum_norm", "sum_norm2", "sum_p_norm", "peak")
+    sums = {"tokens": 0} | dict.fromkeys(names, 0.0)
     for outputs, weights in parts:
         if not len(outputs):
             continue
@@ -240,6 +242,7 @@ def _sums(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float
         sums["tokens"] += len(f)
         sums["sum_p"] += float(p.sum())
         sums["sum_norm"] += float(norms.sum())
+        sums["sum_norm2"] += float(norms.square().sum())
         sums["sum_p_norm"] += float((p * norms).sum())
         sums["peak"] = max(sums["peak"], float(f.abs().max()))
     return sums

@@ -87,11 +87,20 @@ def _reap(frame: pd.DataFrame, request: Request) -> np.ndarray:
     return scores
 
 
+def _per_token(name: str) -> Scores:
+    return lambda frame, _request: means(frame, name)
+
+
+def means(frame: pd.DataFrame, name: str) -> np.ndarray:
+    """A column over the tokens routed to each expert, (rows of `frame`,)."""
+    tokens = np.maximum(frame["tokens"].to_numpy(), 1)
+    found: np.ndarray = frame[name].to_numpy(dtype=np.float64) / tokens
+    return found
+
+
 def reap_scores(frame: pd.DataFrame) -> np.ndarray:
     """The mean of p · ‖f‖ over the tokens routed to each expert, (rows of `frame`,)."""
-    tokens = np.maximum(frame["tokens"].to_numpy(), 1)
-    scores: np.ndarray = frame["sum_p_norm"].to_numpy(dtype=np.float64) / tokens
-    return scores
+    return means(frame, "sum_p_norm")
 
 
 def super_experts(frame: pd.DataFrame, *, n_layers: int) -> np.ndarray:
@@ -142,12 +151,32 @@ EXPERTS = (
         _by(_reap),
         deviations=(
             *_ROUTED_TOKENS,
-            "p is the weight with which the family's own router multiplies an output, "
-            "renormalised or not.",
+            "p is the weight with which the family's own router multiplies an output. "
+            "The authors' code has the softmax of the logits, since March 2026 by "
+            "default renormalised where the configuration has norm_topk_prob, which is "
+            "the same for Qwen's families, but not for Mixtral or for sigmoids.",
             "Super experts are those with an extreme entry of an output for a routed "
             "token; the authors' code runs every expert on every token.",
         ),
         options={"protect_super_experts": False},
+        collectors=(EXPERT_SUMS,),
+    ),
+    Method(
+        "man",
+        "MAN: experts by the mean norm of their outputs, without routing weights",
+        "Liu et al. 2026, arXiv:2606.15716",
+        "experts",
+        _by(_per_token("sum_norm")),
+        deviations=_ROUTED_TOKENS,
+        collectors=(EXPERT_SUMS,),
+    ),
+    Method(
+        "msan",
+        "MSAN: experts by the mean squared norm of their outputs",
+        "Liu et al. 2026, arXiv:2606.15716",
+        "experts",
+        _by(_per_token("sum_norm2")),
+        deviations=_ROUTED_TOKENS,
         collectors=(EXPERT_SUMS,),
     ),
     Method(

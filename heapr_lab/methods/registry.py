@@ -25,6 +25,7 @@ from heapr_lab.methods.ream import REAM
 from heapr_lab.methods.slimming import SLIMMING
 from heapr_lab.methods.sub_moe import SUB_MOE
 from heapr_lab.methods.svd import SVD
+from heapr_lab.methods.tenp import TENP
 
 GROUP = "heapr_lab.methods"
 """The entry-point group of plug-ins; each entry is a `Method`."""
@@ -33,6 +34,7 @@ _OURS = (
     *INTDIM,
     CAMERA,
     SLIMMING,
+    TENP,
     *EXPERTS,
     NAEE,
     MONE,

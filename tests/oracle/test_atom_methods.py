@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from families import tiny_ids, tiny_model
 from oracles.token_by_token import atom_activations, matrices
+from text_models import experts_calls
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab import methods
+from heapr_lab.errors import SpecError
 from heapr_lab.methods import slimming
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.models.experts import find_experts
@@ -250,3 +252,92 @@ def test_experts_by_the_roots_of_their_attributions() -> None:
     emptied = slimming.of_experts(own, 5, least=2)  # 1.05 is the next
     assert emptied.tolist() == [[1, 1, 1, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
     assert slimming.of_experts(own, 12, least=5).all()
+
+
+# --- TENP -------------------------------------------------------------------------
+
+
+def tenp_by_hand(
+    model: nn.Module,
+) -> tuple[dict[tuple[int, int], float], dict[Key, float]]:
+    """Scores of experts and of atoms, from each atom's own output vector."""
+    experts: dict[tuple[int, int], float] = {}
+    atoms: dict[Key, float] = {}
+    layers = {own.layer: own for own in find_experts(model)}
+    for number, (inputs, index, weights) in experts_calls(model, IDS).items():
+        for expert in range(layers[number].n_experts):
+            w: Any = matrices(layers[number].module.requires_grad_(False), expert)
+            lengths, score = [], 0.0
+            for token, slot in (index == expert).nonzero().tolist():
+                x, p = inputs[token], float(weights[token, slot])
+                written = w["W_down"] * atom_activations(layers[number].module, x, w)
+                y = written.sum(1)  # the sum of what the atoms write
+                turned = 1 - float(x @ y / x.norm() / y.norm())
+                score += p * float(y.norm()) * turned
+                lengths.append([float(own @ y / y.norm()) for own in written.T])
+            experts[number, expert] = score
+            for atom, length in enumerate(np.mean(lengths, axis=0)):
+                atoms[number, expert, atom] = float(length)
+    return experts, atoms
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron_h"])
+def test_tenp_by_loops(family: str) -> None:
+    """Two of six experts of the first layer are whole, three of the second."""
+    sizes = ("num_experts", "num_local_experts", "n_routed_experts")
+    model = tiny_model(family, **dict.fromkeys(sizes, 6))
+    experts, atoms = tenp_by_hand(model)
+    found = fitted("tenp-like", model, 0.3, whole=0.6)  # 5 of 12 experts
+    first, second = (own.layer for own in find_experts(model))
+    expected: set[Key] = set()
+    for layer, number in ((first, 2), (second, 3)):
+        order = sorted(range(6), key=lambda e, k=layer: experts[k, e])
+        for expert in order[: 6 - number]:
+            own = {k: s for k, s in atoms.items() if k[:2] == (layer, expert)}
+            expected |= set(sorted(own, key=lambda k, own=own: own[k])[:4])
+    assert removed(found) == expected  # 0.3 · 96 atoms of 7 experts: 4 of each
+    assert any(value < 0 for value in atoms.values())  # scores have signs
+
+
+def test_enp_keeps_no_expert_whole() -> None:
+    """With whole=0 every expert loses as many atoms; a wrong share is refused."""
+    model = tiny_model("qwen3_moe")
+    kept = fitted("tenp-like", model, 0.5, whole=0.0).keep.arrays
+    assert {int(n) for own in kept.values() for n in own.sum(1)} == {4}
+    with pytest.raises(SpecError, match=r"whole is 1\.0, expected a share"):
+        fitted("tenp-like", model, 0.5, whole=1.0)
+
+
+# --- experts without tokens -------------------------------------------------------
+
+
+def heapr_of_the_authors(h: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> Any:
+    """Their two hooks for one expert: sums over its tokens, over their number."""
+    tokens = torch.tensor(float(len(h)))
+    covariance = g.T @ g / tokens
+    return (h**2).sum(0) * ((w.T @ covariance) * w.T).sum(1) / tokens
+
+
+def test_what_the_authors_code_does_with_dead_experts() -> None:
+    """Called with no token, their atoms score 0/0, which sorts above all others."""
+    draw = torch.Generator().manual_seed(0)
+    w = torch.randn(3, 2, generator=draw)
+    h, g = (torch.randn(5, n, generator=draw) for n in (2, 3))
+    alive = heapr_of_the_authors(h, g, w)
+    dead = heapr_of_the_authors(h[:0], g[:0], w)
+    skipped = torch.full((2,), -1.0)
+    for other, kept in ((dead, {2, 3}), (skipped, {0, 1})):
+        assert {*torch.cat([alive, other]).topk(2).indices.tolist()} == kept
+
+
+def test_dead_experts_lose_their_atoms_first() -> None:
+    """Ours: in each layer no token reaches two of four experts, which go first."""
+    model, ids = tiny_model("qwen3_moe"), IDS[:1, :3]
+    calls = experts_calls(model, ids)
+    used = {k: {*index[:-1].flatten().tolist()} for k, (_, index, _) in calls.items()}
+    assert all(len(own) == 2 for own in used.values())
+    windows = CalibrationSet.from_ids(ids)
+    gone = removed(methods.get("heapr").fit(model, windows, ratio=0.5))
+    dead = {(k, e) for k, own in used.items() for e in {0, 1, 2, 3} - own}
+    assert {key[:2] for key in gone} == dead
+    assert len(gone) == 8 * len(dead)

@@ -16,11 +16,12 @@ from heapr_lab import methods
 from heapr_lab.errors import LayoutError
 from heapr_lab.methods import experts, naee
 from heapr_lab.methods.camera import camera_scores
-from heapr_lab.methods.collectors import expert_statistics
+from heapr_lab.methods.collectors import Measurements, expert_statistics
 from heapr_lab.methods.compression import AtomCompression, ExpertDropping
 from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import find_experts
+from heapr_lab.models.single_experts import expert_output
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 from heapr_lab.text.calibration import CalibrationSet
@@ -74,6 +75,8 @@ SCORES = {
     "ean": lambda own: sum(float(f.norm()) for f, _ in own),
     "reap": lambda own: np.mean([p * float(f.norm()) for f, p in own] or [0]),
     "seer-like": lambda own: sum(p for _, p in own),
+    "man": lambda own: np.mean([float(f.norm()) for f, _ in own] or [0]),
+    "msan": lambda own: np.mean([float(f @ f) for f, _ in own] or [0]),
 }
 
 
@@ -103,11 +106,33 @@ def test_the_statistics_of_experts(family: str) -> None:
             "tokens": len(own),
             "sum_p": sum(p),
             "sum_norm": sum(norms),
+            "sum_norm2": sum(a * a for a in norms),
             "sum_p_norm": sum(a * b for a, b in zip(norms, p, strict=True)),
             "peak": max([float(f.abs().max()) for f, _ in own], default=0.0),
         }
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-5), (key, name)
+
+
+@pytest.mark.parametrize("renormalised", [False, True])
+def test_reap_has_the_weights_of_the_authors(renormalised: bool) -> None:
+    """The softmax, over the chosen experts where the configuration says so."""
+    model = tiny_model("qwen3_moe", **SIX, norm_topk_prob=renormalised)
+    shared = Measurements(model, WINDOWS)
+    scores = experts.reap_scores(shared.experts())
+    axes, place = {own.layer.layer: own for own in find_expert_axes(model)}, 0
+    for layer, calls in iter_expert_calls(model, IDS):
+        router: Any = axes[layer.layer].router
+        p = (calls.hidden_states @ router.weight.detach().T).softmax(1)
+        chosen = p.gather(1, calls.top_k_index)
+        if renormalised:
+            p = p / chosen.sum(1, keepdim=True)
+        for expert in range(6):
+            tokens = (calls.top_k_index == expert).any(1)
+            f = expert_output(layer, expert, calls.hidden_states[tokens])
+            expected = float((p[tokens, expert] * f.norm(dim=1)).mean())
+            assert scores[place] == pytest.approx(expected, rel=1e-6)
+            place += 1
 
 
 def test_super_experts_by_hand() -> None:

@@ -179,7 +179,7 @@ def step(found: Compression, name: str, model: nn.Module) -> float:
         return layers[0].d_inter / atoms
     if methods.get(name).compresses == "low rank":
         return rank_step(layers[0])
-    if name in ("minitron", "intdim-e"):
+    if name in ("minitron", "intdim-e", "tenp-like"):
         return sum(layer.n_experts for layer in layers) / atoms
     if name == "moe-i2-like":  # a singular value of each layer
         return len(layers) * (8 + 16) / (atoms * 3 * 16)
