@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from heapr_lab.checkpoints.folder import read_manifest
 from heapr_lab.checkpoints.save import KEEP_FILE, save_pruned
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.backend import backend_of
@@ -17,8 +18,6 @@ from heapr_lab.models.folders import has_tokenizer, read_tokenizer, read_weights
 from heapr_lab.models.ragged_experts import quantise
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
-from heapr_lab.storage import files
-from heapr_lab.storage.provenance import MANIFEST_FILE
 
 _NOT_CARRIED = (
     "format_version",
@@ -49,8 +48,10 @@ def convert(folder: Path | str, out: Path | str, *, quantised: str) -> Path:
 
     Raises:
         SpecError: there is no pruned checkpoint in `folder`, there is no such kind, the
-            experts are quantised already, or `out` is not empty.
-        CacheError: the mask is not that of the weights, or what was written differs.
+            experts are quantised already, a weight is not finite, or `out` is not
+            empty.
+        CacheError: the manifest is damaged, the mask is not that of the weights, or
+            what was written differs.
     """
     folder, out = Path(folder), Path(out)
     if not (folder / KEEP_FILE).is_file():
@@ -58,10 +59,11 @@ def convert(folder: Path | str, out: Path | str, *, quantised: str) -> Path:
             f"{folder} is not a pruned checkpoint: expected one of `heapr-lab prune`"
         )
     model = _ragged(read_weights(folder, dtype="auto"))
-    facts = _facts_of(folder)
+    manifest = read_manifest(folder)
+    facts = _facts_of(manifest)
     model.__dict__["heapr_weights"] = facts.pop("weights", _SLICED)
     quantise_model(model, quantised)
-    model.__dict__["heapr_keep"] = _mask_of(folder, model)
+    model.__dict__["heapr_keep"] = _mask_of(folder, model, manifest)
     model.config._name_or_path = facts["base_model"] or ""
     return save_pruned(
         model,
@@ -82,7 +84,8 @@ def quantise_model(model: Any, kind: str) -> None:
 
     Raises:
         SpecError: it has no pruned experts, they are quantised already, d_model is no
-            multiple of the size of a group, or the model is streamed.
+            multiple of the size of a group, a weight is not finite, or the model is
+            streamed.
     """
     backend_of(model).require_loaded(
         remedy="save it, and quantise the checkpoint (convert)"
@@ -113,30 +116,31 @@ def _ragged(model: Any) -> Any:
     return prune(model, KeepMask.from_arrays(whole))
 
 
-def _facts_of(folder: Path) -> dict[str, Any]:
+def _facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What the manifest says that is true of the new files, too."""
-    manifest = files.read_json(folder / MANIFEST_FILE)
     facts = {k: v for k, v in manifest.items() if k not in _NOT_CARRIED}
     if "perplexity" in facts:
         facts["perplexity_unrounded"] = facts.pop("perplexity")
     return facts
 
 
-def _mask_of(folder: Path, model: Any) -> KeepMask:
+def _mask_of(folder: Path, model: Any, manifest: Mapping[str, Any]) -> KeepMask:
     """The mask in `folder`.
 
     Raises:
-        CacheError: the experts of `model`, read from there, have other widths.
+        CacheError: it is not the one that `manifest` is of, or the experts of `model`,
+            read from there, have other widths.
     """
     keep = KeepMask.read(folder / KEEP_FILE)
     widths = [w for layer in keep.layers for w in keep.by_layer(layer).sum(1).tolist()]
     own = [
         w for experts in sliced_experts(model).values() for w in experts.heapr_widths
     ]
-    if widths != own:
+    if widths != own or keep.fingerprint != manifest["keep_fingerprint"]:
+        differ = "atoms" if widths == own else "widths"
         raise CacheError(
             f"{folder / KEEP_FILE} is not the mask of the weights beside it: its "
-            "experts have other widths; take the file that was written with them"
+            f"experts have other {differ}; take the file that was written with them"
         )
     return keep
 

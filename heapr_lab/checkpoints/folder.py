@@ -153,6 +153,26 @@ def _check_named(folder: Path) -> None:
         )
 
 
+_SAID = ("structure", "base_model", "keep_fingerprint")
+"""What the manifest of every pruned checkpoint says."""
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the manifest of the pruned checkpoint in `folder` says.
+
+    Raises:
+        CacheError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST_FILE
+    said = files.read_json(path) if path.is_file() else None
+    if not isinstance(said, dict) or not said.keys() >= set(_SAID):
+        raise CacheError(
+            f"{path} is missing or damaged: expected a JSON object with "
+            f"{', '.join(_SAID)}; take the one that was written with the weights"
+        )
+    return said
+
+
 def checksums_in(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file of weights in `folder`."""
     found = sorted(folder.glob("*.safetensors"))

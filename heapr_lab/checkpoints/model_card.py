@@ -6,10 +6,9 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from heapr_lab.checkpoints.folder import read_manifest
 from heapr_lab.models.folders import is_native, read_config
 from heapr_lab.pruning.savings import at_context
-from heapr_lab.storage.files import read_json
-from heapr_lab.storage.provenance import MANIFEST_FILE
 
 _CARD = """---
 {header}
@@ -132,7 +131,7 @@ def loading_code(folder: Path) -> str:
         CacheError: its manifest is damaged.
         SpecError: its configuration is.
     """
-    manifest = read_json(folder / MANIFEST_FILE)
+    manifest = read_manifest(folder)
     name = _class_of(manifest)
     plain = _is_stock(manifest) and is_native(read_config(folder))
     lines = [] if plain else ["import heapr_lab"]

@@ -369,8 +369,8 @@ def quantise(experts: RaggedExperts, kind: str) -> None:
         kind: `int8`, a scale for each row, or `int4`, one for each 32 weights of a row.
 
     Raises:
-        ValueError: there is no such kind, the experts are quantised already, or d_model
-            is no multiple of the size of a group.
+        ValueError: there is no such kind, the experts are quantised already, d_model is
+            no multiple of the size of a group, or a weight is not finite.
     """
     if kind not in QUANTISED:
         raise ValueError(f"there is no {kind!r}, expected {', '.join(QUANTISED)}")
@@ -381,12 +381,20 @@ def quantise(experts: RaggedExperts, kind: str) -> None:
             f"experts with {found} cannot become {kind}, which needs weights that are "
             f"not quantised, in rows of a multiple of {group}"
         )
+    weights = {name: getattr(experts, name) for name in SCALES}
+    broken = [name for name, own in weights.items() if not _is_finite(own)]
+    if broken:
+        raise ValueError(f"{broken[0]} has weights that are NaN or infinite")
     for name, scale_name in SCALES.items():
-        integers, scale = quantised(getattr(experts, name), kind)
+        integers, scale = quantised(weights[name], kind)
         setattr(experts, name, nn.Parameter(integers, requires_grad=False))
         setattr(experts, scale_name, nn.Parameter(scale, requires_grad=False))
     experts.__class__ = QuantisedExperts
     experts.__dict__["kind"] = kind
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    return weight.is_meta or bool(torch.isfinite(weight).all())
 
 
 def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from tiny_folder import write_model
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints.convert import convert, quantise_model
+from heapr_lab.checkpoints.model_card import loading_code
 from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, save_pruned
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import sliced_experts
@@ -140,9 +141,50 @@ def test_a_mask_of_other_weights_is_refused(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", hidden_size=64)
     folder = save_pruned(prune(model, random_keep(model)), tmp_path / "one")
     random_keep(model, seed=7).write(folder / KEEP_FILE)
-    with pytest.raises(CacheError, match="not the mask of the weights"):
+    with pytest.raises(CacheError, match=r"not the mask of the weights.*other widths"):
         convert(folder, tmp_path / "out", quantised="int8")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_mask_of_other_atoms_is_refused(tmp_path: Path) -> None:
+    """Though as many are kept of every expert."""
+    model = tiny_model("qwen3_moe", hidden_size=64)
+    keep, other = (
+        widths_keep(model, 4, structure="ragged", seed=seed) for seed in (0, 1)
+    )
+    folder = save_pruned(prune(model, keep), tmp_path / "one")
+    other.write(folder / KEEP_FILE)
+    with pytest.raises(CacheError, match=r"not the mask of the weights.*other atoms"):
+        convert(folder, tmp_path / "out", quantised="int8")
+    keep.write(folder / KEEP_FILE)
+    convert(folder, tmp_path / "out", quantised="int8")
+
+
+@pytest.mark.parametrize("said", ["{}", "[]", "7", "null", '{"structure": 1}', None])
+def test_a_damaged_manifest_is_refused(said: str | None, tmp_path: Path) -> None:
+    """In one line, as where there is none."""
+    model = tiny_model("qwen3_moe", hidden_size=64)
+    folder = save_pruned(prune(model, random_keep(model)), tmp_path / "one")
+    if said is None:
+        (folder / MANIFEST_FILE).unlink()
+    else:
+        (folder / MANIFEST_FILE).write_text(said)
+    with pytest.raises(CacheError, match=f"{MANIFEST_FILE} is missing or damaged"):
+        convert(folder, tmp_path / "out", quantised="int8")
+    with pytest.raises(CacheError, match=f"{MANIFEST_FILE} is missing or damaged"):
+        loading_code(folder)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("broken", [float("inf"), -float("inf"), float("nan")])
+def test_a_weight_that_is_not_finite_is_not_rounded(kind: str, broken: float) -> None:
+    """No integer is near it."""
+    model = made("qwen3_moe")
+    module = next(reversed(sliced_experts(model).values()))
+    module.down_columns.data[3, 2] = broken
+    with pytest.raises(SpecError, match=r"layers\.1\..*down_columns has weights that"):
+        quantise_model(model, kind)
+    assert not isinstance(module, QuantisedExperts)
 
 
 def test_a_dense_model_is_not_converted(tmp_path: Path) -> None:
