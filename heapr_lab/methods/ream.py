@@ -38,8 +38,8 @@ from heapr_lab.methods.merging import (
 )
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.expert_calls import ExpertCalls
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.refinement.expert_calls import ExpertCalls
 
 _N_COMPONENTS = 64
 """Of an atom's weights, by which it is aligned."""

@@ -24,9 +24,9 @@ from heapr_lab.methods.merging import (
     refuse_streamed_merge,
 )
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.expert_calls import ExpertCalls
+from heapr_lab.methods.single_experts import expert_output
 from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.models.single_experts import expert_output
+from heapr_lab.refinement.expert_calls import ExpertCalls
 
 _MOST_ROUNDS = 100
 _TOKENS_AT_ONCE = 512

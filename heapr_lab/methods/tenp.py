@@ -20,11 +20,11 @@ from heapr_lab.methods.collectors import Collector
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.evolution import apportioned
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.expert_calls import ExpertCalls
+from heapr_lab.methods.single_experts import activations
 from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.models.single_experts import activations
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
+from heapr_lab.refinement.expert_calls import ExpertCalls
 
 _DEEPEST = 2.0
 """Whole experts of the deepest layer, for each one of the first layer."""

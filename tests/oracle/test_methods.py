@@ -20,8 +20,8 @@ from heapr_lab.methods.collectors import Measurements, expert_statistics
 from heapr_lab.methods.compression import AtomCompression, ExpertDropping
 from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
+from heapr_lab.methods.single_experts import expert_output
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.single_experts import expert_output
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 from heapr_lab.text.calibration import CalibrationSet
