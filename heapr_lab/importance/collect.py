@@ -9,16 +9,16 @@ embedding's output does. Source: HEAPr, Algorithm 1, in the form that is derived
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError, whole_number
 from heapr_lab.importance.measured import check_coverage, provenance_of, rows_of
+from heapr_lab.importance.ranks import Ranks
 from heapr_lab.importance.resuming import SavedSums
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
@@ -33,7 +33,6 @@ from heapr_lab.models.likelihood import (
 )
 from heapr_lab.models.memory import halving_batches, starting_batch_size
 from heapr_lab.models.modes import differentiating
-from heapr_lab.models.moments import LayerMoments
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
@@ -50,30 +49,6 @@ handed out by the system in pages that it zeroes first.
 """
 
 LABELS = ("data", "model")
-
-
-T = TypeVar("T")
-
-
-class Ranks(Protocol):
-    """Processes that measure disjoint windows together, as one of them sees them."""
-
-    def share(self, n_windows: int) -> range:
-        """The windows of this process."""
-
-    def own_state(self, path: Path) -> Path:
-        """The file for its state."""
-
-    def check_same(self, spec_hash: str) -> None:
-        """Check that all measure the same."""
-
-    def combine(self, moments: Sequence[LayerMoments]) -> None:
-        """Replace its moments by those of all windows."""
-
-    def stored(
-        self, store: Callable[[Callable[[], T]], T], compute: Callable[[], T]
-    ) -> T | None:
-        """`store(compute)` in the first of them; the others compute if it does."""
 
 
 def statistics_spec(

@@ -18,10 +18,10 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.inspection.latency import in_turns, seconds_of
 from heapr_lab.inspection.loss_prediction import DamageMap, fit_damage
+from heapr_lab.models.backend import backend_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.pruning.surgery import prune
-from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
@@ -140,11 +140,9 @@ def share_of_decoding(
         SpecError: the model is streamed, so that its time is that of the disk, or there
             are fewer windows than `batch_size`.
     """
-    if stream_of(bench.model) is not None:
-        raise SpecError(
-            "the model is streamed from the disk, so its latency is that of the disk: "
-            "save the pruned model, and load both in memory"
-        )
+    backend_of(bench.model).require_loaded(
+        remedy="its latency is that of the disk; save the pruned model, and load both"
+    )
     prompts = _prompts(bench, calibration, batch_size)
     return share_of_time(
         decoding_rounds(prompts, bench.model, prune(bench.model, keep))

@@ -16,6 +16,7 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.progress import Parts, Progress
@@ -35,7 +36,6 @@ from heapr_lab.refinement.compensation import (
     solve_layers,
 )
 from heapr_lab.repr_html import card_html
-from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 
@@ -109,7 +109,7 @@ def prune_in_rounds(
     if table is not None:
         check_table(model, layers, table)
     span = span or default_span(layers)
-    at_once = fits_in_memory(layers, span) and stream_of(model) is None
+    at_once = fits_in_memory(layers, span) and backend_of(model).runs_whole
     n_solves = 0 if not compensated else 1 if at_once else rounds
     n_passes = rounds - (table is not None) + n_solves
     n_windows = calibration.n_sequences
