@@ -46,7 +46,6 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
-from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache
 from heapr_lab.storage.hashing import digest
@@ -103,7 +102,7 @@ class Workbench:
         self.opening: Opening | None = None
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
         self._table: tuple[tuple[Any, ...], ImportanceTable] | None = None
-        self._portfolio: tuple[tuple[Any, ...], Portfolio] | None = None
+        self._portfolio: tuple[tuple[Any, ...], Any] | None = None
         self._tokenizer: tuple[tuple[Any, int, str], str] | None = None
         self._identity: tuple[str, dict[str, str]] | None = None
 
@@ -332,7 +331,7 @@ class Workbench:
             lines = (f"{name}: {fact}" for name, fact in found.brief().items())
             logger.warning("this takes long\n%s", "\n".join(lines))
 
-    def portfolio(self, calibration: Calibration | None = None) -> Portfolio:
+    def portfolio(self, calibration: Calibration | None = None) -> Any:
         """The statistics and sums of which `compress` makes its candidates.
 
         Only the last one is kept, because its sums can be large.
@@ -340,7 +339,8 @@ class Workbench:
         windows = self.calibration_set(calibration)
         key = digest(self.identity), windows.fingerprint
         if self._portfolio is None or self._portfolio[0] != key:
-            made = Portfolio(self.model, windows, measure=self.measure)
+            fitted = registry.find("sums that weights are fitted with")
+            made = fitted(self.model, windows, measure=self.measure)
             self._portfolio = key, made
         return self._portfolio[1]
 

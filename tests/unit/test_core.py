@@ -9,7 +9,7 @@ import pytest
 from house import CORE, PACKAGE, TOP, WINGS, code_lines, imported_modules
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 6_800
+MOST_LINES = 7_900
 """Of code in the core."""
 MOST_TO_READ = 2_800
 """Of code in the files to read first."""
