@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_folder import write_model
 
-from heapr_lab.checkpoints import save, shards
+from heapr_lab.checkpoints import save
 from heapr_lab.checkpoints.folder import check_new, partial_of
 from heapr_lab.checkpoints.save import MANIFEST_FILE, prune_folder, save_pruned
 from heapr_lab.errors import CacheError, SpecError
@@ -27,6 +27,7 @@ from heapr_lab.models.folders import read_weights
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
+from heapr_lab.streaming import shards
 
 BUSY = "is being written by another process or thread: wait"
 FORK = multiprocessing.get_context("fork")

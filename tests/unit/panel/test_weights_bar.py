@@ -12,13 +12,13 @@ import pytest
 from heapr_lab.checkpoints import folder as folders
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.inspection.passages import token_losses
-from heapr_lab.models.loading import load_like
 from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession, Step, Way
 from heapr_lab.panel.session_file import read_session, write_session
 from heapr_lab.recipes import export as exporting
 from heapr_lab.recipes.presets import DEFAULT, METHODS
+from heapr_lab.recipes.reloading import load_like
 from heapr_lab.storage.files import read_json
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 from heapr_lab.cli.app import app
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
-from heapr_lab.models import loading
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import config_of, load_model, model_folder
+from heapr_lab.pretrained import one_expert
 from heapr_lab.pretrained.one_expert import one_expert_config
 
 SIZES = {
@@ -218,9 +218,9 @@ def test_a_tokenizer_that_would_change_is_refused(
     other.pre_tokenizer = pre_tokenizers.Whitespace()
     other.add_special_tokens([AddedToken("<x>", special=True)])
     strange = PreTrainedTokenizerFast(tokenizer_object=other)
-    real = loading.one_expert_folder.__globals__["read_tokenizer"]
-    monkeypatch.setitem(
-        loading.one_expert_folder.__globals__,
+    real = one_expert.read_tokenizer
+    monkeypatch.setattr(
+        one_expert,
         "read_tokenizer",
         lambda path: real(path) if Path(path) == folder else strange,
     )

@@ -11,10 +11,11 @@ from tiny_folder import write_model, write_text
 
 from heapr_lab.checkpoints import save
 from heapr_lab.errors import CacheError
-from heapr_lab.models.loading import load_like, load_model
+from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes import export, reloading
+from heapr_lab.recipes.reloading import load_like
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench

@@ -19,10 +19,11 @@ from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
 from heapr_lab.figures.files import write_files
 from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.inspection import rows
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
-from heapr_lab.storage import cache, disk, files, rows
+from heapr_lab.storage import cache, disk, files
 from heapr_lab.text.calibration import CalibrationSet
 
 MASK = KeepMask.from_arrays({0: [[True, False]]})
