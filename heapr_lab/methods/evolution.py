@@ -155,7 +155,7 @@ def apportioned(
         >>> apportioned([1.0, 2.0, 1.0], 5, [4, 2, 4])
         (2, 2, 1)
     """
-    shares = total * np.asarray(weights, dtype=float) / (sum(weights) or 1.0)
+    shares = total * (np.asarray(weights, dtype=float) / (sum(weights) or 1.0))
     given = np.minimum(shares.astype(int), most)
     order = np.argsort(given - shares, kind="stable")
     for place in itertools.chain(order, itertools.cycle(range(len(given)))):
