@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,8 @@ class Term:
     """What else stands on controls and in lists that it explains."""
 
 
-def _term(name: str, *, text: str, **more: str) -> Term:
-    return Term(name, " ".join(text.split()), **more)
+def _term(name: str, *, text: str, labels: Iterable[str] = (), **more: str) -> Term:
+    return Term(name, " ".join(text.split()), **more, labels=tuple(labels))
 
 
 def _estimator(found: Estimator) -> Term:

@@ -6,20 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from families import tiny_ids, tiny_model
-from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import Perplexity
-from heapr_lab.inspection.budgets import (
-    decoding_rounds,
-    ratio_for_loss,
-    share_of_decoding,
-)
-from heapr_lab.inspection.latency import in_turns
+from heapr_lab.inspection.budgets import ratio_for_loss
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 
 DENSE_NLL = 3.0
@@ -30,16 +21,11 @@ class Bench:
     """A stand-in for a workbench whose Δloss is a curve of the achieved ratio."""
 
     delta: Callable[[float], float] = lambda ratio: ratio**3
-    model: nn.Module = field(default_factory=nn.Module)
     evaluated: list[float] = field(default_factory=list)
 
     def test_windows(self, corpus: str) -> str:
         """The name of the corpus stands for its windows."""
         return corpus
-
-    def calibration_set(self, _: object) -> CalibrationSet:
-        """Three windows."""
-        return CalibrationSet.from_ids(tiny_ids())
 
     def keep(self, setting: Setting) -> KeepMask:
         """A mask without the first atoms of each of 50 experts of 100."""
@@ -117,40 +103,3 @@ def test_a_rise_is_above_zero(rise: float) -> None:
     """A limit at or below the dense model's perplexity is an error."""
     with pytest.raises(SpecError, match="rise must be above 0"):
         ratio_for_loss(Bench(), Setting(0.0), "ptb", rise=rise)
-
-
-# --- a latency ----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny() -> nn.Module:
-    """A model of two layers of routed experts."""
-    return tiny_model("qwen2_moe").eval()
-
-
-def test_prompts_are_calibration_windows(tiny: nn.Module) -> None:
-    """As many as there are."""
-    bench = Bench(model=tiny)
-    keep = bench.keep(Setting(0.5))
-    with pytest.raises(SpecError, match="batch_size must be from 1 to 3"):
-        share_of_decoding(bench, keep, Calibration(), batch_size=4)
-
-
-def test_decoding_is_timed_for_both_models(tiny: nn.Module) -> None:
-    """A positive time for every round of each, after prompts of a batch."""
-    found = decoding_rounds(tiny_ids(), tiny, tiny, n_steps=2, n_rounds=3)
-    assert np.shape(found) == (2, 3)
-    assert np.min(found) > 0
-
-
-def test_runs_take_turns_after_a_warm_up() -> None:
-    """Another run is first in each round; the first round is not written down."""
-    order: list[str] = []
-
-    def run(name: str) -> float:
-        order.append(name)
-        return float(len(order))
-
-    found = in_turns([lambda: run("a"), lambda: run("b")], n_rounds=2)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert found == [[4, 5], [3, 6]]
