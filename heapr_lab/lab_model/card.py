@@ -33,7 +33,7 @@ d_model {d_model}), trained from scratch for this repository so that pruning can
 be studied offline. It is for measuring pruning methods on, and good for nothing else.
 
 Made by `heapr-lab train-lab-model` on {n_tokens:,} tokens: AdamW, warmup-stable-decay,
-{balance}. {note}
+{balance}.{upcycling}
 
 {runs}
 
@@ -62,7 +62,7 @@ over all {n_moe} × {n_experts} experts, on the validation windows.
 """
 
 
-def write_card(folder: Path, *, title: str = "The lab model", note: str = "") -> None:
+def write_card(folder: Path, *, title: str = "The lab model") -> None:
     """Measure the model in `folder` and write its card, README.md.
 
     The numbers are also added to its training.json, under `evaluation`.
@@ -70,7 +70,6 @@ def write_card(folder: Path, *, title: str = "The lab model", note: str = "") ->
     Args:
         folder: the folder that `train_lab_model` wrote.
         title: the title of the card.
-        note: a further sentence on the training.
 
     Raises:
         CorpusError: one of the training corpora is not available.
@@ -101,7 +100,7 @@ def write_card(folder: Path, *, title: str = "The lab model", note: str = "") ->
         "n_tokens": sum(run["n_tokens"] for run in _runs(training)),
         "runs": markdown(_schedules(training)),
         "n_windows": _N_WINDOWS,
-        "note": note,
+        "upcycling": _upcycling(training),
         "mixture": markdown(_mixtures(training)),
         "losses": markdown(losses),
         "load": markdown(load),
@@ -173,6 +172,16 @@ def _runs(training: dict[str, Any]) -> list[dict[str, Any]]:
     """The record of each run, in order."""
     earlier = training.get("went_on_from")
     return [*(_runs(earlier) if earlier else []), training]
+
+
+def _upcycling(training: dict[str, Any]) -> str:
+    """Where the experts come from, if the run before had one of them a layer."""
+    one = any(run["spec"]["n_experts"] == 1 for run in _runs(training)[:-1])
+    said = (
+        "The first run trained one\nexpert a layer, of which all began the second as "
+        "copies, with noise"
+    )
+    return f" {said}." if one else ""
 
 
 def _schedules(training: dict[str, Any]) -> pd.DataFrame:

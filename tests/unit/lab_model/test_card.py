@@ -3,7 +3,11 @@
 import re
 
 import pytest
+import torch
+from torch.nn.functional import normalize
 
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.loading import load_model
 from heapr_lab.storage import files, paths
 
 FOLDER = paths.lab_model_dir()
@@ -63,7 +67,7 @@ def test_the_fine_grained_model_uses_all_its_experts() -> None:
     assert "64 routed experts of 48 atomic experts each, top-6, 2 shared" in card
 
 
-@pytest.mark.parametrize("recipe", ["unbalanced", "fine"])
+@pytest.mark.parametrize("recipe", ["unbalanced", "fine", "upcycled"])
 def test_their_weights_are_small(recipe: str) -> None:
     """At most 10 MB, so that they can be in the repository."""
     (file,) = paths.lab_model_dir(recipe).glob("*.safetensors")
@@ -71,3 +75,28 @@ def test_their_weights_are_small(recipe: str) -> None:
     card = (paths.lab_model_dir(recipe) / "README.md").read_text()
     balance = "by nothing" if recipe == "unbalanced" else "by a load-balancing loss"
     assert f"routers balanced {balance}" in card
+
+
+def test_the_upcycled_model_uses_all_its_experts() -> None:
+    """Copies of one expert have taken different tokens, and none is idle."""
+    assert pooled_load("upcycled")["smallest"] >= 0.25
+    card = (paths.lab_model_dir("upcycled") / "README.md").read_text()
+    assert "of which all began the second as copies, with noise" in card
+
+
+def test_upcycled_experts_still_point_the_same_way() -> None:
+    """Far more than those of a model from scratch, whose cosine is near 0."""
+    upcycled, scratch = (_mean_cosine(name) for name in ("upcycled", "bundled"))
+    assert upcycled >= 0.5
+    assert scratch <= 0.1
+
+
+def _mean_cosine(recipe: str) -> float:
+    """The mean cosine between the weights of two experts of the same layer."""
+    model, _ = load_model(str(paths.lab_model_dir(recipe)), device="cpu")
+    found = []
+    for layer in find_experts(model):
+        weights = normalize(layer.down.detach().float().flatten(1), dim=1)
+        pairs = weights @ weights.T
+        found.append(pairs[~torch.eye(len(pairs), dtype=torch.bool)].mean())
+    return float(torch.stack(found).mean())
