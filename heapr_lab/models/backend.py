@@ -53,17 +53,24 @@ class GradientPass(Protocol):
     ids: torch.Tensor
     """Of all windows, (n_windows, L)."""
     batch_size: int
-    layers: Sequence[Any]
-    """The MoE layers."""
-    probes: Mapping[int, Any]
-    """By layer, what has its sums."""
     done: int
     """Windows that are measured, in this process or an earlier one."""
     state: Path | None
     """Where an unfinished pass is kept."""
     key: str
     """Hash of all that determines the result."""
-    progress: Callable[[int, int], None]
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The MoE layers."""
+
+    @property
+    def probes(self) -> Mapping[int, Any]:
+        """By layer, what has its sums."""
+
+    @property
+    def progress(self) -> Progress:
+        """Called with (windows done, all windows)."""
 
     def weighed(self, layer: int) -> Tensors:
         """The squared norms of a layer's weights, to ask while they are in memory."""

@@ -88,7 +88,7 @@ class OnDisk:
 
     def at_once(self, model: Any, n: int) -> int:
         """As many as the states of tokens, between two layers and the last, fit."""
-        d_model = model.config.get_text_config().hidden_size
+        d_model: int = model.config.get_text_config().hidden_size
         n_bytes = 2 * d_model * self.stream.dtype.itemsize
         return max(n, budget_of(self.stream) // n_bytes)
 

@@ -206,7 +206,8 @@ class Workbench:
             with progress_bar(label, "token", also=progress) as bar:
                 write_text = registry.find("text of the model's own")
                 found = write_text(self.model, self.tokenizer, **asked, progress=bar)
-            return found.ids.numpy()
+            ids: np.ndarray = found.ids.numpy()
+            return ids
 
         key = {**asked, **made, "schema": OWN_TEXT_SCHEMA}
         ids = cached_ids(OWN_TEXT, key, write)
