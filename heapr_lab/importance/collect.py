@@ -22,7 +22,7 @@ from heapr_lab.importance.ranks import Ranks
 from heapr_lab.importance.resuming import SavedSums
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
-from heapr_lab.models.experts import ExpertsLayer, describe, find_experts, refuse_broken
+from heapr_lab.models.experts import ExpertsLayer, checked_norms, describe, find_experts
 from heapr_lab.models.hooks import Probe, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
 from heapr_lab.models.likelihood import (
@@ -228,7 +228,7 @@ class _Pass:
         """The squared norms of a layer's weights, which are checked to be finite."""
         if layer not in self.norms:
             (own,) = (one for one in self.layers if one.layer == layer)
-            self.norms[layer] = refuse_broken(own)
+            self.norms[layer] = checked_norms(own)
         return self.norms[layer]
 
     def finish(self, stop: int, *, save: bool = False) -> None:

@@ -409,7 +409,7 @@ def _refuse_mixing(layer: ExpertsLayer) -> None:
         )
 
 
-def refuse_broken(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
+def checked_norms(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
     """Check that every weight of the layer's experts is finite; returns their norms.
 
     A NaN in an expert that no token is routed to would not show in any result.

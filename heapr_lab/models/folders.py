@@ -215,7 +215,7 @@ def refuse_format(folder: Path | str, config: Any) -> None:
         SpecError: they are quantised in a format that is not dequantised.
     """
     kind = quantisation(config)
-    ours = getattr(AUTO_QUANTIZER_MAPPING.get(kind), "__module__", "")
+    ours = getattr(AUTO_QUANTIZER_MAPPING.get(str(kind)), "__module__", "")
     if kind not in (None, *DEQUANTISED) and not ours.startswith("heapr_lab."):
         raise SpecError(
             f"{folder} has weights in the format {kind!r}, expected none, "

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.experts import ExpertsLayer, find_experts, refuse_broken
+from heapr_lab.models.experts import ExpertsLayer, checked_norms, find_experts
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
@@ -193,7 +193,7 @@ def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
                 f"{layer.name} is offloaded, so its weights cannot be read: load the "
                 "whole model onto one device"
             )
-        refuse_broken(layer)
+        checked_norms(layer)
         if span == "layer" and normalises(layer.module):
             raise SpecError(
                 f"{layer.name} normalises each expert's output, so experts cannot "
