@@ -27,14 +27,12 @@ from benchmarks.machine import Rows
 from benchmarks.quality import model_folder
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.inspection.agreement import evaluate_agreement
-from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.generation import continuations
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
-from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.refinement.recovery import recover
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
@@ -52,27 +50,17 @@ class Case:
     """One model at one ratio: what the variants are made of."""
 
     bench: Workbench
-    portfolio: Portfolio
+    windows: CalibrationSet
     ratio: float
-
-    @property
-    def windows(self) -> CalibrationSet:
-        """The calibration windows."""
-        return self.portfolio.calibration
 
     def heapr(self) -> Any:
         """Pruned as published."""
-        table = self.portfolio.table("heapr", windows="all")
+        table = self.bench.measure(self.windows)
         return prune(self.bench.model, select(table, ratio=self.ratio))
 
     def compress(self) -> Any:
         """Pruned by `compress`."""
-        made = fit_compression(
-            self.bench.model,
-            self.windows,
-            Selection(self.ratio),
-            portfolio=self.portfolio,
-        )
+        made = fit_compression(self.bench.model, self.windows, ratio=self.ratio)
         return prune(self.bench.model, made.keep, downs=made.downs)
 
 
@@ -173,9 +161,8 @@ def main() -> None:
             ]
             if missing:
                 text = text_of(bench, bench.calibration_set(Calibration(CORPUS)))
-                portfolio = Portfolio(bench.model, text, measure=bench.measure)
             for ratio in missing:
-                case = Case(bench, portfolio, ratio)
+                case = Case(bench, text, ratio)
                 rows.add(_measured_rows(name, case, suffix), details)
 
 

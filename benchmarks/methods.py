@@ -175,7 +175,7 @@ class Case:
         if alone:
             made = fit_compensation(self.model, found.keep, self.windows)
         else:
-            sums = self.shared.portfolio.sums
+            sums = self.shared.calibrated.sums
             made = compensation_of(sums.solvers(sums.span), found.keep)
         return dataclasses.replace(found, downs=made.downs)
 

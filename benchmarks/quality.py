@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,11 @@ from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.recipes.presets import METHODS
-from heapr_lab.refinement.candidates import Candidate
+from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.iterative import prune_in_rounds
-from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.storage import paths
+from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -67,7 +66,7 @@ class Variant:
     choice: dict[str, Any]
     """How atoms are selected: fields of `Selection`."""
     weights: str = "unchanged"
-    """How the weights are made, as in `Candidate`, or "compress"."""
+    """"unchanged", compensated within an "expert" or the "layer", or "compress"."""
     rounds: int = 1
     labels: str = "data"
     every_seed: bool = True
@@ -118,15 +117,14 @@ VARIANTS = (
 )
 OTHER_ATOMS = ("compress", "shrunk + ", "elimination + ")
 """Beginnings of the names of variants that are also measured at equal FLOPs."""
-PASSES = {"statistics": 3, "sampled labels": 1, "sums": 1}
+PASSES = {"statistics": 3, "sampled labels": 1, "sums": 1, "compress": 3.625}
 """Costs in forward passes; a backward pass counts as two.
 
-Elimination and compensation use the same sums.
+Elimination and compensation use the same sums. `compress` fits to three quarters of the
+windows, decides between two masks on an eighth, and reports three losses of another.
 """
 AT_EVERY_RATIO = ("heapr", "heapr + own text", "compress", "compress + own text")
 """Variants that are also measured at the lowest ratio."""
-HELD_OUT = 0.25
-"""Share of the calibration windows on which `compress` judges a candidate."""
 
 
 class Measured:
@@ -134,29 +132,46 @@ class Measured:
 
     def __init__(self, bench: Workbench, calibration: Calibration) -> None:
         self.bench, self.calibration = bench, calibration
-        self.windows = bench.calibration_set(calibration)
-        self.portfolio = self._portfolio(calibration)
         self.kept: dict[Any, Any] = {}
 
-    def _portfolio(self, calibration: Calibration) -> Portfolio:
-        windows = self.bench.calibration_set(calibration)
-        return Portfolio(self.bench.model, windows, measure=self.bench.measure)
+    def windows(self, own_text: bool = False) -> CalibrationSet:
+        """The calibration windows; with more that the model writes itself if asked."""
+        share = METHODS["best"].own_text if own_text else 0.0
+        asked = dataclasses.replace(self.calibration, own_text=share)
+        return self.bench.calibration_set(asked)
 
-    @cached_property
-    def with_own_text(self) -> Portfolio:
-        """Statistics and sums where the model writes more windows itself."""
-        share = METHODS["best"].own_text
-        return self._portfolio(dataclasses.replace(self.calibration, own_text=share))
+    def model(self, own_text: bool = False, *, part: bool = False) -> CalibratedModel:
+        """Statistics and sums on the windows, or the part that `compress` fits to."""
+        key = "model", own_text, part
+        if key not in self.kept:
+            windows = self.windows(own_text)
+            windows = windows.three_parts()[0] if part else windows
+            made = CalibratedModel(
+                self.bench.model, windows, measure=self.bench.measure
+            )
+            self.kept[key] = made
+        found: CalibratedModel = self.kept[key]
+        return found
 
     def table(self, labels: str = "data") -> Any:
         """The statistics of every atom."""
         if labels == "data":
-            return self.portfolio.table("heapr", windows="all")
+            return self.model().table()
         if labels not in self.kept:
             model = self.bench.model
-            found = collect_statistics(model, self.windows, labels=labels)
+            found = collect_statistics(model, self.windows(), labels=labels)
             self.kept[labels] = found
         return self.kept[labels]
+
+    def _made(
+        self, variant: Variant, selection: Selection
+    ) -> tuple[KeepMask, ReplacedDownProj | None]:
+        calibrated = self.model(variant.own_text)
+        if variant.weights == "unchanged":
+            return calibrated.keep(selection), None
+        span = "expert" if variant.weights == "expert" else None
+        keep, made = calibrated.compensated(selection, span=span)
+        return keep, made.downs
 
     def losses(
         self, corpus: str, keep: KeepMask | None, downs: ReplacedDownProj | None = None
@@ -185,7 +200,6 @@ class Measured:
         began = time.perf_counter()
         selection = Selection(ratio, **(variant.choice | choice))
         model = self.bench.model
-        portfolio = self.with_own_text if variant.own_text else self.portfolio
         cost: dict[str, Any] = {
             "passes": PASSES["statistics"] * variant.rounds
             + PASSES["sampled labels"] * (variant.labels == "model")
@@ -193,15 +207,16 @@ class Measured:
             "chosen": "",
         }
         if variant.weights == "compress":
-            windows = portfolio.calibration
-            best = fit_compression(model, windows, selection, portfolio=portfolio)
+            own = variant.own_text
+            part = self.model(own, part=True)
+            best = fit_compression(model, self.windows(own), selection, fitted=part)
             keep, downs = best.keep, best.downs
-            cost["passes"] += HELD_OUT * (len(best.report) + 1)
-            cost["chosen"] = best.candidate.name
+            cost["passes"] = PASSES["compress"]
+            cost["chosen"] = best.report.loc[best.report["chosen"], "made"].item()
         elif variant.rounds > 1:
             found = prune_in_rounds(
                 model,
-                self.windows,
+                self.windows(),
                 selection,
                 rounds=variant.rounds,
                 compensated=variant.weights != "unchanged",
@@ -212,12 +227,7 @@ class Measured:
         elif variant.labels != "data":
             keep, downs = select(self.table(variant.labels), selection), None
         else:
-            weights = variant.weights
-            if weights == "layer" and not portfolio.across:
-                weights = "expert"
-            candidate = Candidate(selection.estimator, weights)
-            keep, made = portfolio.made(candidate, selection, windows="all")
-            downs = None if made is None else made.downs
+            keep, downs = self._made(variant, selection)
         if variant.own_text:  # more windows, and writing them
             share = METHODS["best"].own_text
             cost["passes"] = (1 + share) * cost["passes"] + share

@@ -53,7 +53,6 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
-from heapr_lab.refinement.candidates import Candidate
 from heapr_lab.storage.files import checksum, replacing
 from heapr_lab.text.calibration import load_calibration, load_windows
 
@@ -157,10 +156,9 @@ class Pruner:
             return contextlib.nullcontext(), _sizes(0.0, (1, 1))
         measured = self.measured(state)
         if state.method == ELIMINATION:
-            keep, made = measured.portfolio.made(
-                Candidate("elimination"), Selection(state.ratio), windows="all"
-            )
-            return self._masked(keep, None if made is None else made.downs)
+            selection = Selection(state.ratio, estimator="elimination")
+            keep, made = measured.calibrated.compensated(selection)
+            return self._masked(keep, made.downs)
         if state.method in ESTIMATORS:
             selection = Selection(state.ratio, estimator=state.method)
             return self._masked(select(measured.table(), selection), None)

@@ -191,7 +191,7 @@ OwnTextOrMethods = Annotated[
         min=0,
         help="Windows that the model writes itself, for each of the corpus, so that "
         "what the corpus does not show is not pruned away [default: 0.25 where "
-        "--method best chooses among candidates, else 0].",
+        "--method best writes a checkpoint, else 0].",
     ),
 ]
 Workers = Annotated[
@@ -242,19 +242,9 @@ MaxRise = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="best: the best of several estimators and compensations, by loss on "
-        "held-out calibration windows (with --estimator or --rounds, compensated "
-        "weights; with --importance, weights unchanged); paper: HEAPr as published."
-    ),
-]
-Quick = Annotated[
-    bool,
-    typer.Option("--quick", help="With --method best: one candidate besides HEAPr."),
-]
-TimeBudget = Annotated[
-    float | None,
-    typer.Option(
-        min=0, help="Seconds after which --method best tries no further candidate."
+        help="best: elimination and compensation, or HEAPr where held-out calibration "
+        "windows see no gain (with --estimator or --rounds, compensated weights; with "
+        "--importance, weights unchanged); paper: HEAPr as published."
     ),
 ]
 OutputBias = Annotated[

@@ -40,8 +40,6 @@ def prune(
     max_rise: options.MaxRise = None,
     importance: options.Importance = None,
     method: options.MethodName = "best",
-    quick: options.Quick = False,
-    time_budget: options.TimeBudget = None,
     bias: options.OutputBias = False,
     distill: options.Distill = 0,
     distill_sequences: options.DistillSequences = None,
@@ -76,9 +74,9 @@ def prune(
 
     With a table of `score` one layer at a time is in memory (quantised weights are
     written in bfloat16), and an interrupted call resumes.
-    Without one the importance comes from the cache or is measured, and the
-    best of several ways to compensate for the pruned atoms is found by loss on held-out
-    calibration windows; it is never worse there than HEAPr as published.
+    Without one the importance is measured, and the kept atoms make up for the others,
+    unless held-out calibration windows are not in favour of it: then it is HEAPr as
+    published.
     """
     from heapr_lab.checkpoints.engines import widths_for
     from heapr_lab.pruning.options import Selection, parse_layers
@@ -117,8 +115,6 @@ def prune(
         max_rise=max_rise,
         setting=Setting(selection, calibration),
         weights=weights,
-        quick=quick,
-        time_budget=time_budget,
         after=Afterwards(bias, distill, distill_sequences),
         default_multiple=unset,
         default_own_text=own_text is None,
@@ -144,8 +140,6 @@ class Request:
     """The ratio is 0 if it is searched for; the multiple is 1 if it is set later."""
     weights: str
     """A name in `presets.WEIGHTS`."""
-    quick: bool
-    time_budget: float | None
     after: "Afterwards"
     """What is done to the weights of a checkpoint before it is written."""
     default_multiple: bool
@@ -228,7 +222,7 @@ class Request:
             "compensated": made.compensation is not None,
             "output_bias": self.after.output_bias,
             "distillation_steps": self.after.distill,
-            **_tried(made.candidates, in_words=in_words),
+            **_held_out(made.report, in_words=in_words),
             "atoms": made.keep.n_atoms,
             "atoms_kept": made.keep.n_kept,
             "achieved_ratio": made.keep.achieved_ratio,
@@ -268,8 +262,7 @@ class Request:
         from heapr_lab.checkpoints.same_model import own_table
 
         if self.made_of == "compress":
-            portfolio = self.open_bench().portfolio(self.setting.calibration)
-            return portfolio.table("heapr", windows="all")
+            return self.open_bench().fitted(self.setting.calibration).table()
         if self.importance is None:
             return self.open_bench().table_of(self.setting)
         return own_table(self.importance, source, name=self.model)
@@ -292,8 +285,6 @@ class Request:
                 setting,
                 weights=self.made_of,
                 rounds=self.rounds,
-                quick=self.quick,
-                time_budget=self.time_budget,
                 after=self.after,
                 report=report,
             )
@@ -331,11 +322,7 @@ class Request:
         named = self.model == LAB or not Path(self.model).is_dir()
         base = self.model if named else str(source)
         facts = export.facts_of(
-            table,
-            made.keep,
-            source=read_source(source),
-            seq_len=self.seq_len,
-            candidates=made.candidates,
+            table, made, source=read_source(source), seq_len=self.seq_len
         )
         with _reported() as report:
             if is_dequantised(source) or made.compensation is not None or made.after:
@@ -374,20 +361,16 @@ def _reported() -> "Iterator[Report]":
         yield report
 
 
-def _tried(report: "pd.DataFrame | None", *, in_words: bool) -> dict[str, Any]:
-    """The candidates and the chosen one, of `FittedCompression.report`."""
+def _held_out(report: "pd.DataFrame | None", *, in_words: bool) -> dict[str, Any]:
+    """What was chosen, and the held-out losses, of `FittedCompression.report`."""
     if report is None:
         return {}
-    best = report.loc[report["chosen"]].iloc[0]
-    paper = report.loc[report["fitted_to"].eq("all")].iloc[0]
+    chosen = report.loc[report["chosen"]].iloc[0]
     if not in_words:
-        return {"chosen": best["candidate"], "candidates": report.to_dict("records")}
-    n_tried = int(report["fitted_to"].eq("fit").sum())
-    change = f"{paper['delta_nll']:.4f} -> {best['delta_nll']:.4f} nats per token"
-    return {
-        "chosen": f"{best['candidate']} (of {n_tried} candidates)",
-        "held-out loss, HEAPr": change,
-    }
+        return {"chosen": chosen["made"], "held_out": report.to_dict("records")}
+    paper = report.iloc[0]
+    change = f"{paper['delta_nll']:.4f} -> {chosen['delta_nll']:.4f} nats per token"
+    return {"chosen": chosen["made"], "held-out loss, HEAPr": change}
 
 
 def _in_words(saved: dict[str, Any]) -> dict[str, Any]:

@@ -80,17 +80,12 @@ def mean_activations(table: ImportanceTable) -> dict[int, np.ndarray]:
 
 
 def _compress(request: Request) -> AtomCompression:
-    """The best of several scores and compensations, by loss on held-out windows."""
-    selection = Selection(request.ratio)  # type: ignore[arg-type]
-    if not request.ratio:  # nothing to compensate
-        table = request.measured.table(request.progress)
-        return compression_of(request, select(table, selection))
+    """Elimination with compensation, or HEAPr's where held-out windows see no gain."""
     found = fit_compression(
         request.model,
         request.calibration,
-        selection,
-        quick=request.options["quick"],
-        portfolio=request.measured.portfolio,
+        Selection(request.ratio),  # type: ignore[arg-type]
+        fitted=request.measured.fitted,
         progress=request.progress,
     )
     return compression_of(request, found.keep, found.downs)
@@ -167,15 +162,15 @@ ATOMS = (
     ),
     Method(
         "compress",
-        "ours: the best of several scores and compensations on held-out windows",
+        "ours: elimination and compensation, where held-out windows are in favour",
         "this project (heapr_lab.refinement.compress)",
         "atoms",
         _compress,
         deviations=(
-            "The second of every four windows is held out to choose among candidates, "
-            "so the result depends on the order of the windows.",
+            "The second of every four windows is held out, so the result depends on "
+            "the order of the windows.",
         ),
-        options={"quick": False},
+        version=2,
     ),
 )
 """The methods of this module."""

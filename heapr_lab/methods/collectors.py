@@ -22,8 +22,8 @@ from heapr_lab.models.experts import ExpertsLayer, describe
 from heapr_lab.models.identity import weights_state
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress
+from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
-from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.text.calibration import CalibrationSet
 
 _ROWS_AT_ONCE = 4096
@@ -45,7 +45,7 @@ class Measurements:
     """What is measured on one model and one set of windows, when it is first needed.
 
     Methods that are fitted with the same measurements read the text once: each of
-    `table` and `portfolio` takes one pass, and all collectors together take one, if
+    `table` and `calibrated` takes one pass, and all collectors together take one, if
     they are expected; whatever the number of methods and ratios.
     """
 
@@ -131,9 +131,23 @@ class Measurements:
         return found
 
     @functools.cached_property
-    def portfolio(self) -> Portfolio:
-        """The statistics and sums that `compress` makes its candidates of."""
-        return Portfolio(self.model, self.calibration, measure=self._measure)
+    def calibrated(self) -> CalibratedModel:
+        """The statistics and sums that compensated weights are made of."""
+        return CalibratedModel(
+            self.model,
+            self.calibration,
+            measure=lambda _windows, progress: self.table(progress),
+        )
+
+    @functools.cached_property
+    def fitted(self) -> CalibratedModel:
+        """The same of those windows that `compress` fits to.
+
+        Raises:
+            SpecError: there are too few windows.
+        """
+        windows = self.calibration.three_parts()[0]
+        return CalibratedModel(self.model, windows, measure=self._measure)
 
     @property
     def routed(self) -> pd.DataFrame | None:

@@ -172,10 +172,8 @@ class ExportTab(ipw.VBox):
         made = self.session.made(selection, way, report=report)
         made = replace(made, after=after, trained_on=trained_on)
         if way.weights == "compress":  # which has measured on its own windows
-            table = bench.portfolio(calibration).table("heapr", windows="all")
-        facts = export.facts_of(
-            table, made.keep, source=bench.source, candidates=made.candidates
-        )
+            table = bench.fitted(calibration).table()
+        facts = export.facts_of(table, made, source=bench.source)
         export.write_checkpoint(
             folder, made, bench, facts=facts, corpora=self._corpora(), report=report
         )

@@ -10,7 +10,7 @@ from heapr_lab.panel.session import PruningSession, Way
 from heapr_lab.recipes.presets import DEFAULT, METHODS, WEIGHTS
 
 _CHOICES = {
-    "compress": "the best of several ways (about 8 forward passes)",
+    "compress": "compensated where it helps (about 5 forward passes)",
     "compensated": "compensate W_down (one forward pass)",
     "unchanged": "unchanged, masked as HEAPr",
 }

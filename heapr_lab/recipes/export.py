@@ -96,8 +96,8 @@ class Chosen:
     compensation: Compensation | None = None
     windows: CalibrationSet | None = None
     """The windows that weights are fitted to, if any are."""
-    candidates: pd.DataFrame | None = None
-    """The report of `compress`, if it chose."""
+    report: pd.DataFrame | None = None
+    """That of `compress`, if it chose."""
     after: Afterwards = Afterwards()
     trained_on: CalibrationSet | None = None
     """The windows that `after` needs, if anything is done."""
@@ -110,8 +110,6 @@ def choose(
     *,
     weights: str,
     rounds: int = 1,
-    quick: bool = False,
-    time_budget: float | None = None,
     after: Afterwards = Afterwards(),
     report: Report,
 ) -> Chosen:
@@ -124,8 +122,6 @@ def choose(
             `compress` also chooses the estimator.
         weights: how they are made, a name in `presets.WEIGHTS`.
         rounds: as in `prune_in_rounds`; not with `compress`.
-        quick: as in `compress`.
-        time_budget: as in `compress`.
         after: what will be done to the weights before they are written.
         report: called with the progress.
 
@@ -142,8 +138,6 @@ def choose(
         setting,
         weights=weights,
         rounds=rounds,
-        quick=quick,
-        time_budget=time_budget,
         report=report,
     )
     return replace(found, after=after, trained_on=trained_on)
@@ -156,8 +150,6 @@ def _chosen(
     *,
     weights: str,
     rounds: int,
-    quick: bool,
-    time_budget: float | None,
     report: Report,
 ) -> Chosen:
     """As `choose`, without what is done afterwards."""
@@ -175,9 +167,7 @@ def _chosen(
             bench.model,
             windows,
             selection,
-            quick=quick,
-            time_budget=time_budget,
-            portfolio=bench.portfolio(setting.calibration),
+            fitted=bench.fitted(setting.calibration),
             progress=_part(report, f"compression on {windows.label}: window"),
         )
         keep = with_model(best.keep, table)
@@ -256,35 +246,38 @@ def savings(
 
 def facts_of(
     table: ImportanceTable,
-    keep: KeepMask,
+    made: Chosen,
     *,
     source: Source | None,
     seq_len: int | None = None,
-    candidates: pd.DataFrame | None = None,
 ) -> dict[str, Any]:
     """The facts on importance and savings, for manifest and card.
 
-    The manifest itself records the sizes of the new files, as `files`. `candidates` is
-    the report of `compress`.
+    The manifest itself records the sizes of the new files, as `files`.
     """
-    saved = savings(keep, table, seq_len=seq_len, source=source)
+    saved = savings(made.keep, table, seq_len=seq_len, source=source)
+    # The table of `compress` is of a part of its windows.
+    windows = None if made.report is None else made.windows
+    calibration = calibration_of(table, windows)
     facts = {
-        "calibration": describe_calibration(table),
-        "calibrated_on": made.to_dict() if (made := calibration_of(table)) else None,
+        "calibration": describe_calibration(table, windows),
+        "calibrated_on": calibration.to_dict() if calibration else None,
         "importance": table.metadata.get("spec_hash"),
         "savings": {k: v for k, v in saved.items() if not k.startswith("bytes_")},
     }
-    if candidates is not None:
-        facts["candidates"] = _records(candidates)
+    if made.report is not None:
+        facts["held_out"] = _records(made.report)
     return facts if source is None else facts | {"bytes_before": source.n_bytes}
 
 
-def describe_calibration(table: ImportanceTable) -> str:
-    """The text that `table` was measured on, in one line."""
-    made = calibration_of(table)
+def describe_calibration(
+    table: ImportanceTable, windows: CalibrationSet | None = None
+) -> str:
+    """The text that `table`, or what is fitted to `windows`, was measured on."""
+    made = calibration_of(table, windows)
     if made is None:
         return "not recorded"
-    recorded = table.metadata["provenance"]["calibration"]
+    recorded = _recorded(table, windows)
     text = f"{made.n_sequences} windows of {made.seq_len} tokens of {made.corpus}"
     if "split" in recorded:
         text += f" ({recorded['split']})"
@@ -295,9 +288,11 @@ def describe_calibration(table: ImportanceTable) -> str:
     return text
 
 
-def calibration_of(table: ImportanceTable) -> Calibration | None:
-    """The calibration that `table` was measured on; None where it is not recorded."""
-    made = (table.metadata.get("provenance") or {}).get("calibration") or {}
+def calibration_of(
+    table: ImportanceTable, windows: CalibrationSet | None = None
+) -> Calibration | None:
+    """The calibration of `windows`, or of `table`; None where it is not recorded."""
+    made = _recorded(table, windows)
     if not {"n_sequences", "seq_len", "corpus"} <= made.keys():
         return None
     names = ("corpus", "n_sequences", "seq_len", "seed")
@@ -308,6 +303,14 @@ def calibration_of(table: ImportanceTable) -> Calibration | None:
     n_own = added.get(OWN_TEXT, 0)
     n = fields["n_sequences"] = made["n_sequences"] - n_own
     return Calibration.from_dict(fields | {"own_text": n_own / n})
+
+
+def _recorded(table: ImportanceTable, windows: CalibrationSet | None) -> dict[str, Any]:
+    """What is recorded of the windows, or else of those of the table."""
+    if windows is None:
+        return (table.metadata.get("provenance") or {}).get("calibration") or {}
+    sizes = {"n_sequences": windows.n_sequences, "seq_len": windows.seq_len}
+    return windows.provenance | sizes
 
 
 def stored_dtype(bench: Workbench) -> Any:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from heapr_lab.errors import SpecError
 
 WEIGHTS = {
-    "compress": "the best of several ways, by loss on held-out calibration windows",
+    "compress": "compensated, or HEAPr's where held-out windows see no gain",
     "compensated": "W_down compensated for the pruned atoms",
     "unchanged": "as they are",
 }

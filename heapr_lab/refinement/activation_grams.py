@@ -55,11 +55,6 @@ class LayerGrams:
         """Sums over all tokens, (E, I, I) or (1, F, F)."""
         return self.sums.sum(0)
 
-    def of_part(self, part: int) -> "LayerGrams":
-        """The sums over the tokens of one part alone, which is the only one."""
-        only = slice(part, part + 1)
-        return LayerGrams(self.span, self.sums[only], self.tokens[only])
-
     def within_experts(self) -> "LayerGrams":
         """The same sums without the products across experts."""
         if self.span == "expert":

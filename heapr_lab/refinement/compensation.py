@@ -221,13 +221,11 @@ def compensation_of(
     keep: KeepMask,
     *,
     ridge: float | None = None,
-    fit_only: bool = False,
     downs: NewDowns | None = None,
 ) -> Compensation:
     """The compensation of a mask by the solvers of all layers.
 
-    With `fit_only`, held-out tokens choose the ridges, but are not fitted to. The new
-    weights are put into `downs`, which is empty.
+    The new weights are put into `downs`, which is empty.
 
     Raises:
         SpecError: the ridge is negative.
@@ -239,7 +237,7 @@ def compensation_of(
     for solver in solvers:
         number, span = solver.layer.layer, solver.grams.span
         kept = torch.from_numpy(keep.by_layer(number).copy())
-        downs[number], row = solver.solve(kept, ridge, fit_only=fit_only)
+        downs[number], row = solver.solve(kept, ridge)
         rows.append({"layer": number, **row})
         del solver  # before the next one is made
     return Compensation(downs, pd.DataFrame(rows), {"span": span, "ridge": ridge})
@@ -274,12 +272,9 @@ class LayerSolver:
 
     @torch.no_grad()
     def solve(
-        self, kept: torch.Tensor, ridge: float | None = None, *, fit_only: bool = False
+        self, kept: torch.Tensor, ridge: float | None = None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The new W_down (E, D, I) for a mask (E, I), and its row of the report.
-
-        With `fit_only`, held-out tokens choose the ridge, but are not fitted to.
-        """
+        """The new W_down (E, D, I) for a mask (E, I), and its row of the report."""
         kept = kept.to(self.weight.device)
         tokens = self.grams.tokens.sum(0).to(kept.device)  # (E,)
         enough = tokens >= kept.sum(1)
@@ -296,7 +291,7 @@ class LayerSolver:
         # A ridge given by the caller is always used.
         changed = ridge is not None or errors < dropped
         if changed:
-            new, singular = _joined(own.solved(chosen, fit_only) for own in problems)
+            new, singular = _joined(own.solved(chosen) for own in problems)
         else:
             new, singular = self.weight * masks[0][:, None].to(self.weight), 0
         untouched = (~enough).nonzero()[:, 0].tolist()
@@ -380,9 +375,9 @@ class _Problems:
         change, _ = self.fit.solve(ridge * self.scarce)
         return float(self.held_out.error(change).sum())
 
-    def solved(self, ridge: float, fit_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def solved(self, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The new weight (P, D, F), fitted to all tokens; which were singular (P,)."""
-        normal = self.fit if fit_only else self.fit + self.held_out
+        normal = self.fit + self.held_out
         change, singular = normal.solve(ridge * self.scarce)
         # Rounding errors of a singular solve must do no harm.
         worse = normal.error(change) > normal.dropped

@@ -1,56 +1,59 @@
-"""Prune in the best of several ways, judged by loss on held-out calibration windows.
+"""Eliminate and compensate, where held-out calibration windows are in favour of it.
 
-No single score is the best on every model: what wins where routers are balanced loses
-where they are not. So a small portfolio of candidates (scores, with weights compensated
-in several ways) is fitted to three of every four calibration windows and judged on the
-others. HEAPr as published is always among them. The best is fitted again to all
-windows, is compared once more with HEAPr, and the better of the two is returned: on
-the held-out windows the result is never worse than the paper's.
-
-Costs are counted in forward passes over all calibration windows; a backward pass counts
-as two.
+Three of every four windows are fitted to: the scores, the sums of one more forward
+pass, elimination within these sums, and the compensation of what it removes. The result
+is compared with HEAPr as published, its mask with unchanged weights, on windows that
+neither has seen; where the paired difference is not in favour by more than two standard
+errors, HEAPr's mask is returned. So it is never worse than the paper's by more than
+noise. What is reported is measured on further windows, which have no part in either.
 
 Source: this project.
 """
 
-import time
-from collections.abc import Callable, Sequence
+import contextlib
+import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import nn
 
-from heapr_lab.errors import SpecError
+from heapr_lab.evaluation.paired import paired_difference
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.identity import refuse_disturbed
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.surgery import ReplacedDownProj, prune
-from heapr_lab.refinement.candidates import CANDIDATES, PAPER, Candidate, usable
+from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
+from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import Compensation, describe_weights
-from heapr_lab.refinement.portfolio import Portfolio, Trial
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
+
+ESTIMATOR = "elimination"
+"""The estimator whose mask is compensated."""
+PAPER = "heapr"
+"""The estimator of the mask that is returned where compensation is no better."""
+COMPENSATED = f"{ESTIMATOR} + compensation"
+_STANDARD_ERRORS = 2.0
+"""By which a difference has to be in favour."""
+Losses = tuple[float, ...]
+"""Of each window, in nats per token."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FittedCompression:
     """The kept atoms, the weights that make up for the others, and how they came."""
 
-    candidate: Candidate
-    """The one that was chosen."""
     keep: KeepMask
     compensation: Compensation | None
     """The new weights; None for weights that are unchanged."""
     report: pd.DataFrame
-    """One row for each candidate: `candidate`, `fitted_to` ("fit": three of four
-    windows, "all"), `nll` on the held-out windows and `delta_nll` to the dense model
-    [nats per token], `against_paper` (difference to HEAPr in the same row group) and
-    its standard error over windows `stderr`, `seconds`, and whether it is `chosen`."""
-    passes: float
-    """Forward passes over the calibration windows that it took."""
+    """A row for "heapr" and for "elimination + compensation": `made`; the difference to
+    HEAPr on the windows that decide, `deciding`, and its standard error
+    `deciding_stderr`; on the windows that are reported `nll`, its difference to the
+    dense model `delta_nll` and to HEAPr `against_paper`, with the standard error of the
+    latter `stderr`, all in nats per token; and whether it is `chosen`."""
 
     @property
     def downs(self) -> ReplacedDownProj | None:
@@ -58,16 +61,13 @@ class FittedCompression:
         return None if self.compensation is None else self.compensation.downs
 
     def _facts(self) -> dict[str, str]:
-        judged = self.report[self.report["fitted_to"].eq("all")]
-        paper, own = (
-            judged.loc[judged["candidate"].eq(name), "delta_nll"].iloc[0]
-            for name in (PAPER.name, self.candidate.name)
-        )
+        rows = self.report.set_index("made")
+        chosen = rows.index[rows["chosen"]][0]
+        paper, ours = rows.loc[[PAPER, chosen], "delta_nll"]
         return {
-            "chosen": self.candidate.name,
+            "chosen": str(chosen),
             "pruning ratio": f"{self.keep.achieved_ratio:.4g}",
-            "Δ nll on held-out windows, HEAPr → chosen": f"{paper:.4f} → {own:.4f}",
-            "forward passes": f"{self.passes:.3g}",
+            "Δ nll on held-out windows, HEAPr → chosen": f"{paper:.4f} → {ours:.4f}",
         }
 
     def __repr__(self) -> str:
@@ -83,27 +83,18 @@ def compress(
     calibration: CalibrationSet,
     selection: Selection | None = None,
     *,
-    candidates: Sequence[Candidate] = CANDIDATES,
-    quick: bool = False,
-    time_budget: float | None = None,
     progress: Progress | None = None,
     **fields: Any,
 ) -> nn.Module:
-    """The best pruned model that the candidates give, never worse than HEAPr's.
+    """The pruned and compensated model, or HEAPr's where it is no better.
 
-    "Never worse" is by loss on the held-out calibration windows. With the default
-    candidates it takes fewer than 10 forward passes over the calibration windows,
-    where the sums of all layers fit into memory.
+    "Better" is by loss on calibration windows that neither was fitted to. It takes less
+    than twice the time of the scores where solves take little of it.
 
     Args:
         model: the dense model, which is not changed.
-        calibration: windows of the text that matters, at least two.
-        selection: how many atoms, of what, in which structure; its estimator is chosen
-            among the candidates.
-        candidates: what is tried besides HEAPr as published.
-        quick: try one candidate, the first one.
-        time_budget: seconds after which no further candidate is begun; HEAPr and the
-            first one are always tried.
+        calibration: windows of the text that matters, at least 8.
+        selection: how many atoms, of what, in which structure; its estimator is chosen.
         progress: called with (windows done, windows in all).
         **fields: the fields of `Selection`, in its place, such as `ratio=0.4`.
 
@@ -112,25 +103,15 @@ def compress(
         `FittedCompression`.
 
     Raises:
-        SpecError: there is only one window, the selection is infeasible, a candidate
-            cannot be used, or an active mask, autocast or hook changes what `model`
-            computes.
+        SpecError: there are fewer than 8 windows, the selection is infeasible, or an
+            active mask, autocast or hook changes what `model` computes.
         LayoutError: weights are offloaded, or not finite.
 
     Example:
         >>> smaller = compress(model, calibration, ratio=0.4)  # doctest: +SKIP
         >>> smaller.heapr_report  # doctest: +SKIP
     """
-    found = fit_compression(
-        model,
-        calibration,
-        selection,
-        candidates=candidates,
-        quick=quick,
-        time_budget=time_budget,
-        progress=progress,
-        **fields,
-    )
+    found = fit_compression(model, calibration, selection, progress=progress, **fields)
     pruned = prune(model, found.keep, downs=found.downs)
     pruned.__dict__["heapr_report"] = found.report
     if found.compensation is not None:
@@ -144,12 +125,8 @@ def fit_compression(
     calibration: CalibrationSet,
     selection: Selection | None = None,
     *,
-    candidates: Sequence[Candidate] = CANDIDATES,
-    quick: bool = False,
-    time_budget: float | None = None,
-    portfolio: Portfolio | None = None,
+    fitted: CalibratedModel | None = None,
     progress: Progress | None = None,
-    clock: Callable[[], float] = time.monotonic,
     **fields: Any,
 ) -> FittedCompression:
     """The mask and the weights alone, to evaluate with `masking(model, keep, downs)`.
@@ -160,12 +137,8 @@ def fit_compression(
         model: the dense model.
         calibration: the windows.
         selection: how many atoms, of what, in which structure.
-        candidates: what is tried besides HEAPr as published.
-        quick: try one candidate.
-        time_budget: seconds.
-        portfolio: statistics and sums of earlier calls for the same model and windows.
+        fitted: the model on the first of `calibration.three_parts()`, of earlier calls.
         progress: called with (windows done, windows in all).
-        clock: returns the current time in seconds.
         **fields: the fields of `Selection`, in its place.
 
     Raises:
@@ -173,64 +146,65 @@ def fit_compression(
     """
     refuse_disturbed(model, remedy="begin again with the dense model")
     selection = selection or Selection(**fields)
-    portfolio = portfolio or Portfolio(model, calibration)
-    tried = usable(candidates, across=portfolio.across)
-    if len(tried) < 2:
-        raise SpecError(
-            "no candidate besides HEAPr as published can be used for this model; give "
-            "some that compensate within each expert"
-        )
-    tried = tried[:2] if quick else tried
-    with portfolio.counted(len(tried) + 3, progress) as count:
-        trials = _tried(portfolio, selection, tried, clock=clock, budget=time_budget)
-        best = min(trials, key=lambda c: trials[c].nll)
-        ends = dict.fromkeys((PAPER, best))
-        again = {c: portfolio.trial(c, selection, windows="all") for c in ends}
-        dense = portfolio.dense
-    winner = min(again, key=lambda c: again[c].nll)
-    keep, compensation = again[winner].keep, again[winner].compensation
-    keep = KeepMask(keep.arrays, {**keep.settings, "candidate": winner.name})
-    report = _report(dense, {"fit": trials, "all": again}, winner)
-    return FittedCompression(winner, keep, compensation, report, count.passes)
+    fit, deciding, reported = calibration.three_parts()
+    fitted = fitted or CalibratedModel(model, fit)
+    n_fit = fitted.n_passes * fit.n_sequences
+    n_judged = 2 * deciding.n_sequences + 3 * reported.n_sequences
+    parts = Parts(n_fit + n_judged, progress)
+    ours, made = fitted.compensated(
+        replace(selection, estimator=ESTIMATOR, estimator_options=()), progress=parts
+    )
+    parts.end(n_fit)
+    paper = fitted.keep(replace(selection, estimator=PAPER, estimator_options=()))
+    edits = {PAPER: (paper, None), COMPENSATED: (ours, made.downs)}
+    decided, seen = (
+        {
+            name: _losses(masking(model, *edit), windows, parts)
+            for name, edit in edits.items()
+        }
+        for windows in (deciding, reported)
+    )
+    dense = _losses(contextlib.nullcontext(model), reported, parts)
+    report = _report(decided, seen, dense)
+    if report.loc[report["made"].eq(COMPENSATED), "chosen"].all():
+        return FittedCompression(ours, made, report)
+    return FittedCompression(paper, None, report)
 
 
-def _tried(
-    portfolio: Portfolio,
-    selection: Selection,
-    candidates: Sequence[Candidate],
-    *,
-    clock: Callable[[], float],
-    budget: float | None,
-) -> dict[Candidate, Trial]:
-    """The trials of all candidates for which there is time, at least of two."""
-    began, trials = clock(), {}
-    for number, candidate in enumerate(candidates):
-        if number >= 2 and budget is not None and clock() - began > budget:
-            break
-        found = portfolio.trial(candidate, selection, windows="fit")
-        trials[candidate] = replace(found, compensation=None)  # fitted again if chosen
-    return trials
+def _losses(
+    edited: contextlib.AbstractContextManager[nn.Module],
+    windows: CalibrationSet,
+    progress: Parts,
+) -> Losses:
+    with edited as model:
+        found = evaluate_perplexity(model, windows.ids, progress=progress)
+    progress.end(windows.n_sequences)
+    return found.windows
 
 
 def _report(
-    dense: torch.Tensor, groups: dict[str, dict[Candidate, Trial]], winner: Candidate
+    decided: dict[str, Losses], seen: dict[str, Losses], dense: Losses
 ) -> pd.DataFrame:
-    """The rows of `FittedCompression.report`."""
-    rows = []
-    for windows, trials in groups.items():
-        for candidate, trial in trials.items():
-            against = trial.losses - trials[PAPER].losses
-            n = len(against)
-            rows.append(
-                {
-                    "candidate": candidate.name,
-                    "fitted_to": windows,
-                    "nll": trial.nll,
-                    "delta_nll": float((trial.losses - dense).mean()),
-                    "against_paper": float(against.mean()),
-                    "stderr": float(against.std() / n**0.5) if n > 1 else float("nan"),
-                    "seconds": trial.seconds,
-                    "chosen": windows == "all" and candidate == winner,
-                }
-            )
+    """The rows of `FittedCompression.report`, from the losses on both kinds of windows.
+
+    Raises:
+        SpecError: there are no windows.
+    """
+    rows: list[dict[str, Any]] = []
+    for made, losses in seen.items():
+        deciding, error = paired_difference(decided[made], decided[PAPER])
+        against, stderr = paired_difference(losses, seen[PAPER])
+        rows.append(
+            {
+                "made": made,
+                "deciding": deciding,
+                "deciding_stderr": error,
+                "nll": statistics.fmean(losses),
+                "delta_nll": paired_difference(losses, dense)[0],
+                "against_paper": against,
+                "stderr": stderr,
+                "chosen": deciding < -_STANDARD_ERRORS * error,
+            }
+        )
+    rows[0]["chosen"] = not rows[1]["chosen"]
     return pd.DataFrame(rows)

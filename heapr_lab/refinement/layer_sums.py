@@ -1,8 +1,7 @@
 """Sums and solvers of a model's layers, from one pass where they fit into memory."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -31,8 +30,6 @@ class LayerSums:
         model: nn.Module,
         layers: Sequence[ExpertsLayer],
         calibration: CalibrationSet,
-        *,
-        progress: Callable[[int], Progress],
     ) -> None:
         """Nothing is run yet.
 
@@ -40,7 +37,6 @@ class LayerSums:
             model: the dense model.
             layers: all of its layers.
             calibration: the windows, of which every fourth is held out.
-            progress: called at each pass with its number of windows, for its progress.
 
         Raises:
             SpecError: the model is streamed, and there is no room for all sums.
@@ -48,18 +44,27 @@ class LayerSums:
         self.span = default_span(layers)
         check_layers(layers, self.span)
         self.n_passes = 0
-        self._model, self._calibration, self._progress = model, calibration, progress
+        self._model, self._calibration = model, calibration
         self._store = layer_store(model, layers, span=self.span)
         self._kept: Iterable[tuple[ExpertsLayer, LayerGrams]] | None = None
         self._solvers: dict[str, list[LayerSolver]] = {}
         self._fits = self._store is None and fits_in_memory(layers, self.span)
 
-    def grams(self) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
-        """The sums of each layer, in order, for the default span."""
+    @property
+    def at_once(self) -> bool:
+        """Whether one pass serves every use."""
+        return self._store is not None or self._fits
+
+    def grams(
+        self, progress: Progress | None = None
+    ) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
+        """The sums of each layer, in order, for the default span.
+
+        `progress` is called with (windows done, windows in all) of a pass.
+        """
         if self._kept is not None:
             return iter(self._kept)
         self.n_passes += 1
-        progress: Any = self._progress(self._calibration.n_sequences)
         found = iter_grams(
             self._model, self._calibration, span=self.span, progress=progress
         )
@@ -71,11 +76,13 @@ class LayerSums:
             return found
         return iter(self._kept)
 
-    def solvers(self, span: str) -> Iterator[LayerSolver]:
-        """The solver of each layer, in order."""
+    def solvers(
+        self, span: str, progress: Progress | None = None
+    ) -> Iterator[LayerSolver]:
+        """The solver of each layer, in order; `progress` as in `grams`."""
         if span in self._solvers:
             return iter(self._solvers[span])
-        found = map(functools.partial(_solver, span), self.grams())
+        found = map(functools.partial(_solver, span), self.grams(progress))
         if not self._fits:
             return found
         self._solvers[span] = list(found)

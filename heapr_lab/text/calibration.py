@@ -26,6 +26,8 @@ from heapr_lab.text.corpora import Corpus, load_corpus, source_key
 from heapr_lab.text.tokenization import tokenise
 
 _HELD_OUT_EVERY = 4
+_FEW, _FEWEST_TO_DECIDE = 10, 8
+"""With fewer windows more are held out, or none: a single one has no standard error."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,12 +105,39 @@ class CalibrationSet:
                 f"there is {self.n_sequences} window, expected at least 2: one of them "
                 "is held out"
             )
-        held_out = torch.arange(self.n_sequences) % _HELD_OUT_EVERY == 1
-        fit, other = (
-            CalibrationSet(self.ids[part], {**self.provenance, "part": name})
-            for name, part in (("fit", ~held_out), ("held out", held_out))
+        held_out = self._second_of_every(_HELD_OUT_EVERY)
+        return self._part("fit", ~held_out), self._part("held out", held_out)
+
+    def three_parts(self) -> "tuple[CalibrationSet, CalibrationSet, CalibrationSet]":
+        """Three of every four windows to fit to, some to decide on, some to report.
+
+        The second of every four, of every three where there are fewer than 10 windows,
+        decide and are reported in turns.
+
+        Raises:
+            SpecError: there are fewer than 8 windows, so that one alone would decide.
+        """
+        if self.n_sequences < _FEWEST_TO_DECIDE:
+            raise SpecError(
+                f"there are {self.n_sequences} windows, expected at least "
+                f"{_FEWEST_TO_DECIDE}: those that decide are not fitted to"
+            )
+        few = self.n_sequences < _FEW
+        held_out = self._second_of_every(_HELD_OUT_EVERY - few)
+        deciding, reported = held_out.clone(), held_out.clone()
+        places = held_out.nonzero()[:, 0]
+        deciding[places[1::2]] = reported[places[::2]] = False
+        return (
+            self._part("fit", ~held_out),
+            self._part("deciding", deciding),
+            self._part("reported", reported),
         )
-        return fit, other
+
+    def _second_of_every(self, count: int) -> torch.Tensor:
+        return torch.arange(self.n_sequences) % count == 1
+
+    def _part(self, name: str, chosen: torch.Tensor) -> "CalibrationSet":
+        return CalibrationSet(self.ids[chosen], {**self.provenance, "part": name})
 
     @property
     def label(self) -> str:

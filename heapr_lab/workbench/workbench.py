@@ -102,7 +102,7 @@ class Workbench:
         self.opening: Opening | None = None
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
         self._table: tuple[tuple[Any, ...], ImportanceTable] | None = None
-        self._portfolio: tuple[tuple[Any, ...], Any] | None = None
+        self._fitted: tuple[tuple[Any, ...], Any] | None = None
         self._tokenizer: tuple[tuple[Any, int, str], str] | None = None
         self._identity: tuple[str, dict[str, str]] | None = None
 
@@ -332,18 +332,18 @@ class Workbench:
             lines = (f"{name}: {fact}" for name, fact in found.brief().items())
             logger.warning("this takes long\n%s", "\n".join(lines))
 
-    def portfolio(self, calibration: Calibration | None = None) -> Any:
-        """The statistics and sums of which `compress` makes its candidates.
+    def fitted(self, calibration: Calibration | None = None) -> Any:
+        """The model on those windows of `calibration` that `compress` fits to.
 
         Only the last one is kept, because its sums can be large.
         """
-        windows = self.calibration_set(calibration)
+        windows = self.calibration_set(calibration).three_parts()[0]
         key = digest(self.identity), windows.fingerprint
-        if self._portfolio is None or self._portfolio[0] != key:
-            fitted = registry.find("sums that weights are fitted with")
-            made = fitted(self.model, windows, measure=self.measure)
-            self._portfolio = key, made
-        return self._portfolio[1]
+        if self._fitted is None or self._fitted[0] != key:
+            calibrated = registry.find("sums that weights are fitted with")
+            made = calibrated(self.model, windows, measure=self.measure)
+            self._fitted = key, made
+        return self._fitted[1]
 
     def keep(self, setting: Setting) -> KeepMask:
         """The mask that `setting` selects."""

@@ -195,10 +195,10 @@ def test_the_command_prunes_it(
 ) -> None:  # fmt: skip
     """It streams by itself and says so; files in bfloat16, which the card names."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-    text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
+    text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
     out = tmp_path / "pruned"
     result = invoke(
-        "prune", quantised[0], "--ratio", 0.5, "--quick", "--device", "cpu", *text,
+        "prune", quantised[0], "--ratio", 0.5, "--device", "cpu", *text,
         *options, "--out", out,
     )  # fmt: skip
     assert result.exit_code == 0, result.output

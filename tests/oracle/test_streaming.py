@@ -541,14 +541,14 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
 def test_compress_writes_the_same_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default of prune: its candidates, and its compensated weights, to rounding.
+    """The default of prune: its choice, and its compensated weights, to rounding.
 
     A streamed model writes no text of its own, which is said where it was not asked
     not to.
     """
     write_model(tmp_path / "moe")
     write_text(tmp_path / "text.txt")
-    folders, tried = [], []
+    folders, chosen = [], []
     for way in ("--stream", "--no-stream"):
         monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / f"cache{way}"))
         out = tmp_path / f"pruned{way}"
@@ -558,9 +558,8 @@ def test_compress_writes_the_same_checkpoint(
                 "--json", *text_of(tmp_path))
         )  # fmt: skip
         folders.append(out)
-        tried.append(facts["candidates"])
-    names = [[candidate["candidate"] for candidate in own] for own in tried]
-    assert names[0] == names[1]
+        chosen.append(facts["chosen"])
+    assert chosen[0] == chosen[1]
     found, wanted = map(tensors_in, folders)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():

@@ -41,7 +41,6 @@ ORDERED = {"compress"}
 """Methods that hold out windows by their place, which their deviations say."""
 SMALL = {"population": 5, "generations": 2, "most_windows": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "compress": {"quick": True},
     "eep": SMALL,
     "moe-i2-like": SMALL,
 }

@@ -89,9 +89,9 @@ def test_the_tutorial_runs(tiny_lab: Path, capsys: pytest.CaptureFixture[str]) -
         json.loads((tiny_lab / name / "heapr_manifest.json").read_text())
         for name in ("pruned", "as_published")
     )
-    assert len(best["candidates"]) > 10
+    assert len(best["held_out"]) == 2
     assert best["calibrated_on"]["own_text"] == 0.25
-    assert "candidates" not in paper
+    assert "held_out" not in paper
     assert paper["weights"] == "sliced, otherwise unchanged"
     assert paper["calibrated_on"]["own_text"] == 0.0
     measured = run_tutorial.perplexities(done)

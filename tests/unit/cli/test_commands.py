@@ -12,6 +12,7 @@ from heapr_lab.errors import CacheError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.storage.hashing import without_nan
 
 COMMANDS = (
     "plan", "score", "prune", "convert", "evaluate", "compare",
@@ -136,17 +137,16 @@ def test_the_card_gives_perplexity_where_the_model_was_loaded(
 def test_the_method_is_the_best_that_the_inputs_allow(
     folder: Path, tmp_path: Path
 ) -> None:
-    """With text it is the best candidate; `paper` is HEAPr, sliced; all say so."""
+    """With text it is compensated, or HEAPr's; `paper` is HEAPr, sliced; all say so."""
     base = ("prune", folder / "moe", "--ratio", 0.4, "--json")
     best = json.loads(run(*base, "--out", tmp_path / "best", *text_of(folder)))
-    (chosen,) = [row for row in best["candidates"] if row["chosen"]]
-    assert chosen["candidate"] == best["chosen"]
-    assert best["chosen"].startswith(f"{best['estimator']}, ")
-    assert len(best["candidates"]) == 13
+    (chosen,) = [row for row in best["held_out"] if row["chosen"]]
+    assert chosen["made"] == best["chosen"]
+    assert best["chosen"].split(" + ")[0] == best["estimator"]
     asked = ("--estimator", "elimination", "--out", tmp_path / "asked")
     own = json.loads(run(*base, *asked, *text_of(folder)))
     assert (own["estimator"], own["compensated"]) == ("elimination", True)
-    assert "candidates" not in own
+    assert "held_out" not in own
     paper = json.loads(
         run(*base, "--out", tmp_path / "p", "--method", "paper", *text_of(folder))
     )
@@ -162,9 +162,9 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     evaluated = ("--corpora", folder / "text.txt", *TINY, "--json")
     rows = json.loads(run("evaluate", tmp_path / "best", *evaluated))["results"]
     manifest = json.loads((tmp_path / "best" / "heapr_manifest.json").read_text())
-    assert manifest["candidates"] == best["candidates"]
+    assert manifest["held_out"] == without_nan(best["held_out"])
     card = (tmp_path / "best" / "README.md").read_text()
-    assert f"| {best['chosen']} | all windows |" in card
+    assert f"| {best['chosen']} | {chosen['delta_nll']:+.4f} |" in card
     (change,) = manifest["perplexity"].values()
     found = next(row["value"] for row in rows if row["metric"] == "perplexity")
     assert found == pytest.approx(change[1], rel=1e-4)
@@ -223,16 +223,17 @@ def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) ->
     assert "is a mixture" in message
 
 
-def test_prune_with_one_held_out_window(folder: Path, tmp_path: Path) -> None:
-    """One window has no standard error: null in the manifest."""
+def test_prune_with_few_windows(folder: Path, tmp_path: Path) -> None:
+    """One window that is reported has no standard error: null in the manifest."""
     out = tmp_path / "pruned"
-    run(
-        "prune", folder / "moe", "--ratio", 0.4, "--quick", "--n-sequences", 4,
-        "--own-text", 0, "--out", out, *text_of(folder),
-    )  # fmt: skip
-    tried = json.loads((out / "heapr_manifest.json").read_text())["candidates"]
-    assert [candidate["stderr"] for candidate in tried] == [None] * len(tried)
-    assert all(isinstance(candidate["nll"], float) for candidate in tried)
+    asked = ("prune", folder / "moe", "--ratio", 0.4, "--own-text", 0, "--out", out)
+    few = ("--n-sequences", 7, *text_of(folder))
+    assert "expected at least 8" in refused(*asked, *few)
+    run(*asked, "--n-sequences", 8, *text_of(folder))
+    rows = json.loads((out / "heapr_manifest.json").read_text())["held_out"]
+    assert [row["stderr"] for row in rows] == [None, None]
+    assert all(isinstance(row["nll"], float) for row in rows)
+    assert "| — |" in (out / "README.md").read_text("utf-8")
 
 
 def test_prune_in_rounds_and_by_flops(folder: Path, tmp_path: Path) -> None:

@@ -166,9 +166,9 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     press(panel.evaluation.job)
     session, point = panel.session, last_point(panel)
     made = session.made(session.selection, session.way, report=lambda *_args: None)
-    assert made.candidates is not None
-    (chosen,) = made.candidates.loc[made.candidates["chosen"], "candidate"]
-    assert chosen.startswith(f"{point['estimator']}, ")
+    assert made.report is not None
+    (chosen,) = made.report.loc[made.report["chosen"], "made"]
+    assert chosen.split(" + ")[0] == point["estimator"]
     assert point["achieved_ratio"] == made.keep.achieved_ratio
     (_, shown) = pd.read_html(StringIO(panel.evaluation.results.value))[0].values
     assert {"compress", point["estimator"]} <= set(shown)

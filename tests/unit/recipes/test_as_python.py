@@ -32,9 +32,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "layer_ratios": {"layer_ratios": {1: 0.75}},
     "exclude_layers": {"exclude_layers": (0,)},
     "min_atoms": {"min_atoms": 3},
-    "protect_outliers": {"protect_outliers": 0.5},
     "protect_unrouted": {"protect_unrouted": True},
-    "price": {"price": 0.25},
     "estimator_options": {
         "estimator": "camera", "scope": "layer", "estimator_options": {"alpha": 0.5}
     },
@@ -187,7 +185,7 @@ def test_checkpoints_have_the_same_weights(
         report=lambda *_: None,
     )  # fmt: skip
     assert made.keep.fingerprint == keep.fingerprint
-    facts = facts_of(table, made.keep, source=bench.source)
+    facts = facts_of(table, made, source=bench.source)
     write_checkpoint(
         inside / "exported", made, bench, facts=facts, corpora=(),
         report=lambda *_: None,

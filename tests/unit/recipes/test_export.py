@@ -289,8 +289,8 @@ def test_the_panel_writes_own_text_too(root: Path, tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path / "pruned")
     assert manifest["calibrated_on"]["own_text"] == 0.5
     assert "and 4 that the model wrote itself" in manifest["calibration"]
-    used = bench_of(root).importance(Calibration.from_dict(manifest["calibrated_on"]))
-    assert manifest["importance"] == used.metadata["spec_hash"]
+    used = bench_of(root).fitted(Calibration.from_dict(manifest["calibrated_on"]))
+    assert manifest["importance"] == used.table().metadata["spec_hash"]
     assert any("token" in text for text in told), told
     panel.export.weights.value = "unchanged"
     assert panel.export.own.disabled
@@ -336,6 +336,6 @@ def test_each_place_says_which_weights_it_shows(root: Path) -> None:
     assert "ragged), masked" in panel.inspection.compared.value
     assert "weights: as they are" in panel.export.note.value
     panel.weights.weights.value = "compress"
-    assert "the best of several ways" in panel.export.note.value
+    assert "compensated, or HEAPr" in panel.export.note.value
     panel.weights.weights.value = "compensated"
     assert "weights: W_down compensated" in panel.export.note.value

@@ -44,7 +44,7 @@ def write(
     made = export.choose(
         bench, table, setting, weights=weights, after=export.Afterwards(), report=silent
     )
-    facts = export.facts_of(table, made.keep, source=bench.source)
+    facts = export.facts_of(table, made, source=bench.source)
     export.write_checkpoint(
         out, made, bench, facts=facts, corpora=corpora, report=silent
     )

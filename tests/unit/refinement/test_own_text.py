@@ -1,7 +1,6 @@
 """Text that a model writes itself: its shape, its draws, and where it is used."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.recipes.export import calibration_of, describe_calibration
 from heapr_lab.refinement.own_text import own_text
-from heapr_lab.refinement.portfolio import Portfolio
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
@@ -192,23 +190,6 @@ def test_a_table_says_what_it_was_measured_on(root: Path) -> None:
     assert calibration_of(mixed) is None
 
 
-def test_a_portfolio_reports_what_it_measures(root: Path) -> None:
-    """The statistics of a workbench count as the portfolio's own."""
-    bench = bench_of(root)
-    asked = Calibration(str(root / "text.txt"), n_sequences=4, own_text=1)
-    windows = bench.calibration_set(asked)
-    counts: list[list[tuple[int, int]]] = []
-    measures: list[Callable[..., Any] | None] = [None, bench.measure]
-    for measure in measures:
-        seen: list[tuple[int, int]] = []
-        portfolio = Portfolio(bench.model, windows, measure=measure)
-        with portfolio.counted(1, lambda *done, seen=seen: seen.append(done)):
-            portfolio.table("heapr", windows="all")
-        counts.append(seen)
-    assert counts[0] == counts[1]
-    assert counts[0][-1][0] == 8
-
-
 # --- the command line ------------------------------------------------------------
 
 
@@ -232,7 +213,7 @@ def manifest_of(root: Path, out: Path, *options: object) -> dict[str, Any]:
 def test_the_default_is_that_of_compress(
     root: Path, tmp_path: Path, options: tuple[object, ...], share: float
 ) -> None:
-    """A quarter where candidates are judged; else the corpus alone, as the paper."""
+    """A quarter for the default; else the corpus alone, as the paper."""
     manifest = manifest_of(root, tmp_path / "out", *options)
     assert manifest["calibrated_on"]["own_text"] == share
     n_own = round(8 * share)

@@ -1,0 +1,87 @@
+"""What is measured of a model on calibration windows is measured once."""
+
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from torch import nn
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import find_experts
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
+from heapr_lab.refinement.activation_grams import HELD_OUT, collect_grams
+from heapr_lab.refinement.calibrated import CalibratedModel
+from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.text.calibration import CalibrationSet
+
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=12))
+HALF = Selection(0.5)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A tiny qwen2_moe: 4 experts of 8 atoms in each of 2 layers."""
+    return tiny_model("qwen2_moe")
+
+
+@pytest.fixture(scope="module")
+def calibrated(model: nn.Module) -> CalibratedModel:
+    """Its statistics and sums."""
+    return CalibratedModel(model, WINDOWS)
+
+
+def test_the_spans_share_one_pass(
+    model: nn.Module, calibrated: CalibratedModel
+) -> None:
+    """Sums within experts are blocks of those across the layer."""
+    calibrated.compensated(Selection(0.5, estimator="elimination"))
+    within = collect_grams(model, WINDOWS, span="expert")
+    for solver in calibrated.sums.solvers("expert"):
+        torch.testing.assert_close(solver.grams.sums, within[solver.layer.layer].sums)
+        assert solver.grams.sums[HELD_OUT].any()
+    assert calibrated.sums.n_passes == 1
+
+
+def test_masks_and_weights_are_those_of_single_steps(
+    model: nn.Module, calibrated: CalibratedModel
+) -> None:
+    """Of `collect_statistics`, `select` and `fit_compensation`, for both spans."""
+    wanted = select(collect_statistics(model, WINDOWS), HALF)
+    assert calibrated.keep(HALF).fingerprint == wanted.fingerprint
+    for span in ("layer", "expert"):
+        keep, made = calibrated.compensated(HALF, span=span)
+        assert keep.fingerprint == wanted.fingerprint
+        once = fit_compensation(model, wanted, WINDOWS, span=span)
+        for layer, down in once.downs.items():
+            torch.testing.assert_close(made.downs[layer], down)
+
+
+def test_statistics_come_from_elsewhere_once(model: nn.Module) -> None:
+    """From a cache, say; elimination and compensation use the same ones."""
+    asked = []
+
+    def measure(windows: CalibrationSet, **_options: object) -> object:
+        asked.append(windows)
+        return collect_statistics(model, windows)
+
+    calibrated = CalibratedModel(model, WINDOWS, measure=measure)  # type: ignore[arg-type]
+    for estimator in ("elimination", "heapr", "elimination_shrunk"):
+        calibrated.compensated(Selection(0.5, estimator=estimator))
+    assert asked == [WINDOWS]
+
+
+def test_normalised_experts_are_compensated_one_by_one() -> None:
+    """They cannot compensate each other."""
+    model = tiny_model("qwen2_moe")
+    for layer in find_experts(model):
+        layer.module.has_post_expert_norm = True
+        layer.module.post_expert_norm = nn.Identity()
+    assert CalibratedModel(model, WINDOWS).sums.span == "expert"
+
+
+def test_one_window_is_refused(model: nn.Module) -> None:
+    """No token would be left to choose the ridges by."""
+    one = CalibrationSet.from_ids(tiny_ids(n_sequences=1))
+    with pytest.raises(SpecError, match="at least 2 windows"):
+        CalibratedModel(model, one).compensated(HALF)
