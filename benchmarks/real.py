@@ -5,8 +5,8 @@
 
 Two models: `smolmoe`, which was carved from a published one, and `smollm2`, the
 published weights as one expert a layer. Each method is fitted to the same 32 windows of
-512 tokens of WikiText-2 (three also to other draws, and to C4), removes 20, 25, 40 or
-50 % of the atoms, and is measured on the first windows of the test splits of
+512 tokens of WikiText-2 (three also to other draws, and to C4), removes 10, 20, 25, 40
+or 50 % of the atoms, and is measured on the first windows of the test splits of
 WikiText-2, PTB and C4, and on the same items of each task. `--windows 0` takes the
 whole splits.
 
@@ -53,6 +53,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
+from heapr_lab.refinement.compress import COMPENSATED
 from heapr_lab.storage.files import checksum, replacing
 from heapr_lab.text.calibration import load_calibration, load_windows
 
@@ -61,12 +62,11 @@ logger = logging.getLogger("real")
 SEQ_LEN, N_CALIBRATION = 512, 32
 CORPORA = ("wikitext2", "ptb", "c4")
 FITTED_TO = CORPORA[0]
-RATIOS = (0.25, 0.4, 0.2, 0.5)
+RATIOS = (0.25, 0.4, 0.2, 0.5, 0.1)
 DENSE = "dense"
 ESTIMATORS = ("fisher", "shrunk", "heapr_total")
 """Scores that are not methods of a paper."""
-ELIMINATION = "elimination + compensation"
-MAIN = ("heapr", ELIMINATION, "fisher")
+MAIN = ("heapr", *COMPENSATED, "fisher")
 """What is measured at every ratio; the others at 25 % alone."""
 OTHERS = (
     "camera-p",
@@ -79,7 +79,7 @@ OTHERS = (
     "frequency",
     "compress",
 )
-REPEATED = ("heapr", ELIMINATION)
+REPEATED = ("heapr", "fisher + compensation")
 """What is fitted to other draws and to C4 as well, at 25 %."""
 SEEDS = (0, 1, 2)
 
@@ -155,8 +155,8 @@ class Pruner:
         if state.method == DENSE:
             return contextlib.nullcontext(), _sizes(0.0, (1, 1))
         measured = self.measured(state)
-        if state.method == ELIMINATION:
-            selection = Selection(state.ratio, estimator="elimination")
+        if state.method in COMPENSATED:
+            selection = Selection(state.ratio, estimator=COMPENSATED[state.method])
             keep, made = measured.calibrated.compensated(selection)
             return self._masked(keep, made.downs)
         if state.method in ESTIMATORS:

@@ -14,7 +14,7 @@ _NAMES = {
 _FRONT = {
     "dense": (0.0,),
     "heapr": (0.2, 0.25, 0.4),
-    "elimination + compensation": (0.25, 0.4),
+    "fisher + compensation": (0.25, 0.4),
 }
 """The methods and ratios that README.md shows."""
 

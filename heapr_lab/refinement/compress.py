@@ -1,17 +1,20 @@
-"""Eliminate and compensate, where held-out calibration windows are in favour of it.
+"""Compensate a mask by least squares, where held-out windows are in favour of it.
 
 Three of every four windows are fitted to: the scores, the sums of one more forward
-pass, elimination within these sums, and the compensation of what it removes. The result
-is compared with HEAPr as published, its mask with unchanged weights, on windows that
-neither has seen; where the paired difference is not in favour by more than two standard
-errors, HEAPr's mask is returned. So it is never worse than the paper's by more than
-noise. What is reported is measured on further windows, which have no part in either.
+pass, two masks, and the compensation of what each removes. The masks are those of the
+Fisher information, which lose less on pretrained weights, and those of elimination
+within the sums, which lose less on models from scratch. They are compared with HEAPr as
+published, its mask with unchanged weights, on windows that no fit has seen; the best is
+returned, and HEAPr's where no paired difference is in favour of another by more than
+two standard errors. So it is never worse than the paper's by more than noise. What is
+reported is measured on further windows, which have no part in either.
 
 Source: this project.
 """
 
 import contextlib
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +33,12 @@ from heapr_lab.refinement.compensation import Compensation, describe_weights
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
-ESTIMATOR = "elimination"
-"""The estimator whose mask is compensated."""
+COMPENSATED = {
+    f"{estimator} + compensation": estimator for estimator in ("fisher", "elimination")
+}
+"""The estimators whose masks are compensated."""
 PAPER = "heapr"
 """The estimator of the mask that is returned where compensation is no better."""
-COMPENSATED = f"{ESTIMATOR} + compensation"
 _STANDARD_ERRORS = 2.0
 """By which a difference has to be in favour."""
 Losses = tuple[float, ...]
@@ -49,11 +53,11 @@ class FittedCompression:
     compensation: Compensation | None
     """The new weights; None for weights that are unchanged."""
     report: pd.DataFrame
-    """A row for "heapr" and for "elimination + compensation": `made`; the difference to
-    HEAPr on the windows that decide, `deciding`, and its standard error
-    `deciding_stderr`; on the windows that are reported `nll`, its difference to the
-    dense model `delta_nll` and to HEAPr `against_paper`, with the standard error of the
-    latter `stderr`, all in nats per token; and whether it is `chosen`."""
+    """A row for "heapr" and for each of `COMPENSATED`: `made`; the difference to HEAPr
+    on the windows that decide, `deciding`, and its standard error `deciding_stderr`; on
+    the windows that are reported `nll`, its difference to the dense model `delta_nll`
+    and to HEAPr `against_paper`, with the standard error of the latter `stderr`, all in
+    nats per token; and whether it is `chosen`."""
 
     @property
     def downs(self) -> ReplacedDownProj | None:
@@ -146,65 +150,78 @@ def fit_compression(
     """
     refuse_disturbed(model, remedy="begin again with the dense model")
     selection = selection or Selection(**fields)
-    fit, deciding, reported = calibration.three_parts()
+    fit, *judges = calibration.three_parts()
     fitted = fitted or CalibratedModel(model, fit)
     n_fit = fitted.n_passes * fit.n_sequences
-    n_judged = 2 * deciding.n_sequences + 3 * reported.n_sequences
-    parts = Parts(n_fit + n_judged, progress)
-    ours, made = fitted.compensated(
-        replace(selection, estimator=ESTIMATOR, estimator_options=()), progress=parts
-    )
-    parts.end(n_fit)
-    paper = fitted.keep(replace(selection, estimator=PAPER, estimator_options=()))
-    edits = {PAPER: (paper, None), COMPENSATED: (ours, made.downs)}
-    decided, seen = (
-        {
-            name: _losses(masking(model, *edit), windows, parts)
-            for name, edit in edits.items()
-        }
-        for windows in (deciding, reported)
-    )
-    dense = _losses(contextlib.nullcontext(model), reported, parts)
-    report = _report(decided, seen, dense)
-    if report.loc[report["made"].eq(COMPENSATED), "chosen"].all():
-        return FittedCompression(ours, made, report)
-    return FittedCompression(paper, None, report)
+    sizes = [n_fit, *[0 if fitted.sums.at_once else n_fit] * (len(COMPENSATED) - 1)]
+    n_judged = [own.n_sequences for own in judges]
+    n_losses = (1 + len(COMPENSATED)) * sum(n_judged) + n_judged[-1]
+    parts = Parts(sum(sizes) + n_losses, progress)
+    paper = fitted.keep(_of(selection, PAPER), parts)
+    judged: dict[str, list[Losses]] = {}
+    result: tuple[KeepMask, Compensation] | None = None
+    for (name, estimator), size in zip(COMPENSATED.items(), sizes, strict=True):
+        keep, made = fitted.compensated(_of(selection, estimator), progress=parts)
+        parts.end(size)
+        if not judged:
+            judged[PAPER] = _losses(masking(model, paper), judges, parts)
+        judged[name] = _losses(masking(model, keep, made.downs), judges, parts)
+        if _chosen(judged) == name:
+            result = keep, made
+    (dense,) = _losses(contextlib.nullcontext(model), judges[-1:], parts)
+    return FittedCompression(*(result or (paper, None)), _report(judged, dense))
+
+
+def _of(selection: Selection, estimator: str) -> Selection:
+    return replace(selection, estimator=estimator, estimator_options=())
 
 
 def _losses(
     edited: contextlib.AbstractContextManager[nn.Module],
-    windows: CalibrationSet,
+    judges: Sequence[CalibrationSet],
     progress: Parts,
-) -> Losses:
+) -> list[Losses]:
+    """The losses inside a context, on the windows that decide and on those reported."""
+    found = []
     with edited as model:
-        found = evaluate_perplexity(model, windows.ids, progress=progress)
-    progress.end(windows.n_sequences)
-    return found.windows
+        for windows in judges:
+            losses = evaluate_perplexity(model, windows.ids, progress=progress).windows
+            progress.end(windows.n_sequences)
+            found.append(losses)
+    return found
 
 
-def _report(
-    decided: dict[str, Losses], seen: dict[str, Losses], dense: Losses
-) -> pd.DataFrame:
-    """The rows of `FittedCompression.report`, from the losses on both kinds of windows.
+def _chosen(judged: dict[str, list[Losses]]) -> str:
+    """The best of those in favour of which the windows that decide are, or `PAPER`."""
+    means = {PAPER: 0.0}
+    for name, (deciding, _) in judged.items():
+        difference, error = paired_difference(deciding, judged[PAPER][0])
+        if difference < -_STANDARD_ERRORS * error:
+            means[name] = difference
+    return min(means, key=lambda name: means[name])
+
+
+def _report(judged: dict[str, list[Losses]], dense: Losses) -> pd.DataFrame:
+    """The rows of `FittedCompression.report`.
 
     Raises:
         SpecError: there are no windows.
     """
     rows: list[dict[str, Any]] = []
-    for made, losses in seen.items():
-        deciding, error = paired_difference(decided[made], decided[PAPER])
-        against, stderr = paired_difference(losses, seen[PAPER])
+    chosen = _chosen(judged)
+    for made, (deciding, reported) in judged.items():
+        decided, error = paired_difference(deciding, judged[PAPER][0])
+        against, stderr = paired_difference(reported, judged[PAPER][1])
         rows.append(
             {
                 "made": made,
-                "deciding": deciding,
+                "deciding": decided,
                 "deciding_stderr": error,
-                "nll": statistics.fmean(losses),
-                "delta_nll": paired_difference(losses, dense)[0],
+                "nll": statistics.fmean(reported),
+                "delta_nll": paired_difference(reported, dense)[0],
                 "against_paper": against,
                 "stderr": stderr,
-                "chosen": deciding < -_STANDARD_ERRORS * error,
+                "chosen": made == chosen,
             }
         )
-    rows[0]["chosen"] = not rows[1]["chosen"]
     return pd.DataFrame(rows)

@@ -1,4 +1,4 @@
-"""Elimination with compensation, or HEAPr's: decided and reported on unseen windows."""
+"""A compensated mask, or HEAPr's: decided and reported on unseen windows."""
 
 import math
 from typing import Any
@@ -33,6 +33,7 @@ from heapr_lab.text.calibration import CalibrationSet
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=24, seq_len=12))
 FIT, DECIDING, REPORTED = WINDOWS.three_parts()
 HALF = Selection(0.5)
+FISHER, ELIMINATION = COMPENSATED
 
 
 @pytest.fixture(scope="module")
@@ -68,30 +69,35 @@ def paper(model: nn.Module, ratio: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("gains", "chosen"),
+    ("gains", "others", "chosen"),
     [
-        ((0.9, 1.0, 1.1), COMPENSATED),
-        ((0.0, 1.0, 2.0), PAPER),  # 1 ± 0.58: not by two standard errors
-        ((0.1, 1.0, 2.0), PAPER),
-        ((0.5, 1.0, 1.5), COMPENSATED),
-        ((-0.9, -1.0, -1.1), PAPER),
-        ((0.0, 0.0, 0.0), PAPER),
+        ((0.9, 1.0, 1.1), (0.0, 0.0, 0.0), FISHER),
+        ((0.9, 1.0, 1.1), (1.1, 1.2, 1.3), ELIMINATION),
+        ((0.9, 1.0, 1.1), (0.0, 9.0, 9.0), FISHER),  # the other gains more, with noise
+        ((0.0, 1.0, 2.0), (0.0, 0.0, 0.0), PAPER),  # 1 ± 0.58: not by two errors
+        ((0.1, 1.0, 2.0), (0.0, 1.0, 2.0), PAPER),
+        ((0.5, 1.0, 1.5), (0.0, 0.0, 0.0), FISHER),
+        ((-0.9, -1.0, -1.1), (-0.9, -1.0, -1.1), PAPER),
+        ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), PAPER),
     ],
 )
 def test_it_has_to_be_better_by_two_standard_errors(
-    gains: tuple[float, ...], chosen: str
+    gains: tuple[float, ...], others: tuple[float, ...], chosen: str
 ) -> None:
     """Paired by window; losses on the windows that are reported have no say."""
     dense = (1.0, 2.0, 3.0)
-    ours = tuple(5.0 - gain for gain in gains)
-    for other in (0.0, 9.0):
-        report = compress._report(
-            {PAPER: (5.0, 5.0, 5.0), COMPENSATED: ours},
-            {PAPER: (4.0, 5.0, 6.0), COMPENSATED: (other, other, other)},
-            dense,
-        )
+    fisher, elimination = (tuple(5.0 - g for g in own) for own in (gains, others))
+    for reported in (0.0, 9.0):
+        there = (reported, reported, reported)
+        judged = {
+            PAPER: [(5.0, 5.0, 5.0), (4.0, 5.0, 6.0)],
+            FISHER: [fisher, there],
+            ELIMINATION: [elimination, there],
+        }
+        report = compress._report(judged, dense)
         assert report.loc[report["chosen"], "made"].tolist() == [chosen]
-        assert report["delta_nll"].tolist() == pytest.approx([3.0, other - 2])
+        wanted = [3.0, reported - 2, reported - 2]
+        assert report["delta_nll"].tolist() == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "nemotron_h"])
@@ -121,11 +127,18 @@ def test_where_compensation_is_not_better_the_papers_mask_is_taken(
 
 
 @pytest.mark.usefixtures("always")
-def test_else_it_is_elimination_with_compensation(model: nn.Module) -> None:
-    """As `eliminate` and `compensate` make it, of the same windows."""
+@pytest.mark.parametrize("made", COMPENSATED)
+def test_else_a_mask_is_compensated(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, made: str
+) -> None:
+    """As `compensate` makes it, of the same windows."""
+    estimator = COMPENSATED[made]
+    monkeypatch.setattr(compress, "COMPENSATED", {made: estimator})
     found = fit_compression(model, WINDOWS, HALF)
-    table = eliminate(model, collect_statistics(model, FIT), FIT)
-    keep = select(table, ratio=0.5, estimator="elimination")
+    table = collect_statistics(model, FIT)
+    if estimator == "elimination":
+        table = eliminate(model, table, FIT)
+    keep = select(table, ratio=0.5, estimator=estimator)
     assert found.keep.fingerprint == keep.fingerprint
     assert found.compensation is not None
     wanted = fit_compensation(model, keep, FIT)
@@ -138,7 +151,7 @@ def test_the_report_has_the_measured_losses(
 ) -> None:
     """Of the windows that have no part in the fit and in the choice."""
     rows = found.report.set_index("made")
-    assert rows.index.tolist() == [PAPER, COMPENSATED]
+    assert rows.index.tolist() == [PAPER, FISHER, ELIMINATION]
     keep, made = fitted.compensated(Selection(0.5, estimator="elimination"))
     losses = {}
     for name, windows in (("deciding", DECIDING), ("reported", REPORTED)):
@@ -148,7 +161,7 @@ def test_the_report_has_the_measured_losses(
             losses[name] = window_nll(model, windows.ids), theirs
     ours, theirs = losses["reported"]
     dense = window_nll(model, REPORTED.ids)
-    row = rows.loc[COMPENSATED]
+    row = rows.loc[ELIMINATION]
     assert row["nll"] == pytest.approx(float(ours.mean()), rel=1e-12)
     assert row["delta_nll"] == pytest.approx(float((ours - dense).mean()))
     for columns, pair in (
@@ -244,12 +257,12 @@ def test_it_takes_less_than_twice_the_scores(seen: list[float]) -> None:
     seen.clear()
     fitted = CalibratedModel(model, FIT)
     fit_compression(model, WINDOWS, HALF, fitted=fitted)
-    # 3 for statistics and 1 for sums of 3/4, 2 of an eighth, and 3 of an eighth.
-    assert sum(seen) / 24 == pytest.approx(4 * 3 / 4 + 5 / 8)
+    # 3 for statistics and 1 for sums of 3/4, 3 of an eighth, and 4 of an eighth.
+    assert sum(seen) / 24 == pytest.approx(4 * 3 / 4 + 7 / 8)
     assert sum(seen) < 2 * scores
     seen.clear()
     fit_compression(model, WINDOWS, ratio=0.2, fitted=fitted)
-    assert sum(seen) / 24 == pytest.approx(5 / 8)
+    assert sum(seen) / 24 == pytest.approx(7 / 8)
 
 
 def test_progress_reaches_its_end(model: nn.Module) -> None:
@@ -258,7 +271,7 @@ def test_progress_reaches_its_end(model: nn.Module) -> None:
     fit_compression(model, WINDOWS, HALF, progress=lambda *now: seen.append(now))
     done, totals = zip(*seen, strict=True)
     assert list(done) == sorted(done)
-    assert set(totals) == {2 * 18 + 5 * 3}
+    assert set(totals) == {2 * 18 + 7 * 3}
     assert done[-1] == totals[-1]
 
 
