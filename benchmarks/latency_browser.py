@@ -25,7 +25,7 @@ from heapr_lab.models.architecture import Architecture, LayerShape
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from browser.pages import Panel, browser, run_all
-from browser.servers import CHROMIUM, lab_notebook
+from browser.servers import CHROMIUM, lab
 
 SHAPES = {"300 thousand": (24, 64, 192), "Qwen3-30B-A3B": (48, 128, 768)}
 """Layers, experts of each, atoms of each."""
@@ -57,11 +57,11 @@ def measure(table: ImportanceTable, folder: Path, *, executable: str) -> list[fl
     table.write(path)
     cells = [CELL.format(path=str(path))]
     with (
-        lab_notebook(cells, private=folder, environment={}) as address,
+        lab(private=folder, environment={}) as server,
         browser(executable) as chromium,
     ):
         page = chromium.new_page(viewport={"width": 1280, "height": 1400})
-        page.goto(address)
+        page.goto(server.notebook("panels", cells))
         run_all(page)
         panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
         panel.is_ready()

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,15 +13,31 @@ CLOSED = "http://127.0.0.1:9"
 
 @dataclass(frozen=True)
 class Clone:
-    """A copy of the repository, and what the main job said in it."""
+    """A copy of the repository, with a cache, and what the main job said in it."""
 
     folder: Path
-    output: str
+    cache: Path
+    output: str = ""
 
     @property
     def figures(self) -> Path:
         """Where the figures of the run are."""
         return self.folder / "figures" / "lab-small"
+
+    def run(self, *arguments: str, timeout: float | None = None) -> str:
+        """What Python says, which has to succeed."""
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.folder,
+            env=bare_environment(self.folder, cache=self.cache),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=timeout,
+        )
+        assert done.returncode == 0, done.stdout[-5000:]
+        return done.stdout
 
     def git(self, *arguments: str) -> str:
         """What git says."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from browser.servers import CHROMIUM, lab_notebook
+from browser.servers import CHROMIUM, Lab, lab
 from tiny_folder import write_model
 
 from heapr_lab.text import pydocs
@@ -35,6 +35,15 @@ embedding.forward = lambda ids: time.sleep(0.3) or quick(ids)
 slow_panel = explore(slow, corpora=("pydocs",), tasks=())
 slow_panel.weights.weights.value = "unchanged"
 slow_panel"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the shared page run in one process, others file by file in any."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            shared = "watched" in getattr(item, "fixturenames", ())
+            group = "page" if shared else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -86,25 +95,26 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where everything is written."""
-    return tmp_path_factory.mktemp("lab")
-
-
-@pytest.fixture(scope="session")
-def work(private: Path) -> Path:
-    """The folder of the notebook."""
-    return private / "notebooks"
-
-
-@pytest.fixture(scope="session")
-def address(
-    tiny_model: Path, environment: dict[str, str], private: Path
-) -> Iterator[str]:
-    """JupyterLab with the notebook of two panels open."""
-    cells = [source.format(model=str(tiny_model)) for source in (OPEN, SLOW)]
-    with lab_notebook(cells, private=private, environment=environment) as found:
+def server(
+    environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Lab]:
+    """The JupyterLab of all tests."""
+    private = tmp_path_factory.mktemp("lab")
+    with lab(private=private, environment=environment) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def work(server: Lab) -> Path:
+    """The folder of the notebooks."""
+    return server.work
+
+
+@pytest.fixture(scope="session")
+def address(server: Lab, tiny_model: Path) -> str:
+    """The notebook of two panels."""
+    cells = [source.format(model=str(tiny_model)) for source in (OPEN, SLOW)]
+    return server.notebook("panels", cells)
 
 
 @pytest.fixture(scope="session")

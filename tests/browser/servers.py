@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,17 +43,42 @@ _LAB_OPTIONS = (
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     "--LabApp.extension_manager=readonly",
     "--LabApp.expose_app_in_browser=True",  # its commands, as `jupyterapp`
+    # Kernels of pages that were closed.
+    "--MappingKernelManager.cull_idle_timeout=30",
+    "--MappingKernelManager.cull_interval=10",
 )
 
 
+@dataclass(frozen=True)
+class Lab:
+    """A JupyterLab that runs, for any number of notebooks."""
+
+    address: str
+    """With the token."""
+    work: Path
+    """The folder of the notebooks."""
+
+    def notebook(self, name: str, cells: Sequence[str]) -> str:
+        """The address of a new notebook whose code cells have these sources."""
+        notebook = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(source) for source in cells],
+            metadata=_KERNEL,
+        )
+        nbformat.write(notebook, self.work / f"{name}.ipynb")
+        return self.page(name, f"/tree/{name}.ipynb")
+
+    def page(self, name: str, path: str = "") -> str:
+        """The address of a page with a layout of its own, which nothing is in yet."""
+        own = urlsplit(self.address)
+        path, query = f"/lab/workspaces/{name}{path}", f"reset&{own.query}"
+        return own._replace(path=path, query=query).geturl()
+
+
 @contextlib.contextmanager
-def lab_notebook(
-    cells: Sequence[str], *, private: Path, environment: Mapping[str, str]
-) -> Iterator[str]:
-    """JupyterLab with a notebook of `cells` open; its address, with the token.
+def lab(*, private: Path, environment: Mapping[str, str]) -> Iterator[Lab]:
+    """A JupyterLab.
 
     Args:
-        cells: sources of its code cells.
         private: an empty folder for everything that is written.
         environment: what the kernels are to see besides ours.
     """
@@ -61,17 +87,10 @@ def lab_notebook(
     settings.write_text(json.dumps(_LAB_SETTINGS), encoding="utf-8")
     work = private / "notebooks"
     work.mkdir()
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(source) for source in cells], metadata=_KERNEL
-    )
-    nbformat.write(notebook, work / "panels.ipynb")
     command = ["jupyterlab", *_LAB_OPTIONS, f"--ServerApp.port={free_port()}"]
     command += [f"--ServerApp.root_dir={work}"]
     with served(command, private=private, environment=environment) as (address, _):
-        parts = urlsplit(address)
-        # A layout that was saved would be shown in place of the notebook.
-        query = f"reset&{parts.query}"
-        yield parts._replace(path="/lab/tree/panels.ipynb", query=query).geturl()
+        yield Lab(address, work)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser.pages import TIMEOUT, Panel, pixels, run_all
-from browser.servers import lab_notebook
+from browser.servers import Lab, lab
 from random_tables import small_table
 
 from heapr_lab.panel.static_copy import CLASS
@@ -36,42 +36,37 @@ def shows_the_copy(page: "sync_api.Page") -> None:
 
 def test_the_copy_is_seen_once_the_kernel_is_gone(
     chromium: "sync_api.Browser",
-    environment: dict[str, str],
+    server: Lab,
     tmp_path: Path,
     shots: Path,
 ) -> None:
     """Hidden beside the panel and following it; seen afterwards, by strangers too."""
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()
-    ours, other = tmp_path / "ours", tmp_path / "other"
-    saved = ours / "notebooks" / "panels.ipynb"
-    for folder in (ours, other):
-        folder.mkdir()
-    with lab_notebook([CELL], private=ours, environment=environment) as address:
-        small_table().write(saved.with_name("table.parquet"))
-        page.goto(address)
-        run_all(page)
-        panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
-        panel.is_ready()
-        expect(page.locator(f".{CLASS}")).to_be_hidden()
-        panel.type_ratio("0.75")
-        copy = page.locator(f".{CLASS}").filter(has_text="75.0%")
-        expect(copy).to_have_count(1)
-        expect(copy).to_be_hidden()
-        page.screenshot(path=shots / "copy-hidden.png")
-        page.evaluate("jupyterapp.commands.execute('docmanager:save')")
-        page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
-        assert KEPT in copied(saved)
-        page.reload()  # the kernel has the panel still
-        panel.is_ready()
-        expect(page.locator(f".{CLASS}")).to_be_hidden()
-        page.evaluate("jupyterapp.commands.execute('kernelmenu:shutdown')")
-        page.reload()
-        shows_the_copy(page)
-        page.screenshot(path=shots / "copy-seen.png")
-    with lab_notebook([], private=other, environment=environment) as address:
-        shutil.copy2(saved, other / "notebooks")
-        page.goto(address)
+    small_table().write(server.work / "table.parquet")
+    page.goto(server.notebook("copy", [CELL]))
+    run_all(page)
+    panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
+    panel.is_ready()
+    expect(page.locator(f".{CLASS}")).to_be_hidden()
+    panel.type_ratio("0.75")
+    copy = page.locator(f".{CLASS}").filter(has_text="75.0%")
+    expect(copy).to_have_count(1)
+    expect(copy).to_be_hidden()
+    page.screenshot(path=shots / "copy-hidden.png")
+    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
+    assert KEPT in copied(server.work / "copy.ipynb")
+    page.reload()  # the kernel has the panel still
+    panel.is_ready()
+    expect(page.locator(f".{CLASS}")).to_be_hidden()
+    page.evaluate("jupyterapp.commands.execute('kernelmenu:shutdown')")
+    page.reload()
+    shows_the_copy(page)
+    page.screenshot(path=shots / "copy-seen.png")
+    with lab(private=tmp_path, environment={}) as other:
+        shutil.copy2(server.work / "copy.ipynb", other.work)
+        page.goto(other.page("copy", "/tree/copy.ipynb"))
         shows_the_copy(page)
         page.screenshot(path=shots / "copy-stranger.png")
     context.close()

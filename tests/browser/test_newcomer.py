@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from browser.pages import N_ATOMS, TIMEOUT, Panel, Watch
-from browser.servers import lab_notebook
+from browser.servers import Lab
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
@@ -30,17 +30,14 @@ RELOAD = (
 
 
 @pytest.fixture
-def page(
-    chromium: "sync_api.Browser", environment: dict[str, str], tmp_path: Path
-) -> Iterator["sync_api.Page"]:
+def page(chromium: "sync_api.Browser", server: Lab) -> Iterator["sync_api.Page"]:
     """JupyterLab as `make lab` opens it: the launcher, and no notebook."""
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()
     watch = Watch.of(context, page)
-    with lab_notebook([], private=tmp_path, environment=environment) as address:
-        page.goto(address.replace("/lab/tree/panels.ipynb", "/lab"))
-        yield page
-        context.close()
+    page.goto(server.page("newcomer"))
+    yield page
+    context.close()
     assert watch.complaints == []
     assert watch.requests == []
 
@@ -56,7 +53,7 @@ def run_cell(page: "sync_api.Page", number: int, lines: tuple[str, ...]) -> Pane
 
 
 def test_from_nothing_to_a_smaller_model(
-    page: "sync_api.Page", tiny_model: Path, tmp_path: Path
+    page: "sync_api.Page", tiny_model: Path, work: Path
 ) -> None:
     """Open, choose, see what it costs, save, load again, read what was measured."""
     page.locator(".jp-LauncherCard[data-category=Notebook]").first.click()
@@ -90,5 +87,5 @@ def test_from_nothing_to_a_smaller_model(
     expect(row.filter(has_text="reloaded")).to_contain_text("Δ nll = 0.0000")
     measured = row.filter(has_text="perplexity of these weights, pydocs")
     expect(measured).to_contain_text(perplexity.replace(",", ""))
-    manifest = tmp_path / "notebooks" / "smaller" / "heapr_manifest.json"
+    manifest = work / "smaller" / "heapr_manifest.json"
     assert json.loads(manifest.read_text())["atoms_kept"] == N_ATOMS // 2

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 from browser.pages import TIMEOUT, Panel, Watch, run_all
-from browser.servers import lab_notebook
+from browser.servers import Lab
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 pytestmark = pytest.mark.browser
 
 OPEN = """\
+import os
+os.environ["HEAPR_LAB_RESUME"] = "1"
 from heapr_lab import explore, open_workbench
 explore(open_workbench({model!r}, profile="small"), corpora=("pydocs",), tasks=())"""
 
@@ -20,46 +22,45 @@ def test_a_panel_opens_as_it_was_left(
     chromium: "sync_api.Browser",
     tiny_model: Path,
     environment: dict[str, str],
-    tmp_path: Path,
+    server: Lab,
 ) -> None:
     """With its pins and evaluations, after the kernel is gone; or afresh."""
     cell = OPEN.format(model=str(tiny_model))
     context = chromium.new_context(viewport={"width": 1280, "height": 1400})
     page = context.new_page()
     watch = Watch.of(context, page)
-    cache, own = Path(environment["HEAPR_CACHE_DIR"]), {"HEAPR_LAB_RESUME": "1"}
-    with lab_notebook([cell], private=tmp_path, environment=environment | own) as lab:
-        page.goto(lab)
-        run_all(page)
-        panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
-        panel.is_ready()
-        assert panel.root.get_by_text("The last session").count() == 0
-        panel.mask()
-        panel.type_ratio("0.5")
-        explain(panel)
-        carry_as_code(panel, str(tiny_model))
-        pin(panel)
-        panel.open("Evaluate")
-        panel.button("Evaluate").click()
-        expect(panel.root.get_by_text("Last point, ")).to_be_visible(timeout=TIMEOUT)
-        page.wait_for_timeout(3000)  # it is kept a second after the last change
-        (file,) = cache.glob("sessions/*.json")
-        assert len(json.loads(file.read_text())["points"]) == 2
+    cache = Path(environment["HEAPR_CACHE_DIR"])
+    page.goto(server.notebook("resume", [cell]))
+    run_all(page)
+    panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
+    panel.is_ready()
+    assert panel.root.get_by_text("The last session").count() == 0
+    panel.mask()
+    panel.type_ratio("0.5")
+    explain(panel)
+    carry_as_code(panel, str(tiny_model))
+    pin(panel)
+    panel.open("Evaluate")
+    panel.button("Evaluate").click()
+    expect(panel.root.get_by_text("Last point, ")).to_be_visible(timeout=TIMEOUT)
+    page.wait_for_timeout(3000)  # it is kept a second after the last change
+    (file,) = cache.glob("sessions/*.json")
+    assert len(json.loads(file.read_text())["points"]) == 2
 
-        page.get_by_role("menuitem", name="Kernel", exact=True).click()
-        page.get_by_role("menuitem", name="Restart Kernel and Run All Cells").click()
-        page.get_by_role("button", name="Confirm Kernel Restart").click()
-        said = panel.root.get_by_text("The last session of this table is shown")
-        expect(said).to_be_visible(timeout=TIMEOUT)
-        panel.is_ready()
-        expect(panel.ratio).to_have_value("0.5")
-        expect(panel.root.get_by_text("measured").first).to_be_visible()
-        panel.open("Compare")
-        expect(panel.root.get_by_text("1 pinned.")).to_be_visible()
-        panel.button("Start afresh").click()
-        expect(panel.ratio).to_have_value("0.25")
-        expect(said).to_be_hidden()
-        expect(panel.root.get_by_text("Nothing pinned yet")).to_be_visible()
+    page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    page.get_by_role("menuitem", name="Restart Kernel and Run All Cells").click()
+    page.get_by_role("button", name="Confirm Kernel Restart").click()
+    said = panel.root.get_by_text("The last session of this table is shown")
+    expect(said).to_be_visible(timeout=TIMEOUT)
+    panel.is_ready()
+    expect(panel.ratio).to_have_value("0.5")
+    expect(panel.root.get_by_text("measured").first).to_be_visible()
+    panel.open("Compare")
+    expect(panel.root.get_by_text("1 pinned.")).to_be_visible()
+    panel.button("Start afresh").click()
+    expect(panel.ratio).to_have_value("0.25")
+    expect(said).to_be_hidden()
+    expect(panel.root.get_by_text("Nothing pinned yet")).to_be_visible()
     assert watch.complaints == []
     context.close()
 
@@ -83,7 +84,7 @@ def explain(panel: Panel) -> None:
 def carry_as_code(panel: Panel, model: str) -> None:
     """Open what the Export tab would do as Python."""
     panel.open("Export")
-    panel.enter("folder", "smaller")
+    panel.enter("folder", "left")
     panel.root.get_by_text("The same as Python").click()
     code = panel.root.get_by_text("import heapr_lab as hl")
     expect(code.first).to_contain_text("ratio=0.5")

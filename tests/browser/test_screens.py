@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from browser.pages import TIMEOUT, Panel, Watch, run_all
-from browser.servers import lab_notebook
+from browser.servers import lab
 
 from heapr_lab import open_workbench
 
@@ -44,8 +44,8 @@ def page(
     page = context.new_page()
     watch = Watch.of(context, page)
     silent = {"HEAPR_LAB_PROGRESS": "0"}
-    with lab_notebook([CELL], private=tmp_path, environment=silent) as address:
-        page.goto(address)
+    with lab(private=tmp_path, environment=silent) as server:
+        page.goto(server.notebook("panels", [CELL]))
         run_all(page)
         page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
         yield page

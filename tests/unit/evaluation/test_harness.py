@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -280,9 +278,3 @@ def test_no_tasks(tokenizer):
     """An empty list is an error that names tasks."""
     with pytest.raises(SpecError, match="no tasks given; for example openbookqa"):
         run_tasks(byte_model(), tokenizer, [])
-
-
-def test_the_harness_is_imported_late():
-    """Importing the module does not import lm_eval."""
-    code = "import sys, heapr_lab as h; h.run_tasks; sys.exit('lm_eval' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,6 +3,8 @@
 import functools
 import os
 import signal
+from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
@@ -34,45 +36,49 @@ def end(_bench: Workbench) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_every_step_is_done_once_on_the_same_model(
-    n: int, folder: Path, tmp_path: Path
-) -> None:
-    """In this process or in others, with progress."""
-    opened = functools.partial(open_workbench, str(folder), profile="small")
-    bench = opened()
-    names = ["a", "b", "c", "d"]
-    steps = [functools.partial(note, folder=tmp_path, name=name) for name in names]
+def done_by(bench: Workbench, executor: Executor | None, folder: Path) -> set[str]:
+    """Four steps, each done once on the same model, with progress; by which processes.
+
+    Args:
+        bench: the model, as this process has it.
+        executor: does them.
+        folder: where they write.
+    """
+    folder.mkdir()
+    steps = [functools.partial(note, folder=folder, name=name) for name in "abcd"]
     seen: list[tuple[int, int]] = []
-    with workers.workers(n, opened) as executor:
-        workers.run_steps(
-            steps, bench, executor, progress=lambda *step: seen.append(step)
-        )
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    workers.run_steps(steps, bench, executor, progress=lambda *step: seen.append(step))
+    assert sorted(path.name for path in folder.iterdir()) == [*"abcd"]
     pids, weights = zip(
-        *((tmp_path / name).read_text().split() for name in names), strict=True
+        *((folder / name).read_text().split() for name in "abcd"), strict=True
     )
     assert set(weights) == {bench.identity["weights"]}
-    assert (str(os.getpid()) in pids) == (n == 1)
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    return set(pids)
 
 
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [(refuse, "this step cannot be had"), (end, "run again with --workers 1")],
-)
-def test_a_step_that_fails_ends_the_run(
-    folder: Path, step: workers.Step, message: str
-) -> None:
-    """With its own error, or one that says what to do."""
+def test_steps_are_done_here(folder: Path, tmp_path: Path) -> None:
+    """Without a pool."""
     opened = functools.partial(open_workbench, str(folder), profile="small")
-    with (
-        pytest.raises(HeaprLabError, match=message),
-        workers.workers(2, opened) as executor,
-    ):
-        workers.run_steps(
-            [step], opened(), executor, progress=lambda _done, _total: None
-        )
+    with workers.workers(1, opened) as executor:
+        assert done_by(opened(), executor, tmp_path / "a") == {str(os.getpid())}
+
+
+def in_two_processes(opened: Callable[[], Workbench], folder: Path) -> None:
+    """Steps that are done, one that fails with its own error, and one that is ended."""
+    bench = opened()
+    with workers.workers(2, opened) as executor:
+        assert str(os.getpid()) not in done_by(bench, executor, folder)
+        with pytest.raises(SpecError, match="this step cannot be had"):
+            workers.run_steps([refuse], bench, executor, progress=print)
+        workers.run_steps([end], bench, executor, progress=print)
+
+
+def test_steps_are_done_in_other_processes(folder: Path, tmp_path: Path) -> None:
+    """If one of these is gone, the error says what to do."""
+    opened = functools.partial(open_workbench, str(folder), profile="small")
+    with pytest.raises(HeaprLabError, match="run again with --workers 1"):
+        in_two_processes(opened, tmp_path / "a")
 
 
 def test_a_small_model_takes_every_core(

@@ -1,7 +1,5 @@
 """The tab that inspects a text, without a browser."""
 
-import subprocess
-import sys
 import threading
 from operator import attrgetter
 from typing import Any
@@ -122,12 +120,6 @@ def test_tab_of_a_table_alone(session: PruningSession) -> None:
 def test_tab_can_be_printed(tab: InspectTab) -> None:
     """No name of the tab stands in the way of one of ipywidgets'."""
     assert "InspectTab" in repr(tab)
-
-
-def test_importing_needs_no_torch() -> None:
-    """A table is explored where torch is not installed."""
-    code = "import sys, heapr_lab.panel.inspect_tab; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_tab_generates(tab: InspectTab) -> None:
