@@ -117,8 +117,9 @@ class FileReader:
         A parameter that is joined from several types has one that holds all of them.
         """
         for tensors in self._tensors.values():
-            kinds = [TORCH.get(found.tensor.dtype) for found in tensors]
-            if None not in kinds:
+            stored = [found.tensor.dtype for found in tensors]
+            kinds = [TORCH[name] for name in stored if name in TORCH]
+            if len(kinds) == len(stored):
                 kind = functools.reduce(torch.promote_types, kinds)
                 for name in made_of(tensors[0]):
                     _set_type(self._model, name, kind)

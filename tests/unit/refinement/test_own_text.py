@@ -22,8 +22,6 @@ from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
-HOME = "heapr_lab.workbench.workbench"
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -162,7 +160,7 @@ def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise AssertionError("written again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"{HOME}.own_text", never)
+        patch.setattr("heapr_lab.refinement.own_text.own_text", never)
         assert bench_of(root).calibration_set(asked).fingerprint == found.fingerprint
         changed = bench_of(root)
         changed.model.lm_head.weight.data.add_(1)
