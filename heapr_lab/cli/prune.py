@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from heapr_lab.importance.table import ImportanceTable
     from heapr_lab.recipes.export import Afterwards, Chosen, Report
     from heapr_lab.recipes.presets import Method
+    from heapr_lab.refinement.calibrated import CalibratedModel
     from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
 
@@ -262,7 +263,8 @@ class Request:
         from heapr_lab.checkpoints.same_model import own_table
 
         if self.made_of == "compress":
-            return self.open_bench().fitted(self.setting.calibration).table()
+            fitted: CalibratedModel = self.open_bench().fitted(self.setting.calibration)
+            return fitted.table()
         if self.importance is None:
             return self.open_bench().table_of(self.setting)
         return own_table(self.importance, source, name=self.model)

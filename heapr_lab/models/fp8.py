@@ -56,26 +56,26 @@ def check_grid(
         )
 
 
-class BlockDequantize(Fp8Dequantize):  # type: ignore[misc]
+class BlockDequantize(Fp8Dequantize):
     """transformers' operation, on weights that are padded to whole blocks."""
 
     def _dequantize_one(
-        self, quantized: torch.Tensor, scales: torch.Tensor, **options: Any
+        self, quantized: torch.Tensor, scales: torch.Tensor, *args: Any, **options: Any
     ) -> torch.Tensor:
         if quantized.dtype not in _EIGHT_BITS or scales.dim() < 2:
-            return super()._dequantize_one(quantized, scales, **options)
+            return super()._dequantize_one(quantized, scales, *args, **options)
         block = self.hf_quantizer.quantization_config.weight_block_size
         check_grid(quantized.shape, scales.shape, block)
         rows, columns = quantized.shape[-2:]
         n_rows, n_columns = block or (rows, columns)
         missing = 0, -columns % n_columns, 0, -rows % n_rows
         padded = F.pad(quantized.float(), missing)
-        whole = super()._dequantize_one(padded, scales, **options)
+        whole = super()._dequantize_one(padded, scales, *args, **options)
         return whole[..., :rows, :columns].contiguous()
 
 
 @register_quantization_config(_OURS)
-class Fp8Config(FineGrainedFP8Config):  # type: ignore[misc]
+class Fp8Config(FineGrainedFP8Config):
     """transformers' settings, for weights that are always dequantised."""
 
     def post_init(self) -> None:
@@ -85,7 +85,7 @@ class Fp8Config(FineGrainedFP8Config):  # type: ignore[misc]
 
 
 @register_quantizer(_OURS)
-class Fp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+class Fp8Quantizer(FineGrainedFP8HfQuantizer):
     """transformers' quantizer, with blocks of the size that is configured."""
 
     def update_weight_conversions(self, conversions: Any, *args: Any) -> list[Any]:

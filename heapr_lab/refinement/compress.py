@@ -169,7 +169,8 @@ def fit_compression(
         if _chosen(judged) == name:
             result = keep, made
     (dense,) = _losses(contextlib.nullcontext(model), judges[-1:], parts)
-    return FittedCompression(*(result or (paper, None)), _report(judged, dense))
+    kept, weights = result or (paper, None)
+    return FittedCompression(kept, weights, _report(judged, dense))
 
 
 def _of(selection: Selection, estimator: str) -> Selection:

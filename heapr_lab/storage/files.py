@@ -332,5 +332,5 @@ def _crc(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> int:
     found = zlib.crc32(canonical_json(dict(meta)).encode())
     for name, array in sorted(arrays.items()):
         found = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), found)
-        found = zlib.crc32(array, found)
+        found = zlib.crc32(np.ascontiguousarray(array).data, found)
     return found

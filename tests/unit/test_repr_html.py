@@ -76,8 +76,8 @@ def shown_objects() -> dict[str, tuple[Any, list[str]]]:
         (Display("layer_ratios", frame), ["1", "achieved_ratio", "layer_ratios"]),
         (plan(QWEN3, device="h100", host_memory="64GB"), ["30.5 B", "6,144", "h100"]),
         (
-            Method(NASTY, "takes all", "Nobody 2026", "atoms", print, ("Never run.",)),
-            ["takes all", "Nobody 2026", "Never run."],
+            Method("plug-in", NASTY, "Nobody 2026", "atoms", print, ("Never run.",)),
+            ["plug-in", "Nobody 2026", "Never run."],
         ),
         (
             AtomCompression(Made(NASTY, 0.25, 7, {"alpha": 2}), keep_mask(), {0: 12}),
