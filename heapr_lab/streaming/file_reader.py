@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from heapr_lab.streaming.weights_on_disk import (
     made_of,
 )
 
+_RAISED = re.compile(r"^\w+Error: (.*)$", re.MULTILINE)
+"""What a conversion raised, in transformers' text of it."""
 _ADVICE = 2**20
 """Bytes: of more at once the system reads only the first."""
 
@@ -136,8 +139,12 @@ class FileReader:
 
     @property
     def state(self) -> str:
-        """A digest of the numbers, sizes and times of the files."""
-        return hashlib.sha256(repr(sorted(self._files.items())).encode()).hexdigest()
+        """A digest of the numbers, sizes and times of the files as they are now.
+
+        Weights in memory may be those of a file, which change when it is written to.
+        """
+        now = {path: _state(path) if path.exists() else None for path in self._files}
+        return hashlib.sha256(repr(sorted(now.items())).encode()).hexdigest()
 
     def tensors_of(self, names: Collection[str]) -> list[FoundTensor]:
         """What files have of the parameters and buffers of these names."""
@@ -208,6 +215,10 @@ class FileReader:
 
         They are converted in the type of the files, and the result is cast at once: a
         cast of each tensor before that would need as much memory again.
+
+        Raises:
+            LayoutError: they do not become what the model has, as where its
+                configuration is of other weights.
         """
         files = {f.file for f in tensors}
         handles = {file: safe_open(file, framework="pt") for file in files}
@@ -220,9 +231,14 @@ class FileReader:
             hf_quantizer=self._quantizer,
         )
         with _as_stored(self._model, tensors):
-            convert_and_load_state_dict_in_model(self._model, slices, settings)
+            found, *_ = convert_and_load_state_dict_in_model(
+                self._model, slices, settings
+            )
             self._model._weight_conversions = self._used
             del slices, handles  # their pages, before the cast takes as much again
+            for text in found.conversion_errors.values():
+                why = _RAISED.findall(text) or text.splitlines()
+                raise LayoutError(f"{tensors[0]}: {why[0]}")
         self._model.requires_grad_(False)
 
 

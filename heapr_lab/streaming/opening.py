@@ -67,14 +67,12 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
         LayoutError: a tensor is missing, or there is no list of decoder layers.
     """
     config = read_config(folder)
-    quantizer = _quantizer(config, folder)
     own, as_stored = getattr(config, "dtype", None), dtype is None
     if dtype in (None, "auto"):
         dtype = own or torch.float32
     with torch.device("meta"):
         model = build(config, dtype=dtype)  # tensors are read in the type of its own
-        if quantizer is not None:
-            quantizer.preprocess_model(model, dtype=dtype)
+        quantizer = _prepared(model, config, folder)
     model.eval()
     generation = read_generation(folder)
     if generation is not None:
@@ -100,13 +98,31 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
     return on_disk(stream)
 
 
-def _quantizer(config: Any, folder: Path) -> Any:
-    """What makes a model for weights that are pruned or quantised, if they are.
+def _prepared(model: Any, config: Any, folder: Path) -> Any:
+    """What made `model` one for weights that are pruned or quantised, if they are.
 
     Raises:
-        SpecError: they are in another format, or of a later version.
+        SpecError: they are in another format or of a later version, or `config` is
+            damaged.
     """
     refuse_format(folder, config)
+    try:
+        quantizer = _quantizer(config, folder)
+        if quantizer is not None:
+            quantizer.preprocess_model(model, dtype=model.dtype)
+    except SpecError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise SpecError(f"{folder}: {error}") from error
+    return quantizer
+
+
+def _quantizer(config: Any, folder: Path) -> Any:
+    """The quantizer of weights that are pruned or quantised; None if they are not.
+
+    Raises:
+        SpecError: they are composed.
+    """
     kind = quantisation(config)
     if kind is None:
         return None
@@ -124,8 +140,5 @@ def _quantizer(config: Any, folder: Path) -> Any:
         chosen = AutoQuantizationConfig.from_dict(settings)
         method = settings["quant_method"]
         quantizer = AUTO_QUANTIZER_MAPPING[method](chosen, pre_quantized=True)
-    try:
-        quantizer.validate_environment()
-    except ValueError as error:
-        raise SpecError(f"{folder}: {error}") from error
+    quantizer.validate_environment()
     return quantizer

@@ -83,8 +83,8 @@ def check_whole(skeleton: Any, every: list[FoundTensor]) -> None:
         unexpected_keys=parts.keys() - known.keys(),
         mismatched_keys=set(),
     )
-    skeleton._adjust_missing_and_unexpected_keys(keys)
     try:
+        skeleton._adjust_missing_and_unexpected_keys(keys)
         refuse_holes(
             skeleton,
             missing=keys.missing_keys,

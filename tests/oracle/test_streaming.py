@@ -18,7 +18,7 @@ from keeps import random_keep
 from stored_tensors import tensors_in
 from tiny_folder import write_model, write_text, write_tokenizer
 
-from heapr_lab.checkpoints.save import prune_folder
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import CoverageError, HeaprLabError, LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import (
     evaluate_divergence,
@@ -31,7 +31,7 @@ from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking
+from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.streaming import file_reader, two_sweeps
@@ -276,6 +276,41 @@ def test_files_that_change_are_refused(tmp_path: Path) -> None:
         load_model(folder, device="cpu", stream=True)
 
 
+WIDTHS = "model.layers.0.mlp.experts"
+DAMAGE: dict[str, dict[str, Any]] = {
+    "no widths": {"widths": None},
+    "a list": {"widths": [1]},
+    "of one layer": {"widths": {WIDTHS: [1, 2, 3, 4]}},
+    "of a text": {"widths": {WIDTHS: "abcd"}},
+    "of others": {
+        "widths": {WIDTHS: [8, 0, 4, 2], "model.layers.1.mlp.experts": [2] * 4}
+    },
+    "of a later version": {"format_version": "x"},
+    "of another kind": {"quantised": [1]},
+    "with biases": {"output_bias": True},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_widths_are_refused(damage: dict[str, Any], tmp_path: Path) -> None:
+    """By name, in one line: when the folder is opened, or a layer is read."""
+    model = tiny_model("qwen3_moe", dtype=torch.float32)
+    save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
+    write_tokenizer(tmp_path / "pruned")
+    path = tmp_path / "pruned" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= damage
+    path.write_text(json.dumps(config))
+
+    def read() -> None:
+        opened, _ = load_model(path.parent, device="cpu", stream=True)
+        stream(opened).fill(0)
+
+    with pytest.raises(HeaprLabError, match=str(path.parent)) as error:
+        read()
+    assert "\n" not in str(error.value)
+
+
 def _replaced(path: Path) -> None:
     """Another file of the same name, size and time of writing."""
     other, before = path.with_name("other"), path.stat()
@@ -293,6 +328,25 @@ def _written_to(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+def file_of_layer(model: Any, number: int) -> Path:
+    """A file that has weights of that layer alone."""
+    own, reader = stream(model).part_names()[number], stream(model).reader
+    others = model.state_dict().keys() - own
+    files = [{found.file for found in reader.tensors_of(n)} for n in (own, others)]
+    return min(files[0] - files[1])
+
+
+@pytest.mark.parametrize("change", [_replaced, _written_to, Path.unlink])
+def test_a_file_that_changes_shows_in_the_state(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Weights in memory may be those of the file, and no more be read."""
+    _, model = both(written("qwen3_moe", tmp_path))
+    before = weights_state(model)
+    change(file_of_layer(model, 0))
+    assert weights_state(model) != before
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -307,10 +361,7 @@ def test_a_shard_that_changes_within_a_pass(
     """No table of two models, and no traceback: the file is named."""
     folder = written("qwen3_moe", tmp_path)
     _, model = both(folder)
-    names = stream(model).part_names()[0]
-    (path, *_) = {found.file for found in stream(model).reader.tensors_of(names)}
-
-    changes = iter([change])
+    path, changes = file_of_layer(model, 1), iter([change])
 
     def progress(_done: int, _total: int) -> None:
         for first in changes:
