@@ -17,7 +17,12 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError, whole_number
-from heapr_lab.importance.measured import check_coverage, provenance_of, rows_of
+from heapr_lab.importance.measured import (
+    check_coverage,
+    provenance_of,
+    rows_of,
+    warn_of_underflow,
+)
 from heapr_lab.importance.ranks import Ranks
 from heapr_lab.importance.resuming import SavedSums
 from heapr_lab.importance.table import ImportanceTable
@@ -167,6 +172,7 @@ def _table(
         ),
     )
     check_coverage(table, run.layers)
+    warn_of_underflow(table)
     return table
 
 

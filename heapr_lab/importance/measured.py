@@ -79,6 +79,20 @@ def check_coverage(table: ImportanceTable, layers: Sequence[ExpertsLayer]) -> No
         )
 
 
+def warn_of_underflow(table: ImportanceTable) -> None:
+    """Say of how many atoms a square is too small for the type that it is summed in."""
+    frame = table.frame
+    lost = frame["max_abs_h"].gt(0) & frame["sum_h2"].eq(0)
+    lost |= frame["sum_hg"].ne(0) & frame["sum_hg2"].eq(0)
+    if lost.any():
+        logger.warning(
+            "%d of %d atoms have activations or gradients whose squares are 0 in "
+            "float32, so that their scores cannot be told apart: load the model with "
+            "dtype='float64'",
+            lost.sum(), len(frame),
+        )  # fmt: skip
+
+
 def provenance_of(
     model: Any, calibration: CalibrationSet, **facts: Any
 ) -> dict[str, Any]:

@@ -95,6 +95,23 @@ def test_all_experts_with_tokens_say_nothing(
     assert caplog.messages == []
 
 
+def test_squares_that_underflow_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Of weights times 1e-12 in float32; in float64 the sums are scaled exactly."""
+    tables = {}
+    for dtype in (torch.float32, torch.float64):
+        for scale in (1.0, 1e-12):
+            model = tiny_model("qwen2_moe", dtype=dtype)
+            for layer in find_experts(model):
+                layer.module.gate_up_proj.data *= scale
+            caplog.clear()
+            tables[dtype, scale] = collect_statistics(model, WINDOWS).frame
+            said = any("squares are 0 in float32" in own for own in caplog.messages)
+            assert said == (dtype == torch.float32 and scale < 1)
+    small = tables[torch.float64, 1e-12]
+    assert (small["sum_h2"].gt(0) == small["max_abs_h"].gt(0)).all()
+    assert (tables[torch.float32, 1e-12]["sum_h2"] == 0).all()
+
+
 # --- what it is told --------------------------------------------------------------
 
 
