@@ -26,12 +26,12 @@ from scipy.cluster.hierarchy import fcluster, linkage
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.latency import in_turns
 from benchmarks.machine import Rows
 from benchmarks.methods import cpu_seconds
 from benchmarks.quality import model_folder
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.inspection.latency import in_turns
 from heapr_lab.methods.compression import ExpertDropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer

@@ -44,12 +44,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cost import highest_memory
+from benchmarks.latency import in_turns, seconds_of
 from benchmarks.machine import Rows
 from benchmarks.quality import model_folder
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.evaluation.harness import continuation_task, run_tasks
-from heapr_lab.inspection.latency import in_turns, seconds_of
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import AtomCompression, Compression
 from heapr_lab.models.likelihood import final_states, iter_log_probs

@@ -39,6 +39,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.latency import in_turns
 from benchmarks.machine import RESULTS, machine, write_results
 from benchmarks.speed import (
     QUICK,
@@ -53,7 +54,6 @@ from benchmarks.speed import (
 from heapr_lab import KeepMask, prune
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
-from heapr_lab.inspection.latency import in_turns
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import describe
 

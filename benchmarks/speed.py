@@ -47,9 +47,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.latency import in_turns, seconds_of
 from benchmarks.machine import RESULTS, machine, write_results
 from heapr_lab import KeepMask, masking, prune
-from heapr_lab.inspection.latency import in_turns, seconds_of
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import describe, find_experts, run_ragged
 from heapr_lab.models.ragged_experts import AT_ONCE

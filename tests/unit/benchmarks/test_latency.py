@@ -3,7 +3,7 @@
 import numpy as np
 from families import tiny_ids, tiny_model
 
-from heapr_lab.inspection.latency import in_turns, seconds_of
+from benchmarks.latency import in_turns, seconds_of
 
 
 def test_a_prefill_and_decoding_are_timed() -> None:
