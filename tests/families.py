@@ -224,7 +224,7 @@ REPRESENTATIVES = (
     "deepseek_v3",  # latent attention, and a dense layer first
 )
 """A family for each trait that code depends on; all are only in the four oracles:
-`test_families`, `test_surgery`, `test_checkpoints`, `test_streaming`."""
+`test_families`, `test_surgery`, `test_checkpoints`, `test_streaming`, and on a GPU."""
 
 
 def tiny_model(

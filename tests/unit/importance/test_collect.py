@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from families import REPRESENTATIVES, tiny_ids, tiny_model
+from families import FAMILIES, tiny_ids, tiny_model
 from keeps import logits_of
 from torch import nn
 
@@ -132,7 +132,7 @@ def test_lower_precision_is_close_to_float64(dtype: torch.dtype, rtol: float) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", REPRESENTATIVES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, 1e-9)]
 )
