@@ -145,11 +145,21 @@ def free_port() -> int:
 
 
 def _address(log: Path, process: subprocess.Popen[bytes]) -> str:
-    """The first address with a token that a server prints."""
+    """The first address with a token that a server prints, once it answers there."""
     deadline = time.monotonic() + _SECONDS_TO_START
     while time.monotonic() < deadline and process.poll() is None:
         found = _ADDRESS.search(log.read_text(encoding="utf-8"))
-        if found is not None:
+        if found is not None and _listens(found[0]):
             return found[0]
         time.sleep(0.1)
     raise RuntimeError(f"no server: {log.read_text(encoding='utf-8')[-3000:]}")
+
+
+def _listens(address: str) -> bool:
+    """Whether a server answers, which it may do a while after it said where."""
+    parts = urlsplit(address)
+    try:
+        socket.create_connection((parts.hostname, parts.port), timeout=1).close()
+    except OSError:
+        return False
+    return True
