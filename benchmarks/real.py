@@ -1,7 +1,7 @@
 """What pruning costs a pretrained model: perplexity, and the paper's seven tasks.
 
     python benchmarks/real.py [--models smolmoe,smollm2] [--only heapr,compress]
-        [--windows 16] [--items 100]
+        [--ratios 0.25] [--windows 16] [--items 100]
 
 Two models: `smolmoe`, which was carved from a published one, and `smollm2`, the
 published weights as one expert a layer. Each method is fitted to the same 32 windows of
@@ -336,6 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure pretrained models.")
     parser.add_argument("--models", default="smolmoe,smollm2")
     parser.add_argument("--only", default="", help="methods, by default all")
+    parser.add_argument("--ratios", default="", help="of atoms, by default all")
     parser.add_argument("--windows", type=int, default=16, help="0 for all")
     parser.add_argument("--items", type=int, default=100, help="of each task")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of items")
@@ -348,10 +349,14 @@ def main() -> None:
 def measure_model(name: str, options: argparse.Namespace) -> None:
     """Measure the states of one model that are asked for and missing."""
     only = [DENSE, *options.only.split(",")] if options.only else []
+    ratios = [0.0, *map(float, options.ratios.split(","))] if options.ratios else []
     found, pruner = stored(options.out), None
     for state in states(name):
         done = state in found and found[state].suffices(options)
-        if done or (only and state.method not in only):
+        left_out = (only and state.method not in only) or (
+            ratios and state.ratio not in ratios
+        )
+        if done or left_out:
             continue
         pruner = pruner or Pruner(name)
         try:
