@@ -12,10 +12,10 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.save_compressed import save_compressed
 from heapr_lab.methods.composed_experts import flops_of, n_parameters
 from heapr_lab.methods.composing import Compositions, compose_experts, composing
 from heapr_lab.methods.dropping import KeptExperts, drop_experts, dropping
+from heapr_lab.methods.save_compressed import save_compressed
 from heapr_lab.models.architecture import LayerShape, expert_shares
 from heapr_lab.models.experts import describe
 from heapr_lab.pruning.masks import KeepMask

@@ -12,7 +12,6 @@ from keeps import full_keep, random_keep
 from torch import nn
 
 from heapr_lab import methods
-from heapr_lab.checkpoints.save_compressed import save_compressed
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import collectors
@@ -20,6 +19,7 @@ from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import Compression, ExpertDropping, Made
 from heapr_lab.methods.dropping import drop_experts
 from heapr_lab.methods.method import Method
+from heapr_lab.methods.save_compressed import save_compressed
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.storage import files
 from heapr_lab.storage.provenance import read_provenance
