@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import psutil
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.storage import files
+from heapr_lab.storage.cache import lock
 from heapr_lab.storage.disk import writable
 from heapr_lab.storage.paths import cache_dir
 from heapr_lab.streaming.stream import Stream, stream_of
@@ -30,6 +32,8 @@ from heapr_lab.streaming.stream import Stream, stream_of
 logger = logging.getLogger(__name__)
 
 _KEY, _GROUP = "key.json", "group"
+_HELD = "held.lock"
+"""In a temporary folder, locked as long as its process is there."""
 _SHARE_OF_FREE = 0.5
 """Of the free memory, if no budget is given."""
 _SHARE_OF_DISK = 0.9
@@ -173,14 +177,36 @@ def _values(group: Group) -> dict[str, np.ndarray]:
 
 
 def temporary(budget: int) -> SweepStore:
-    """A store whose files are removed with it, and when the process ends."""
+    """A store whose files are removed with it, and when the process ends.
+
+    Those of processes that were killed before are removed here.
+    """
     parent = cache_dir() / "sweeps"
     with writable(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=parent))
+        with lock(parent):
+            _remove_abandoned(parent)
+            folder = Path(tempfile.mkdtemp(dir=parent))
+            held = filelock.FileLock(folder / _HELD)
+            held.acquire()
     store = SweepStore(folder, budget=budget, durable=False)
-    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(store, _remove, folder, held)
     return store
+
+
+def _remove(folder: Path, _held: filelock.BaseFileLock) -> None:
+    """Remove a temporary folder, whose lock lasts until then."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the temporary folders whose locks ended with their processes."""
+    for held in parent.glob(f"*/{_HELD}"):
+        with (
+            contextlib.suppress(filelock.Timeout, OSError),
+            filelock.FileLock(held, timeout=0),
+        ):
+            shutil.rmtree(held.parent)
 
 
 def store_beside(model: nn.Module) -> SweepStore | None:

@@ -1,6 +1,7 @@
 """What is kept of a streamed model, against a dict that keeps everything."""
 
 import contextlib
+import multiprocessing
 import random
 import shutil
 from collections import namedtuple
@@ -238,3 +239,34 @@ def test_temporary_files_are_removed(
         own.put("a", group(1.0))
         raise _KilledError
     assert not own.folder.exists()
+
+
+def _with_a_store(here: Any) -> None:
+    """A process that has a temporary store until it is killed."""
+    store = sweep_store.temporary(0)
+    store.put("a", group(1.0))
+    here.send(store.folder)
+    here.recv()
+
+
+def test_files_of_killed_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next store, and those of processes that run are not."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
+    fork = multiprocessing.get_context("fork")
+    folders, processes = [], []
+    for _ in range(2):
+        there, here = fork.Pipe()
+        processes.append(fork.Process(target=_with_a_store, args=(here,)))
+        processes[-1].start()
+        folders.append(there.recv())
+    processes[0].kill()
+    processes[0].join()
+    assert [files(folder) for folder in folders] == [{"-a"}, {"-a"}]
+    store = sweep_store.temporary(0)
+    assert not folders[0].exists()
+    assert files(folders[1]) == {"-a"}
+    assert store.folder.exists()
+    processes[1].kill()
+    processes[1].join()
