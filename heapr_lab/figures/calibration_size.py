@@ -16,6 +16,7 @@ from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_LINE,
     add_legend,
+    literal,
     look,
     own_axes,
     panels,
@@ -98,7 +99,7 @@ def plot_calibration_size(
     if rows["dense"].notna().any():
         ax.axhline(rows["dense"].iloc[0], label="dense model", **REFERENCE_LINE)
     _finish(ax, rows, metric=metric)
-    ax.set_title(look(dataset).label)
+    ax.set_title(literal(look(dataset).label))
     add_legend(ax)
     return ax
 

@@ -20,7 +20,14 @@ from heapr_lab.figures.curves import (
     sort_curves,
 )
 from heapr_lab.figures.paper import paper_dense, paper_table
-from heapr_lab.figures.style import add_legend, figure_of, look, own_axes, styled
+from heapr_lab.figures.style import (
+    add_legend,
+    figure_of,
+    literal,
+    look,
+    own_axes,
+    styled,
+)
 
 _LEVELS = {"Expert": "expert", "Atomic Expert": "atom"}
 _SCOPES = {"HEAPr-L": "layer", "HEAPr-G": "global"}
@@ -142,7 +149,7 @@ def plot_comparison(
     relative = metric != "flops_reduction"
     draw_curves(ax, rows, column="relative" if relative else "value")
     finish_panel(ax, rows, metric, relative=relative)
-    ax.set_title(_title(metric, dataset))
+    ax.set_title(literal(_title(metric, dataset)))
     add_legend(ax)
     return ax
 

@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_LINE,
+    literal,
     own_axes,
     share_legend,
     show_percent,
@@ -127,7 +128,7 @@ def _draw_ranks(ax: Axes, data: pd.DataFrame) -> None:
         if not math.isnan(data.attrs[f"cut_{side}"]):
             line(data.attrs[f"cut_{side}"], **REFERENCE_LINE)
     where = " in the layer" if data.attrs["within_layer"] else ""
-    a, b = data.attrs["labels"]
+    a, b = map(literal, data.attrs["labels"])
     ax.set(xlabel=f"rank{where}, {a} [%]", ylabel=f"rank{where}, {b} [%]")
     ax.set(xlim=(0, 1), ylim=(0, 1), title=_ranks_title(data))
     for axis in (ax.xaxis, ax.yaxis):

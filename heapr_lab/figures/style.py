@@ -274,7 +274,14 @@ def _entries(axes: Iterable[Axes]) -> dict[str, Any]:
         return label.startswith("paper"), isinstance(handles[label], Line2D)
 
     ordered = sorted(handles, key=rank)
-    return {textwrap.fill(label, _LABEL_WIDTH): handles[label] for label in ordered}
+    return {
+        literal(textwrap.fill(label, _LABEL_WIDTH)): handles[label] for label in ordered
+    }
+
+
+def literal(text: str) -> str:
+    """`text` as Matplotlib shows it as it is: dollars begin no formula."""
+    return text.replace("$", r"\$")
 
 
 def show_percent(axis: Axis) -> None:

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.figures import save_figure, styled, write_table
-from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS
+from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS, literal
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.jobs import alert, status
 from heapr_lab.panel.looks import PICTURE, badge
@@ -338,7 +338,7 @@ def _handles(labels: list[str], *, n_pins: int) -> list[Line2D]:
     for look in looks[n_pins:]:
         look["ls"] = "none"
     return [
-        Line2D([], [], label=label, marker="o", ms=4, **look)
+        Line2D([], [], label=literal(label), marker="o", ms=4, **look)
         for label, look in zip(labels, looks, strict=True)
     ]
 
@@ -364,7 +364,7 @@ def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
     for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
         for number, (x, y) in enumerate(zip(across, drawn[corpus], strict=True)):
             ax.plot([x], [y], marker, **_pin_look(number) | {"ls": "none"})
-        shown = str(corpus).removeprefix("Δloss ")
+        shown = literal(str(corpus).removeprefix("Δloss "))
         ax.plot([], [], marker, color="0.4", ls="none", label=shown or "not evaluated")
     ax.set_xlabel("parameters saved" if known else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))

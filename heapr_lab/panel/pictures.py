@@ -25,7 +25,7 @@ from matplotlib.ticker import MaxNLocator
 
 from heapr_lab.figures import layer_ratios_data, plot_layer_ratios, styled
 from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
-from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS
+from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, literal
 from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.expert_values import first_rows, traffic
@@ -321,7 +321,7 @@ def _finish(ax: Axes) -> None:
     ax.autoscale_view()
     ax.set_xlim(left=0, auto=None)  # later points may have larger ratios
     handles, labels = ax.get_legend_handles_labels()
-    broken = [textwrap.fill(label, _LEGEND_WIDTH) for label in labels]
+    broken = [literal(textwrap.fill(label, _LEGEND_WIDTH)) for label in labels]
     ax.legend(
         handles, broken, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5)
     )

@@ -6,6 +6,7 @@ import pandas as pd
 from figure_rows import Keep
 
 from heapr_lab import figures
+from heapr_lab.figures import style
 from heapr_lab.importance.estimators import ESTIMATORS
 
 
@@ -38,3 +39,13 @@ def test_type_is_readable_at_readme_width(
     assert figure.get_size_inches()[0] == 7
     texts = figure.findobj(mpl.text.Text)
     assert min(text.get_fontsize() for text in texts if text.get_text()) >= 8
+
+
+def test_names_are_no_formulas() -> None:
+    """In the legend of one Axes, or of all."""
+    data = figures.layer_ratios_data({0.5: Keep(0.7, 0.3)})
+    for draw in (style.add_legend, lambda ax: style.share_legend(ax.figure)):
+        ax = figures.plot_layer_ratios(data)
+        ax.plot([0, 1], [0, 1], label="$x^^2$")
+        draw(ax)
+        ax.figure.draw_without_rendering()

@@ -53,6 +53,26 @@ def test_pins_are_compared_and_exported(
     assert tab.export_button.disabled
 
 
+def test_a_label_that_is_no_formula(
+    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matplotlib would fail at it; chart, files and the difference have it as it is."""
+    monkeypatch.chdir(tmp_path)
+    tab, label = panel.comparison, "$x^^2$"
+    tab.label.value = label
+    tab.pin_button.click()
+    assert [pin.label for pin in tab.pins] == [label]
+    assert bytes(tab.chart.value).startswith(b"\x89PNG")
+    figure = tab.figure(tab.frame())
+    assert [text.get_text() for text in figure.legends[0].texts] == [r"\$x^^2\$"]
+    tab.export_button.click()
+    assert "Written to comparison" in tab.exported.value
+    tab.diff.b.value = f"pin {label}"
+    tab.diff.compare.button.click()
+    tab.diff.compare.wait(60)
+    assert "data:image/png" in tab.diff.compared.value
+
+
 @pytest.mark.parametrize("weights", ["compensated", "unchanged"])
 def test_the_model_is_exported(panel: Explorer, tmp_path: Path, weights: str) -> None:
     """The folder loads again, with the mask chosen; a folder in use is refused."""
