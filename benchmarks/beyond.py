@@ -1,11 +1,11 @@
-"""What comes after `compress`: biases, distillation, recovery, and text of one's own.
+"""What comes after `compress`: distillation, and text of one's own.
 
     python benchmarks/beyond.py [--models lab,unbalanced,fine,biased] [--name beyond]
 
 On each model, calibrated on pydocs, at 40 and 60 % of the atoms: Δloss on held-out text
 of pydocs and WikiText-2, and the agreement of greedy continuations of pydocs with the
-dense model's (24 prompts of 128 tokens, 64 new ones). Distillation and recovery see as
-many tokens: 100 steps of 2048; *4 × text* draws them from 512 windows in place of 128.
+dense model's (24 prompts of 128 tokens, 64 new ones). Distillation takes 100 steps of
+2048 tokens; *4 × text* draws them from 512 windows in place of 128.
 *own text* is calibrated on as many windows that the dense model itself wrote, from the
 first 8 tokens of windows of pydocs. Seconds are CPU time, and of each addition alone.
 """
@@ -32,8 +32,6 @@ from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.generation import continuations
 from heapr_lab.refinement.layer_distillation import distill_layers
-from heapr_lab.refinement.output_bias import add_output_bias
-from heapr_lab.refinement.recovery import recover
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -42,7 +40,6 @@ RATIOS = (0.4, 0.6)
 CORPUS, OTHER = "pydocs", "wikitext2"
 N_TEST, N_PROMPT, N_NEW, N_OPENING = 24, 128, 64, 8
 N_STEPS, STEP_TOKENS = 100, 2048
-RECOVERY_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,6 @@ class Case:
         return prune(self.bench.model, made.keep, downs=made.downs)
 
 
-def biased(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
-    """With an output bias for each expert."""
-    return add_output_bias(model, bench.model, windows)
-
-
 def distilled(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
     """Layer by layer."""
     return distill_layers(
@@ -77,27 +69,13 @@ def distilled(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
 
 
 def on_more_text(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
-    """Biases and distillation on four times as many windows, in as many steps."""
+    """The same on four times as many windows, in as many steps."""
     count = 4 * windows.n_sequences
     more = bench.calibration_set(Calibration(CORPUS, n_sequences=count))
-    return distilled(biased(model, bench, more), bench, more)
+    return distilled(model, bench, more)
 
 
-def recovered(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
-    """From the dense model's predictions, on as many tokens."""
-    return recover(
-        model,
-        bench.model,
-        windows,
-        n_steps=N_STEPS,
-        batch_size=STEP_TOKENS // windows.seq_len,
-        learning_rate=RECOVERY_RATE,
-    )
-
-
-BIAS, DISTILLED, RECOVERED = "+ bias", "+ bias + distillation", "+ bias + recovery"
-BOTH = "+ bias + distillation + recovery"
-MORE = "+ bias + distillation, 4 × text"
+DISTILLED, MORE = "+ distillation", "+ distillation, 4 × text"
 
 
 def own_text(bench: Workbench, windows: CalibrationSet) -> CalibrationSet:
@@ -187,10 +165,7 @@ def _measured_rows(name: str, case: Case, suffix: str) -> list[dict[str, Any]]:
     if not suffix:
         text = case.bench, case.windows
         timed(MORE, on_more_text, copy.deepcopy(model), *text)
-        model = timed(BIAS, biased, model, *text)
-        timed(RECOVERED, recovered, copy.deepcopy(model), *text)
-        model = timed(DISTILLED, distilled, model, *text)
-        timed(BOTH, recovered, model, *text)
+        timed(DISTILLED, distilled, model, *text)
     return found
 
 

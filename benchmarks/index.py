@@ -128,7 +128,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             Benchmark(
                 "beyond",
                 "beyond.py",
-                "After compress: biases, distillation, recovery, and text of one's own",
+                "After compress: distillation, and text of one's own",
                 table=beyond.beyond_table,
             ),
             Benchmark(
@@ -195,18 +195,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "quality.py",
                 "Accuracy of the wide lab model",
                 table=quality.accuracy_table,
-            ),
-            Benchmark(
-                "learned",
-                "learned.py",
-                "What training adds",
-                table=quality.learned_table,
-            ),
-            Benchmark(
-                "outliers",
-                "outliers.py",
-                "Atoms that carry a capability alone",
-                table=quality.outliers_table,
             ),
             Benchmark(
                 "quantised",

@@ -1,4 +1,4 @@
-"""What each addition to the paper's method gains, at equal atoms and equal FLOPs.
+"""What each addition to the paper's method gains, at equal atoms.
 
     python benchmarks/quality.py [--models lab,unbalanced,fine] [--name quality]
         [--seeds 0,1,2] [--variants "heapr,compress"]
@@ -6,13 +6,11 @@
 Δloss in nats per token of masked and of compensated models, on held-out test windows,
 with the standard error over windows of the difference to HEAPr. Models are calibrated
 on each of two corpora (and, for one seed, on a mixture of both) and tested on both.
-Every variant is measured at 20, 40, 60 and 80 % of the atoms, `compress` at 10 %, too;
-at 40 and 60 %, variants that select other atoms than the paper are also measured at as
-many routed FLOPs saved as the paper's mask saves. Costs are passes over the calibration
-set; seconds are without what an earlier row of the same windows has computed. With
---accuracy, that on the continuation task of the calibrated corpus is written to a file
-of its own (NAME_accuracy). Rows are written one by one, so that a stopped run resumes
-where it was.
+Every variant is measured at 20, 40, 60 and 80 % of the atoms, `compress` at 10 %, too.
+Costs are passes over the calibration set; seconds are without what an earlier row of
+the same windows has computed. With --accuracy, that on the continuation task of the
+calibrated corpus is written to a file of its own (NAME_accuracy). Rows are written one
+by one, so that a stopped run resumes where it was.
 """
 
 import argparse
@@ -42,7 +40,6 @@ from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.recipes.presets import METHODS
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compress import fit_compression
-from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.storage import paths
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
@@ -50,12 +47,11 @@ from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8)
-AT_EQUAL_FLOPS = (0.4, 0.6)
+ON_MIXTURE = (0.4, 0.6)
 CORPORA = ("pydocs", "wikitext2")
 MIXTURE = "0.5*pydocs + 0.5*wikitext2"
 N_TEST = 24
 N_ITEMS = 160
-N_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,6 @@ class Variant:
     """How atoms are selected: fields of `Selection`."""
     weights: str = "unchanged"
     """"unchanged", compensated within an "expert" or the "layer", or "compress"."""
-    rounds: int = 1
     labels: str = "data"
     every_seed: bool = True
     """Whether it is measured for every seed and model, or on the lab model alone."""
@@ -97,14 +92,6 @@ VARIANTS = (
     Variant("magnitude", {"estimator": "magnitude"}, every_seed=False),
     Variant("frequency", {"estimator": "frequency"}, every_seed=False),
     Variant("random", {"estimator": "random"}, every_seed=False),
-    Variant("heapr + rounds", {}, rounds=N_ROUNDS, every_seed=False),
-    Variant(
-        "shrunk + compensation + rounds",
-        {"estimator": "shrunk"},
-        "layer",
-        rounds=N_ROUNDS,
-        every_seed=False,
-    ),
     Variant("heapr, model's labels", {}, labels="model", every_seed=False),
     Variant(
         "fisher, model's labels",
@@ -112,11 +99,8 @@ VARIANTS = (
         labels="model",
         every_seed=False,
     ),
-    Variant("heapr, outliers protected", {"protect_outliers": 0.001}, every_seed=False),
     Variant("heapr + compensation in experts", {}, "expert", every_seed=False),
 )
-OTHER_ATOMS = ("compress", "shrunk + ", "elimination + ")
-"""Beginnings of the names of variants that are also measured at equal FLOPs."""
 PASSES = {"statistics": 3, "sampled labels": 1, "sums": 1, "compress": 3.625}
 """Costs in forward passes; a backward pass counts as two.
 
@@ -194,14 +178,14 @@ class Measured:
         return found
 
     def pruned(
-        self, variant: Variant, ratio: float, **choice: Any
+        self, variant: Variant, ratio: float
     ) -> tuple[KeepMask, ReplacedDownProj | None, dict[str, Any]]:
         """Mask, weights in place of W_down, and what they cost."""
         began = time.perf_counter()
-        selection = Selection(ratio, **(variant.choice | choice))
+        selection = Selection(ratio, **variant.choice)
         model = self.bench.model
         cost: dict[str, Any] = {
-            "passes": PASSES["statistics"] * variant.rounds
+            "passes": PASSES["statistics"]
             + PASSES["sampled labels"] * (variant.labels == "model")
             + PASSES["sums"] * (variant.weights != "unchanged"),
             "chosen": "",
@@ -213,17 +197,6 @@ class Measured:
             keep, downs = best.keep, best.downs
             cost["passes"] = PASSES["compress"]
             cost["chosen"] = best.report.loc[best.report["chosen"], "made"].item()
-        elif variant.rounds > 1:
-            found = prune_in_rounds(
-                model,
-                self.windows(),
-                selection,
-                rounds=variant.rounds,
-                compensated=variant.weights != "unchanged",
-                table=self.table(),
-            )
-            keep = found.keep
-            downs = found.compensation.downs if found.compensation else None
         elif variant.labels != "data":
             keep, downs = select(self.table(variant.labels), selection), None
         else:
@@ -236,27 +209,21 @@ class Measured:
 
 def runs(
     variants: list[Variant], corpora: tuple[str, ...], seeds: list[int]
-) -> Iterator[tuple[str, int, Variant, float, str]]:
-    """Every (calibration, seed, variant, ratio, what is equal) to measure."""
+) -> Iterator[tuple[str, int, Variant, float]]:
+    """Every (calibration, seed, variant, ratio) to measure."""
     for seed in seeds:
         for corpus in corpora:
             for variant in variants:
                 if seed != seeds[0] and not variant.every_seed:
                     continue
                 for ratio in RATIOS:
-                    if ratio == RATIOS[0] and variant.name not in AT_EVERY_RATIO:
-                        continue
-                    yield corpus, seed, variant, ratio, "atoms"
-                    other = variant.name.startswith(OTHER_ATOMS)
-                    if other and not variant.own_text and ratio in AT_EQUAL_FLOPS:
-                        yield corpus, seed, variant, ratio, "flops"
-                    if variant.accuracy:
-                        yield corpus, seed, variant, ratio, "accuracy"
+                    if ratio != RATIOS[0] or variant.name in AT_EVERY_RATIO:
+                        yield corpus, seed, variant, ratio
     for variant in variants:
-        mixed = variant.every_seed and variant.rounds == 1 and not variant.own_text
+        mixed = variant.every_seed and not variant.own_text
         if mixed and len(corpora) > 1:
-            for ratio in AT_EQUAL_FLOPS:
-                yield MIXTURE, seeds[0], variant, ratio, "atoms"
+            for ratio in ON_MIXTURE:
+                yield MIXTURE, seeds[0], variant, ratio
 
 
 def accuracy(
@@ -291,18 +258,10 @@ def measure_accuracy(
     }
 
 
-def measure(
-    measured: Measured, variant: Variant, ratio: float, equal: str
-) -> list[dict[str, Any]]:
+def measure(measured: Measured, variant: Variant, ratio: float) -> list[dict[str, Any]]:
     """Rows: the loss on every test corpus."""
+    keep, downs, cost = measured.pruned(variant, ratio)
     table = measured.table()
-    choice: dict[str, Any] = {}
-    share = ratio
-    if equal == "flops":
-        paper = savings_of(select(table, ratio=ratio), table)
-        share = round(float(paper["routed_flops_reduction"].iloc[0]), 9)
-        choice = {"of": "flops"}
-    keep, downs, cost = measured.pruned(variant, share, **choice)
     saved = savings_of(keep, table).iloc[0]
     rows = []
     for corpus in CORPORA:
@@ -359,32 +318,28 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
     )
     bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
     losses, accuracies = Rows(options.name), Rows(f"{options.name}_accuracy")
-    details = {"n_test": N_TEST, "n_items": N_ITEMS, "n_rounds": N_ROUNDS}
+    details = {"n_test": N_TEST, "n_items": N_ITEMS}
     measured: Measured | None = None
-    for corpus, seed, variant, ratio, equal in runs(
+    for corpus, seed, variant, ratio in runs(
         variants, tuple(options.corpora.split(",")), seeds
     ):
-        if equal == "accuracy" and not options.accuracy:
-            continue
-        rows = accuracies if equal == "accuracy" else losses
         key = {
             "calibration": corpus,
             "seed": seed,
             "variant": variant.name,
             "ratio": ratio,
-            "equal": "atoms" if equal == "accuracy" else equal,
             "model": f"{name} model",
         }
-        if rows.has(key):
-            continue
         calibration = Calibration(corpus, seed=seed)
         if measured is None or measured.calibration != calibration:
             measured = Measured(bench, calibration)
-        if equal == "accuracy":
-            found = [measure_accuracy(bench, measured, variant, ratio)]
-        else:
-            found = measure(measured, variant, ratio, equal)
-        rows.add([key | row for row in found], details)
+        if not losses.has(key):
+            found = measure(measured, variant, ratio)
+            losses.add([key | row for row in found], details)
+        asked = options.accuracy and variant.accuracy and corpus != MIXTURE
+        if asked and not accuracies.has(key):
+            row = measure_accuracy(bench, measured, variant, ratio)
+            accuracies.add([key | row], details)
 
 
 if __name__ == "__main__":

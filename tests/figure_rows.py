@@ -203,7 +203,6 @@ def measured_quality() -> pd.DataFrame:
             "test": test,
             "seed": seed,
             "variant": variant,
-            "equal": "atoms",
             "ratio": 0.4,
             "delta_nll": (1 + seed) * share * (1 if calibration == test else 2),
         }
@@ -231,11 +230,10 @@ def measured_models() -> pd.DataFrame:
         for (model, variant, ratio), value in losses.items()
     ]
     own = pd.DataFrame(rows).assign(
-        calibration="pydocs", test="pydocs", seed=0, equal="atoms", stderr=0.01,
-        passes=7.5,
-    )  # fmt: skip
+        calibration="pydocs", test="pydocs", seed=0, stderr=0.01, passes=7.5
+    )
     other = own.assign(test="wikitext2", delta_nll=1.0)  # not the calibrated corpus
-    return pd.concat([own, other, own.assign(equal="flops", delta_nll=2.0)])
+    return pd.concat([own, other])
 
 
 def measured_methods() -> pd.DataFrame:

@@ -55,13 +55,13 @@ def quality_data(measured: pd.DataFrame) -> pd.DataFrame:
         measured: rows of `benchmarks/quality.py`.
 
     Returns:
-        Columns model, calibration, test, equal (atoms or flops), variant, ratio,
-        n_seeds, delta_nll and paper (HEAPr's), which are means over calibration seeds,
+        Columns model, calibration, test, variant, ratio, n_seeds, delta_nll and paper
+        (HEAPr's), which are means over calibration seeds,
         delta_nll_std (standard deviation, missing for one seed), relative_worst (the
         largest quotient of a seed), routed_flops_reduction, passes, seconds.
     """
     rows = _beside_paper(measured)
-    keys = ["model", "calibration", "test", "equal", "variant", "ratio"]
+    keys = ["model", "calibration", "test", "variant", "ratio"]
     grouped = rows.groupby(keys, sort=False)
     return grouped.agg(
         n_seeds=("seed", "nunique"),
@@ -90,9 +90,8 @@ def plot_quality(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """
     ax = own_axes(ax)
     ax.axhline(0.0, color=REFERENCE_GREY, linewidth=0.8)
-    rows = data[data["equal"].eq("atoms")]
     for name in DRAWN:
-        own = rows[rows["variant"].eq(name)].sort_values("ratio")
+        own = data[data["variant"].eq(name)].sort_values("ratio")
         if own.empty:
             continue
         ax.errorbar(
@@ -115,7 +114,7 @@ def figure_quality(data: pd.DataFrame) -> Figure:
 
 
 def quality_table(data: pd.DataFrame) -> pd.DataFrame:
-    """`quality_data` for readers: a row for each variant and quantity held equal.
+    """`quality_data` for readers: a row for each variant.
 
     Mean Δloss over corpora and seeds ÷ HEAPr's, on the calibrated corpora and on the
     others; the largest quotient of any corpora and seed; and, on the calibrated
@@ -124,12 +123,8 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
     data = data[~data["calibration"].str.contains(r"[*+]")]
     same = data["calibration"].eq(data["test"])
     rows = []
-    for (equal, variant), own in data.groupby(["equal", "variant"], sort=False):
-        row = {
-            "variant": variant,
-            "equal": equal,
-            "forward passes": own["passes"].max(),
-        }
+    for variant, own in data.groupby("variant", sort=False):
+        row = {"variant": variant, "forward passes": own["passes"].max()}
         for ratio, part in own.groupby("ratio"):
             row[f"{100 * ratio:g} % [× HEAPr] ↓"] = _pooled(part[same.loc[part.index]])
         picked = own[own["ratio"].isin([0.4, 0.6])]
@@ -137,10 +132,9 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
         row["other corpus, 40 and 60 % [×] ↓"] = _pooled(
             picked[~same.loc[picked.index]]
         )
-        if equal == "atoms":
-            for ratio in (0.4, 0.6):
-                name = f"ratio of the loss of HEAPr at {100 * ratio:g} % [×] ↑"
-                row[name] = _ratio_gained(own[same.loc[own.index]], ratio)
+        for ratio in (0.4, 0.6):
+            name = f"ratio of the loss of HEAPr at {100 * ratio:g} % [×] ↑"
+            row[name] = _ratio_gained(own[same.loc[own.index]], ratio)
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -172,9 +166,7 @@ def _ratio_gained(rows: pd.DataFrame, ratio: float) -> float:
 def models_data(measured: pd.DataFrame) -> pd.DataFrame:
     """Δloss of each variant ÷ HEAPr's on each model, calibrated and tested corpus.
 
-    At equal atoms and, where `equal` is "flops", with as many routed FLOPs saved as
-    HEAPr saves. Where HEAPr loses less than 0.005 nats there is no quotient. Mixtures
-    are left out.
+    Where HEAPr loses less than 0.005 nats there is no quotient. Mixtures are left out.
 
     Args:
         measured: rows of `benchmarks/quality.py` on several models.
@@ -190,21 +182,20 @@ def models_data(measured: pd.DataFrame) -> pd.DataFrame:
 
 def _beside_paper(measured: pd.DataFrame) -> pd.DataFrame:
     """The rows with HEAPr's Δloss in the same run, `paper`, and their `relative`."""
-    paper = measured[measured["variant"].eq(PAPER) & measured["equal"].eq("atoms")]
+    paper = measured[measured["variant"].eq(PAPER)]
     own = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
     rows = measured.merge(own, on=_RUN, how="left")
     return rows.assign(relative=rows["delta_nll"] / rows["paper"])
 
 
-def _calibrated(data: pd.DataFrame, *, equal: str = "atoms") -> pd.DataFrame:
+def _calibrated(data: pd.DataFrame) -> pd.DataFrame:
     """Those rows of `models_data` that were tested on the corpus of the calibration."""
-    same = data["calibration"].eq(data["test"])
-    return data[same & data["equal"].eq(equal)]
+    return data[data["calibration"].eq(data["test"])]
 
 
 def _on_other_text(data: pd.DataFrame) -> pd.DataFrame:
     """Those rows of `models_data` that were tested on a corpus not calibrated on."""
-    return data[data["calibration"].ne(data["test"]) & data["equal"].eq("atoms")]
+    return data[data["calibration"].ne(data["test"])]
 
 
 @styled
@@ -286,7 +277,7 @@ def gains_table(data: pd.DataFrame, variant: str = OWN_TEXT) -> pd.DataFrame:
 
     Pooled over calibrated corpora and seeds (sum ÷ sum), ± half of its 95 % interval
     over test windows, which all seeds share; a dash where HEAPr loses less than 0.005
-    nats on the mean. The worst is that of any corpus, seed and ratio at equal atoms.
+    nats on the mean. The worst is that of any corpus, seed and ratio.
     *Other text* is tested on a corpus that nothing was calibrated on.
 
     Args:
@@ -300,12 +291,10 @@ def gains_table(data: pd.DataFrame, variant: str = OWN_TEXT) -> pd.DataFrame:
     rows = []
     for model, part in groups:
         row: dict[str, object] = {"model": model}
-        atoms, flops = (_calibrated(part, equal=what) for what in ("atoms", "flops"))
-        for ratio, some in atoms.groupby("ratio"):
+        calibrated = _calibrated(part)
+        for ratio, some in calibrated.groupby("ratio"):
             row[f"{100 * ratio:g} % ↓"] = _quotient(some)
-        row["worst ↓"] = _worst(atoms)
-        for ratio, some in flops.groupby("ratio"):
-            row[f"{100 * ratio:g} %, equal FLOPs ↓"] = _quotient(some)
+        row["worst ↓"] = _worst(calibrated)
         other = _on_other_text(part)
         row["40 %, other text ↓"] = _quotient(other[other["ratio"].eq(0.4)])
         row["worst, other text ↓"] = _worst(other)
@@ -354,32 +343,3 @@ def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:
     dense = own["dense"].groupby("calibration").first().mean()
     wide.insert(0, "dense", f"{dense:.1%}")
     return wide.reset_index()
-
-
-def learned_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/learned.py` for readers: Δloss before and after recovery.
-
-    A row with recovery has the time of the recovery alone.
-    """
-    named = {
-        "method": "mask",
-        "ratio": "removed",
-        "recovery_steps": "recovery [steps]",
-        "delta_nll": f"Δloss [{PER_TOKEN}] ↓",
-        "token_passes": "passes",
-        "cpu_seconds": "CPU time [s]",
-    }
-    return measured[list(named)].rename(columns=named)
-
-
-def outliers_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/outliers.py` for readers: losses, and how many are pruned."""
-    losses = [name for name in measured if name.endswith("Δloss")]
-    pruned = {
-        "magnitude at 0.2": "pruned by magnitude at 20 %",
-        "heapr at 0.8": "by HEAPr at 80 %",
-        "shrunk at 0.8": "by shrunk at 80 %",
-    }
-    named = {name: f"{name} [{PER_TOKEN}]" for name in losses} | pruned
-    columns = ["first by", "atoms", "of atoms", *losses, *pruned]
-    return measured[columns].rename(columns=named)

@@ -191,9 +191,7 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         "granularity",
         "ratio",
         "of",
-        "price",
         "multiple",
-        "rounds",
     )
     settings = ", ".join(
         f"{key} {selection[key]}" for key in shown if selection.get(key) is not None

@@ -243,7 +243,7 @@ MethodName = Annotated[
     str,
     typer.Option(
         help="best: elimination and compensation, or HEAPr where held-out calibration "
-        "windows see no gain (with --estimator or --rounds, compensated weights; with "
+        "windows see no gain (with --estimator, compensated weights; with "
         "--importance, weights unchanged); paper: HEAPr as published."
     ),
 ]
@@ -271,10 +271,6 @@ DistillSequences = Annotated[
         "calibration]; four times as many are worth it.",
     ),
 ]
-Rounds = Annotated[
-    int,
-    typer.Option(min=1, help="Rounds, each with new scores; not with --importance."),
-]
 Scope = Annotated[str, typer.Option(help="global or layer.")]
 Granularity = Annotated[str, typer.Option(help="atom or expert.")]
 Engine = Annotated[
@@ -300,23 +296,14 @@ Multiple = Annotated[
 Of = Annotated[
     str,
     typer.Option(
-        help="What the ratio counts: routed atoms (atoms), parameters of the whole "
-        "model (model), its bytes (bytes), or FLOPs of the routed experts (flops)."
-    ),
-]
-Price = Annotated[
-    float | None,
-    typer.Option(
-        help="Cost that divides scores: parameters (0) to FLOPs (1) [default: none]."
+        help="What the ratio counts: routed atoms (atoms), or parameters of the whole "
+        "model (model)."
     ),
 ]
 ExcludeLayers = Annotated[
     str, typer.Option(help="Layers that are not pruned, such as 0,5-7.")
 ]
 MinAtoms = Annotated[int, typer.Option(min=0, help="Minimum atoms per expert.")]
-ProtectOutliers = Annotated[
-    float, typer.Option(help="Share of atoms, with the largest outputs, to keep.")
-]
 ProtectUnrouted = Annotated[
     bool,
     typer.Option("--protect-unrouted", help="Keep experts that received no tokens."),

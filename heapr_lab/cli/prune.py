@@ -45,17 +45,14 @@ def prune(
     distill: options.Distill = 0,
     distill_sequences: options.DistillSequences = None,
     estimator: options.EstimatorOrMethods = None,
-    rounds: options.Rounds = 1,
     scope: options.Scope = "global",
     granularity: options.Granularity = "atom",
     engine: options.Engine = None,
     structure: options.Structure = None,
     multiple: options.Multiple = None,
     of: options.Of = "atoms",
-    price: options.Price = None,
     exclude_layers: options.ExcludeLayers = "",
     min_atoms: options.MinAtoms = 0,
-    protect_outliers: options.ProtectOutliers = 0.0,
     protect_unrouted: options.ProtectUnrouted = False,
     out: options.PrunedOut = None,
     perplexity: options.CardCorpora = None,
@@ -86,24 +83,22 @@ def prune(
     from heapr_lab.workbench.settings import Setting
 
     preset = find_method(method)
-    check_amount(ratio, max_rise, rounds=rounds, table_alone=importance is not None)
+    check_amount(ratio, max_rise, table_alone=importance is not None)
     structure, multiple = widths_for(engine, structure, multiple)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
         ratio or 0.0,
-        estimator=estimator or preset.estimator_for(importance, rounds=rounds),
+        estimator=estimator or preset.estimator_for(importance),
         scope=scope,
         granularity=granularity,
         structure=structure,
         multiple=1 if unset else multiple,
         of=of,
-        price=price,
         exclude_layers=parse_layers(exclude_layers, name="--exclude-layers"),
         min_atoms=min_atoms,
-        protect_outliers=protect_outliers,
         protect_unrouted=protect_unrouted,
     )
-    weights = preset.weights_for(importance, estimator=estimator, rounds=rounds)
+    weights = preset.weights_for(importance, estimator=estimator)
     fitted = weights == "compress" and is_folder(out)
     own = own_share(own_text, importance, default=preset.own_text if fitted else 0.0)
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own)
@@ -120,7 +115,6 @@ def prune(
         default_multiple=unset,
         default_own_text=own_text is None,
         importance=importance,
-        rounds=rounds,
         out=out,
         corpora=perplexity,
         seq_len=seq_len,
@@ -146,7 +140,6 @@ class Request:
     default_multiple: bool
     default_own_text: bool
     importance: Path | None
-    rounds: int
     out: Path | None
     corpora: str | None
     seq_len: int | None
@@ -167,9 +160,7 @@ class Request:
     @property
     def made_of(self) -> str:
         """How the weights are made: `weights`, where they matter."""
-        # Rounds score the compensated model, also where only a mask is written.
-        wanted = self.to_folder or self.rounds > 1
-        return self.weights if wanted else "unchanged"
+        return self.weights if self.to_folder else "unchanged"
 
     def _is_streamed(self) -> bool:
         """Whether the model is, where it would write text of its own."""
@@ -286,7 +277,6 @@ class Request:
                 table,
                 setting,
                 weights=self.made_of,
-                rounds=self.rounds,
                 after=self.after,
                 report=report,
             )

@@ -15,7 +15,7 @@ _SEARCHED = ("estimator", "scope", "granularity", "structure", "multiple")
 
 
 def check_amount(
-    ratio: float | None, max_rise: float | None, *, rounds: int, table_alone: bool
+    ratio: float | None, max_rise: float | None, *, table_alone: bool
 ) -> None:
     """Make sure that the amount to prune is given once, and can be determined.
 
@@ -23,8 +23,8 @@ def check_amount(
         SpecError: it is given twice or not at all, or depends on a model that is not
             run where there is a table alone.
     """
-    if table_alone and (rounds > 1 or max_rise is not None):
-        raise SpecError("--rounds and --max-rise run the model: leave --importance out")
+    if table_alone and max_rise is not None:
+        raise SpecError("--max-rise runs the model: leave --importance out")
     given = sum(value is not None for value in (ratio, max_rise))
     if given != 1:
         raise SpecError(

@@ -1,8 +1,8 @@
 """The ratio that meets a budget of perplexity.
 
-A ratio of atoms, parameters, bytes or FLOPs needs no search: `select` takes it (`of=`).
-That of a loss is searched for: each trial is a mask from the same table, and its
-evaluation is cached.
+A ratio of atoms or parameters needs no search: `select` takes it (`of=`). That of a
+loss is searched for: each trial is a mask from the same table, and its evaluation is
+cached.
 """
 
 import functools

@@ -82,11 +82,7 @@ def removed_share(
         return keep.achieved_ratio
     if savings is None:
         return None
-    row = savings.iloc[0]
-    if selection.of == "bytes":
-        return float(1 - row["bytes_after"] / row["bytes_before"])
-    name = "parameter" if selection.of == "model" else "routed_flops"
-    return float(row[f"{name}_reduction"])
+    return float(savings.iloc[0]["parameter_reduction"])
 
 
 def rounded(selection: Selection, removed: float | None) -> str:

@@ -23,21 +23,17 @@ CHOICES = {
     "scope": ("global", "layer"),
     "granularity": ("atom", "expert"),
     "structure": STRUCTURES,
-    "of": ("atoms", "model", "bytes", "flops"),
+    "of": ("atoms", "model"),
 }
 """The fields of a `Selection` that are one of a few words, with these words."""
-BUDGETS = {
-    "atoms": "atoms",
-    "model": "parameters (model)",
-    "bytes": "bytes",
-    "flops": "routed FLOPs (flops)",
-}
+BUDGETS = {"atoms": "atoms", "model": "parameters (model)"}
 """What the ratio counts, as text; `of` and `--of` take the keys."""
 _TOO_MANY = 2**31
 """More atoms than any expert has."""
 _LAYERS = re.compile(r"([0-9]{1,6})(?:\s*[-–]\s*([0-9]{1,6}))?")
-_OF_EARLIER_FILES = {"own_layers"}
-"""Redundant keys that earlier versions of `to_dict` wrote."""
+_REDUNDANT = "own_layers"
+_REMOVED = {"price": None, "protect_outliers": 0.0}
+"""Fields that heapr-lab 0.1 had, besides `own_layers`, and their defaults."""
 
 
 def exact_ratio(value: Any, *, name: str = "pruning ratio") -> Fraction:
@@ -162,21 +158,15 @@ class Selection:
     """Widths are a multiple of it (or 0, or whole); needed for "aligned", 1 for
     "per_layer" and "uniform" unless given."""
     of: str = "atoms"
-    """What the ratio counts: routed "atoms", parameters of the whole "model", its
-    "bytes", or the FLOPs of the routed experts, "flops"."""
+    """What the ratio counts: routed "atoms", or parameters of the whole "model"."""
     layer_ratios: tuple[tuple[int, float], ...] = ()
     """(layer, ratio) of layers with a ratio of their own; a mapping is accepted."""
     exclude_layers: tuple[int, ...] = ()
     """Layers that are not pruned."""
     min_atoms: int = 0
     """Every expert keeps at least this many atoms (or all that it has)."""
-    protect_outliers: float = 0.0
-    """Share of all atoms that is kept: those with the largest max_abs_ph."""
     protect_unrouted: bool = False
     """Whether experts without routed tokens are kept whole."""
-    price: float | None = None
-    """Scores are divided by a price, from parameters (0) to FLOPs (1); None ranks by
-    score alone."""
     estimator_options: tuple[tuple[str, Any], ...] = ()
     """(name, value), such as `alpha` of camera; a mapping is accepted."""
 
@@ -230,17 +220,6 @@ class Selection:
                         f"{name} is {number:,}: no expert has so many atoms"
                     )
                 self._set(**{name: number})
-        for name in ("protect_outliers", "price"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            share = as_fraction(value, name=name)
-            if not 0 <= share <= 1:
-                raise SpecError(
-                    f"{name} must be in [0, 1], got {float(share)}; give a fraction, "
-                    "not per cent"
-                )
-            self._set(**{name: _shortest(share, value)})
         self._set(protect_unrouted=bool(self.protect_unrouted))
 
     def _check_combinations(self) -> None:
@@ -305,16 +284,10 @@ class Selection:
         return self.scope == "global" or self.structure == "uniform"
 
     @property
-    def of_weights(self) -> bool:
-        """Whether the ratio is a share of the whole model's weights."""
-        return self.of in {"model", "bytes"}  # equal shares: one dtype
-
-    @property
     def unit(self) -> str:
-        """The unit of the amount to prune: "atoms", "parameters" or "flops"."""
-        if self.of == "flops":
-            return "flops"
-        return "parameters" if self.of_weights and self.in_one_group else "atoms"
+        """The unit of the amount to prune: "atoms" or "parameters"."""
+        whole = self.of == "model" and self.in_one_group
+        return "parameters" if whole else "atoms"
 
     def groups(self, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The layers that are pruned together: first those without their own ratio.
@@ -381,9 +354,6 @@ class Selection:
         """Plain data for files and manifests; `from_dict` reads it."""
         plain = dataclasses.asdict(self)
         plain["ratio"] = float(self.ratio)
-        for name in ("protect_outliers", "price"):
-            value = plain[name]
-            plain[name] = None if value is None else float(value)
         plain["layer_ratios"] = {str(k): float(r) for k, r in self.layer_ratios}
         plain["estimator_options"] = dict(self.estimator_options)
         plain["exclude_layers"] = list(self.exclude_layers)
@@ -397,7 +367,13 @@ class Selection:
             SpecError: there is no ratio, or a field is unknown or has an invalid value.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        given = {k: v for k, v in plain.items() if k not in _OF_EARLIER_FILES}
+        given = {k: v for k, v in plain.items() if k != _REDUNDANT}
+        used = {k: v for k, v in _REMOVED.items() if given.pop(k, v) != v}
+        if used:
+            raise SpecError(
+                f"{', '.join(used)} of the selection was a setting of heapr-lab 0.1: "
+                "select without it, or use the mask itself"
+            )
         unknown = sorted(given.keys() - names)
         if unknown or "ratio" not in given:
             raise SpecError(

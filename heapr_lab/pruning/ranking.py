@@ -6,29 +6,26 @@ and an atom's *position* is the amount of the group that is pruned before its un
 prune an amount is then one comparison: an atom is kept if its position >= amount. Hence
 masks of growing ratios are nested, and a new ratio needs no new sort.
 
-A unit's cost is its score divided by its price, and the prices of a unit's atoms add.
-Without prices, a step of a width has a price of 1 for each atom, and single atoms and
-whole experts are ranked by their score alone.
+A unit's cost is the mean score of its atoms where units are steps of a width, and its
+score where they are single atoms or whole experts.
 
 The cheapest-first prefix is optimal. Let c be the cost of the last unit in it. Units
-in it have score <= c · price, all others score >= c · price, so the prefix has the
-least Σ score − c · Σ price of all sets of units, and hence, where c >= 0, the least
-score of all that remove as much of the price or more. Steps are such units although
-they are pruned from the lowest up: within an expert (or layer) their costs rise.
+in it have score <= c · size, all others score >= c · size, so the prefix has the least
+Σ score − c · Σ size of all sets of units, and hence, where c >= 0, the least score of
+all that remove as many atoms or more. Steps are such units although they are pruned
+from the lowest up: within an expert (or layer) their costs rise.
 
-So, with the number of atoms as the price unless one is given:
-
-* single atoms and rounded structures have the least score among all masks of their
-  structure that remove as many atoms or more, whatever the sizes of the steps;
-* whole experts do if they have one width; with different widths they are ranked by
-  their sums, as in the paper, unless a price is given.
+So single atoms and rounded structures have the least score among all masks of their
+structure that remove as many atoms or more, whatever the sizes of the steps. Whole
+experts do if they have one width; with different widths they are ranked by their sums,
+as in the paper.
 
 This holds for the amount that *is* removed. Where steps differ in size (a
-lowest step that is the remainder of a width, layers of different numbers of experts) or
-in price, the last one may remove more than the ratio asks for, and steps that remove
-just enough may have cost less: by at most the score of that last step, where prices are
-what the ratio counts. No order avoids this, because the best masks of two such ratios
-need not be nested.
+lowest step that is the remainder of a width, layers of different numbers of experts),
+the last one may remove more than the ratio asks for, and steps that remove just enough
+may have cost less: by at most the score of that last step, where atoms are what the
+ratio counts. No order avoids this, because the best masks of two such ratios need not
+be nested.
 
 Shapes: E n_experts, D d_inter of a block of experts; a table's rows are E · D a layer.
 """
@@ -40,10 +37,7 @@ import numpy as np
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture
-from heapr_lab.pruning.options import Selection, as_fraction
-
-GONE = "gone"
-"""Column of a table measured on a pruned model: its missing atoms rank first."""
+from heapr_lab.pruning.options import Selection
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Ranking:
     positions: np.ndarray
     """The amount pruned before an atom; the dtype's maximum for protected atoms."""
     totals: tuple[int, ...]
-    """The amount of each group: its atoms, parameters or operations."""
+    """The amount of each group: its atoms or parameters."""
     removable: tuple[int, ...]
     """The part of it that may be pruned."""
 
@@ -68,8 +62,6 @@ class _Block:
     d_inter: int
     sizes: np.ndarray
     """The size of one atom, int64 (E,)."""
-    prices: np.ndarray | None
-    """The price of one atom, float64 (E,)."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +88,10 @@ def rank_atoms(table: ImportanceTable, selection: Selection) -> Ranking:
         selection.estimator, **dict(selection.estimator_options)
     ).to_numpy()
     protected = protected_atoms(table, selection)
-    if GONE in table.frame:
-        scores = np.where(table.column(GONE), -np.inf, scores)
-        protected &= ~table.column(GONE)
     groups = selection.groups(tuple(table.shapes()))
-    sizes, prices = atom_sizes(table, unit=selection.unit), _prices(table, selection)
+    sizes = atom_sizes(table, unit=selection.unit)
     grouped = [
-        _blocks(table, group, sizes=sizes, prices=prices, selection=selection)
-        for group in groups
+        _blocks(table, group, sizes=sizes, selection=selection) for group in groups
     ]
     totals = [sum(int(b.sizes.sum()) * b.d_inter for b in blocks) for blocks in grouped]
     # Where the amounts fit, half the memory and half the time of a selection.
@@ -167,42 +155,29 @@ def _units(
     d_inter = scores.shape[1]
     rounded = selection.structure != "ragged"
     if selection.min_atoms or rounded:
-        ranks = _ranks_within_experts(scores, protected)
+        ranks = _ranks_within_experts(scores)
         protected = protected | (ranks >= d_inter - selection.min_atoms)
     sizes = np.repeat(block.sizes, d_inter)
-    prices = None if block.prices is None else np.repeat(block.prices, d_inter)
     if selection.counts_atoms_exactly:
-        costs = _costs(scores.ravel(), prices)
-        return _Units(slice(None), costs, sizes, protected.ravel())
+        return _Units(slice(None), scores.ravel(), sizes, protected.ravel())
     labels = np.repeat(np.arange(len(scores)), d_inter)
     if rounded:
         labels, n_steps = _steps(ranks, selection=selection)
-    if prices is not None:
-        prices = np.bincount(labels, weights=prices)
-    costs = _costs(np.bincount(labels, weights=scores.ravel()), prices)
+    costs = np.bincount(labels, weights=scores.ravel())
     sizes = np.bincount(labels, weights=sizes).astype(np.int64)
     locked = np.bincount(labels, weights=protected.ravel()) > 0
     if rounded:
+        means = (costs / np.bincount(labels)).reshape(-1, n_steps)
         # They already rise, except for rounding.
-        costs = np.maximum.accumulate(costs.reshape(-1, n_steps), axis=1).ravel()
+        costs = np.maximum.accumulate(means, axis=1).ravel()
     if selection.structure == "uniform":
         locked[-1] = True  # the width must not become 0
     return _Units(labels, costs, sizes, locked)
 
 
-def _costs(scores: np.ndarray, prices: np.ndarray | None) -> np.ndarray:
-    """Scores per price; units without a price rank first if they score 0, else last."""
-    if prices is None:
-        return scores
-    with np.errstate(divide="ignore", invalid="ignore"):
-        costs = scores / prices
-    finite: np.ndarray = np.nan_to_num(costs)  # so that locked units come last
-    return finite
-
-
-def _ranks_within_experts(scores: np.ndarray, protected: np.ndarray) -> np.ndarray:
-    """Rank of each atom in its expert (E, D): 0 is pruned first, protected last."""
-    order = np.argsort(np.where(protected, np.inf, scores), axis=1, kind="stable")
+def _ranks_within_experts(scores: np.ndarray) -> np.ndarray:
+    """Rank of each atom in its expert (E, D): 0 is pruned first."""
+    order = np.argsort(scores, axis=1, kind="stable")
     ranks = np.empty(order.shape, dtype=np.int32)
     np.put_along_axis(ranks, order, np.arange(scores.shape[1])[None], axis=1)
     return ranks
@@ -230,7 +205,6 @@ def _blocks(
     group: tuple[int, ...],
     *,
     sizes: dict[int, np.ndarray],
-    prices: dict[int, np.ndarray] | None,
     selection: Selection,
 ) -> list[_Block]:
     """The rows of every layer of a group; one block of all layers for one width.
@@ -242,8 +216,7 @@ def _blocks(
     for layer, (n_experts, d_inter) in table.shapes().items():
         rows = slice(start, start := start + n_experts * d_inter)
         if layer in group:
-            price = None if prices is None else prices[layer]
-            blocks.append(_Block(rows, d_inter, sizes[layer], price))
+            blocks.append(_Block(rows, d_inter, sizes[layer]))
     if selection.structure != "uniform":
         return blocks
     widths = {block.d_inter for block in blocks}
@@ -255,8 +228,7 @@ def _blocks(
     # The group has every layer, so its rows are consecutive.
     whole = slice(0, start)
     size = np.concatenate([sizes[layer] for layer in group])
-    price = None if prices is None else np.concatenate([prices[k] for k in group])
-    return [_Block(whole, blocks[0].d_inter, size, price)]
+    return [_Block(whole, blocks[0].d_inter, size)]
 
 
 def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
@@ -264,56 +236,19 @@ def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
 
     Args:
         table: the table whose atoms are counted.
-        unit: "atoms", each 1; "parameters"; or "flops", the operations of the tokens
-            that were routed to the atom's expert while the table was measured.
+        unit: "atoms", each 1; or "parameters".
 
     Raises:
-        SpecError: operations are to be counted, but in some layer there were none.
+        SpecError: parameters are counted, but the rows are not the model's atoms.
     """
     shapes = table.shapes()
     if unit == "atoms":
         return {layer: np.ones(n, np.int64) for layer, (n, _) in shapes.items()}
     model = _measured_model(table)
-    if unit == "parameters":
-        return {
-            layer: np.full(n, model.atom_parameters(layer), np.int64)
-            for layer, (n, _) in shapes.items()
-        }
-    routed = table.expert_tokens().groupby("layer")["tokens"]
-    sizes = {
-        layer: model.layers[layer].atom_flops * tokens.to_numpy(np.int64)
-        for layer, tokens in routed
+    return {
+        layer: np.full(n, model.atom_parameters(layer), np.int64)
+        for layer, (n, _) in shapes.items()
     }
-    idle = [str(layer) for layer, size in sizes.items() if not size.any()]
-    if idle:
-        raise SpecError(
-            f"no token was routed in layers {', '.join(idle)}, so the FLOPs that "
-            "pruning them saves are unknown; calibrate on more text"
-        )
-    return sizes
-
-
-def _prices(
-    table: ImportanceTable, selection: Selection
-) -> dict[int, np.ndarray] | None:
-    """The price of one atom, by layer, float64 (E,); None where there are no prices.
-
-    Relative to the highest price, so that prices that are all equal change no score.
-    """
-    shapes = table.shapes()
-    if selection.price is None:
-        if selection.structure == "ragged":
-            return None
-        return {layer: np.ones(n) for layer, (n, _) in shapes.items()}
-    prices = {layer: np.zeros(n) for layer, (n, _) in shapes.items()}
-    traffic = float(selection.price)
-    for unit, share in (("parameters", 1 - traffic), ("flops", traffic)):
-        sizes = atom_sizes(table, unit=unit)
-        total = sum(int(sizes[k].sum()) * shape[1] for k, shape in shapes.items())
-        for layer, size in sizes.items():
-            prices[layer] += share * size / total
-    highest = max(float(price.max()) for price in prices.values())
-    return {layer: price / highest for layer, price in prices.items()}
 
 
 def _measured_model(table: ImportanceTable) -> Architecture:
@@ -326,8 +261,8 @@ def _measured_model(table: ImportanceTable) -> Architecture:
     shapes = {k: (s.n_experts, s.d_inter) for k, s in model.layers.items()}
     if shapes != table.shapes():
         raise SpecError(
-            "shares and prices in parameters, bytes or FLOPs need a row for each atom "
-            f"of the model, (experts, atoms) by layer {shapes}, got {table.shapes()}"
+            "a share of the parameters needs a row for each atom of the model, "
+            f"(experts, atoms) by layer {shapes}, got {table.shapes()}"
         )
     return model
 
@@ -339,10 +274,4 @@ def protected_atoms(table: ImportanceTable, selection: Selection) -> np.ndarray:
         protected |= np.isin(table.column("layer"), selection.exclude_layers)
     if selection.protect_unrouted:
         protected |= table.column("tokens") == 0
-    n_outliers = int(
-        as_fraction(selection.protect_outliers, name="protect_outliers") * table.n_atoms
-    )
-    if n_outliers:
-        peaks = table.column("max_abs_ph")
-        protected[np.argsort(peaks, kind="stable")[-n_outliers:]] = True
     return protected

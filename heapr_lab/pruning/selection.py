@@ -9,30 +9,13 @@ Without torch. What a ratio r means:
   of the atoms; the mask's `achieved_ratio` has the result.
 * `of="model"`: at least r of the parameters of the whole model are pruned, the
   lowest-ranked atoms first; with scope `layer`, the same share of the atoms of every
-  layer that may be pruned. `of="bytes"` is the share of the bytes of its weights: the
-  same, because they have one dtype.
-* `of="flops"`: at least r of the *routed* experts' operations are pruned, as used by
-  the table's tokens (an atom's operations · the tokens of its expert); with scope
-  `layer`, the same share of those of every layer that may be pruned. It is the
-  `routed_flops_reduction` of `savings_of` and does not depend on the sequence length;
-  dense layers and attention, whose share of the operations does, are not counted.
+  layer that may be pruned.
 * `layer_ratios` gives layers their own r; the others reach `ratio` among themselves.
 * `exclude_layers` are not pruned. With scope `global` their atoms still count, so that
   more atoms of the others are pruned; with scope `layer` each of the others loses r.
 
 Experts without routed tokens score 0 in the second-order estimators, and so are pruned
 first unless `protect_unrouted`.
-
-`price` trades off two budgets, parameters and operations. With a price μ, atoms are
-ranked by score / ((1 − μ) · s + μ · f), where s is the atom's share of the routed
-parameters and f its share of the routed operations. For every ratio the pruned atoms
-then have the least Σ score − λ · ((1 − μ) · Σ s + μ · Σ f) of all masks, for some λ:
-the Lagrangian relaxation of both budgets, with multipliers in the ratio 1 − μ to μ
-(proof: `ranking`). 0 prices parameters, 1 operations. An atom of an expert without
-routed tokens saves no operations, so with μ = 1 it is pruned first if its score is 0,
-and last if it is larger. Prices suit scores that are sums over the corpus (fisher,
-heapr_total), which add up; heapr equals heapr_total with μ = 1 where all experts have
-one shape.
 """
 
 import math
@@ -48,18 +31,13 @@ from heapr_lab.pruning.options import Selection, exact_ratio
 from heapr_lab.pruning.ranking import Ranking, atom_sizes, rank_atoms
 
 _DIGITS = 6  # of the largest possible ratio, rounded down, in an error
-_NAMES = {
-    "atoms": "pruning ratio",
-    "model": "pruning ratio of the model",
-    "bytes": "pruning ratio of the model's bytes",
-    "flops": "pruning ratio of the routed FLOPs",
-}
+_NAMES = {"atoms": "pruning ratio", "model": "pruning ratio of the model"}
 
 
 def select(
     table: ImportanceTable, selection: Selection | None = None, **fields: Any
 ) -> KeepMask:
-    """The mask that prunes the atoms with the lowest scores (per price).
+    """The mask that prunes the atoms with the lowest scores.
 
     Args:
         table: the importance table.
@@ -146,22 +124,13 @@ def _factor(table: ImportanceTable, selection: Selection) -> Fraction:
     """The whole that the ratio counts, divided by the part in pruned layers."""
     if selection.of == "atoms":
         return Fraction(1)
-    sizes = atom_sizes(table, unit="parameters" if selection.of_weights else "flops")
-    totals = {
-        layer: int(sizes[layer].sum()) * d_inter
-        for layer, (_, d_inter) in table.shapes().items()
-    }
-    whole = (
-        table.architecture.n_parameters
-        if selection.of_weights
-        else sum(totals.values())
-    )
+    sizes = atom_sizes(table, unit="parameters")
     counted = [
-        total
-        for layer, total in totals.items()
+        int(sizes[layer].sum()) * d_inter
+        for layer, (_, d_inter) in table.shapes().items()
         if selection.in_one_group or layer not in selection.exclude_layers
     ]
-    return Fraction(whole, sum(counted))
+    return Fraction(table.architecture.n_parameters, sum(counted))
 
 
 def _refusal(

@@ -34,7 +34,6 @@ from heapr_lab.refinement.compensation import (
     fit_compensation,
 )
 from heapr_lab.refinement.compress import fit_compression
-from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.storage.hashing import without_nan
@@ -109,7 +108,6 @@ def choose(
     setting: Setting,
     *,
     weights: str,
-    rounds: int = 1,
     after: Afterwards = Afterwards(),
     report: Report,
 ) -> Chosen:
@@ -121,7 +119,6 @@ def choose(
         setting: how atoms are selected; weights are fitted to its calibration, on which
             `compress` also chooses the estimator.
         weights: how they are made, a name in `presets.WEIGHTS`.
-        rounds: as in `prune_in_rounds`; not with `compress`.
         after: what will be done to the weights before they are written.
         report: called with the progress.
 
@@ -137,7 +134,6 @@ def choose(
         table,
         setting,
         weights=weights,
-        rounds=rounds,
         report=report,
     )
     return replace(found, after=after, trained_on=trained_on)
@@ -149,7 +145,6 @@ def _chosen(
     setting: Setting,
     *,
     weights: str,
-    rounds: int,
     report: Report,
 ) -> Chosen:
     """As `choose`, without what is done afterwards."""
@@ -159,7 +154,7 @@ def _chosen(
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
         uniform_width(keep, stored_dtype(bench))
-    if rounds == 1 and weights == "unchanged":
+    if weights == "unchanged":
         return Chosen(with_model(keep, table))
     windows = _windows(bench, setting.calibration, report)
     if weights == "compress":
@@ -172,21 +167,10 @@ def _chosen(
         )
         keep = with_model(best.keep, table)
         return Chosen(keep, best.compensation, windows, best.report)
+    keep = with_model(keep, table)
     step = _part(report, f"compensation on {windows.label}: window")
-    if rounds == 1:
-        keep = with_model(keep, table)
-        fitted = fit_compensation(bench.model, keep, windows, progress=step)
-        return Chosen(keep, fitted, windows)
-    found = prune_in_rounds(
-        bench.model,
-        windows,
-        setting.selection,
-        rounds=rounds,
-        compensated=weights == "compensated",
-        table=table,
-        progress=step,
-    )
-    return Chosen(with_model(found.keep, table), found.compensation, windows)
+    fitted = fit_compensation(bench.model, keep, windows, progress=step)
+    return Chosen(keep, fitted, windows)
 
 
 def _windows(

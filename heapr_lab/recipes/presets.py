@@ -28,20 +28,16 @@ class Method:
     own_text: float
     """Windows that the model writes itself for each of the corpus, for `compress`."""
 
-    def estimator_for(self, importance: object | None, *, rounds: int) -> str:
-        """The estimator for `rounds` rounds, with or without a file of `importance`."""
-        # Elimination already accounts for earlier removals, as rounds do.
-        alone = importance is not None or rounds > 1
-        return self.of_table if alone else self.estimator
+    def estimator_for(self, importance: object | None) -> str:
+        """The estimator, with or without a file of `importance`."""
+        return self.estimator if importance is None else self.of_table
 
-    def weights_for(
-        self, importance: object | None, *, estimator: str | None, rounds: int
-    ) -> str:
-        """The weights where an estimator may be given, and rounds may be asked for."""
+    def weights_for(self, importance: object | None, *, estimator: str | None) -> str:
+        """The weights where an estimator may be given."""
         if importance is not None:
             return "unchanged"
-        chosen = estimator is not None or rounds > 1
-        return "compensated" if chosen and self.weights == "compress" else self.weights
+        fixed = estimator is not None and self.weights == "compress"
+        return "compensated" if fixed else self.weights
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(

@@ -24,10 +24,10 @@ import pandas as pd
 import torch
 from torch import nn
 
+from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Parts, Progress
-from heapr_lab.refinement.distillation import check_positive
 from heapr_lab.refinement.expert_calls import ExpertCalls
 from heapr_lab.refinement.students import lessons, note_change
 from heapr_lab.text.calibration import CalibrationSet
@@ -87,9 +87,12 @@ def distill_layers(
         >>> smaller = compress(model, calibration, ratio=0.4)  # doctest: +SKIP
         >>> distill_layers(smaller, model, calibration)  # doctest: +SKIP
     """
-    check_positive(
-        n_steps=n_steps, batch_tokens=batch_tokens, learning_rate=learning_rate
-    )
+    numbers = {
+        "n_steps": n_steps, "batch_tokens": batch_tokens, "learning_rate": learning_rate
+    }  # fmt: skip
+    for name, number in numbers.items():
+        if number <= 0:
+            raise SpecError(f"{name} must be positive, got {number}")
     parts = Parts(n_steps * len(sliced_experts(pruned)), progress)
     rows = []
     for lesson in lessons(pruned, dense, calibration):

@@ -29,7 +29,6 @@ from heapr_lab.models.ragged_experts import (
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
-from heapr_lab.refinement.recovery import recover
 from heapr_lab.serving.widths import widths_by_layer
 from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.text.calibration import CalibrationSet
@@ -246,7 +245,7 @@ def test_integers_are_not_trained() -> None:
     pruned = prune(model, random_keep(model))
     quantise_model(pruned, "int8")
     calibration = CalibrationSet.from_ids(IDS)
-    for change in (recover, add_output_bias, distill_layers):
+    for change in (add_output_bias, distill_layers):
         with pytest.raises(SpecError, match="are int8, expected floating-point"):
             change(pruned, model, calibration)
 

@@ -17,15 +17,15 @@ from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.loading import load_model
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement import activation_grams
+from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.generation import continuations
-from heapr_lab.refinement.iterative import prune_in_rounds
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
-from heapr_lab.refinement.recovery import recover
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -123,16 +123,17 @@ def test_whatever_layer_is_in_memory(tmp_path: Path) -> None:
     assert_saved_alike(pruned, tmp_path, "qwen3_moe")
 
 
-def test_rounds_of_a_streamed_model(
+def test_a_streamed_model_is_compensated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The masks and weights in memory; layers are read for all batches at once."""
+    """The mask and weights in memory; layers are read for all batches at once."""
     models = both("qwen3_moe", tmp_path / "dense")
     stream = stream_of(models[1])
     assert stream is not None
-    found = [prune_in_rounds(own, WINDOWS, ratio=0.5, rounds=2) for own in models]
-    assert found[0].keep.fingerprint == found[1].keep.fingerprint
-    downs = [own.compensation.downs for own in found]  # type: ignore[union-attr]
+    half = Selection(0.5, estimator="elimination")
+    found = [CalibratedModel(own, WINDOWS).compensated(half) for own in models]
+    assert found[0][0].fingerprint == found[1][0].fingerprint
+    downs = [made.downs for _, made in found]
     assert downs[0].keys() == downs[1].keys()
     for number, wanted in downs[0].items():
         assert torch.allclose(downs[1][number], wanted, rtol=1e-9)
@@ -140,7 +141,7 @@ def test_rounds_of_a_streamed_model(
     for n_tokens in (16, 80):  # in a batch: five batches, and two
         monkeypatch.setattr(activation_grams, "_TOKENS_AT_ONCE", n_tokens)
         before = stream.n_bytes_read
-        prune_in_rounds(models[1], WINDOWS, ratio=0.5, rounds=2)
+        CalibratedModel(models[1], WINDOWS).compensated(half)
         reads.append(stream.n_bytes_read - before)
     assert reads[0] == reads[1]
 
@@ -193,7 +194,6 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         "to write text": lambda: continuations(model, WINDOWS.ids, n_new=2),
         "to fit biases": lambda: add_output_bias(pruned, model, WINDOWS),
         "or distil": lambda: distill_layers(pruned, model, WINDOWS, n_steps=1),
-        "to train it": lambda: recover(pruned, model, WINDOWS, n_steps=1, batch_size=1),
     }
     for what, run in refused.items():
         with pytest.raises(SpecError, match=f"on disk.*stream=False.* {what}"):

@@ -1,4 +1,4 @@
-"""Budgets and prices: what is selected is the best there is, by trying all masks."""
+"""Budgets: what is selected is the best there is, by trying all masks."""
 
 import math
 from fractions import Fraction
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.property
 
 N_ROUTED = 6
 """Routed tokens of every layer."""
-ROUNDING = 1e-9  # sums of a few dozen numbers below 100, divided by prices
 
 WIDTHS: tuple[dict[str, Any], ...] = (
     {},
@@ -42,19 +41,15 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 ratios = st.fractions(0, Fraction(99, 100), max_denominator=100)
-prices = st.sampled_from([0, 0.25, 0.5, 0.9, 1])
 
 
 @st.composite
-def tables(
-    draw: st.DrawFn, *, same_shapes: bool = False, all_routed: bool = False
-) -> ImportanceTable:
+def tables(draw: st.DrawFn, *, same_shapes: bool = False) -> ImportanceTable:
     """Small whole models of one or two layers, whose fisher scores are whole numbers.
 
     Args:
         draw: given by hypothesis.
         same_shapes: layers of equal shapes.
-        all_routed: every expert has tokens.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     largest = draw(st.sampled_from([1, 4, 50]))  # few values make ties
@@ -62,9 +57,7 @@ def tables(
     shape = _shape(rng)
     for layer in range(draw(st.integers(1, 2))):
         shape = shape if same_shapes else _shape(rng)
-        tokens = np.full(shape.n_experts, int(all_routed))
-        rest = N_ROUTED - tokens.sum()
-        tokens += rng.multinomial(rest, rng.dirichlet(np.ones(len(tokens))))
+        tokens = rng.multinomial(N_ROUTED, rng.dirichlet(np.ones(shape.n_experts)))
         expert, atom = np.indices((shape.n_experts, shape.d_inter)).reshape(2, -1)
         columns = {
             "tokens": tokens[expert],
@@ -97,18 +90,12 @@ class Choice(NamedTuple):
     score: float
 
 
-def shares(table: ImportanceTable, choice: Choice, traffic: float) -> float:
-    """What `choice` removes of parameters and operations, weighted."""
-    total = removed(table, {k: ~m for k, m in KeepMask.full(table).arrays.items()})
-    size = Fraction(choice.parameters, total.parameters)
-    return float(
-        size + Fraction(traffic) * (Fraction(choice.flops, total.flops) - size)
-    )
-
-
 def by_expert(table: ImportanceTable) -> dict[tuple[int, int], np.ndarray]:
     """What atoms count and score, (d_inter, 4) like `Choice`, of every expert."""
-    units = [atom_sizes(table, unit=u) for u in ("atoms", "parameters", "flops")]
+    units = [atom_sizes(table, unit=u) for u in ("atoms", "parameters")]
+    tokens = table.expert_tokens().groupby("layer")["tokens"]
+    layers = table.architecture.layers
+    units.append({k: layers[k].atom_flops * own.to_numpy() for k, own in tokens})
     frame = table.frame.assign(score=table.score("fisher"))
     return {
         (layer, expert): np.column_stack(
@@ -201,126 +188,25 @@ def test_one_width_is_exact_at_the_ratio(
     assert got.score == min(x.score for x in met)
 
 
-# --- shares of FLOPs and bytes ---------------------------------------------------
-
-
-@given(tables(), ratios, st.sampled_from(KINDS), prices | st.none())
-def test_at_least_the_share_of_flops_goes(
-    table: ImportanceTable, ratio: Fraction, settings: dict[str, Any], price: float
-) -> None:
-    """Exactly counted, and as accounting counts them."""
-    keep = select(table, ratio=ratio, of="flops", price=price, **settings)
-    got = removed(table, dict(keep.arrays))
-    total = removed(table, {k: ~m for k, m in KeepMask.full(table).arrays.items()})
-    assert Fraction(got.flops, total.flops) >= ratio
-    saved = table.architecture.routed_flops_saved(keep, table.expert_tokens())
-    assert saved == pytest.approx(got.flops / total.flops)
+# --- a share of the parameters ----------------------------------------------------
 
 
 @given(tables(), ratios, st.sampled_from(KINDS))
-def test_bytes_are_those_of_the_model(
+def test_at_least_the_share_of_the_model_goes(
     table: ImportanceTable, ratio: Fraction, settings: dict[str, Any]
 ) -> None:
-    """A share of the bytes is the share of the parameters, of one dtype."""
-    got = selected(table, ratio=ratio, of="bytes", **settings)
-    assert got == selected(table, ratio=ratio, of="model", **settings)
-    model = table.architecture
-    assert Fraction(got.parameters, model.n_parameters) >= ratio
+    """Exactly counted."""
+    got = selected(table, ratio=ratio, of="model", **settings)
+    assert Fraction(got.parameters, table.architecture.n_parameters) >= ratio
 
 
-# --- prices ------------------------------------------------------------------------
-
-
-@given(
-    tables(),
-    ratios,
-    prices,
-    st.sampled_from(WIDTHS),
-    st.sampled_from(["atoms", "model", "flops"]),
-)
-def test_prices_are_a_lagrangian(
-    table: ImportanceTable,
-    ratio: Fraction,
-    price: float,
-    settings: dict[str, Any],
-    of: str,
-) -> None:
-    """For some λ no mask of the structure has a smaller Σ score − λ · Σ price."""
-    got = selected(table, ratio=ratio, price=price, of=of, **settings)
-    others = [(x.score, shares(table, x, price)) for x in choices(table, settings)]
-    score, saved = got.score, shares(table, got, price)
-    # λ has to lie above what cheaper masks, and below what dearer ones, could gain.
-    low = max(
-        ((score - s) / (saved - p) for s, p in others if saved > p + ROUNDING),
-        default=0.0,
-    )
-    high = min(
-        ((s - score) / (p - saved) for s, p in others if p > saved + ROUNDING),
-        default=math.inf,
-    )
-    assert low <= high * (1 + ROUNDING) + ROUNDING
-    same = [s for s, p in others if abs(p - saved) <= ROUNDING]
-    assert score == min(same)
-
-
-@given(
-    tables(),
-    ratios,
-    ratios,
-    prices,
-    st.sampled_from(KINDS),
-    st.sampled_from(["atoms", "flops"]),
-)
-def test_masks_of_a_price_are_nested(
-    table: ImportanceTable,
-    a: Fraction,
-    b: Fraction,
-    price: float,
-    settings: dict[str, Any],
-    of: str,
-) -> None:
-    """What stays at the larger ratio stays at the smaller one."""
-    low, high = (
-        select(table, ratio=r, price=price, of=of, estimator="fisher", **settings)
-        for r in sorted((a, b))
-    )
-    assert all((low.by_layer(k) | ~high.by_layer(k)).all() for k in low.layers)
-
-
-@given(tables(same_shapes=True), ratios, st.sampled_from(KINDS))
-def test_the_price_of_size_changes_nothing_where_all_atoms_are_of_one_size(
+@given(tables(), ratios, st.sampled_from(KINDS))
+def test_operations_are_counted_atom_by_atom(
     table: ImportanceTable, ratio: Fraction, settings: dict[str, Any]
 ) -> None:
-    """Price 0 is no price in models of equal experts."""
-    by_size, plain = (
-        select(table, ratio=ratio, price=price, estimator="fisher", **settings)
-        for price in (0, None)
-    )
-    assert by_size == plain
-
-
-@given(tables(same_shapes=True), ratios)
-def test_heapr_is_its_total_per_operation(
-    table: ImportanceTable, ratio: Fraction
-) -> None:
-    """The paper's score ranks as the corpus-weighted one with the price of traffic."""
-    total = select(table, ratio=ratio, estimator="heapr_total", price=1)
-    assert total == select(table, ratio=ratio, estimator="heapr")
-
-
-@given(tables(all_routed=True), ratios, prices, st.randoms(use_true_random=False))
-def test_relabelling_experts_permutes_priced_masks(
-    table: ImportanceTable, ratio: Fraction, price: float, random: Any
-) -> None:
-    """New numbers for the experts move what stays along with the rows."""
-    arguments = {"ratio": ratio, "price": price, "estimator": "heapr_total"}
-    numbers = {}
-    for layer, (n_experts, _) in table.shapes().items():
-        numbers[layer] = list(range(n_experts))
-        random.shuffle(numbers[layer])
-    frame = table.frame
-    new = [numbers[k][e] for k, e in zip(frame["layer"], frame["expert"], strict=True)]
-    renamed = ImportanceTable.from_frame(frame.assign(expert=new), **table.metadata)
-    keep, moved = select(table, **arguments), select(renamed, **arguments)
-    for layer in keep.layers:
-        assert (moved.by_layer(layer)[numbers[layer]] == keep.by_layer(layer)).all()
+    """What a mask saves of them, as accounting has it."""
+    keep = select(table, ratio=ratio, **settings)
+    got = removed(table, dict(keep.arrays))
+    total = removed(table, {k: ~m for k, m in KeepMask.full(table).arrays.items()})
+    saved = table.architecture.routed_flops_saved(keep, table.expert_tokens())
+    assert saved == pytest.approx(got.flops / total.flops)

@@ -21,7 +21,6 @@ from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.refinement.compensation import Compensation
-from heapr_lab.refinement.iterative import Rounds
 from heapr_lab.streaming.plan import plan
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
@@ -43,7 +42,6 @@ def keep_mask() -> KeepMask:
 
 def shown_objects() -> dict[str, tuple[Any, list[str]]]:
     """An object of each class, and what its card must say."""
-    history = pd.DataFrame({"achieved_ratio": [0.25, 0.5], "passes": [1, 3]})
     report = pd.DataFrame({"dropped": [0.1, 0.3], "compensated": [0.1, 0.1]})
     windows = CalibrationSet(
         torch.zeros(3, 5, dtype=torch.long), {"corpus": NASTY, "seed": 7}
@@ -63,7 +61,6 @@ def shown_objects() -> dict[str, tuple[Any, list[str]]]:
         (Divergence(0.0123, 0.99, 4321), ["0.0123", "99.00%", "4,321"]),
         (fit_damage([(1, 0.01), (4, 0.05), (10, 1)]), ["3", "1 to 10", "0.01 to 1"]),
         (Architecture(100, 2, 4, {0: _SHAPE}, 10, 8), ["100", "72.0%", "2 × 3, 1"]),
-        (Rounds(keep_mask(), None, history), ["25.00%", "50.00%", "3 passes"]),
         (
             Compensation({}, report, {"span": "layer"}),
             ["2", "layer", "0.2 → 0.1"],

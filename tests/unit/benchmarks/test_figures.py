@@ -170,23 +170,10 @@ def test_the_mixture_is_not_in_the_table() -> None:
     ]
 
 
-def test_outliers_are_shown_with_who_prunes_them() -> None:
-    """Losses in nats, and three of the counts."""
-    counts = {"magnitude at 0.2": 11, "heapr at 0.8": 0, "shrunk at 0.8": 0}
-    row = {"first by": "fisher", "atoms": 12, "of atoms": 100, "pydocs Δloss": 0.5}
-    table = quality.outliers_table(pd.DataFrame([row | counts | {"heapr at 0.2": 0}]))
-    assert table["pydocs Δloss [nats per token]"].tolist() == [0.5]
-    assert table.filter(like="%").to_numpy().tolist() == [[11, 0, 0]]
-
-
 def test_models_are_pooled_and_the_worst_is_named() -> None:
     """(0.03 + 0.15) / (0.1 + 0.3) at 40 %, the worst of which is b's 0.5."""
     data = quality.models_data(measured_models())
-    assert data.groupby(["equal", "test"]).size().to_dict() == {
-        ("atoms", "pydocs"): 8,
-        ("atoms", "wikitext2"): 8,
-        ("flops", "pydocs"): 8,
-    }
+    assert data.groupby("test").size().to_dict() == {"pydocs": 8, "wikitext2": 8}
     table = quality.models_table(data).set_index("variant").loc["compress"]
     assert table["40 % [× HEAPr] ↓"] == pytest.approx(0.18 / 0.4)
     assert table["20 % [× HEAPr] ↓"] == pytest.approx(0.014 / 0.021)
@@ -223,18 +210,6 @@ def test_seeds_share_their_test_windows() -> None:
         for rows in (once, twice)
     )
     assert one == two
-
-
-def test_equal_flops_are_columns_of_their_own() -> None:
-    """Beside HEAPr's Δloss at the ratio whose FLOPs are saved; the worst is without."""
-    data = quality.models_data(measured_models())  # 2 nats each at equal FLOPs
-    table = quality.gains_table(data, "compress").set_index("model")
-    found = table["40 %, equal FLOPs ↓"].str.partition(" ")[0]
-    assert found.to_dict() == {"a": "20.00", "b": "6.67", "all": "10.00"}
-    atoms = quality.gains_table(data[data["equal"].eq("atoms")], "compress").set_index(
-        "model"
-    )
-    assert table[atoms.columns].equals(atoms)
 
 
 def test_other_text_is_a_column_and_mixtures_are_not_there() -> None:

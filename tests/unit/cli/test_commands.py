@@ -225,19 +225,8 @@ def test_prune_with_few_windows(folder: Path, tmp_path: Path) -> None:
     assert "| — |" in (out / "README.md").read_text("utf-8")
 
 
-def test_prune_in_rounds_and_by_flops(folder: Path, tmp_path: Path) -> None:
-    """Rounds need the model; a share of FLOPs, with a price, does not."""
-    mask = tmp_path / "mask.parquet"
-    run("prune", folder / "moe", "--ratio", 0.5, "--rounds", 2, "--out", mask,
-        *text_of(folder))  # fmt: skip
-    assert KeepMask.read(mask).settings["rounds"] == 2
-    facts = prune(folder, "--ratio", 0.4, "--of", "flops", "--price", 0.5)
-    assert facts["routed_flops_reduction"] >= 0.4
-    message = refused(
-        "prune", folder / "moe", "--ratio", 0.5, "--rounds", 2,
-        "--importance", folder / "table.parquet",
-    )  # fmt: skip
-    assert "leave --importance out" in message
+def test_a_method_is_known_by_name(folder: Path) -> None:
+    """Others are refused, with those that there are."""
     message = refused("prune", folder / "moe", "--ratio", 0.5, "--method", "worst")
     assert "expected one of best, paper" in message
 
@@ -257,18 +246,18 @@ def test_prune_to_a_perplexity(folder: Path, tmp_path: Path) -> None:
     message = refused("prune", folder / "moe", "--max-rise", 0.1, "--ratio", 0.1)
     assert "give --ratio or --max-rise" in message
     table = ("--importance", folder / "table.parquet")
-    assert "run the model" in refused("prune", folder / "moe", "--max-rise", 1, *table)
+    assert "runs the model" in refused("prune", folder / "moe", "--max-rise", 1, *table)
 
 
 def test_what_is_wrong_is_refused_before_the_model_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ratio, a structure, a price, a folder that is there."""
+    """A ratio, a structure, what is counted, a folder that is there."""
     monkeypatch.setattr(OPEN, lambda *_args, **_kwargs: 1 / 0)
     for wrong in (
         ("--ratio", 25),
         ("--ratio", 0.2, "--structure", "round"),
-        ("--ratio", 0.2, "--price", 2),
+        ("--ratio", 0.2, "--of", "bytes"),
         ("--ratio", 0.2, "--estimator", "guess"),
         ("--ratio", 0.2, "--out", folder),
     ):

@@ -18,11 +18,11 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import identity_in_force, model_identity, weights_state
-from heapr_lab.pruning.surgery import masking
+from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
-from heapr_lab.refinement.distillation import Teacher
+from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.elimination import eliminate
-from heapr_lab.refinement.iterative import prune_in_rounds
+from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -247,7 +247,7 @@ def test_autocast_is_refused(bench: Workbench) -> None:
         "statistics": lambda: collect_statistics(model, windows),
         "compensation": lambda: fit_compensation(model, keep, windows),
         "elimination": lambda: eliminate(model, table, windows),
-        "rounds": lambda: prune_in_rounds(model, windows, ratio=0.5),
+        "compression": lambda: fit_compression(model, windows, ratio=0.5),
     }
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for name, call in kept.items():
@@ -290,16 +290,13 @@ def test_hooks_of_transformers_are_known(bench: Workbench) -> None:
 
 def test_a_dense_teacher_is_not_masked(model: nn.Module) -> None:
     """What learns from the dense model refuses to begin inside a mask."""
+    keep = random_keep(model)
+    pruned = prune(model, keep)
     with (
-        masking(model, random_keep(model)),
+        masking(model, keep),
         pytest.raises(SpecError, match="a mask is active here"),
     ):
-        Teacher(model, WINDOWS.ids, 1)
-    with (
-        masking(model, random_keep(model)),
-        pytest.raises(SpecError, match="a mask is active here"),
-    ):
-        prune_in_rounds(model, WINDOWS, ratio=0.5)
+        distill_layers(pruned, model, WINDOWS)
 
 
 # --- while it runs ----------------------------------------------------------------

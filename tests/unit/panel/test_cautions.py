@@ -58,10 +58,10 @@ def test_experts_that_lose_everything_are_counted() -> None:
             "uniform are rounded down to a multiple of 16.",
         ),
         (
-            Selection(0.6, granularity="expert", of="bytes"),
+            Selection(0.6, granularity="expert", of="model"),
             0.75,
-            "Asked for 60.0% of the bytes, 75.0% are removed: experts are pruned "
-            "whole.",
+            "Asked for 60.0% of the parameters (model), 75.0% are removed: experts are "
+            "pruned whole.",
         ),
         (
             Selection(0.6, scope="layer", exclude_layers=(0,)),
@@ -79,21 +79,13 @@ def test_asked_and_removed_are_both_said(
 
 
 def test_removed_is_counted_as_the_ratio_is() -> None:
-    """In atoms, parameters, bytes or operations, each by its own column."""
+    """In atoms or parameters."""
     keep = mask([[1, 0, 0, 0]])
-    row = pd.DataFrame(
-        {
-            "parameter_reduction": [0.5],
-            "bytes_before": [100.0],
-            "bytes_after": [60.0],
-            "routed_flops_reduction": [0.3],
-        }
-    )
-    expected = {"atoms": 0.75, "model": 0.5, "bytes": 0.4, "flops": 0.3}
-    for of, share in expected.items():
+    row = pd.DataFrame({"parameter_reduction": [0.5]})
+    for of, share in {"atoms": 0.75, "model": 0.5}.items():
         found = removed_share(Selection(0.5, of=of), keep, row)
         assert found == pytest.approx(share)
-    assert removed_share(Selection(0.5, of="flops"), keep, None) is None
+    assert removed_share(Selection(0.5, of="model"), keep, None) is None
     assert removed_share(Selection(0.5), keep, None) == 0.75
 
 

@@ -24,7 +24,6 @@ def selections(draw: st.DrawFn) -> Selection:
     structure = draw(st.sampled_from(STRUCTURES))
     ragged, uniform = structure == "ragged", structure == "uniform"
     multiples = st.none() if ragged else st.integers(1, 64)
-    shares = st.floats(0, 1)
     own = {} if uniform else draw(st.dictionaries(st.integers(0, 3), st.floats(0, 0.9)))
     excluded = st.just(()) if uniform else st.lists(st.integers(4, 9), max_size=3)
     return Selection(
@@ -34,13 +33,11 @@ def selections(draw: st.DrawFn) -> Selection:
         granularity=draw(st.sampled_from(("atom", "expert"))) if ragged else "atom",
         structure=structure,
         multiple=draw(multiples) or (8 if structure == "aligned" else None),
-        of="atoms" if own else draw(st.sampled_from(("atoms", "bytes", "flops"))),
+        of="atoms" if own else draw(st.sampled_from(("atoms", "model"))),
         layer_ratios=own,  # type: ignore[arg-type]
         exclude_layers=draw(excluded),  # type: ignore[arg-type]
         min_atoms=draw(st.integers(0, 9)),
-        protect_outliers=draw(shares),
         protect_unrouted=draw(st.booleans()),
-        price=draw(st.none() | shares),
     )
 
 
@@ -77,13 +74,11 @@ def test_numbers_of_numpy_become_python_numbers() -> None:
         structure="aligned",
         multiple=np.int64(8),  # type: ignore[arg-type]
         min_atoms=np.int64(2),  # type: ignore[arg-type]
-        protect_outliers=np.float64(0.1),
         protect_unrouted=np.True_,  # type: ignore[arg-type]
-        price=np.float64(0.5),
     )
     assert repr(of_numpy) == (
         "Selection(0.3, structure='aligned', multiple=8, min_atoms=2, "
-        "protect_outliers=0.1, protect_unrouted=True, price=0.5)"
+        "protect_unrouted=True)"
     )
 
 
@@ -94,8 +89,6 @@ def test_plain_data_of_a_selection() -> None:
         third,
         layer_ratios={1: third},  # type: ignore[arg-type]
         exclude_layers=(4, 2),
-        protect_outliers=third,
-        price=third,
     )
     plain = selection.to_dict()
     assert json.loads(json.dumps(plain)) == plain
@@ -103,16 +96,20 @@ def test_plain_data_of_a_selection() -> None:
         "ratio": 1 / 3,
         "layer_ratios": {"1": 1 / 3},
         "exclude_layers": [2, 4],
-        "protect_outliers": 1 / 3,
-        "price": 1 / 3,
     }
 
 
 def test_files_of_earlier_versions_are_read() -> None:
-    """They hold the layers of `layer_ratios` once more."""
+    """They hold the layers of `layer_ratios` once more, and settings that are gone."""
     selection = Selection(0.5, layer_ratios={1: 0.25})  # type: ignore[arg-type]
-    earlier = {**selection.to_dict(), "own_layers": [1]}
+    gone = {"price": None, "protect_outliers": 0.0}
+    earlier = {**selection.to_dict(), "own_layers": [1], **gone}
     assert Selection.from_dict(earlier) == selection
+    for used in ({"price": 0.5}, {"protect_outliers": 0.1}):
+        with pytest.raises(SpecError, match="was a setting of heapr-lab 0"):
+            Selection.from_dict(earlier | used)
+    with pytest.raises(SpecError, match="of must be one of 'atoms', 'model'"):
+        Selection.from_dict(earlier | {"layer_ratios": {}, "of": "bytes"})
 
 
 @pytest.mark.parametrize(
@@ -131,15 +128,15 @@ def test_files_of_earlier_versions_are_read() -> None:
             "at least 3 atoms each",
         ),
         (
-            Selection(0.5, scope="layer", structure="aligned", multiple=2, of="bytes"),
-            "heapr, 0.5 of the bytes, layer scope, by atom, aligned, multiples of 2",
-            "heapr, layer, by atom, aligned, of the bytes, multiples of 2",
+            Selection(0.5, scope="layer", structure="aligned", multiple=2),
+            "heapr, 0.5 of the atoms, layer scope, by atom, aligned, multiples of 2",
+            "heapr, layer, by atom, aligned, multiples of 2",
         ),
         (
-            Selection(0.5, structure="per_layer", of="flops", exclude_layers=(7, 2)),
-            "heapr, 0.5 of the routed FLOPs (flops), global scope, by atom, per_layer, "
+            Selection(0.5, structure="per_layer", of="model", exclude_layers=(7, 2)),
+            "heapr, 0.5 of the parameters (model), global scope, by atom, per_layer, "
             "layers 2, 7 not pruned",
-            "heapr, global, by atom, per_layer, of the routed FLOPs (flops), "
+            "heapr, global, by atom, per_layer, of the parameters (model), "
             "layers 2, 7 not pruned",
         ),
     ],
@@ -158,9 +155,7 @@ def test_a_selection_as_text(selection: Selection, text: str, rules: str) -> Non
         ({"scope": "layer", "structure": "uniform"}, ((1, 3, 5),), "atoms"),
         ({"layer_ratios": {3: 0.1}}, ((1, 5), (3,)), "atoms"),
         ({"of": "model"}, ((1, 3, 5),), "parameters"),
-        ({"of": "bytes"}, ((1, 3, 5),), "parameters"),
-        ({"of": "bytes", "scope": "layer"}, ((1,), (3,), (5,)), "atoms"),
-        ({"of": "flops", "scope": "layer"}, ((1,), (3,), (5,)), "flops"),
+        ({"of": "model", "scope": "layer"}, ((1,), (3,), (5,)), "atoms"),
     ],
 )
 def test_what_is_pruned_together(
@@ -168,7 +163,7 @@ def test_what_is_pruned_together(
 ) -> None:
     """Layers share an amount, unless they are pruned one by one or have their own.
 
-    Within one layer all atoms are alike, and only operations tell them apart.
+    Within one layer all atoms are alike.
     """
     selection = Selection(0.5, **fields)
     assert selection.groups((1, 3, 5)) == groups
@@ -201,8 +196,6 @@ def test_ratios_do_not_change_the_ranking() -> None:
         ({"ratio": 0.5, "ratoi": 0.6}, "got ratio, ratoi"),
         ({"ratio": 25}, r"in \[0, 1\), got 25; give a fraction"),
         ({"ratio": 0.5, "structure": "square"}, "structure must be one of 'ragged'"),
-        ({"ratio": 0.5, "price": 1.5}, r"price must be in \[0, 1\], got 1.5"),
-        ({"ratio": 0.5, "price": "high"}, "price must be a number"),
         ({"ratio": 0.5, "min_atoms": 2**31}, "no expert has so many"),
         ({"ratio": 0.5, "multiple": 0}, "multiple must be a whole number from 1"),
         ({"ratio": 0.5, "exclude_layers": "12"}, "a list of layer numbers, got '12'"),

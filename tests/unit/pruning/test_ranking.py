@@ -5,13 +5,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pytest
 
-from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.ranking import GONE, atom_sizes, protected_atoms, rank_atoms
+from heapr_lab.pruning.ranking import atom_sizes, rank_atoms
 from heapr_lab.pruning.selection import select
 
 # Layer 1: gated, 12 parameters and 24 operations an atom and token; layer 4: no gate,
@@ -61,28 +59,19 @@ def order(table: ImportanceTable, **settings: Any) -> list[tuple[int, int, int]]
 
 
 def test_an_atom_counts_what_it_has() -> None:
-    """One, its parameters, or its operations for the tokens of its expert."""
+    """One, or its parameters."""
     counted = {
         unit: {k: own.tolist() for k, own in atom_sizes(table_of(), unit=unit).items()}
-        for unit in ("atoms", "parameters", "flops")
+        for unit in ("atoms", "parameters")
     }
     assert counted == {
         "atoms": {1: [1, 1], 4: [1, 1, 1]},
         "parameters": {1: [12, 12], 4: [11, 11, 11]},
-        "flops": {1: [48, 96], 4: [20, 0, 100]},
     }
     for unit in counted:
         assert {own.dtype for own in atom_sizes(table_of(), unit=unit).values()} == {
             np.dtype(np.int64)
         }
-
-
-def test_layers_without_tokens_are_all_named() -> None:
-    """What pruning them saves of operations is not known."""
-    idle = table_of(tokens={1: [0, 0], 4: [0, 0, 0]})
-    with pytest.raises(SpecError, match="no token was routed in layers 1, 4, so"):
-        atom_sizes(idle, unit="flops")
-    assert atom_sizes(idle, unit="parameters")[4].tolist() == [11] * 3
 
 
 def test_the_lowest_score_goes_first() -> None:
@@ -91,41 +80,6 @@ def test_the_lowest_score_goes_first() -> None:
         *[(1, 0, 1), (1, 0, 2), (1, 0, 0), (1, 1, 2), (1, 1, 1), (1, 1, 0)],
         *[(4, 1, 1), (4, 1, 0), (4, 2, 0), (4, 2, 1), (4, 0, 1)],
     ]
-
-
-def test_what_is_gone_goes_first_again() -> None:
-    """Whatever its score, also where it would be protected otherwise."""
-    gone = np.zeros(12, bool)
-    gone[[5, 9]] = True
-    table = table_of(**{GONE: gone})
-    assert order(table)[:3] == [(1, 1, 2), (4, 1, 1), (1, 0, 1)]
-    settings = {"exclude_layers": [4], "estimator": "magnitude"}
-    keep = select(table, ratio=Fraction(2, 12), **settings)
-    assert np.flatnonzero(~keep.rows).tolist() == [5, 9]
-
-
-def test_prices_mix_shares_of_parameters_and_operations() -> None:
-    """A score over (1 - μ) times one share and μ times the other, by hand."""
-    # Of 6 · 12 + 6 · 11 = 138 parameters, and 3 · (48 + 96) + 2 · (20 + 100) = 672
-    # operations.
-    shares = {
-        (layer, expert): (size / 138, flops / 672)
-        for layer, size, own in ((1, 12, (48, 96)), (4, 11, (20, 0, 100)))
-        for expert, flops in enumerate(own)
-    }
-    for price in (0, 0.25, 0.6, 0.75):
-        cost = {
-            (layer, expert, atom): score
-            / (
-                (1 - price) * shares[layer, expert][0]
-                + price * shares[layer, expert][1]
-            )
-            for layer, own in SCORES.items()
-            for expert, scores in enumerate(own)
-            for atom, score in enumerate(scores)
-        }
-        expected = sorted(cost, key=cost.__getitem__)
-        assert order(table_of(), price=price) == expected[:-1]
 
 
 def test_whole_experts_go_by_their_sums() -> None:
@@ -139,15 +93,12 @@ def test_whole_experts_go_by_their_sums() -> None:
     ]
 
 
-def test_a_narrow_expert_goes_by_its_sum_or_by_its_price() -> None:
+def test_a_narrow_expert_goes_by_its_sum() -> None:
     """Two atoms against three, of 3 + 1 + 2 in all."""
     wide, narrow = [(1, 0, atom) for atom in range(3)], [(4, 0, 0), (4, 0, 1)]
     table = table_of(SCORES | {4: [[3, 2], [8, 7], [9, 10]]})
     # The sum of 5 is the least, a mean of 2 would be.
     assert order(table, granularity="expert")[:5] == narrow + wide
-    table = table_of(SCORES | {4: [[2, 1.8], [8, 7], [9, 10]]})
-    # Per parameter 6 / (3 · 12) is less than 3.8 / (2 · 11), per atom it would not be.
-    assert order(table, granularity="expert", price=0)[:5] == wide + narrow
 
 
 def test_whole_experts_count_all_their_atoms() -> None:
@@ -175,16 +126,6 @@ def test_of_equal_scores_the_first_rows_go() -> None:
     for own, kept in zip(values, keep.by_layer(1), strict=True):
         first = sorted(range(40), key=own.__getitem__)[:12]
         assert np.flatnonzero(~kept).tolist() == sorted(first)
-
-
-def test_of_equal_peaks_the_last_rows_are_protected() -> None:
-    """A share of all atoms stays, however many of them have the same peak."""
-    peaks = np.random.default_rng(0).integers(1, 4, 120)
-    table = table_of({1: np.ones((3, 40))}, {1: [1, 1, 1]}, max_abs_ph=peaks)
-    selection = Selection(0.5, estimator="magnitude", protect_outliers=0.1)
-    protected = protected_atoms(table, selection)
-    last = sorted(range(120), key=peaks.__getitem__)[-12:]
-    assert np.flatnonzero(protected).tolist() == sorted(last)
 
 
 def test_negative_scores_of_steps() -> None:
@@ -218,21 +159,3 @@ def test_positions_take_the_smallest_type_that_holds_them() -> None:
         assert ranking.positions.tolist() == [most, 0, step, most, 3 * step, 2 * step]
         assert ranking.totals == (6 * step,)
         assert ranking.removable == (4 * step,)
-
-
-def test_protected_experts_are_not_split() -> None:
-    """Of whole experts and of widths, one protected atom keeps its unit."""
-    peaks = np.zeros(12)
-    peaks[1] = 9.0  # of the first expert
-    table = table_of(max_abs_ph=peaks)
-    settings: dict[str, Any] = {
-        "protect_outliers": Fraction(1, 12),
-        "estimator": "magnitude",
-    }
-    keep = select(table, ratio=0.25, granularity="expert", **settings)
-    assert keep.widths().loc[1].tolist()[:2] == [3, 0]
-    # Atom 1 scores lowest of all and stays; 2 and 0 go before the others.
-    keep = select(
-        table, ratio=Fraction(2, 12), structure="aligned", multiple=1, **settings
-    )
-    assert keep.by_layer(1).tolist() == [[False, True, False], [True] * 3]
