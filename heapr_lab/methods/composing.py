@@ -99,8 +99,8 @@ def compose_experts(
 ) -> nn.Module:
     """A copy of `model` with other experts; `model` is not changed.
 
-    Its `heapr_composed` is the layers that have them. Where a layer's experts have the
-    family's own shapes, they are in its own module. If this is so in every layer,
+    Its `heapr_composed_layers` are those that have them. Where a layer's experts have
+    the family's own shapes, they are in its own module. If this is so in every layer,
     `save_pretrained` writes an ordinary checkpoint.
 
     Raises:
@@ -118,7 +118,7 @@ def compose_experts(
         for layer, made in _made(twin, compositions):
             parent, _, name = layer.name.rpartition(".")
             twin.get_submodule(parent)._modules[name] = made
-    twin.__dict__["heapr_composed"] = tuple(compositions)
+    twin.__dict__["heapr_composed_layers"] = tuple(compositions)
     return twin
 
 

@@ -103,7 +103,7 @@ def _kept_by(model: Any) -> dict[int, tuple[int, ...]] | None:
         SpecError: it is not a compressed model.
     """
     kept: dict[int, tuple[int, ...]] | None = getattr(model, "heapr_experts", None)
-    if kept is None and not hasattr(model, "heapr_composed"):
+    if kept is None and not hasattr(model, "heapr_composed_layers"):
         raise SpecError(
             f"this {type(model).__name__} does not say which experts it has: expected "
             "a model that drop_experts or compose_experts returned"
