@@ -183,7 +183,8 @@ def test_prune_and_distil(folder: Path, tmp_path: Path, method: str) -> None:
 
 def test_distillation_needs_weights_and_text(folder: Path, tmp_path: Path) -> None:
     """A table alone, and a mask alone, are refused before anything is loaded."""
-    base = ("prune", folder / "nothing", "--ratio", 0.4, "--distill", 5)
+    (tmp_path / "nothing").mkdir()
+    base = ("prune", tmp_path / "nothing", "--ratio", 0.4, "--distill", 5)
     assert "--out" in one_line(*base, "--out", tmp_path / "mask.parquet")
     assert "--out" in one_line(*base)
     table = ("--importance", folder / "table.parquet", "--out", tmp_path / "x")
@@ -220,7 +221,7 @@ def test_prune_with_few_windows(folder: Path, tmp_path: Path) -> None:
     assert "expected at least 8" in refused(*asked, *few)
     run(*asked, "--n-sequences", 8, *text_of(folder))
     rows = json.loads((out / "heapr_manifest.json").read_text())["held_out"]
-    assert [row["stderr"] for row in rows] == [None, None]
+    assert [row["stderr"] for row in rows] == [None] * 3
     assert all(isinstance(row["nll"], float) for row in rows)
     assert "| — |" in (out / "README.md").read_text("utf-8")
 
@@ -389,7 +390,7 @@ def test_foreign_mask_is_refused(folder: Path) -> None:
 def test_errors_are_one_line(folder: Path) -> None:
     """A model that does not exist: one line on standard error, exit status 2."""
     message = refused("score", folder / "nothing", *text_of(folder))
-    assert message.startswith("heapr-lab: cannot load the model")
+    assert message.startswith("heapr-lab: there is no folder")
     assert message.count("\n") == 0
 
 

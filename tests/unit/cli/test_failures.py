@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,8 +92,8 @@ def test_a_mistake_of_ours_is_not_hidden(
 def interrupting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control-C is pressed when the model is about to be loaded."""
 
-    def interrupt(*_args: Any, **_options: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
+    def interrupt(*_args: Any, **_options: Any) -> NoReturn:
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(OPEN, interrupt)
 
