@@ -89,6 +89,8 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "real.py",
                 "What pruning costs pretrained models",
                 table=real.real_table,
+                figure=real.figure_real,
+                stem="17_real",
             ),
             Benchmark("tasks", "tasks.py", "What the seven tasks cost, item by item"),
             Benchmark(
@@ -248,6 +250,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
 def results_of(name: str) -> pd.DataFrame:
     """The committed results of a benchmark, as measured."""
     return BENCHMARKS[name].rows()
+
+
+def rows_beside(name: str, part: str) -> pd.DataFrame:
+    """Rows beside the results of a benchmark, such as the windows of `real`."""
+    path = BENCHMARKS[name].path
+    return pd.read_parquet(path.with_name(f"{path.stem}_{part}.parquet"))
 
 
 def measured() -> dict[str, pd.DataFrame]:

@@ -14,6 +14,8 @@ _LOOKS = {
     "compress": Look("#D55E00", "o", "compress"),
     "compress + own text": Look("#882255", "P", "compress, with own text"),
     "heapr-L": Look("#E69F00", "v", "HEAPr-L (layer-wise)"),
+    "heapr-l": Look("#E69F00", "v", "HEAPr-L (layer-wise)"),
+    "camera-p": Look("#CC79A7", "D", "CAMERA-P"),
     "experts": Look("#D55E00", "s", "whole experts"),
     "ragged": Look("#888888", "", "ragged (a width for each expert)"),
     "aligned": Look("#0072B2", "o", "aligned"),

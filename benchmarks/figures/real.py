@@ -1,7 +1,20 @@
 """What pruning costs a pretrained model, in absolute numbers."""
 
-import numpy as np
+from typing import Any
+
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.figures.looks import look
+from heapr_lab.figures.style import (
+    REFERENCE_GREY,
+    figure_of,
+    own_axes,
+    show_percent,
+    styled,
+)
+from heapr_lab.importance.estimators import PER_TOKEN
 
 _NAMES = {
     "model": "model",
@@ -11,12 +24,17 @@ _NAMES = {
     "fitted_to": "calibrated on",
     "seed": "draw",
 }
-_FRONT = {
-    "dense": (0.0,),
-    "heapr": (0.2, 0.25, 0.4),
-    "fisher + compensation": (0.25, 0.4),
-}
-"""The methods and ratios that README.md shows."""
+MODEL = "smolmoe"
+"""The pretrained MoE; `smollm2` is a dense model as one expert a layer."""
+DEFAULTS = ("fisher + compensation", "elimination + compensation")
+"""What the default, `compress`, takes on pretrained weights, today and before."""
+FITTED_TO = "wikitext2"
+FRONT_RATIOS = (0.2, 0.25, 0.4)
+"""Of the table in README.md."""
+_DRAWN = ("heapr", "fisher", "heapr-l", "camera-p")
+"""What is drawn besides the default."""
+_APART = 0.004
+"""Between error bars at one ratio."""
 
 
 def real_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -45,14 +63,99 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def default_of(rows: pd.DataFrame) -> str:
+    """The method that `compress` is, in results that may be of an earlier version."""
+    measured = {*rows["method"]}
+    return next((name for name in DEFAULTS if name in measured), DEFAULTS[0])
+
+
+def first_states(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the pretrained MoE, calibrated on the first draw of WikiText-2."""
+    first = rows["fitted_to"].eq(FITTED_TO) & rows["seed"].eq(0)
+    return rows[first & rows["model"].eq(MODEL)]
+
+
 def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """The states of `smolmoe` that a reader sees first, without single tasks."""
-    first = rows["fitted_to"].eq("wikitext2") & rows["seed"].eq(0)
-    pairs = zip(rows["method"], rows["ratio"], strict=True)
-    shown = np.array([ratio in _FRONT.get(method, ()) for method, ratio in pairs])
-    table = real_table(rows[first & rows["model"].eq("smolmoe") & shown])
-    tasks = [f"{name} ↑" for name in _measured(rows, "accuracy ")]
-    return table.drop(columns=["model", "calibrated on", "draw", *tasks])
+    """Perplexity and mean accuracy of the pretrained MoE, in absolute numbers.
+
+    A row for the dense model and for each ratio, method by method.
+    """
+    own, ours = first_states(rows), default_of(rows)
+    shown = own["method"].isin([ours, "heapr"]) & own["ratio"].isin(FRONT_RATIOS)
+    own = own[shown | own["method"].eq("dense")]
+    names = {"heapr": "HEAPr", ours: f"default: {ours}"}
+    own = own.assign(method=own["method"].replace(names))
+    own = own.sort_values(["ratio", "method"], key=_in_order, ignore_index=True)
+    table = pd.DataFrame(
+        {
+            "atoms removed": own["ratio"].map("{:.0%}".format),
+            "parameters removed": own["parameters_saved"].map("{:.1%}".format),
+            "method": own["method"],
+        }
+    )
+    for corpus in _measured(own, "perplexity "):
+        numbers = own[f"perplexity {corpus}"].map("{:.1f}".format)
+        table[f"perplexity {corpus} ↓"] = numbers
+    table["mean accuracy ↑"] = _with_error(own, "accuracy", "accuracy_stderr")
+    return table
+
+
+def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
+    return column.ne("HEAPr") if column.name == "method" else column
+
+
+def measured_on(rows: pd.DataFrame) -> str:
+    """What the numbers of `real_front_table` are of, in a sentence."""
+    dense = first_states(rows).query("method == 'dense'").iloc[0]
+    windows = " / ".join(str(dense["windows"]).split(", "))
+    return (
+        f"Perplexity of {windows} windows of 512 tokens; the paper's seven tasks, "
+        f"{dense['items']} items each, the same for all; ± is one standard error."
+    )
+
+
+@styled
+def plot_real(
+    data: pd.DataFrame, *, shown: str = "wikitext2", ax: Axes | None = None
+) -> Axes:
+    """What the states of one model lose on one corpus, or of the mean accuracy.
+
+    Args:
+        data: rows of `benchmarks/real.py`.
+        shown: a corpus, or "accuracy".
+        ax: where to draw.
+    """
+    ax = own_axes(ax)
+    own = first_states(data)
+    ours = default_of(own)
+    value = "against_dense" if shown == "accuracy" else f"delta_nll {shown}"
+    error = value.replace("delta_nll", "delta_nll_stderr")
+    error = "against_dense_stderr" if shown == "accuracy" else error
+    ax.axhline(0.0, color=REFERENCE_GREY, linewidth=0.8)
+    for place, name in enumerate((ours, *_DRAWN)):
+        rows = own[own["method"].eq(name)].sort_values("ratio")
+        drawn = look(name)
+        ax.errorbar(
+            rows["ratio"] + (place - 2) * _APART,
+            rows[value],
+            yerr=1.96 * rows[error],
+            label=drawn.label,
+            color=drawn.color,
+            marker=drawn.marker,
+            capsize=2,
+        )
+    ax.set_xlabel("atomic experts removed [%]")
+    where = f"Δloss, {shown} [{PER_TOKEN}] ↓"
+    ax.set_ylabel("mean accuracy, less dense ↑" if shown == "accuracy" else where)
+    show_percent(ax.xaxis)
+    return ax
+
+
+@styled
+def figure_real(data: pd.DataFrame) -> Figure:
+    """A panel for each corpus and one for the accuracy, with 95 % intervals."""
+    panels = [*_measured(data, "perplexity "), "accuracy"]
+    return figure_of(panels, lambda shown, ax: plot_real(data, shown=shown, ax=ax))
 
 
 def _measured(rows: pd.DataFrame, prefix: str) -> list[str]:

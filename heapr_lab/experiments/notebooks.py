@@ -7,6 +7,7 @@ inputs in its metadata, under `heapr_lab`, show whether it has to be executed ag
 """
 
 import functools
+import html
 import json
 import logging
 import os
@@ -14,7 +15,6 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pandas as pd
@@ -27,7 +27,6 @@ from heapr_lab.storage.hashing import digest
 
 MARK = "heapr_lab"
 """Key of a notebook's metadata with the digests it was executed from."""
-NOT_COMPARABLE = "not comparable (other model and data)"
 PARAMETERS_TAG = "parameters"
 TIMEOUT_SECONDS = 1800
 """For one cell."""
@@ -39,6 +38,8 @@ _METADATA = {
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _OF_ONE_PANEL = re.compile(r"(?<=heapr-copy) heapr-copy-[0-9a-f]{32}")
 """The class by which a panel hides its copy; each panel makes up another one."""
+_TABLE = 'class="dataframe"'
+"""In the HTML of a frame, which is then not written as text as well."""
 
 logger = logging.getLogger(__name__)
 
@@ -265,6 +266,8 @@ def _normal_outputs(
             if "text/html" in output.data:
                 shown = output.data["text/html"]
                 output.data["text/html"] = _OF_ONE_PANEL.sub("", shown)
+                if _TABLE in shown:
+                    output.data.pop("text/plain", None)
             output.metadata = nbformat.from_dict({})
         if output.get("data") == {}:
             continue
@@ -275,46 +278,15 @@ def _normal_outputs(
 # --- tables in notebooks ----------------------------------------------------------
 
 
-def beside_paper(rows: Mapping[str, tuple[Any, Any]]) -> pd.DataFrame:
-    """The paper's values beside ours, labelled as not comparable.
+class Folded:
+    """A table that a notebook shows below a line that is clicked."""
 
-    Args:
-        rows: {quantity: (the paper's, ours)}.
+    def __init__(self, frame: pd.DataFrame, title: str) -> None:
+        self._frame, self._title = frame, title
 
-    Returns:
-        Columns quantity, paper, ours, comparison.
+    def _repr_html_(self) -> str:
+        title = f"{html.escape(self._title)} ({len(self._frame)} rows)"
+        return f"<details><summary>{title}</summary>{self._frame.to_html()}</details>"
 
-    Example:
-        >>> beside_paper({"sequences": (128, 8)}).loc[0, "ours"]
-        8
-    """
-    frame = pd.DataFrame(
-        [(quantity, *values) for quantity, values in rows.items()],
-        columns=["quantity", "paper", "ours"],
-        dtype=object,  # a column may mix counts, shares and text
-    )
-    return frame.assign(comparison=NOT_COMPARABLE)
-
-
-def what_was_found(findings: Mapping[str, tuple[Any, bool]]) -> pd.DataFrame:
-    """Findings that hold for one model and text and need not hold for others.
-
-    Counts and ranges must hold for every model and are asserted; a finding is reported
-    and raises no error if it does not hold.
-
-    Args:
-        findings: {finding: (the measured value, whether it holds)}.
-
-    Returns:
-        Columns finding, found, holds here.
-
-    Example:
-        >>> what_was_found({"scores differ tenfold": (12.5, True)}).loc[0, "holds here"]
-        'yes'
-    """
-    rows = [
-        (finding, found, "yes" if holds else "no")
-        for finding, (found, holds) in findings.items()
-    ]
-    columns = ["finding", "found", "holds here"]
-    return pd.DataFrame(rows, columns=columns, dtype=object)
+    def __repr__(self) -> str:
+        return f"{self._title} ({len(self._frame)} rows)"

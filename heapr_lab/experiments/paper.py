@@ -6,8 +6,10 @@ command line and `reproduce` share their work.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +21,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
 from heapr_lab.text.corpora import available_corpora
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
@@ -29,8 +31,12 @@ logger = logging.getLogger(__name__)
 BOUNDARY_RATIOS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Ratios of the pruning boundary, including the paper's 25 and 50 %."""
 METHOD_RATIOS = (0.2, 0.4, 0.6)
+LAYER_RATIOS = (0.25, 0.5)
+"""Those whose removed shares by layer the paper draws."""
 CALIBRATION_SIZES = (8, 16, 32, 64, 128)
 CALIBRATION_RATIO = 0.2
+THIRD = "c4"
+"""The paper compares calibration on WikiText-2 with calibration on this."""
 TEST_CORPORA = ("pydocs", "wikitext2", "ptb", "c4")
 """Where perplexity is measured, if the corpus is available."""
 
@@ -40,16 +46,32 @@ def test_corpora() -> tuple[list[str], dict[str, str]]:
     return available_corpora(TEST_CORPORA)
 
 
+COMPARED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "heapr": {},
+        "heapr-l": {"scope": "layer"},
+        "heapr-expert": {"granularity": "expert"},
+        "camera-p": {"estimator": "camera", "scope": "layer"},
+    }
+)
+"""The methods that the paper compares within one table of scores, by their names."""
+
+
 def calibration_pair(bench: Workbench) -> tuple[str, str]:
     """Two corpora with enough windows; the second may be a domain of pydocs."""
-    for name in ("wikitext2", "wikitext2:tokenized", "c4"):
-        try:
-            bench.calibration_set(Calibration(name))
-        except CorpusError as error:
-            logger.info("not calibrating on %s: %s", name, error)
-        else:
-            return "pydocs", name
-    return "pydocs", "pydocs:stdlib"
+    for name in ("wikitext2", "wikitext2:tokenized", THIRD):
+        if _can_calibrate(bench, name):
+            return DEFAULT_CORPUS, name
+    return DEFAULT_CORPUS, f"{DEFAULT_CORPUS}:stdlib"
+
+
+def _can_calibrate(bench: Workbench, corpus: str) -> bool:
+    try:
+        bench.calibration_set(Calibration(corpus))
+    except CorpusError as error:
+        logger.info("not calibrating on %s: %s", corpus, error)
+        return False
+    return True
 
 
 def boundary_settings() -> list[Setting]:
@@ -97,27 +119,80 @@ def savings(bench: Workbench, settings: Iterable[Setting]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def window_losses(bench: Workbench, corpora: Sequence[str]) -> pd.DataFrame:
+    """The loss on every test window of the dense model and of `COMPARED`.
+
+    Returns:
+        Columns method ("dense" or a name in `COMPARED`), ratio, corpus, window, nll
+        [nats per token].
+    """
+    masks: dict[tuple[str, float], KeepMask | None] = {("dense", 0.0): None}
+    for name, fields in COMPARED.items():
+        for ratio in METHOD_RATIOS:
+            masks[name, ratio] = bench.keep(Setting(ratio, **fields))
+    frames = [
+        pd.DataFrame(
+            {
+                "method": name,
+                "ratio": ratio,
+                "corpus": corpus,
+                "nll": bench.perplexity(keep, bench.test_windows(corpus)).windows,
+            }
+        )
+        .rename_axis("window")
+        .reset_index()
+        for (name, ratio), keep in masks.items()
+        for corpus in corpora
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
 def layer_masks(bench: Workbench) -> dict[float, KeepMask]:
     """Global masks at the paper's 25 and 50 %."""
-    return {ratio: bench.keep(Setting(ratio)) for ratio in (0.25, 0.5)}
+    return {ratio: bench.keep(Setting(ratio)) for ratio in LAYER_RATIOS}
+
+
+def layer_shares(bench: Workbench) -> pd.DataFrame:
+    """The share that each layer loses, for every draw of the default corpus.
+
+    Returns:
+        Columns seed, ratio, layer, share.
+    """
+    frames = []
+    for draw in calibration_draws(bench):
+        if draw.corpus != DEFAULT_CORPUS:
+            continue
+        *_, table = nested_tables(bench, draw).values()
+        for ratio in LAYER_RATIOS:
+            shares = select(table, Selection(ratio)).layer_ratios().rename("share")
+            frame = shares.rename_axis("layer").reset_index()
+            frames.append(frame.assign(seed=draw.seed, ratio=ratio))
+    return pd.concat(frames, ignore_index=True)
 
 
 # --- calibration size -----------------------------------------------------------
+
+
+def calibration_corpora(bench: Workbench) -> list[str]:
+    """`calibration_pair`, and C4, the other corpus of the paper, where it is there."""
+    pair = list(calibration_pair(bench))
+    more = THIRD not in pair and _can_calibrate(bench, THIRD)
+    return [*pair, THIRD] if more else pair
 
 
 def calibration_draws(bench: Workbench) -> list[Calibration]:
     """A calibration for each corpus and seed, at the largest size."""
     return [
         Calibration(corpus, seed=seed)
-        for corpus in calibration_pair(bench)
+        for corpus in calibration_corpora(bench)
         for seed in range(bench.profile.n_seeds)
     ]
 
 
 def calibration_results(bench: Workbench, draws: Iterable[Calibration]) -> pd.DataFrame:
     """Results of the dense model, then at every calibration size of each draw."""
-    pair = calibration_pair(bench)
-    corpora = [corpus for corpus in pair if not corpus.startswith("pydocs:")]
+    calibrated = calibration_corpora(bench)
+    corpora = [corpus for corpus in calibrated if not corpus.startswith("pydocs:")]
     selection = Selection(CALIBRATION_RATIO)
     frames = [bench.evaluate(None, corpora)]
     for draw in draws:

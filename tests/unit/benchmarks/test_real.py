@@ -3,6 +3,7 @@
 import math
 
 import pandas as pd
+import pytest
 
 from benchmarks.figures import real
 
@@ -47,11 +48,15 @@ def test_every_state_has_its_numbers_with_their_errors() -> None:
     assert table["items of a task"].tolist() == [100, 100]
 
 
-def test_the_front_has_one_model_and_one_draw() -> None:
+def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     """Other draws, corpora and controls are in the whole table alone."""
+    ours = real.DEFAULTS[0]
     rows = pd.DataFrame(
         [
             _row("dense", 0.0),
+            _row(ours, 0.4),
+            _row("heapr", 0.4),
+            _row(ours, 0.25),
             _row("heapr", 0.25),
             _row("heapr", 0.25, seed=1),
             _row("heapr", 0.25, fitted_to="c4"),
@@ -60,5 +65,33 @@ def test_the_front_has_one_model_and_one_draw() -> None:
         ]
     )
     front = real.real_front_table(rows)
-    assert front["method"].tolist() == ["dense", "heapr"]
-    assert not {"model", "draw", "piqa ↑"} & set(front.columns)
+    default = "default: fisher + compensation"
+    methods = ["dense", "HEAPr", default, "HEAPr", default]
+    assert front["method"].tolist() == methods
+    assert front["atoms removed"].tolist() == ["0%", "25%", "25%", "40%", "40%"]
+    assert front["perplexity wikitext2 ↓"].tolist()[:2] == ["20.0", "45.0"]
+    assert "16 / 16 / 16 windows" in real.measured_on(rows)
+
+
+def test_the_default_has_one_name_today_and_one_before() -> None:
+    """Results of an earlier version are read; without either the first is named."""
+    assert (
+        real.default_of(pd.DataFrame({"method": [real.DEFAULTS[1]]}))
+        == (real.DEFAULTS[1])
+    )
+    assert real.default_of(pd.DataFrame({"method": ["heapr"]})) == real.DEFAULTS[0]
+
+
+def test_the_figure_has_at_most_five_series_with_intervals() -> None:
+    """A panel for each corpus and one for accuracy, bars of 1.96 standard errors."""
+    rows = pd.DataFrame([_row("dense", 0.0), _row("heapr", 0.25), _row("x", 0.25)])
+    for corpus in ("wikitext2", "ptb"):
+        rows[f"delta_nll {corpus}"] = rows["ratio"]
+        rows[f"delta_nll_stderr {corpus}"] = 0.1
+    rows = rows.assign(against_dense=-0.02, against_dense_stderr=0.01)
+    figure = real.figure_real(rows)
+    assert len(figure.axes) == 3
+    (bars, *others) = [c for c in figure.axes[0].containers if len(c[0].get_xdata())]
+    assert others == []
+    ((_, low), (_, high)) = bars[2][0].get_segments()[0]
+    assert (low, high) == pytest.approx((0.25 - 0.196, 0.25 + 0.196))

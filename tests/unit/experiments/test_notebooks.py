@@ -6,18 +6,18 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.experiments.notebooks import (
-    beside_paper,
+    Folded,
     execute_all,
     execute_notebook,
     normalise,
     read_notebook,
     sources_digest,
-    what_was_found,
 )
 
 
@@ -161,21 +161,9 @@ class TestExecute:
             execute_all(tmp_path, parameters={})
 
 
-def test_the_paper_stands_beside_ours() -> None:
-    """Each row says that the two are not comparable."""
-    frame = beside_paper({"windows": (128, 8)})
-    assert frame.loc[0].tolist() == [
-        "windows",
-        128,
-        8,
-        "not comparable (other model and data)",
-    ]
-
-
-def test_what_does_not_hold_here_is_reported() -> None:
-    """A finding is a row of a table, whether it holds or not."""
-    frame = what_was_found({"more is more": (1.5, True), "less is more": (-1, False)})
-    assert frame.to_numpy().tolist() == [
-        ["more is more", 1.5, "yes"],
-        ["less is more", -1, "no"],
-    ]
+def test_a_folded_table_has_its_title_and_all_rows() -> None:
+    """What is longer than ten rows is out of sight, and escaped."""
+    shown = Folded(pd.DataFrame({"a": range(12)}), "a < b")._repr_html_()
+    assert "<summary>a &lt; b (12 rows)</summary>" in shown
+    assert shown.count("<tr>") == 12
+    assert repr(Folded(pd.DataFrame({"a": [1]}), "one")) == "one (1 rows)"

@@ -1,0 +1,246 @@
+"""What the notebooks about using the package answer, in sentences of their numbers.
+
+Each function takes the frames of one notebook and returns an `Answer`. What was found
+against the paper is said first; the paper's numbers are named as the paper's.
+"""
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from heapr_lab.experiments.intervals import accuracy_difference, loss_difference
+from heapr_lab.experiments.prose import Answer, answer, listed, value_range
+from heapr_lab.figures.paper import paper_table
+from heapr_lab.pruning.savings import at_context
+
+
+def tour(
+    results: pd.DataFrame, saved: "pd.Series[float]", losses: pd.DataFrame
+) -> Answer:
+    """What a quarter of the atoms costs and saves, on its own text and on other text.
+
+    Args:
+        results: evaluation rows of the dense model and of the pruned one.
+        saved: a row of `Workbench.savings`.
+        losses: from `corpus_masks.mask_losses`, the mask of the results first.
+    """
+    own = str(losses["mask"].iloc[0])
+    values = results[results["metric"].eq("perplexity")]
+    values = values.pivot(index="estimator", columns="dataset", values="value")
+    dense, pruned = values.loc["dense", own], values.loc["heapr", own]
+    short = (
+        "Without the quarter of the atomic experts with the lowest scores, the model "
+        f"has {saved['parameter_reduction']:.1%} fewer parameters and takes "
+        f"{saved['flops_reduction']:.1%} fewer operations per token "
+        f"({at_context(saved['seq_len'])}). Perplexity on held-out text of {own} goes "
+        f"from {dense:.2f} to {pruned:.2f} ({pruned / dense - 1:+.1%}; the paper's "
+        f"models on WikiText-2: {_published_rises()})."
+    )
+    table = losses.pivot(index="mask", columns="dataset", values="delta_nll")
+    return answer(short, [_on_other_text(table, own), _of_mixture(table, own)])
+
+
+def _published_rises() -> str:
+    rises = published_rises()
+    return f"{rises.min():+.1%} to {rises.max():+.1%}"
+
+
+def published_rises() -> "pd.Series[float]":
+    """Relative rises of WikiText-2 perplexity that the paper has for HEAPr, to 25 %."""
+    rows = paper_table("main_results").query("ratio <= 0.25")
+    wide = rows.pivot(index="model", columns="method", values="wikitext2_ppl")
+    wide = wide[["Original", "HEAPr"]].astype(float).dropna()
+    rises: pd.Series[float] = wide["HEAPr"] / wide["Original"] - 1
+    return rises
+
+
+def _on_other_text(table: pd.DataFrame, own: str) -> str:
+    others = table.loc[own].drop(own)
+    if others.empty:
+        return ""
+    where = "more" if others.min() > table.loc[own, own] else "not always more"
+    return (
+        f"On text of other kinds it costs {where}: Δloss is {table.loc[own, own]:.3f} "
+        f"nats per token on {own}, and {value_range(others)} on {listed(others.index)}."
+    )
+
+
+def _of_mixture(table: pd.DataFrame, own: str) -> str:
+    pair = [str(name) for name in table.index if name in table.columns]
+    if "mixture" not in table.index or len(pair) != 2:
+        return ""
+    mixed, alone = table.loc["mixture", pair], table.loc[own, pair]
+    return (
+        f"Calibrated on half of {pair[0]} and half of {pair[1]}, the larger of the two "
+        f"losses is {mixed.max():.3f} in place of {alone.max():.3f}, and that on {own} "
+        f"{mixed[own]:.3f} in place of {alone[own]:.3f}."
+    )
+
+
+def importance(
+    scores: "pd.Series[float]", ranks: pd.DataFrame, facts: Mapping[str, object]
+) -> Answer:
+    """What one pass measures, and how the scores are spread.
+
+    Args:
+        scores: HEAPr's, of every atom.
+        ranks: correlations of rankings, by estimator.
+        facts: `tokens` (predicted), `corpus`, `experts`, `unrouted` and `passes` (the
+            time of one pass ÷ that of a forward and backward pass, several models).
+    """
+    spread = scores.quantile(0.9) / scores.quantile(0.1)
+    largest = scores.nlargest(max(1, len(scores) // 20)).sum() / scores.sum()
+    passes = pd.Series(facts["passes"])
+    short = (
+        f"One forward and backward pass over {facts['tokens']:,} predicted tokens of "
+        f"{facts['corpus']} gives the sums of {len(scores):,} atomic experts, from "
+        f"which every score is computed; {facts['unrouted']} of {facts['experts']} "
+        f"experts got no tokens. It takes {value_range(passes, '.2f')} × the time of "
+        "the pass itself."
+    )
+    unlike = ranks["heapr"].drop("heapr")
+    more = [
+        f"The upper decile of HEAPr's scores is {spread:.0f} times the lower one, and "
+        f"the twentieth with the highest scores has {largest:.0%} of their sum.",
+        f"Of the other scores, {unlike.idxmax()} ranks most like it (Spearman "
+        f"{unlike.max():.2f}), and {unlike.idxmin()} least ({unlike.min():.2f}).",
+    ]
+    return answer(short, more)
+
+
+def quality(
+    windows: pd.DataFrame, items: pd.DataFrame, default: str, corpus: str
+) -> Answer:
+    """What the default saves of HEAPr's loss on a pretrained model.
+
+    Args:
+        windows: the losses of its states, as `intervals.loss_difference` takes them.
+        items: their answers.
+        default: the method that is compared with "heapr".
+        corpus: the one that was calibrated on.
+    """
+    own = windows["corpus"].eq(corpus)
+    ratios = sorted({*windows.loc[windows["method"].eq(default), "ratio"]})
+    if not ratios:
+        return answer(f"{default} has not been measured on a pretrained model.")
+    said = "; ".join(
+        f"at {ratio:.0%} {_beside_heapr(windows[own], default, ratio)}, on other text "
+        f"{_beside_heapr(windows[~own], default, ratio)}"
+        for ratio in ratios
+    )
+    short = (
+        f"On the pretrained MoE, {default} loses in place of HEAPr, in nats per token "
+        f"more than the dense model: {said}."
+    )
+    tasks = {r: accuracy_difference(items, default, "heapr", r) for r in ratios}
+    accuracies = "; ".join(
+        f"at {ratio:.0%} {gap.said('+.1%')}" for ratio, gap in tasks.items() if gap
+    )
+    return answer(short, [f"Mean accuracy of the tasks, less HEAPr's: {accuracies}."])
+
+
+def _beside_heapr(windows: pd.DataFrame, method: str, ratio: float) -> str:
+    found = {
+        name: loss_difference(windows, name, "dense", ratio, of=0.0)
+        for name in (method, "heapr")
+    }
+    losses = {name: gap.value for name, gap in found.items() if gap is not None}
+    if len(losses) < 2:
+        return "not measured"
+    apart = loss_difference(windows, method, "heapr", ratio)
+    assert apart is not None
+    return (
+        f"{losses[method]:.2f} in place of {losses['heapr']:.2f} (difference "
+        f"{apart.low:+.2f} to {apart.high:+.2f})"
+    )
+
+
+def methods(
+    data: pd.DataFrame, rankings: pd.DataFrame, measured: pd.DataFrame
+) -> Answer:
+    """Which way to compress loses least, and why merging does not.
+
+    Args:
+        data: from `methods_data`: variant, group, ratio and pooled.
+        rankings: the paper's order beside ours.
+        measured: rows of every model.
+    """
+    ratio = 0.4 if 0.4 in set(data["ratio"]) else data["ratio"].median()
+    at = data[data["ratio"].eq(ratio) & ~data["group"].str.contains("compensated")]
+    best = at.loc[at.groupby("group")["pooled"].idxmin()].sort_values("pooled")
+    said = "; ".join(
+        f"{row['group']} {row['variant']} {row['pooled']:.3f}"
+        for row in best.to_dict("records")
+    )
+    short = (
+        f"Best of each kind at {ratio:.0%}, Δloss in nats per token on the calibrated "
+        f"corpus, mean of {int(at['n_models'].max())} models: {said}."
+    )
+    same = rankings["same rank"].mean() if len(rankings) else 1.0
+    against = (
+        f"Only {same:.0%} of the paper's ranks are found again here; its rows of other "
+        "methods are quoted from other papers, calibrated there."
+        if same < 1
+        else ""
+    )
+    return answer(short, [_why_merging_loses(measured, ratio)], [against])
+
+
+def _why_merging_loses(measured: pd.DataFrame, ratio: float) -> str:
+    """Whether merging beats random atoms on experts that were copies of one."""
+    rows = measured[measured["ratio"].eq(ratio)]
+    losses = rows.pivot_table(
+        index="model", columns="variant", values="delta_nll pydocs"
+    )
+    if not {"hc-smoe", "random"} <= {*losses.columns}:
+        return ""
+    said = "; ".join(
+        f"{model} {row['hc-smoe']:.3f} and {row['random']:.3f}"
+        for model, row in losses.iterrows()
+    )
+    return (
+        "Merging averages experts, so that it depends on how alike they are, as those "
+        "of an upcycled model are, which began as copies of one. HC-SMoE beside random "
+        f"atoms: {said}."
+    )
+
+
+def own_model(
+    relative: pd.DataFrame,
+    ratio: float,
+    sizes: tuple[int, int],
+    largest: "pd.Series[float]",
+) -> Answer:
+    """How small a model became within a limit, and what the largest run took.
+
+    Args:
+        relative: perplexity ÷ dense, a row for each ratio, a column for each corpus.
+        ratio: the one that was exported.
+        sizes: bytes of the dense and of the pruned files.
+        largest: a row of `benchmarks/streaming.py`.
+    """
+    own = relative.columns[0]
+    dense, pruned = (size / 1e6 for size in sizes)
+    rise = relative.loc[ratio, own] - 1
+    which = (
+        f"{ratio:.0%} is the largest within a rise of a tenth"
+        if rise <= 0.1
+        else f"none is within a rise of a tenth, and {ratio:.0%} was exported"
+    )
+    short = (
+        f"Of the ratios that were tried, {which}: perplexity on {own} changes by "
+        f"{rise:+.1%}, and the files shrink from {dense:.1f} to {pruned:.1f} MB."
+    )
+    others = relative.loc[ratio].drop(own) - 1
+    other_text = (
+        f"On other text perplexity rises by {value_range(others, '.0%')}."
+        if len(others)
+        else ""
+    )
+    at_size = (
+        "The largest checkpoint that was run, "
+        f"{largest['checkpoint_bytes'] / 1e9:.0f} GB of random weights, was scored, "
+        f"pruned and evaluated from disk in {largest['peak_bytes'] / 1e9:.1f} GB of "
+        "memory."
+    )
+    return answer(short, [other_text, at_size])

@@ -1,0 +1,153 @@
+"""Differences of two states of a model, paired over windows or items, with intervals.
+
+A claim is about the sign of a difference. Its verdict comes from the 95 % interval: the
+claim holds where the whole interval is on its side of zero, and is undecided where the
+interval contains zero.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import scipy  # its `stats` are imported when they are first used
+
+from heapr_lab.inspection.task_summary import MEAN, task_difference
+
+AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "undecided"
+UNTESTED = "cannot be tested here"
+_LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """Whether "above zero" agrees, disagrees, or is undecided."""
+        if self.low > 0:
+            return AGREES
+        return DISAGREES if self.high < 0 else UNDECIDED
+
+    def said(self, form: str = "+.3f") -> str:
+        """The three numbers as text.
+
+        Example:
+            >>> Interval(0.5, 0.25, 0.75).said("+.2f")
+            '+0.50 (+0.25 to +0.75)'
+        """
+        value, low, high = (format(x, form) for x in (self.value, self.low, self.high))
+        return f"{value} ({low} to {high})"
+
+    def in_short(self, form: str = "+.3f") -> str:
+        """The value and half of a symmetric interval.
+
+        Example:
+            >>> Interval(0.5, 0.25, 0.75).in_short("+.2f")
+            '+0.50 ± 0.25'
+        """
+        half = format(self.high - self.value, form.replace("+", ""))
+        return f"{format(self.value, form)} ± {half}"
+
+
+def interval_of(differences: Sequence[float]) -> Interval:
+    """The mean of independent differences with Student's interval.
+
+    Shape: (n,). The interval of a single difference is infinite.
+
+    Example:
+        >>> interval_of([0.5, 0.5, 0.5])
+        Interval(value=0.5, low=0.5, high=0.5)
+    """
+    values = np.asarray(differences, dtype=float)
+    n = len(values)
+    if n < 2:
+        return Interval(float(values.mean()), -math.inf, math.inf)
+    error = values.std(ddof=1) / math.sqrt(n)
+    half = float(scipy.stats.t.ppf((1 + _LEVEL) / 2, n - 1) * error)
+    mean = float(values.mean())
+    return Interval(mean, mean - half, mean + half)
+
+
+def of_error(value: float, error: float) -> Interval:
+    """The normal interval of an estimate with that standard error."""
+    half = float(scipy.stats.norm.ppf((1 + _LEVEL) / 2) * error)
+    return Interval(value, value - half, value + half)
+
+
+def verdict_of(verdicts: Iterable[str]) -> str:
+    """One verdict of several: a claim holds if it holds everywhere.
+
+    Example:
+        >>> verdict_of(["agrees", "undecided"]), verdict_of([])
+        ('undecided', 'cannot be tested here')
+    """
+    found = set(verdicts)
+    order = (DISAGREES, UNDECIDED, AGREES)
+    return next((verdict for verdict in order if verdict in found), UNTESTED)
+
+
+# --- states -----------------------------------------------------------------------
+
+
+def state(frame: pd.DataFrame, method: str, ratio: float) -> pd.DataFrame:
+    """The rows of one method at one ratio, of windows or of items."""
+    return frame[frame["method"].eq(method) & frame["ratio"].eq(ratio)]
+
+
+def loss_difference(
+    windows: pd.DataFrame,
+    method: str,
+    other: str,
+    ratio: float,
+    *,
+    of: float = math.nan,
+) -> Interval | None:
+    """How much more one method loses than another, paired over windows.
+
+    Args:
+        windows: columns method, ratio, corpus, window and nll [nats per token].
+        method: the one that is expected to lose more.
+        other: the other one.
+        ratio: of both.
+        of: the ratio of `other`, if it is not the same.
+
+    Returns:
+        Nats per token; None if one of the two was not measured.
+    """
+    keys = ["corpus", "window"]
+    sides = (
+        state(windows, name, at)[[*keys, "nll"]]
+        for name, at in ((method, ratio), (other, ratio if math.isnan(of) else of))
+    )
+    both = pd.merge(*sides, on=keys)
+    if both.empty:
+        return None
+    return interval_of((both["nll_x"] - both["nll_y"]).to_numpy())
+
+
+def accuracy_difference(
+    items: pd.DataFrame, method: str, other: str, ratio: float, *, of: float = math.nan
+) -> Interval | None:
+    """How much more of the tasks one state answers rightly, on the mean of the tasks.
+
+    Arguments are those of `loss_difference`, with a frame of `task_items` for each
+    state in `items`.
+
+    Returns:
+        A fraction; None if one of the two was not measured.
+    """
+    if items.empty:
+        return None
+    mine = state(items, method, ratio)
+    theirs = state(items, other, ratio if math.isnan(of) else of)
+    if mine.empty or theirs.empty:
+        return None
+    mean = task_difference(mine, theirs).set_index("task").loc[MEAN]
+    return of_error(mean["value"], mean["stderr"])

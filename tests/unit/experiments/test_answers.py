@@ -1,0 +1,186 @@
+"""The answers of notebooks say what their numbers say."""
+
+import pandas as pd
+import pytest
+
+from heapr_lab.experiments import answers, paper_answers
+from heapr_lab.experiments.prose import Prose, answer
+
+
+def test_what_is_against_the_paper_comes_first() -> None:
+    """The whole answer is text for notebooks, and empty sentences are left out."""
+    found = answer("Short.", ["More.", ""], ["Against."])
+    assert found._repr_markdown_() == "Against. Short. More."
+    assert repr(found.short) == "Short."
+    assert Prose("a")._repr_markdown_() == "a"
+
+
+def losses(other: float) -> pd.DataFrame:
+    """Two masks and a mixture; the mask of `a` loses `other` on `b`."""
+    rows = [
+        ("a", "a", 0.1), ("a", "b", other),
+        ("b", "a", 0.4), ("b", "b", 0.1),
+        ("mixture", "a", 0.15), ("mixture", "b", 0.2),
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=["mask", "dataset", "delta_nll"])
+
+
+def test_the_tour_has_both_sides_and_the_papers_numbers() -> None:
+    """Perplexity 20 to 22 is +10 %; other text loses more, or not always."""
+    results = pd.DataFrame(
+        {
+            "metric": "perplexity",
+            "estimator": ["dense", "heapr"],
+            "dataset": "a",
+            "value": [20.0, 22.0],
+        }
+    )
+    saved = pd.Series(
+        {"parameter_reduction": 0.19, "flops_reduction": 0.09, "seq_len": 256}
+    )
+    said = repr(answers.tour(results, saved, losses(0.5)))
+    assert (
+        "from 20.00 to 22.00 (+10.0%; the paper's models on WikiText-2: +2.3%" in said
+    )
+    assert "it costs more: Δloss is 0.100 nats per token on a, and 0.500 on b" in said
+    assert "is 0.200 in place of 0.500, and that on a 0.150 in place of 0.100" in said
+    assert "not always more" in repr(answers.tour(results, saved, losses(0.05)))
+
+
+def sizes(gain: float) -> pd.DataFrame:
+    """Perplexity at 8 and at 16 windows, calibrated and tested on two corpora."""
+    rows = [
+        ("perplexity", name, name, n, 10.0 * (1 - gain * (n == 16)))
+        for name in ("a", "b")
+        for n in (8, 16)
+    ]
+    names = ["metric", "calibration", "dataset", "n_sequences", "value"]
+    return pd.DataFrame(rows, columns=names)
+
+
+@pytest.mark.parametrize(("gain", "said"), [(0.01, "more"), (0.5, "not always more")])
+def test_corpus_and_amount_of_text_are_compared(gain: float, said: str) -> None:
+    """The other corpus costs at least 0.3 nats; more windows gain 0.01 or 0.69."""
+    found = paper_answers.calibration(sizes(gain), losses(0.5))
+    assert f"The corpus matters {said} than the amount of text." in found.short
+    assert "0.300 to 0.400 higher" in found.short
+    assert found.against[0].endswith("does not hold between a and b.")
+
+
+def test_a_late_rise_that_is_not_there_is_said_first() -> None:
+    """In both draws the last of three layers loses less than the middle one."""
+    shares = pd.DataFrame(
+        {"seed": seed, "ratio": 0.5, "layer": layer, "share": share}
+        for seed in (0, 1)
+        for layer, share in enumerate((0.6, 0.5, 0.3))
+    )
+    rows = [
+        {"order": "index", "bin": 0, "delta_nll": 3.0, "score_sum": 0.5},
+        {"order": "index", "bin": 1, "delta_nll": 1.0, "score_sum": 0.4},
+    ]
+    bins = pd.DataFrame(rows)
+    bins.attrs["spearman"] = {"index": {"rho": 0.9, "rho_low": 0.7, "rho_high": 1.0}}
+    said = repr(paper_answers.layers(shares, bins))
+    assert said.startswith("The rise in the last layers that the paper draws is absent")
+    assert "layer 0 loses most (60%) and layer 2 least (30%)" in said
+    assert "tenth 0, which costs most, costs 6.0 times the sum of its scores" in said
+
+
+def test_the_boundary_says_what_cannot_be_reached() -> None:
+    """Half of the model is routed: 25 % of the atoms are an eighth of the model."""
+    data = pd.DataFrame(
+        {
+            "source": "ours",
+            "metric": ["accuracy"] * 3 + ["flops_reduction"],
+            "ratio": [0.0, 0.25, 0.9, 0.9],
+            "parameter_reduction": [0.0, 0.125, 0.45, 0.45],
+            "relative": [1.0, 0.9, 0.5, None],
+            "relative_stderr": 0.05,
+            "value": [0.7, 0.6, 0.35, 0.4],
+        }
+    )
+    said = repr(paper_answers.boundary(data))
+    assert "With 12% of the whole model removed, 90% ± 5% of the accuracy" in said
+    assert "50% of its parameters are routed experts" in said
+    assert "by 40% where 90% of the atomic experts are removed" in said
+
+
+def windows(gaps: dict[str, float]) -> pd.DataFrame:
+    """Two windows of each method at 20 %, above those of `heapr`."""
+    rows = [
+        (method, 0.2, "a", window, 1.0 + window + gap)
+        for method, gap in gaps.items()
+        for window in (0, 1)
+    ]
+    return pd.DataFrame(rows, columns=["method", "ratio", "corpus", "window", "nll"])
+
+
+def test_what_the_ablations_refute_comes_first() -> None:
+    """CAMERA-P loses less than HEAPr layer by layer, whole experts more than atoms."""
+    gaps = {"heapr": 0.0, "heapr-l": 0.1, "camera-p": 0.05, "heapr-expert": 0.3}
+    savings = pd.DataFrame(
+        {"granularity": "expert", "ratio": [0.2], "flops_reduction": [0.08]}
+    )
+    found = paper_answers.ablations(windows(gaps), savings, "a", [0.2])
+    assert found.against[0].startswith("Against the paper")
+    assert "CAMERA-P loses more than HEAPr layer by layer on a: **no**" in repr(found)
+    assert "whole experts lose more than atoms on a: yes at 20% (+0.300)" in found.short
+    assert "Whole experts save operations here (8% at 20%)" in repr(found)
+
+
+def test_merging_is_compared_with_random_atoms_on_every_model() -> None:
+    """Where experts began as copies of one it loses less, elsewhere more."""
+    rows = [
+        {"model": model, "variant": name, "ratio": 0.4, "delta_nll pydocs": loss}
+        for model, name, loss in (
+            ("scratch", "hc-smoe", 0.8), ("scratch", "random", 0.3),
+            ("upcycled", "hc-smoe", 0.05), ("upcycled", "random", 0.3),
+        )
+    ]  # fmt: skip
+    data = pd.DataFrame(
+        {"variant": ["hc-smoe", "heapr"], "group": ["merging", "atoms"], "ratio": 0.4}
+    ).assign(pooled=[0.4, 0.06], n_models=2)
+    rankings = pd.DataFrame({"same rank": [True, False]})
+    said = repr(answers.methods(data, rankings, pd.DataFrame(rows)))
+    assert said.startswith("Only 50% of the paper's ranks are found again here")
+    assert "atoms heapr 0.060; merging hc-smoe 0.400" in said
+    assert "scratch 0.800 and 0.300; upcycled 0.050 and 0.300" in said
+
+
+def test_the_default_stands_beside_heapr() -> None:
+    """Δloss of both on the calibrated corpus and elsewhere, paired."""
+    losses = pd.concat(
+        [
+            windows({"default": 0.3, "heapr": 0.4}),
+            windows({"dense": 0.0}).assign(ratio=0.0),
+        ]
+    )
+    said = repr(answers.quality(losses, pd.DataFrame(), "default", "a"))
+    assert "at 20% 0.30 in place of 0.40 (difference -0.10 to -0.10)" in said
+    assert "on other text not measured" in said
+    absent = answers.quality(losses, pd.DataFrame(), "another", "a")
+    assert absent.short == "another has not been measured on a pretrained model."
+
+
+def test_the_exported_ratio_is_within_the_limit_or_says_so() -> None:
+    """Perplexity +5 % is within a rise of a tenth, +20 % is not."""
+    relative = pd.DataFrame({"a": [1.05, 1.2], "b": [1.3, 2.0]}, index=[0.1, 0.2])
+    largest = pd.Series({"checkpoint_bytes": 34e9, "peak_bytes": 3.5e9})
+    within = answers.own_model(relative, 0.1, (12_000_000, 9_000_000), largest)
+    assert "10% is the largest within a rise of a tenth" in within.short
+    assert "the files shrink from 12.0 to 9.0 MB" in within.short
+    beyond = answers.own_model(relative, 0.2, (12_000_000, 9_000_000), largest)
+    assert "none is within a rise of a tenth" in beyond.short
+
+
+def test_importance_says_what_a_pass_measured() -> None:
+    """Ten scores from 1 to 10; the largest has 10 of 55."""
+    scores = pd.Series(range(1, 11), dtype=float)
+    ranks = pd.DataFrame(
+        {"heapr": [1.0, 0.9, 0.1]}, index=["heapr", "fisher", "random"]
+    )
+    facts = {"tokens": 100, "corpus": "a", "experts": 4, "unrouted": 0, "passes": [1.0]}
+    said = repr(answers.importance(scores, ranks, facts))
+    assert "over 100 predicted tokens of a gives the sums of 10 atomic experts" in said
+    assert "has 18% of their sum" in said
+    assert "fisher ranks most like it (Spearman 0.90), and random least (0.10)" in said

@@ -1,0 +1,61 @@
+"""Verdicts come from intervals of paired differences."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from heapr_lab.experiments.intervals import (
+    Interval,
+    accuracy_difference,
+    interval_of,
+    loss_difference,
+    of_error,
+    verdict_of,
+)
+
+
+def test_the_interval_is_students() -> None:
+    """Of 1, 2 and 3: mean 2, error 1/√3, and t = 4.303 at two degrees of freedom."""
+    found = interval_of([1.0, 2.0, 3.0])
+    half = 4.302653 / math.sqrt(3)
+    assert found.value == 2.0
+    assert (found.low, found.high) == pytest.approx((2 - half, 2 + half), abs=1e-5)
+    assert interval_of([1.0]).verdict == "undecided"
+
+
+def test_an_error_gives_the_normal_interval() -> None:
+    """1.96 standard errors on either side."""
+    found = of_error(1.0, 0.5)
+    assert (found.low, found.high) == pytest.approx((0.02, 1.98), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(0.1, 0.3, "agrees"), (-0.3, -0.1, "disagrees"), (-0.1, 0.1, "undecided")],
+)
+def test_the_verdict_is_the_side_of_zero(low: float, high: float, verdict: str) -> None:
+    """An interval that contains zero decides nothing."""
+    assert Interval((low + high) / 2, low, high).verdict == verdict
+
+
+def test_one_refutation_outweighs_the_rest() -> None:
+    """Then what is undecided; a claim holds if it holds everywhere."""
+    assert verdict_of(["agrees", "disagrees", "undecided"]) == "disagrees"
+    assert verdict_of(["agrees", "agrees"]) == "agrees"
+
+
+def test_windows_are_paired() -> None:
+    """Windows differ by a nat and both methods by .1 in each: no error is left."""
+    rows = [
+        (method, ratio, "text", window, window + loss)
+        for method, ratio, loss in (("a", 0.2, 0.1), ("dense", 0.0, 0.0))
+        for window in range(3)
+    ]
+    columns = ["method", "ratio", "corpus", "window", "nll"]
+    windows = pd.DataFrame(rows, columns=columns)
+    found = loss_difference(windows, "a", "dense", 0.2, of=0.0)
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((0.1, 0.1))
+    assert loss_difference(windows, "b", "dense", 0.2, of=0.0) is None
+    assert accuracy_difference(pd.DataFrame(), "a", "dense", 0.2) is None
