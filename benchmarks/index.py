@@ -19,7 +19,6 @@ from benchmarks.figures import (
     beyond,
     cost,
     damage,
-    growth,
     methods,
     quality,
     quantised,
@@ -158,15 +157,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "streaming.py",
                 "A layer at a time from disk, beside all in memory",
                 table=streaming.streaming_table,
-            ),
-            Benchmark(
-                "growth",
-                "growth.py",
-                "How cost grows",
-                table=growth.growth_table,
-                data=growth.growth_data,
-                figure=growth.figure_growth,
-                stem="14_growth",
             ),
             Benchmark(
                 "quality",

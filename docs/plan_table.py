@@ -2,18 +2,16 @@
 
     python docs/plan_table.py
 
-It is made from the configurations in tests/data/shapes, on stated devices, so that it
+It is made from the configurations in tests/data/shapes, for a stated memory, so that it
 is the same on every machine.
 """
 
 import re
 from pathlib import Path
 
-from heapr_lab.models.footprint import IN_MEMORY, STREAMED
-from heapr_lab.models.memory import gigabytes
-from heapr_lab.progress import duration
+from heapr_lab.models.sizes import gigabytes
 from heapr_lab.storage import paths
-from heapr_lab.streaming.plan import Plan, plan
+from heapr_lab.streaming.plan import IN_MEMORY, STREAMED, plan
 
 PAGE = Path(__file__).with_name("plan.md")
 SHAPES = (
@@ -24,43 +22,33 @@ SHAPES = (
     "DeepSeek-V3",
     "Kimi-K2",
 )
-HOST_MEMORY = "64GB"
-DEVICE = "h200"
+MEMORY = "141GB"
 _HEAD = (
-    "model", "parameters", "atoms", "table", "in memory", "streamed", "engine",
-    "host + file", "FLOPs", "read", "time",
+    "model", "parameters", "atoms", "checkpoint", "statistics", "in memory", "streamed",
+    "states", "engine",
 )  # fmt: skip
 _BLOCK = re.compile(r"<!-- plans -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def planned(shape: str) -> Plan:
-    """The plan of one of the shapes."""
-    config = paths.project_dir() / "tests" / "data" / "shapes" / shape
-    return plan(config, device=DEVICE, host_memory=HOST_MEMORY)
-
-
 def table() -> str:
     """The table in Markdown, a row for each shape."""
-    rows = [_row(shape, planned(shape)) for shape in SHAPES]
-    lines = [_HEAD, ("---",) * len(_HEAD), *rows]
+    lines = [_HEAD, ("---",) * len(_HEAD), *map(_row, SHAPES)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _row(shape: str, found: Plan) -> tuple[str, ...]:
-    peaks = {engine: sum(own.values()) for engine, own in found.device_bytes.items()}
-    seconds = found.seconds.get("scores")
+def _row(shape: str) -> tuple[str, ...]:
+    config = paths.project_dir() / "tests" / "data" / "shapes" / shape
+    found = plan(config, memory=MEMORY, dtype="bfloat16")
     return (
         shape,
         f"{found.n_parameters / 1e9:,.1f} B",
         f"{found.n_atoms / 1e6:,.1f} M",
-        gigabytes(found.table_bytes),
-        gigabytes(peaks[IN_MEMORY]),
-        gigabytes(peaks[STREAMED]),
+        gigabytes(found.checkpoint_bytes),
+        gigabytes(found.statistics_bytes),
+        gigabytes(found.needed_bytes[IN_MEMORY]),
+        gigabytes(found.needed_bytes[STREAMED]),
+        gigabytes(found.states_bytes),
         found.engine,
-        f"{gigabytes(found.host_bytes)} + {gigabytes(found.file_bytes)}",
-        f"{found.flops['scores']:.2g}",
-        gigabytes(found.read_bytes["scores"]),
-        "" if seconds is None else duration(seconds),
     )
 
 

@@ -149,7 +149,6 @@ for _registry in _REGISTRIES:
 
 PARTS = {
     "models on disk": "streaming.opening:open_stepping",
-    "plans of long passes": "streaming.plan:plan_if_long",
     "scores with a pass of their own": "refinement.elimination:extra_pass",
     "sums that weights are fitted with": "refinement.calibrated:CalibratedModel",
     "text of the model's own": "refinement.own_text:own_text",

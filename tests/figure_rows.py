@@ -278,36 +278,6 @@ def measured_methods() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def measured_growth() -> pd.DataFrame:
-    """Rows as `benchmarks/growth.py` writes them: two of the first shape, two others.
-
-    Streamed, each takes twice the time of all layers in memory, and half the memory.
-    """
-    first = {"tokens": 1024, "layers": 2, "experts": 8, "d_model": 64}
-    shapes = [
-        ({"varied": "none", "repeat": 0} | first, 3.0),
-        ({"varied": "none", "repeat": 1} | first, 5.0),
-        ({"varied": "tokens", "repeat": 0} | first | {"tokens": 2048}, 8.0),
-        ({"varied": "layers", "repeat": 0} | first | {"layers": 4}, 10.0),
-    ]
-    rows = []
-    for shape, seconds in shapes:
-        for way, slower in (("in memory", 1), ("streamed", 2)):
-            predicted = slower * (4.0 if shape["varied"] == "none" else 8.0)
-            costs = {
-                "seconds": slower * seconds,
-                "predicted_seconds": predicted,
-                "plan_seconds": 2 * predicted,
-                "peak_bytes": 2e9 / slower,
-                "plan_bytes": 2.5e9 / slower,
-            }
-            costs["seconds_ratio"] = costs["seconds"] / costs["predicted_seconds"]
-            costs["plan_seconds_ratio"] = costs["seconds"] / costs["plan_seconds"]
-            costs["bytes_ratio"] = costs["peak_bytes"] / costs["plan_bytes"]
-            rows.append(shape | {"way": way} | costs)
-    return pd.DataFrame(rows)
-
-
 def scored_masks() -> tuple[ScoredMask, ScoredMask]:
     """Of 10 atoms in two layers, A removes those of the lowest scores, B others."""
     scores = np.arange(10.0)

@@ -20,8 +20,8 @@ Examples:
 PLAN_EXAMPLES = """\b
 Examples:
   heapr-lab plan lab
-  heapr-lab plan Qwen/Qwen3-30B-A3B --device h100 --host-memory 64GB
-  heapr-lab plan ./config.json --device-memory 24GB --host-memory 64GB --json
+  heapr-lab plan Qwen/Qwen3-30B-A3B --memory 80GB --dtype bfloat16
+  heapr-lab plan ./config.json --memory 24GB --json
 """
 SCORE_EXAMPLES = """\b
 Examples:

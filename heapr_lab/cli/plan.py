@@ -1,4 +1,4 @@
-"""`heapr-lab plan`: what scores need and cost, before anything is loaded."""
+"""`heapr-lab plan`: what scores need, before a weight is read."""
 
 from typing import Annotated
 
@@ -20,37 +20,21 @@ def plan(
         int, typer.Option("--sequences", min=1, help="Calibration windows.")
     ] = 128,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
-    device: Annotated[
-        str,
-        typer.Option(help="this (measured in two seconds), or a GPU such as h100."),
-    ] = "this",
-    device_memory: Annotated[
+    memory: Annotated[
         str | None,
-        typer.Option(help="Such as 24GB [default: the device's, or what is free]."),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help="For layer inputs, such as 64GB [default: what is free]."),
+        typer.Option(help="Of the device, such as 24GB [default: what is free]."),
     ] = None,
     dtype: options.Dtype = "auto",
-    stream: options.Stream = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say what the scores of a model need and cost; only its configuration is read.
+    """Say what the scores of a model need, and whether it is streamed.
 
-    Memory, FLOPs, bytes read and time, in memory or a layer at a time from disk.
+    Its configuration and the headers of its files are read, and no weight.
     """
     from heapr_lab.streaming.plan import plan as planned
 
     found = planned(
-        model,
-        n_sequences=n_sequences,
-        seq_len=seq_len,
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        dtype=dtype,
-        stream="auto" if stream is None else stream,
+        model, n_sequences=n_sequences, seq_len=seq_len, memory=memory, dtype=dtype
     )
     if as_json:
         print_facts(found.to_dict(), as_json=True)

@@ -31,6 +31,7 @@ from heapr_lab.models.fp8 import FP8, with_exact_blocks
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import refuse_holes
 from heapr_lab.models.safetensors_headers import names_in
+from heapr_lab.models.sizes import DEQUANTISED
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -178,10 +179,6 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
 def has_tokenizer(folder: Path) -> bool:
     """Whether `folder` contains the vocabulary of a tokenizer."""
     return any(any(folder.glob(name)) for name in _VOCABULARIES)
-
-
-DEQUANTISED = (FP8, "mxfp4")
-"""Formats of quantised weights that are dequantised when they are read."""
 
 
 def quantisation(config: Any) -> str | None:

@@ -12,23 +12,27 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub, registry
-from heapr_lab.errors import LayoutError, SpecError, whole_number
+from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.models.all_experts import ready
 from heapr_lab.models.dtypes import check_dtype
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.folders import (
-    DEQUANTISED,
     quantisation,
     read_config,
     read_tokenizer,
     read_weights,
     refuse_format,
-    skeleton_of,
 )
-from heapr_lab.models.footprint import Work, sizes_of
-from heapr_lab.models.memory import size_of, why_streamed
 from heapr_lab.models.named import AS_MOE, dense_of, folder_of, what_is_expected
 from heapr_lab.models.paper_models import hub_id
+from heapr_lab.models.safetensors_headers import read_source
+from heapr_lab.models.sizes import (
+    DEQUANTISED,
+    shapes_in,
+    size_of,
+    sizes_of,
+    why_streamed,
+)
 from heapr_lab.progress import silent
 
 logger = logging.getLogger(__name__)
@@ -57,9 +61,9 @@ def load_model(
         dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else
             `float32`, `bfloat16`, ... or a torch dtype.
         stream: whether decoder layers stay on disk and are read one at a time when they
-            run; `auto` does so where the weights are larger than 80 % of the free
-            memory, or the scores of one window do not fit, and logs the numbers, and
-            where they are quantised in FP8 or MXFP4. It loads a pruned checkpoint.
+            run; `auto` does so where the scores of one window need more than 75 % of
+            the free memory, and logs the numbers, and where weights are quantised in
+            FP8 or MXFP4. It loads a pruned checkpoint.
         host_memory: of a streamed model, for the states of its layers, in bytes or as
             "16GB"; those beyond it go to files in the cache's folder. By default half
             of what is free.
@@ -91,8 +95,7 @@ def load_model(
     refuse_format(path, config)
     tokenizer = read_tokenizer(path)
     if stream == "auto":
-        free = free_memory(device)
-        why = _why_streamed(config, chosen, free, length, on_gpu=on_gpu)
+        why = _why_streamed(path, config, chosen, free_memory(device), length)
         if why is not None:
             logger.warning("%s", why)
         stream = why is not None
@@ -111,20 +114,23 @@ def load_model(
 
 
 def _why_streamed(
-    config: Any, dtype: str | torch.dtype, free: int, seq_len: int, *, on_gpu: bool
+    path: str, config: Any, dtype: str | torch.dtype, free: int, n_tokens: int
 ) -> str | None:
     """Why `auto` streams a model; None if it is pruned, or has no routed experts."""
-    if quantisation(config) not in (None, *DEQUANTISED):
+    method = quantisation(config)
+    if method not in (None, *DEQUANTISED):
         return None
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
     assert isinstance(dtype, torch.dtype)
-    kind = "cuda" if on_gpu else "cpu"
     try:
-        sizes = sizes_of(skeleton_of(config))
-    except LayoutError:
+        stored, _ = read_source(model_folder(path))
+        sizes = sizes_of(shapes_in(stored), config.to_dict())
+    except SpecError:  # of files that are damaged, or not of safetensors
         return None
-    return why_streamed(config, sizes, Work(1, seq_len, 0, dtype.itemsize, kind), free)
+    if not sizes.atoms:
+        return None
+    return why_streamed(sizes, dtype.itemsize, n_tokens, free, method=method)
 
 
 def free_memory(device: str) -> int:

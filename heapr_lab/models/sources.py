@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from heapr_lab.models.folders import DEQUANTISED, quantisation, read_config
+from heapr_lab.models.folders import quantisation, read_config
+from heapr_lab.models.sizes import DEQUANTISED
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ipw
 import pandas as pd
@@ -26,7 +26,6 @@ from heapr_lab.panel.last_session import LastSession
 from heapr_lab.panel.looks import PICTURE, STALE, beside, panel_style
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
-from heapr_lab.panel.planned import PlannedPanel
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import SavedSession, read_session
@@ -159,11 +158,6 @@ class Explorer(ipw.VBox):
 
     def _ipython_display_(self) -> None:
         self.copy.show(self)
-        self.last.follow()
-
-    def take_over(self, earlier: StaticCopy) -> None:
-        """Go on in the output of `earlier`, whose widget shows this panel now."""
-        self.copy.take_over(earlier)
         self.last.follow()
 
     def _copied(self) -> dict[str, str]:
@@ -348,32 +342,6 @@ def layers_frame(session: PruningSession) -> pd.DataFrame:
     return frame
 
 
-@overload
-def explore(
-    source: ImportanceTable | PruningSession,
-    *,
-    corpora: Sequence[str] | None = None,
-    tasks: Sequence[str] | None = None,
-    selection: Selection | None = None,
-    calibration: Calibration | None = None,
-    session: Path | str | None = None,
-    resume: bool = True,
-) -> Explorer: ...
-
-
-@overload
-def explore(
-    source: "Workbench | Path | str",
-    *,
-    corpora: Sequence[str] | None = None,
-    tasks: Sequence[str] | None = None,
-    selection: Selection | None = None,
-    calibration: Calibration | None = None,
-    session: Path | str | None = None,
-    resume: bool = True,
-) -> Explorer | PlannedPanel: ...
-
-
 def explore(
     source: "Workbench | ImportanceTable | PruningSession | Path | str",
     *,
@@ -383,11 +351,8 @@ def explore(
     calibration: Calibration | None = None,
     session: Path | str | None = None,
     resume: bool = True,
-) -> Explorer | PlannedPanel:
+) -> Explorer:
     """The panel of a model, or of a table alone.
-
-    If measuring takes longer than ten minutes, its plan is shown first, with a button
-    that starts it.
 
     Args:
         source: a workbench, which measures the importance unless it is in the cache; a
@@ -417,28 +382,17 @@ def explore(
     if isinstance(source, str | Path):
         source = _opened(str(source))
 
-    def panel(after: StaticCopy | None = None) -> Explorer:
-        own = session_of(source, selection, calibration)
-        own.choose(selection or own.selection)
-        here = {"corpora": corpora, "tasks": tasks}
-        if own.workbench is not None:
-            here = _available(corpora, tasks)
-        made = Explorer(own, **{k: v for k, v in here.items() if v is not None})
-        if saved is not None:
-            made.files.restore(saved)
-        elif resume and not own_state:
-            made.last.resume(selection)
-        if after is not None:
-            made.take_over(after)
-        return made
-
-    known = ImportanceTable | PruningSession
-    if isinstance(source, known) or not hasattr(source, "long_plan"):
-        return panel()
-    plan = source.long_plan(calibration)
-    if plan is None:
-        return panel()
-    return PlannedPanel(plan, source, calibration=calibration, panel=panel)
+    own = session_of(source, selection, calibration)
+    own.choose(selection or own.selection)
+    here = {"corpora": corpora, "tasks": tasks}
+    if own.workbench is not None:
+        here = _available(corpora, tasks)
+    made = Explorer(own, **{k: v for k, v in here.items() if v is not None})
+    if saved is not None:
+        made.files.restore(saved)
+    elif resume and not own_state:
+        made.last.resume(selection)
+    return made
 
 
 def _first(

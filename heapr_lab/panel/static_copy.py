@@ -45,15 +45,19 @@ class StaticCopy:
         self._shown = self._stale = False
         self._soon = Debounced(self.update, SECONDS)
         self._publishing = threading.Lock()
-        self.hides = ipw.HTML(layout={"display": "none"})
-        self._hide()
+        style = f"<style>.{CLASS}-{self._name} {{display: none}}</style>"
+        self.hides = ipw.HTML(style, layout={"display": "none"})
 
     def show(self, panel: ipw.DOMWidget) -> None:
         """Display `panel`, and the copy below it."""
         widget = panel._repr_mimebundle_() | {"text/plain": _WIDGET}
         display(widget, raw=True)
         display(self._named(), raw=True, display_id=self._name)
-        self._follow()
+        self._shown = True
+        shell = get_ipython()
+        if shell is not None:
+            # At the end of a cell, so that equal runs leave equal notebooks.
+            shell.events.register("post_run_cell", self.update)
 
     def changed(self) -> None:
         """Have the copy updated at the end of the cell; soon, if none is running."""
@@ -67,24 +71,6 @@ class StaticCopy:
             if self._stale:
                 self._stale = False
                 display(self._named(), raw=True, display_id=self._name, update=True)
-
-    def take_over(self, earlier: "StaticCopy") -> None:
-        """Go on in the output of `earlier`, whose widget shows this panel now."""
-        self._name = earlier._name
-        self._hide()
-        if earlier._shown:
-            self._follow()
-            self.changed()
-
-    def _follow(self) -> None:
-        self._shown = True
-        shell = get_ipython()
-        if shell is not None:
-            # At the end of a cell, so that equal runs leave equal notebooks.
-            shell.events.register("post_run_cell", self.update)
-
-    def _hide(self) -> None:
-        self.hides.value = f"<style>.{CLASS}-{self._name} {{display: none}}</style>"
 
     def _named(self) -> dict[str, str]:
         """The bundle, its HTML in an element of the class that the panel hides."""

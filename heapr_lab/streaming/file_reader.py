@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.fp8 import Fp8Quantizer, check_grid
-from heapr_lab.models.safetensors_headers import TORCH, read_source
+from heapr_lab.models.safetensors_headers import read_source
 from heapr_lab.streaming.weights_on_disk import (
     FoundTensor,
     check_whole,
@@ -35,6 +35,13 @@ from heapr_lab.streaming.weights_on_disk import (
 
 _RAISED = re.compile(r"^\w+Error: (.*)$", re.MULTILINE)
 """What a conversion raised, in transformers' text of it."""
+_TORCH = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""Types of weights that are not quantised."""
 _ADVICE = 2**20
 """Bytes: of more at once the system reads only the first."""
 
@@ -121,7 +128,7 @@ class FileReader:
         """
         for tensors in self._tensors.values():
             stored = [found.tensor.dtype for found in tensors]
-            kinds = [TORCH[name] for name in stored if name in TORCH]
+            kinds = [_TORCH[name] for name in stored if name in _TORCH]
             if len(kinds) == len(stored):
                 kind = functools.reduce(torch.promote_types, kinds)
                 for name in made_of(tensors[0]):
@@ -264,10 +271,10 @@ def _as_stored(model: nn.Module, tensors: list[FoundTensor]) -> Iterator[None]:
     stem, _, leaf = tensors[0].parameter.rpartition(".")
     parameters = model.get_submodule(stem)._parameters
     own = parameters.get(leaf)
-    if own is None or stored.isdisjoint(TORCH):
+    if own is None or stored.isdisjoint(_TORCH):
         yield
         return
-    like = own.to(TORCH[stored.pop()])
+    like = own.to(_TORCH[stored.pop()])
     parameters[leaf] = nn.Parameter(like, requires_grad=False)
     yield
     read = parameters[leaf]

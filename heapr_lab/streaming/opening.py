@@ -11,7 +11,6 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.all_experts import ready
 from heapr_lab.models.families import refuse_to_stream
 from heapr_lab.models.folders import (
-    DEQUANTISED,
     build,
     quantisation,
     read_config,
@@ -21,6 +20,7 @@ from heapr_lab.models.folders import (
 from heapr_lab.models.fp8 import with_exact_blocks
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
+from heapr_lab.models.sizes import DEQUANTISED
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.on_disk import on_disk

@@ -11,13 +11,11 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import GradientPass
+from heapr_lab.models.sizes import EXTRA_STATES
 from heapr_lab.progress import noted
 from heapr_lab.streaming.stream import Stream
 from heapr_lab.streaming.sweep_store import SweepStore, budget_of, opened
 from heapr_lab.streaming.two_sweeps import TwoSweeps
-
-EXTRA_STATES = 3
-"""Kept besides the outputs of all layers: the first inputs, and two gradients."""
 
 
 def streamed_pass(

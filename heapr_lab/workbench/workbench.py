@@ -7,7 +7,6 @@ once and read from the cache afterwards, by any process.
 
 import contextlib
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -67,8 +66,6 @@ from heapr_lab.workbench.settings import (
     Setting,
     profile_of,
 )
-
-logger = logging.getLogger(__name__)
 
 _OF_TASKS = ["metric", "value", "stderr", "n"]
 EVALUATION_SCHEMA = 2
@@ -273,22 +270,6 @@ class Workbench:
             ),
         )
 
-    def long_plan(self, calibration: Calibration | None = None) -> Any:
-        """What measuring the importance needs, if it takes more than ten minutes.
-
-        None if it takes less, or if the table is in the cache.
-        """
-        windows = self.calibration_set(calibration)
-        spec = statistics_spec(self.identity, windows)
-        if cache.cache_path("importance", spec, extension="parquet").exists():
-            return None
-        return self._plan_if_long(windows)
-
-    def _plan_if_long(self, windows: CalibrationSet) -> Any:
-        n_sequences, seq_len = windows.n_sequences, windows.seq_len
-        plan_if_long = registry.find("plans of long passes")
-        return plan_if_long(self.model, n_sequences=n_sequences, seq_len=seq_len)
-
     def measure_on(
         self, ranks: Ranks, windows: CalibrationSet, *, batch_size: int | None = None
     ) -> ImportanceTable | None:
@@ -312,7 +293,6 @@ class Workbench:
         ranks: Ranks | None = None,
     ) -> ImportanceTable:
         """The statistics on `windows`, computed, or resumed from a saved state."""
-        self._announce(windows)
         with progress_bar(
             f"importance on {windows.label}", "window", also=progress
         ) as bar:
@@ -324,13 +304,6 @@ class Workbench:
                 state=cache.cache_path("importance", spec, extension="state"),
                 ranks=ranks,
             )
-
-    def _announce(self, windows: CalibrationSet) -> None:
-        """Log what the scores need, if they take more than ten minutes."""
-        found = self._plan_if_long(windows)
-        if found is not None:
-            lines = (f"{name}: {fact}" for name, fact in found.brief().items())
-            logger.warning("this takes long\n%s", "\n".join(lines))
 
     def fitted(self, calibration: Calibration | None = None) -> Any:
         """The model on those windows of `calibration` that `compress` fits to.

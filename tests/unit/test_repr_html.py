@@ -71,7 +71,7 @@ def shown_objects() -> dict[str, tuple[Any, list[str]]]:
         (Setting(0.25, calibration=NASTY), ["0.25", "heapr", "global"]),
         (bench, ["small: 8 calibration windows of 64 tokens", "Mixtral"]),
         (Display("layer_ratios", frame), ["1", "achieved_ratio", "layer_ratios"]),
-        (plan(QWEN3, device="h100", host_memory="64GB"), ["30.5 B", "6,144", "h100"]),
+        (plan(QWEN3, memory="80GB"), ["30.5 B", "6,144", "80 GB are free"]),
         (
             Method("plug-in", NASTY, "Nobody 2026", "atoms", print, ("Never run.",)),
             ["plug-in", "Nobody 2026", "Never run."],

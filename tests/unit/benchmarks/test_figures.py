@@ -7,7 +7,6 @@ from figure_rows import (
     cost_rows,
     lines_of,
     measured_damage,
-    measured_growth,
     measured_models,
     measured_quality,
     measured_quantised,
@@ -19,7 +18,6 @@ from benchmarks.figures import (
     beyond,
     cost,
     damage,
-    growth,
     quality,
     quantised,
     speed,
@@ -287,39 +285,6 @@ def test_streaming_is_drawn_by_quantity() -> None:
         "m, streamed",
         "m, in memory",
     ]
-
-
-def test_growth_has_the_first_shape_in_every_panel() -> None:
-    """The median of its repeats, (3 + 5) / 2; time above, memory below."""
-    data = growth.growth_data(measured_growth())
-    own = data[data["way"].eq("in memory")].set_index(["varied", "value"])["seconds"]
-    assert own.to_dict() == {
-        ("tokens", 1024): 4,
-        ("tokens", 2048): 8,
-        ("layers", 2): 4,
-        ("layers", 4): 10,
-        ("experts", 8): 4,
-        ("d_model", 64): 4,
-    }
-    axes = growth.figure_growth(data).axes
-    assert [ax.get_xlabel() for ax in axes[4:]] == list(data["varied"].unique())
-    drawn = [line.get_xydata().tolist() for line in axes[1].get_lines()]
-    predicted, measured, slower, slowly, _ = drawn
-    assert predicted == [[2, 4], [4, 8]]
-    assert measured == [[2, 4], [4, 10]]
-    assert (slower, slowly) == ([[2, 8], [4, 16]], [[2, 8], [4, 20]])
-    memory = [line.get_ydata().tolist() for line in axes[4].get_lines()]
-    assert memory[:2] == [[2.5, 2.5], [2, 2]]
-
-
-def test_growth_is_shown_as_ranges_of_quotients() -> None:
-    """10 s where 8 were predicted, and 16 by the plan; then over all sizes."""
-    table = growth.growth_table(growth.growth_data(measured_growth()))
-    rows = table[table["layers"].eq("streamed")].set_index("varied")
-    assert rows.loc["layers", "values"] == "2 to 4"
-    assert rows.loc["layers", "time ÷ FLOPs and bytes"] == "1.00 to 1.25"
-    assert rows.loc["any", "time ÷ plan"] == "0.50 to 0.62"
-    assert rows.loc["any", "memory ÷ plan"] == "0.80 to 0.80"
 
 
 def test_cost_table_states_units_and_marks_the_paper() -> None:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ipywidgets as ipw
 import nbformat
 import pandas as pd
 import pytest
@@ -20,7 +19,7 @@ from random_tables import small_table
 from heapr_lab.experiments.notebooks import normalise
 from heapr_lab.panel import static_copy
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.static_copy import CLASS, SECONDS, StaticCopy, copy_bundle
+from heapr_lab.panel.static_copy import CLASS, SECONDS
 from heapr_lab.pruning.options import Selection
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -105,23 +104,6 @@ def test_moves_are_followed_by_one_update(
     assert pictures(copy["text/html"]) == [bytes(panel.picture.value)]
     time.sleep(SECONDS / 2)
     assert len(shown) == 3
-
-
-def test_a_plan_is_copied_then_its_panel(
-    shown: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the output in which the plan was, the panel's copy follows once it is made."""
-    monkeypatch.setattr(static_copy, "SECONDS", SECONDS / 4)
-    plan = StaticCopy(lambda: copy_bundle("plan", views=["<p>long</p>"], text="long"))
-    plan.show(ipw.VBox([plan.hides]))
-    assert shown[1][0]["text/plain"].startswith("plan\nlong\n")
-    panel = explore(small_table(), selection=Selection(0.5))
-    panel.copy.take_over(plan)
-    assert panel.copy.hides.value == plan.hides.value
-    copy, options = next_of(shown, 2)
-    assert options.pop("update")
-    assert options == shown[1][1]
-    assert panel.numbers.value in copy["text/html"]
 
 
 def test_an_infeasible_selection_has_no_numbers(shown: Shown) -> None:

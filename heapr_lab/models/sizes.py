@@ -1,0 +1,244 @@
+"""The sizes of a model, from the names and shapes of its tensors; and what fits.
+
+Without torch: shapes stand in the headers of files, and no weight is read.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from heapr_lab.errors import SpecError
+from heapr_lab.models.safetensors_headers import Stored
+
+ATOM_BYTES = 64
+"""Of the running sums of one atom: eight columns in float64."""
+EXTRA_STATES = 3
+"""Kept besides the outputs of all layers: the first inputs, and two gradients."""
+DEQUANTISED = ("fp8", "mxfp4")
+"""Formats of quantised weights that are dequantised when they are read."""
+_SHARE_OF_MEMORY = 0.75
+"""Of what is free, for scores; the rest is for what exists for a moment."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of each tensor, by its name in files or in the model."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt])(i?)b")
+_LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
+_PREDICTING = re.compile(r"(^|\.)mtp[._]")
+_ENDS = re.compile(r"\b(embed_tokens|embeddings|word_embeddings|lm_head|head)\.weight$")
+_EXPERTS = re.compile(
+    r"(\.experts\..*(down_proj|w2|fc2)|moe\.output_linear)(\.weight|_blocks)?$"
+)
+"""Names of W_down of routed experts."""
+_D_EXPERT = ("moe_latent_size", "moe_hidden_size")
+_TOP_K = (
+    "num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k",
+    "top_k_experts",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters, and of what a pass keeps.
+
+    Example:
+        Two layers, each with 2 experts of 8 atoms, between embeddings and head:
+
+        >>> sizes = Sizes((200, 200), (100, 100), 2, {0: 16, 1: 16}, 4, 2, 1)
+        >>> sizes.n_parameters, sizes.n_atoms, sizes.states(2, n_tokens=10)
+        (602, 32, 200)
+    """
+
+    layers: tuple[int, ...]
+    """Parameters of each decoder layer."""
+    ends: tuple[int, ...]
+    """Of the embeddings, and of a head that has weights of its own."""
+    outside: int
+    """Of all else: the last norm, and other towers of a multimodal wrapper."""
+    atoms: Mapping[int, int]
+    """Routed atoms of each MoE layer."""
+    n_experts: int
+    """Routed experts of all layers."""
+    d_model: int
+    top_k: int
+
+    @property
+    def n_parameters(self) -> int:
+        """All parameters."""
+        return sum(self.layers) + sum(self.ends) + self.outside
+
+    @property
+    def n_atoms(self) -> int:
+        """Routed atoms of all layers."""
+        return sum(self.atoms.values())
+
+    def needed(self, itemsize: int, n_tokens: int, *, streamed: bool = False) -> int:
+        """Bytes of weights, of sums, and of what a batch keeps for its backward pass.
+
+        Args:
+            itemsize: bytes of a weight in memory.
+            n_tokens: of a batch.
+            streamed: whether one layer at a time is in memory.
+        """
+        n_at_once = 1 if streamed else len(self.layers)
+        parts = max if streamed else sum
+        weights = self.outside + parts((*self.layers, *self.ends))
+        kept = n_tokens * n_at_once * self._kept_by_a_layer
+        return (weights + kept) * itemsize + ATOM_BYTES * self.n_atoms
+
+    @property
+    def _kept_by_a_layer(self) -> int:
+        """Numbers that autograd keeps of a token in a layer, at most.
+
+        Of each atom that it is routed to the two projections, their activation and h;
+        around the experts sixteen times the width of the model.
+        """
+        d_inter = self.n_atoms // max(1, self.n_experts)
+        return 16 * self.d_model + 4 * self.top_k * d_inter
+
+    def states(self, itemsize: int, *, n_tokens: int) -> int:
+        """Bytes of the states between the layers of a streamed pass."""
+        n_states = len(self.layers) + EXTRA_STATES
+        return n_states * n_tokens * self.d_model * itemsize
+
+
+def sizes_of(shapes: Shapes, config: Mapping[str, Any]) -> Sizes:
+    """The sizes of a model.
+
+    Args:
+        shapes: of its tensors; tied weights have one name.
+        config: the content of its config.json.
+
+    Raises:
+        SpecError: embeddings or decoder layers have names that are not known.
+    """
+    text = text_settings(config)
+    depth = text.get("num_hidden_layers", math.inf)
+    numbers = _layer_numbers(shapes)
+    inside = {name: number for name, number in numbers.items() if number < depth}
+    around = [n for n in shapes if n not in numbers and not _PREDICTING.search(n)]
+    ends = [name for name in around if _ENDS.search(name)]
+    if not ends or not inside:
+        raise SpecError("the weights have no embeddings, or no layers, of known names")
+    d_model = max((shapes[name] for name in ends), key=math.prod)[-1]
+    layers, atoms, n_experts = Counter[int](), Counter[int](), 0
+    for name, number in inside.items():
+        layers[number] += math.prod(shapes[name])
+        if _EXPERTS.search(name):
+            atoms[number] += math.prod(shapes[name])
+            n_experts += shapes[name][0] if len(shapes[name]) > 2 else 1
+    d_expert = next((text[name] for name in _D_EXPERT if text.get(name)), d_model)
+    return Sizes(
+        layers=tuple(layers[number] for number in sorted(layers)),
+        ends=tuple(math.prod(shapes[name]) for name in ends),
+        outside=sum(math.prod(shapes[n]) for n in around if n not in ends),
+        atoms={number: n // d_expert for number, n in sorted(atoms.items())},
+        n_experts=n_experts,
+        d_model=d_model,
+        top_k=next((text[name] for name in _TOP_K if text.get(name)), 1),
+    )
+
+
+def _layer_numbers(shapes: Shapes) -> dict[str, int]:
+    """The number of the decoder layer that each tensor is in, by its name."""
+    places = {name: _LAYER.match(name) for name in shapes}
+    stacks = Counter[str]()
+    for name, place in places.items():
+        if place:
+            stacks[place[1]] += math.prod(shapes[name])
+    largest = max(stacks, key=lambda stack: stacks[stack], default="")
+    found = {name: place for name, place in places.items() if place}
+    return {name: int(p[2]) for name, p in found.items() if p[1] == largest}
+
+
+def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is of the language model."""
+    waiting = [config]
+    for own in waiting:
+        if any(name in own for name in _TOP_K):
+            return own
+        waiting += [inner for inner in own.values() if isinstance(inner, dict)]
+    return config
+
+
+def shapes_in(stored: Stored) -> dict[str, tuple[int, ...]]:
+    """The shapes of weights in files; scales are none, and of 4 bits a byte has two."""
+    return {
+        name: (*own.shape[:-1], 2 * own.shape[-1])
+        if name.endswith("_blocks")
+        else own.shape
+        for tensors in stored.values()
+        for name, own in tensors.items()
+        if not name.endswith(("_scale_inv", "_scales"))
+    }
+
+
+# --- memory -----------------------------------------------------------------------
+
+
+def why_streamed(
+    sizes: Sizes, itemsize: int, n_tokens: int, free: float, *, method: str | None
+) -> str | None:
+    """Why a model is streamed where it is not said; None if it is loaded whole.
+
+    Args:
+        sizes: of the model.
+        itemsize: bytes of a weight in memory.
+        n_tokens: of a calibration window.
+        free: bytes of the device.
+        method: the format of quantised weights, if they are.
+
+    Returns:
+        What is wrong with its numbers, and what is done in place of it.
+    """
+    if method in DEQUANTISED:
+        return (
+            f"the weights are in {method}: they are dequantised when they are read "
+            "from disk, one decoder layer at a time"
+        )
+    needed = sizes.needed(itemsize, n_tokens)
+    if needed <= _SHARE_OF_MEMORY * free:
+        return None
+    return (
+        f"{gigabytes(free)} are free, of which scores may take {_SHARE_OF_MEMORY:.0%}: "
+        f"those of a window of {n_tokens:,} tokens need {gigabytes(needed)}, "
+        f"{gigabytes(itemsize * sizes.n_parameters)} of it for weights, so decoder "
+        "layers are read from disk, one at a time (stream=False loads them all)"
+    )
+
+
+def gigabytes(n_bytes: float) -> str:
+    """A size as text.
+
+    Example:
+        >>> gigabytes(1.25e10), gigabytes(2e6)
+        ('12.5 GB', '0.002 GB')
+    """
+    large = n_bytes / 1e9
+    return f"{large:,.0f} GB" if large >= 100 else f"{large:.3g} GB"
+
+
+def size_of(size: int | str, *, least: int = 1) -> int:
+    """Bytes, from a number or a text with a unit.
+
+    Raises:
+        SpecError: it is neither, or less than `least`.
+
+    Example:
+        >>> size_of("24GB"), size_of("1 GiB")
+        (24000000000, 1073741824)
+    """
+    text = str(size).strip().lower()
+    found = _SIZE.fullmatch(text)
+    n_bytes = int(text) if text.isdecimal() else -1
+    if found:
+        base = 1024 if found[3] else 1000
+        n_bytes = int(float(found[1]) * base ** " kmgt".index(found[2]))
+    if n_bytes < least:
+        raise SpecError(
+            f"a size is {size!r}, expected bytes, or a number with a unit: 16GB, 512MiB"
+        )
+    return n_bytes
