@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from commands import TINY, run
 from families import tiny_ids, tiny_model
 from keeps import random_keep
 from oracles import deepseek as twin
+from processes import run_each
 from safetensors.torch import load_file, save_file
 from stored_tensors import tensors_in
 from tiny_folder import write_text, write_tokenizer
@@ -357,20 +357,20 @@ LOADED = """
 model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=False)
 assert type(model).__module__ == "heapr_lab.pretrained.deepseek", type(model)
 """
-ORDERS = {
-    "heapr_lab first": """
+ORDERS = (
+    """
 import heapr_lab
 from transformers import AutoConfig
 assert AutoConfig.for_model("deepseek").model_type == "deepseek"
 from transformers import AutoModelForCausalLM
 """
     + LOADED,
-    "transformers first": """
+    """
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import heapr_lab
 """
     + LOADED,
-    "transformers has its own": """
+    """
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 class Theirs(LlamaConfig):
     model_type = "deepseek"
@@ -381,14 +381,9 @@ assert heapr_lab.pretrained.deepseek.DeepseekConfig not in (
     AutoModelForCausalLM._model_mapping
 )
 """,
-}
+)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_importing_heapr_lab_is_enough(hub: Path, order: str) -> None:
+def test_importing_heapr_lab_is_enough(hub: Path) -> None:
     """In either order; and what transformers has is left alone."""
-    code = ORDERS[order].format(folder=str(hub))
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_each(*(code.format(folder=str(hub)) for code in ORDERS))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from house import PACKAGE, TOP, WINGS, imported_modules
+from processes import run_each
 
 MOST_AT_THE_TOP = 8
 
@@ -136,40 +137,30 @@ def test_imports_without_torch() -> None:
 _OURS, _CARDS = "import heapr_lab", "from transformers import AutoModelForCausalLM"
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        (_OURS, _CARDS),  # as every card says
-        (_CARDS, _OURS),
-        (_OURS, "from transformers import AutoTokenizer"),
-        (_OURS, "from transformers.models.llama import LlamaForCausalLM"),
-    ],
-)
-def test_transformers_is_imported_after_it_or_before(lines: tuple[str, str]) -> None:
-    """In a process of its own; what heapr_lab registers is there in the end."""
-    code = "\n".join(lines)
-    code += """
+_REGISTERED = """
 from transformers import AutoConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 assert {"heapr", "heapr_composed"} <= AUTO_QUANTIZER_MAPPING.keys()
 assert type(AutoConfig.for_model("deepseek")).__module__.startswith("heapr_lab")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "models.ragged_experts",
-        "models.folders",
-        "methods.composed_experts",
-        "methods.composed_files",
-    ],
-)
-def test_any_module_of_formats_comes_first(module: str) -> None:
+def test_transformers_is_imported_after_it_or_before() -> None:
+    """What heapr_lab registers is there in the end."""
+    orders = [
+        (_OURS, _CARDS),  # as every card says
+        (_CARDS, _OURS),
+        (_OURS, "from transformers import AutoTokenizer"),
+        (_OURS, "from transformers.models.llama import LlamaForCausalLM"),
+    ]
+    run_each(*("\n".join(lines) + _REGISTERED for lines in orders))
+
+
+def test_any_module_of_formats_comes_first() -> None:
     """They register with transformers while it is imported, which imports them."""
-    code = f"import heapr_lab.{module}"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_each(
+        "import heapr_lab.models.ragged_experts",
+        "import heapr_lab.models.folders",
+        "import heapr_lab.methods.composed_experts",
+        "import heapr_lab.methods.composed_files",
+    )

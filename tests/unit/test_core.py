@@ -1,12 +1,11 @@
 """The core: closed, small, read in an hour, and enough for the lines in the README."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from house import CORE, PACKAGE, TOP, WINGS, code_lines, imported_modules
+from processes import run_each
 from tiny_folder import write_text
 
 ROOT = Path(__file__).parents[2]
@@ -82,28 +81,21 @@ def test_what_is_read_first_is_read_in_an_hour() -> None:
     assert sum(code_lines(PACKAGE / row) for row in rows) <= MOST_TO_READ
 
 
-@pytest.mark.parametrize("around", [(), ("checkpoints", "streaming")])
-def test_the_lines_of_the_readme_run_alone(
-    around: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_lines_of_the_readme_run_alone(tmp_path: Path) -> None:
     """Where nothing else can be imported; only writing a checkpoint needs more."""
     assert LINES is not None
-    lines = LINES[1]
+    lines = LINES[1].strip()
     text = repr(str(write_text(tmp_path / "text.txt")))
     for large, small in (SMALLER | {'"pydocs"': text}).items():
         assert large in lines
         lines = lines.replace(large, small)
-    if not around:
-        lines, saving = lines.strip().rsplit("\n", 1)
-        assert "save_pruned" in saving
-    there = f"THERE = {(*TOP, *CORE, *around)!r}\n"
-    done = subprocess.run(
-        [sys.executable, "-c", there + ALONE + lines],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Perplexity(" in done.stdout
-    assert (tmp_path / "smaller" / "config.json").exists() == bool(around)
+    measuring, saving = lines.rsplit("\n", 1)
+    assert "save_pruned" in saving
+    core = (*TOP, *CORE)
+    wider = (*core, "checkpoints", "streaming")
+    alone = [
+        f"THERE = {there!r}\n{ALONE}{code}"
+        for there, code in ((core, measuring), (wider, lines))
+    ]
+    assert run_each(*alone, cwd=tmp_path).count("Perplexity(") == 2
+    assert (tmp_path / "smaller" / "config.json").exists()
