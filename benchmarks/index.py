@@ -176,7 +176,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             Benchmark(
                 "quality_wide",
                 "quality.py",
-                "Additions one by one, the wide model (ridges of before 2026-11-22)",
+                "Additions one by one, the wide model",
                 table=quality.quality_table,
                 data=quality.quality_data,
                 figure=quality.figure_quality,

@@ -8,65 +8,57 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from benchmarks.figures.methods import best_methods_table
-from benchmarks.figures.quality import gains_table
-from benchmarks.figures.real import real_front_table
-from benchmarks.index import BENCHMARKS, Benchmark
+from benchmarks.figures import real
+from benchmarks.index import BENCHMARKS, Benchmark, results_of, rows_beside
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments.claims import CALIBRATED, OTHERS
+from heapr_lab.experiments.claims import (
+    NO_WINDOWS,
+    Evidence,
+    claims,
+    kept_of_items,
+)
+from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNDECIDED, UNTESTED
 from heapr_lab.figures.files import table_markdown
+
+MOST_ROWS = 10
+"""Of a table in sight."""
 
 # --- README.md --------------------------------------------------------------------
 
 
 def front_blocks(
-    claims: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
+    lab: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
 ) -> dict[str, str]:
     """The blocks of README.md that contain numbers.
 
     Args:
-        claims: from `claims.claims`.
+        lab: `claims.claims` of the lab model.
         measured: rows of the benchmarks, from `index.measured`.
     """
+    costs = _cost(measured["cost"]), _streamed(measured["streaming"])
     return {
-        "numbers": _numbers(measured),
-        "real": as_block(real_front_table(measured["real"])),
-        "claims": as_block(claims_by_corpus(claims)),
-        "better": as_block(better_table(measured)),
-        "methods": as_block(best_methods_table(measured["methods"])),
+        "real": as_block(real.real_front_table(measured["real"])),
+        "measured_on": real.measured_on(measured["real"]),
+        "cost": "\n" + "".join(f"* {line}\n" for line in costs),
+        "claims": as_block(claims_table(lab, measured)),
     }
 
 
-def better_table(measured: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Δloss of the default ÷ HEAPr's at equal atoms, on every model."""
-    return gains_table(measured["quality_models"])
-
-
-def _numbers(measured: Mapping[str, pd.DataFrame]) -> str:
-    """Two list items: the cost of one pass, and the Δloss of the best variant."""
-    cost = measured["cost"]
+def _cost(rows: pd.DataFrame) -> str:
+    """What the scores cost beside the paper's algorithm."""
     times = {
-        method: cost.loc[cost["method"].eq(method), "times_baseline"]
+        method: rows.loc[rows["method"].eq(method), "times_baseline"]
         for method in ("one_pass", "two_stage")
     }
     one, two = (f"{t.min():.2f} to {t.max():.2f}" for t in times.values())
-    better = better_table(measured)
-    alone = gains_table(measured["quality_models"], "compress")
-    own, corpus = (_pooled_gains(table.iloc[-1]) for table in (better, alone))
-    models = len(better) - 1
     machine = BENCHMARKS["cost"].machine()
     return (
-        f"\n* Scoring costs **{one} ×** a forward and backward pass; the paper's "
-        f"Algorithm 1 costs {two} × ({len(times['one_pass'])} random models, "
-        f"{machine['n_threads']} thread of an {machine['device']}).\n"
-        "* With 40 % of the atomic experts gone and nothing trained, `heapr-lab prune` "
-        f"loses {own} ({models} lab models, pydocs and WikiText-2; worst: any ratio).\n"
-        f"* Fitted to the corpus alone (`compress`, `--own-text 0`), {corpus}.\n"
-        f"* {_streamed(measured['streaming'])}\n"
+        f"Scoring takes {one} × the time of a forward and backward pass; the paper's "
+        f"Algorithm 1 takes {two} × ({len(times['one_pass'])} random models, "
+        f"{machine['n_threads']} thread of an {machine['device']})."
     )
 
 
@@ -82,37 +74,62 @@ def _streamed(rows: pd.DataFrame) -> str:
     return (
         f"A checkpoint of {large['checkpoint_bytes'] / 1e9:.0f} GB (random weights of "
         f"DeepSeekMoE-16B's shape) is scored, pruned and evaluated in "
-        f"**{large['peak_bytes'] / 1e9:.1f} GB** of memory ({large['tokens']} tokens, "
+        f"{large['peak_bytes'] / 1e9:.1f} GB of memory ({large['tokens']} tokens, "
         f"{minutes:.0f} min, {large['bytes_read'] / 1e9:.0f} GB read); where both fit, "
-        f"streamed scores take **{price:.2f} ×** the time "
+        f"streamed scores take {price:.2f} × the time "
         "(`benchmarks/streaming.py`)."
     )
 
 
-def _pooled_gains(row: "pd.Series[Any]") -> str:
-    """The row of all models of `gains_table` at 40 %, in words."""
-    parts = []
-    for text, where in (("the calibrated corpus", ""), ("other text", ", other text")):
-        pooled = row[f"40 %{where} ↓"].partition(" ")[0]
-        worst = row[f"worst{where} ↓"]
-        parts.append(f"**{pooled} ×** what HEAPr loses on {text} (worst: {worst} ×)")
-    return " and ".join(parts)
+# --- claims -----------------------------------------------------------------------
+
+_ORDER = (DISAGREES, UNDECIDED, AGREES, UNTESTED)
+_REAL, _LAB = "`smolmoe`, pretrained", "lab models, trained here"
 
 
-def claims_by_corpus(found: pd.DataFrame) -> pd.DataFrame:
-    """`claims` with one row for each claim and a column for each kind of corpus.
-
-    Claims without a corpus (accuracy, tenths) are in the column of the calibrated one.
-    """
-    split = found["claim"].str.extract(rf"^(?:({CALIBRATED}|{OTHERS}), )?(.*)$")
-    where, claim = split[0].fillna(CALIBRATED), split[1]
-    holds = found["holds"].map({True: "yes: ", False: "**no**: "})
-    long = pd.DataFrame(
-        {"claim": claim, "where": where, "found": holds + found["found"]}
+def real_evidence(rows: pd.DataFrame) -> Evidence:
+    """What was measured of the pretrained MoE: `real.csv` and the files beside it."""
+    windows, items = (
+        real.first_states(rows_beside("real", part)) for part in ("windows", "items")
     )
-    table = long.pivot(index="claim", columns="where", values="found")
-    order = list(dict.fromkeys(claim))
-    return table.loc[order, list(dict.fromkeys(where))].reset_index()
+    own = real.first_states(rows)
+    removed = own[own["method"].eq("heapr")].set_index("ratio")["parameters_saved"]
+    return Evidence(
+        calibrated_on=real.FITTED_TO,
+        windows=windows,
+        items=items,
+        kept=kept_of_items(items, removed.to_dict()),
+    )
+
+
+def claims_table(
+    lab: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
+) -> pd.DataFrame:
+    """The paper's claims on the pretrained MoE and on lab models, refuted ones first.
+
+    Args:
+        lab: `claims.claims` of the lab model, as committed.
+        measured: rows of the benchmarks, from `index.measured`.
+    """
+    real_claims = claims(real_evidence(measured["real"])).set_index("number")
+    lab = lab.set_index("number")
+    rivals = claims(
+        Evidence("pydocs", windows=NO_WINDOWS, rivals=results_of("methods"))
+    ).set_index("number")
+    ours = rivals["verdict"].ne(UNTESTED) & lab["verdict"].eq(UNTESTED)
+    lab = lab.where(~ours, rivals)
+    said = real_claims["claim"] + " (the paper: " + real_claims["paper"] + ")"
+    said = said.str.removesuffix(" (the paper: )")
+    table = pd.DataFrame(
+        {"the paper": said, _REAL: _cells(real_claims), _LAB: _cells(lab)}
+    )
+    places = pd.DataFrame([real_claims["verdict"], lab["verdict"]]).map(_ORDER.index)
+    return table.loc[places.min().sort_values(kind="stable").index]
+
+
+def _cells(found: pd.DataFrame) -> "pd.Series[str]":
+    verdicts = found["verdict"].replace({DISAGREES: f"**{DISAGREES}**"})
+    return verdicts + ": " + found["found"]
 
 
 # --- figures/README.md ------------------------------------------------------------
@@ -127,20 +144,19 @@ class Section:
 
 
 def sections(
-    summary: pd.DataFrame, claims: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
+    summary: pd.DataFrame, lab: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
 ) -> dict[str, Section]:
     """Every section of `figures/README.md`.
 
     Args:
-        summary: from `summary_table`.
-        claims: from `claims.claims`.
+        summary: from `summary.summary_table`.
+        lab: `claims.claims` of the lab model.
         measured: rows of the benchmarks, from `index.measured`.
     """
-    holds = claims["holds"].map({True: "yes", False: "**no**"})
-    checked = as_block(claims.assign(holds=holds))
+    checked = as_block(lab.drop(columns="number"))
     found = {
         "summary": Section("What pruning costs and saves", as_block(summary)),
-        "claims": Section("The paper's claims", checked),
+        "claims": Section("The paper's claims on the lab model", checked),
     }
     for name, data in measured.items():
         row = BENCHMARKS[name]
@@ -159,7 +175,15 @@ def _shown(row: Benchmark, data: pd.DataFrame) -> str:
         f"[machine]({results.removesuffix('csv')}json).\n"
     )
     figure = f"\n![{row.title}]({row.stem}.png)\n" if row.figure else ""
-    return f"{said}{figure}{as_block(row.table(data))}"
+    return f"{said}{figure}{folded(row.table(data))}"
+
+
+def folded(frame: pd.DataFrame) -> str:
+    """A block of the table, below a line that is clicked if it is long."""
+    block, rows = as_block(frame), len(frame)
+    if rows <= MOST_ROWS:
+        return block
+    return f"\n<details><summary>{rows} rows</summary>\n{block}\n</details>\n"
 
 
 def fill_sections(path: Path, found: Mapping[str, Section]) -> None:

@@ -35,11 +35,6 @@ MEASURES = {
     "pooled": f"Δloss, mean of models\n[{PER_TOKEN}] ↓",
     "worst": f"Δloss, worst model\n[{PER_TOKEN}] ↓",
 }
-_IN_SHORT = (
-    "compresses", "method", "Δloss", "worst", "other corpora", "parameters saved",
-    "fitting [s]",
-)  # fmt: skip
-"""Beginnings of the columns of a table of few methods."""
 _LINEAR_BELOW = 0.01
 _Ends = dict[str, tuple[float, float, str]]
 """By method, where its line ends, and its colour."""
@@ -372,18 +367,6 @@ def _more(row: pd.Series, at: str) -> dict[str, Any]:
         "fitting [s] ↓": row["fit_seconds"],
         "memory of fitting [MB] ↓": row["fit_peak_bytes"] / 1e6,
     }
-
-
-def best_methods_table(data: pd.DataFrame) -> pd.DataFrame:
-    """A few rows of `methods_table`: HEAPr, `compress`, and the best of other kinds."""
-    alone = data[~data["variant"].str.endswith(_SUFFIX)]
-    table = methods_table(alone)
-    kinds = table["compresses"]
-    chosen = table["method"].isin([PAPER, OURS]) | (
-        ~kinds.eq("atoms") & ~kinds.duplicated()
-    )
-    shown = table.columns[table.columns.str.startswith(_IN_SHORT)]
-    return table.loc[chosen, shown].reset_index(drop=True)
 
 
 def published_table() -> pd.DataFrame:

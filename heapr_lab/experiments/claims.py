@@ -1,140 +1,403 @@
-"""The paper's claims, checked against our measurements, and a summary of these."""
+"""The paper's own statements, each with a verdict from what was measured.
 
+Twelve sentences and tables of the paper. A claim *agrees* or *disagrees* where a 95 %
+interval over windows, items, draws or models lies on one side, is *undecided* where it
+does not, and *cannot be tested here* where nothing was measured. There is no threshold
+that is not the paper's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 import pandas as pd
 
-from heapr_lab.figures import bins_data
-from heapr_lab.pruning.savings import at_context
+from heapr_lab.experiments.answers import published_rises
+from heapr_lab.experiments.intervals import (
+    AGREES,
+    DISAGREES,
+    UNDECIDED,
+    UNTESTED,
+    Interval,
+    accuracy_difference,
+    interval_of,
+    loss_difference,
+    of_error,
+    state,
+    verdict_of,
+)
+from heapr_lab.experiments.paper_answers import early_peak, gaps_of, late_rise
+from heapr_lab.figures.paper import paper_table
 
-CALIBRATED = "on the calibrated corpus"
-OTHERS = "on others"
-_PAPER = {"scope": "global", "granularity": "atom", "structure": "ragged"}
-SUMMARY_RATIOS = (0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.8)
+RATIOS = (0.2, 0.25, 0.4, 0.6)
+"""Where methods are compared, as far as they were measured there."""
+RIVALS = (
+    "naee", "moe-i2-like", "moe-svd-like", "d2-moe", "mc-smoe", "hc-smoe",
+    "sub-moe-like",
+)  # fmt: skip
+"""The methods of the paper's main table."""
+NO_WINDOWS = pd.DataFrame(columns=["method", "ratio", "corpus", "window", "nll"])
+"""Of a model whose losses were not measured window by window."""
+_SAME_SCORES = "tests/oracle/test_two_stage.py"
 
 
-def claims(results: pd.DataFrame, bins: pd.DataFrame) -> pd.DataFrame:
-    """The paper's claims, our findings, and whether the claims hold.
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of one model; a frame is empty where nothing was."""
 
-    Args:
-        results: evaluation rows of the boundary and the ablations.
-        bins: rows of `paper.bin_results`.
+    calibrated_on: str
+    windows: pd.DataFrame
+    """Columns method, ratio, corpus, window, nll [nats per token]."""
+    items: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """Columns method, ratio, and those of `task_items`."""
+    kept: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """By share of the whole model that is removed, the share of the accuracy that is
+    kept: columns removed, value, low, high."""
+    savings: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """Columns ratio, granularity, flops_reduction."""
+    bins: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """From `figures.bins_data`."""
+    shares: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """From `paper.layer_shares`."""
+    draws: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """From `paper.calibration_results`."""
+    rivals: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """Rows of `benchmarks/methods.py`: model, variant, ratio, `delta_nll CORPUS`."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict, and the numbers that it comes from."""
+
+    verdict: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper, its numbers, and how it is tested."""
+
+    says: str
+    paper: Callable[[], str]
+    test: Callable[[Evidence], Finding | None]
+    """None where nothing was measured."""
+    missing: str = "not measured"
+
+
+def claims(evidence: Evidence) -> pd.DataFrame:
+    """Every claim with its verdict on one model.
 
     Returns:
-        Columns claim, found, holds.
+        Columns number, claim, paper (its numbers), found and verdict.
     """
-    within = results["dataset"].eq(results["calibration"].iloc[0])
-    parts = {CALIBRATED: results[within], OTHERS: results[~within]}
-    rows = [_accuracy_kept(results), *_predicts_loss(bins)]
-    for where, part in parts.items():
-        if part["metric"].eq("nll").any():
-            rows += [
-                _nearly_lossless(part, where),
-                _lower_loss(part, where, "scope", ("global", "layer")),
-                _lower_loss(part, where, "granularity", ("atom", "expert")),
-            ]
-    return pd.DataFrame(rows, columns=["claim", "found", "holds"])
+    rows = []
+    for number, claim in enumerate(CLAIMS, start=1):
+        finding = claim.test(evidence) or Finding(UNTESTED, claim.missing)
+        rows.append(
+            {
+                "number": number,
+                "claim": claim.says,
+                "paper": claim.paper(),
+                "found": finding.found,
+                "verdict": finding.verdict,
+            }
+        )
+    return pd.DataFrame(rows)
 
 
-def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
-    """Perplexities, accuracy and savings of the paper's method over the ratios.
+def kept_of_items(items: pd.DataFrame, removed: Mapping[float, float]) -> pd.DataFrame:
+    """`Evidence.kept` of HEAPr's states.
 
     Args:
-        results: evaluation rows, including those of the dense model.
-        savings: parameters and FLOPs saved per setting.
+        items: answers of the dense model and of HEAPr at several ratios.
+        removed: by ratio, the share of the whole model that is removed.
     """
-    ours = results_of_method(results, "heapr")
-    dense = results[results["estimator"].eq("dense")]
-    rows = pd.concat([dense, ours])
-    rows = rows[rows["metric"].isin(["perplexity", "accuracy"])]
-    rows = rows[rows["ratio"].isin(SUMMARY_RATIOS)].drop_duplicates(
-        ["ratio", "dataset", "metric"]
-    )
-    label = rows["metric"] + " " + rows["dataset"]
-    order = list(dict.fromkeys(label))
-    values = rows.assign(label=label).pivot(
-        index="ratio", columns="label", values="value"
-    )[order]
-    saved = (
-        results_of_method(savings, "heapr").drop_duplicates("ratio").set_index("ratio")
-    )
-    shares = ["parameter_reduction", "flops_reduction", "routed_flops_reduction"]
-    joined = values.join(saved[shares])
-    joined[shares] = joined[shares].fillna(0.0)
-    (context,) = set(saved["seq_len"].map(at_context))
-    names = {
-        "parameter_reduction": "parameters saved",
-        "flops_reduction": f"FLOPs saved {context}",
-        "routed_flops_reduction": "routed FLOPs saved",
-    }
-    return joined.rename(columns=names).reset_index()
-
-
-def results_of_method(
-    frame: pd.DataFrame, estimator: str, **changes: str
-) -> pd.DataFrame:
-    """Rows of an estimator with the paper's settings, except for `changes`."""
-    chosen = frame["estimator"].eq(estimator)
-    for column, value in (_PAPER | changes).items():
-        chosen &= frame[column].eq(value)
-    return frame[chosen]
-
-
-def _values(frame: pd.DataFrame, metric: str, ratio: float | None = None) -> pd.Series:
-    rows = frame[frame["metric"].eq(metric)]
-    if ratio is not None:
-        rows = rows[rows["ratio"].eq(ratio)]
-    keys = ["dataset"] if ratio is not None else ["dataset", "ratio"]
-    return rows.drop_duplicates(keys).set_index(keys)["value"]
-
-
-def _dense(results: pd.DataFrame, metric: str) -> pd.Series:
-    return _values(results[results["estimator"].eq("dense")], metric, 0.0)
-
-
-def _nearly_lossless(results: pd.DataFrame, where: str) -> tuple[str, str, bool]:
-    pruned = _values(results_of_method(results, "heapr"), "perplexity", 0.2)
-    rise = pruned / _dense(results, "perplexity") - 1
-    found = ", ".join(f"{name} {value:+.2%}" for name, value in rise.items())
-    claim = f"{where}, at 20 % perplexity rises by at most 1 %"
-    return claim, found, bool((rise <= 0.01).all())
-
-
-def _accuracy_kept(results: pd.DataFrame) -> tuple[str, str, bool]:
-    rows = results[results["metric"].eq("accuracy")]
-    dense = rows[rows["estimator"].eq("dense")].iloc[0]
-    pruned = _values(results_of_method(rows, "heapr"), "accuracy", 0.2).iloc[0]
-    found = f"{dense['value']:.3f} → {pruned:.3f}, standard error {dense['stderr']:.3f}"
-    holds = abs(pruned - dense["value"]) <= dense["stderr"]
-    return "at 20 % accuracy stays within one standard error", found, bool(holds)
-
-
-def _lower_loss(
-    results: pd.DataFrame, where: str, column: str, order: tuple[str, str]
-) -> tuple[str, str, bool]:
-    """Mean loss difference of two variants over corpora, at every common ratio."""
-    better, worse = order
-    first = _values(results_of_method(results, "heapr", **{column: better}), "nll")
-    second = _values(results_of_method(results, "heapr", **{column: worse}), "nll")
-    gaps = (second - first).dropna().groupby("ratio").mean()
-    found = ", ".join(f"{gap:+.4f} at {ratio:.0%}" for ratio, gap in gaps.items())
-    claim = f"{where}, {column}: {better} loses less than {worse}"
-    return (
-        claim,
-        f"{worse} − {better} [nats per token]: {found}",
-        bool((gaps > 0).all()),
-    )
-
-
-def _predicts_loss(bins: pd.DataFrame) -> list[tuple[str, str, bool]]:
+    dense = state(items, "dense", 0.0).groupby("task")["acc"].mean().mean()
     rows = []
-    data = bins_data(bins)
-    for order, name in (("index", "original index"), ("score", "score rank")):
-        found = data.attrs["spearman"][order]
-        interval = f"{found['rho_low']:.2f} to {found['rho_high']:.2f}"
-        rows.append(
-            (
-                f"Spearman of Δloss with the score, tenths by {name}: at least 0.8",
-                f"{found['rho']:.2f} (95 % interval {interval})",
-                bool(found["rho"] >= 0.8),
-            )
+    for ratio, share in removed.items():
+        change = accuracy_difference(items, "heapr", "dense", ratio, of=0.0)
+        if change is not None:
+            kept = [1 + x / dense for x in (change.value, change.low, change.high)]
+            rows.append((share, *kept))
+    return pd.DataFrame(rows, columns=["removed", "value", "low", "high"])
+
+
+def kept_of_boundary(boundary: pd.DataFrame) -> pd.DataFrame:
+    """`Evidence.kept` from `figures.boundary_data`."""
+    rows = boundary[boundary["source"].eq("ours") & boundary["metric"].eq("accuracy")]
+    rows = rows[rows["ratio"].gt(0)]
+    pairs = zip(rows["relative"], rows["relative_stderr"], strict=True)
+    kept = pd.DataFrame([vars(of_error(*pair)) for pair in pairs])
+    return kept.assign(removed=rows["parameter_reduction"].to_numpy())
+
+
+# --- the paper's numbers ----------------------------------------------------------
+
+
+def _published_losses() -> str:
+    rises, drop = published_rises(), _largest_drop()
+    return (
+        f"to 25 %: perplexity {rises.min():+.1%} to {rises.max():+.1%}, accuracy "
+        f"{-drop:+.2f} to 0"
+    )
+
+
+def _largest_drop() -> float:
+    """The most that HEAPr loses of the mean accuracy at up to 25 %."""
+    rows = paper_table("main_results").query("ratio <= 0.25")
+    wide = rows.pivot(index="model", columns="method", values="average")
+    wide = wide[["Original", "HEAPr"]].astype(float).dropna()
+    return float((wide["Original"] - wide["HEAPr"]).max())
+
+
+def _published_averages(*names: str) -> str:
+    table = paper_table("global_vs_layer")
+    rows = table[table["method"].isin(names)]
+    models = rows.groupby("model")["method"].nunique()
+    one = rows[rows["model"].eq(models.idxmax())]
+    parts = [
+        f"{ratio:.0%}: " + ", ".join(part.set_index("method").loc[[*names], "average"]
+        .map("{:.1f}".format))
+        for ratio, part in one.groupby("ratio")
+    ]  # fmt: skip
+    return f"mean accuracy of {', '.join(names)} at {'; '.join(parts)}"
+
+
+def _published_grain() -> str:
+    table = paper_table("granularity")
+    wide = table.pivot(index="ratio", columns="level", values="wikitext2_ppl")
+    said = "; ".join(
+        f"{row['Atomic Expert']} against {row['Expert']} at {ratio:.0%}"
+        for ratio, row in wide.iterrows()
+    )
+    return f"perplexity {said}; whole experts save no FLOPs"
+
+
+def _published_flops() -> str:
+    table = paper_table("granularity").query("level == 'Atomic Expert'")
+    said = " and ".join(
+        f"{row['flops_reduction']:.0%} at {row['ratio']:.0%}"
+        for row in table.to_dict("records")
+    )
+    return f'"nearly 20%" in its abstract; {said} in its table'
+
+
+def _published_boundary() -> str:
+    table = paper_table("boundary")
+    return "; ".join(
+        f"{row['accuracy_retained']:.0%} of the accuracy at "
+        f"{row['share_of_model_removed']} of the model"
+        for row in table.to_dict("records")
+    )
+
+
+def _published_cost() -> str:
+    rows = paper_table("cost").query("method == 'HEAPr'")
+    return "; ".join(
+        f"{row['model']}: {row['gpu_minutes']} min, {row['memory_gb']} GB"
+        for row in rows.to_dict("records")
+    )
+
+
+# --- tests ------------------------------------------------------------------------
+
+
+def _same_scores(_: Evidence) -> Finding:
+    return Finding(AGREES, f"equal in float64, from one pass (`{_SAME_SCORES}`)")
+
+
+def _first_of_rivals(evidence: Evidence) -> Finding | None:
+    """The mean loss above HEAPr's over ratios, with its interval over models."""
+    if evidence.rivals.empty:
+        return None
+    losses = evidence.rivals.pivot_table(
+        index="model",
+        columns="variant",
+        values=f"delta_nll {evidence.calibrated_on}",
+    )
+    names = [name for name in RIVALS if name in losses]
+    gaps = {name: interval_of(losses[name] - losses["heapr"]) for name in names}
+    nearest = min(gaps, key=lambda name: gaps[name].value)
+    said = f"nearest {nearest}: {gaps[nearest].said()} nats more, {len(losses)} models"
+    verdict = verdict_of(gap.verdict for gap in gaps.values())
+    return Finding(verdict, f"{len(names)} rivals; {said}")
+
+
+def _nearly_lossless(evidence: Evidence) -> Finding | None:
+    """No more lost than on the paper's model that loses most at up to 25 %."""
+    most, drop = float(np.log1p(published_rises().max())), _largest_drop()
+    own = evidence.windows[evidence.windows["corpus"].eq(evidence.calibrated_on)]
+    said, verdicts = [], []
+    for ratio in RATIOS[:2]:
+        loss = loss_difference(own, "heapr", "dense", ratio, of=0.0)
+        if loss is not None:
+            said.append(f"perplexity {_as_rise(loss)} at {ratio:.0%}")
+            verdicts.append(_at_most(loss, most))
+        right = accuracy_difference(evidence.items, "heapr", "dense", ratio, of=0.0)
+        if right is not None:
+            said.append(f"accuracy {right.said('+.2f')}")
+            verdicts.append(Interval(*(x + drop for x in _three(right))).verdict)
+    return _all_of(verdicts, said)
+
+
+def _three(interval: Interval) -> tuple[float, float, float]:
+    return interval.value, interval.low, interval.high
+
+
+def _as_rise(loss: Interval) -> str:
+    return Interval(*map(float, np.expm1(_three(loss)))).said("+.0%")
+
+
+def _at_most(found: Interval, most: float) -> str:
+    value, low, high = _three(found)
+    return Interval(most - value, most - high, most - low).verdict
+
+
+def _all_of(verdicts: Sequence[str], said: Sequence[str]) -> Finding | None:
+    return Finding(verdict_of(verdicts), "; ".join(said)) if said else None
+
+
+def _flops(evidence: Evidence) -> Finding | None:
+    """Whether the count is nearer to the abstract's or to the table's."""
+    if evidence.savings.empty:
+        return None
+    saved = evidence.savings[evidence.savings["granularity"].eq("atom")]
+    saved = saved.drop_duplicates("ratio").set_index("ratio")["flops_reduction"]
+    stated = paper_table("granularity").query("level == 'Atomic Expert'")
+    table = stated.set_index("ratio")["flops_reduction"][0.2]
+    found = saved[0.2]
+    verdict = DISAGREES if abs(found - table) < abs(found - 0.2) else AGREES
+    said = " and ".join(f"{saved[r]:.1%} at {r:.0%}" for r in RATIOS[:2] if r in saved)
+    words = {DISAGREES: "as its table, not its abstract", AGREES: "as its abstract"}
+    return Finding(verdict, f"{said}: {words[verdict]}")
+
+
+def _ordered(*pairs: tuple[str, str]) -> Callable[[Evidence], Finding | None]:
+    """The first of each pair loses more than the second, on every kind of text."""
+
+    def test(evidence: Evidence) -> Finding | None:
+        same = evidence.windows["corpus"].eq(evidence.calibrated_on)
+        parts = {"": evidence.windows[same], ", other text": evidence.windows[~same]}
+        said, verdicts = [], []
+        for method, other in pairs:
+            for where, part in parts.items():
+                gaps = gaps_of(part, method, other, RATIOS)
+                verdicts += [gap.verdict for gap in gaps.values()]
+                numbers = ", ".join(f"{r:.0%} {g.in_short()}" for r, g in gaps.items())
+                if gaps:
+                    said.append(f"{method} − {other}{where}: {numbers}")
+        return _all_of(verdicts, said)
+
+    return test
+
+
+def _predicts(evidence: Evidence) -> Finding | None:
+    if evidence.bins.empty:
+        return None
+    found = evidence.bins.attrs["spearman"]["index"]
+    rho = Interval(found["rho"], found["rho_low"], found["rho_high"])
+    rows = evidence.bins[evidence.bins["order"].eq("index")]
+    worst = rows.loc[rows["delta_nll"].idxmax()]
+    times = worst["delta_nll"] / worst["score_sum"]
+    return Finding(
+        rho.verdict,
+        f"Spearman {rho.said('.2f')}; the costliest tenth: {times:.1f} × its scores",
+    )
+
+
+def _boundary(evidence: Evidence) -> Finding | None:
+    """The accuracy kept at the largest share below the paper's first position."""
+    if evidence.kept.empty:
+        return None
+    first = paper_table("boundary").iloc[0]
+    share = float(str(first["share_of_model_removed"]).lstrip("<"))
+    within = evidence.kept[evidence.kept["removed"].lt(share)]
+    if within.empty:
+        return None
+    at = within.loc[within["removed"].idxmax()]
+    kept = Interval(at["value"], at["low"], at["high"])
+    least = float(first["accuracy_retained"])
+    verdict = Interval(*(x - least for x in _three(kept))).verdict
+    most = evidence.kept["removed"].max()
+    return Finding(
+        verdict,
+        f"{kept.said('.0%')} of the accuracy at {at['removed']:.0%} of the model; "
+        f"measured to {most:.0%}",
+    )
+
+
+def _corpora(evidence: Evidence) -> Finding | None:
+    """WikiText-2 in place of C4, over draws; unaffected means no difference."""
+    pair = ("wikitext2", "c4")
+    rows = evidence.draws
+    if rows.empty or not {*pair} <= {*rows["calibration"]}:
+        return None
+    rows = rows[rows["metric"].eq("nll") & rows["calibration"].isin(pair)]
+    rows = rows[rows["n_sequences"].eq(rows["n_sequences"].max())]
+    said, verdicts = [], []
+    for corpus, part in rows.groupby("dataset"):
+        wide = part.pivot(index="seed", columns="calibration", values="value")
+        gap = interval_of(wide[pair[0]] - wide[pair[1]])
+        verdicts.append(UNDECIDED if gap.verdict == UNDECIDED else DISAGREES)
+        said.append(f"{gap.said()} on {corpus}")
+    return _all_of(verdicts, [f"wikitext2 − c4, nats per token: {', '.join(said)}"])
+
+
+def _by_layer(evidence: Evidence) -> Finding | None:
+    if evidence.shares.empty:
+        return None
+    said, verdicts = [], []
+    for ratio, part in evidence.shares.groupby("ratio"):
+        early, late = early_peak(part), late_rise(part)
+        verdicts += [early.verdict, late.verdict]
+        said.append(
+            f"at {ratio:.0%} first third {early.said('+.2f')}, last layer "
+            f"{late.said('+.2f')} of a layer, compared with the middle"
         )
-    return rows
+    return _all_of(verdicts, said)
+
+
+CLAIMS = (
+    Claim("two forward passes and one backward, d × d per expert", str, _same_scores),
+    Claim(
+        "HEAPr loses least among its seven rivals",
+        lambda: "first in every comparison",
+        _first_of_rivals,
+    ),
+    Claim("nearly lossless at 20 to 25 %", _published_losses, _nearly_lossless),
+    Claim("FLOPs fall by nearly 20 % at 20 to 25 %", _published_flops, _flops),
+    Claim(
+        "CAMERA-P loses more than HEAPr-L, and HEAPr-L more than HEAPr-G",
+        lambda: _published_averages("CAMERA-P", "HEAPr-L", "HEAPr-G"),
+        _ordered(("camera-p", "heapr-l"), ("heapr-l", "heapr")),
+    ),
+    Claim(
+        "global ranking beats layer-wise ranking",
+        lambda: _published_averages("HEAPr-L", "HEAPr-G"),
+        _ordered(("heapr-l", "heapr")),
+    ),
+    Claim(
+        "atoms beat whole experts",
+        _published_grain,
+        _ordered(("heapr-expert", "heapr")),
+    ),
+    Claim(
+        "the loss of each tenth of the model follows its summed score",
+        lambda: "only drawn",
+        _predicts,
+    ),
+    Claim("the pruning boundary", _published_boundary, _boundary),
+    Claim(
+        "largely unaffected by the calibration corpus, WikiText-2 or C4",
+        lambda: "only drawn",
+        _corpora,
+        "not calibrated on both",
+    ),
+    Claim(
+        "early layers lose most, the middle least, the last ones more again",
+        lambda: "only drawn",
+        _by_layer,
+    ),
+    Claim("minutes and memory on a GPU", _published_cost, lambda _: None, "no GPU run"),
+)
+"""In the order of the paper."""

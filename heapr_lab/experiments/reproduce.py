@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments import claims, paper
+from heapr_lab.experiments.summary import summary_table
 from heapr_lab.experiments.workers import (
     Step,
     default_workers,
@@ -34,6 +35,7 @@ from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import cache, files, paths
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text import pydocs
+from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
@@ -54,8 +56,12 @@ class Summary:
     saved: pd.Series = field(repr=False)
     """Parameters and FLOPs saved at 25 %."""
     claims: pd.DataFrame = field(repr=False)
-    """The paper's claims, our findings, and whether the claims hold."""
+    """The paper's claims, our findings, and a verdict for each."""
     seconds: float
+
+    def _verdicts(self) -> str:
+        counts = self.claims["verdict"].value_counts(sort=False)
+        return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
     def lines(self) -> list[str]:
         """The summary for the user, as lines of text."""
@@ -76,8 +82,7 @@ class Summary:
             f"{saved['flops_reduction']:.1%} of the FLOPs "
             f"{at_context(saved['seq_len'])} "
             f"({saved['routed_flops_reduction']:.1%} of the routed experts')",
-            f"{self.claims['holds'].sum()} of {len(self.claims)} claims of the paper "
-            "hold here (0_claims_table.md)",
+            f"claims of the paper here: {self._verdicts()} (0_claims_table.md)",
             f"figures and tables: {self.figures}",
         ]
 
@@ -125,7 +130,7 @@ def reproduce(
         _harvest(bench, executor)
         corpora, skipped = paper.test_corpora()
         measured = run_experiments(bench, corpora, executor)
-        found = claims.claims(measured.results, measured.tenths)
+        found = claims.claims(evidence_of(bench, measured, corpora))
         drawn = draw_all(bench, measured, found, folder, executor)
         executed: list[Path] = []
         if notebooks:
@@ -214,6 +219,23 @@ def run_experiments(
     )
 
 
+def evidence_of(
+    bench: Workbench, measured: Measurements, corpora: list[str]
+) -> claims.Evidence:
+    """What the claims are tested on, from the cache once all is measured."""
+    savings = paper.savings(bench, paper.all_settings())
+    boundary = figures.boundary_data(measured.results, savings)
+    return claims.Evidence(
+        calibrated_on=DEFAULT_CORPUS,
+        windows=paper.window_losses(bench, corpora),
+        kept=claims.kept_of_boundary(boundary),
+        savings=savings,
+        bins=figures.bins_data(measured.tenths),
+        shares=paper.layer_shares(bench),
+        draws=measured.sizes,
+    )
+
+
 def _measure(bench: Workbench) -> None:
     bench.importance()
 
@@ -268,7 +290,7 @@ def draw_all(
     futures = (future for _, future in finished(calls, executor))
     written = [path for future in futures for path in future.result()]
     written += write_table(found, folder / "0_claims_table")
-    summary = claims.summary_table(measured.results, savings)
+    summary = summary_table(measured.results, savings)
     written += write_table(summary, folder / "0_summary_table")
     return sorted(written)
 

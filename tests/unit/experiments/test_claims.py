@@ -3,107 +3,223 @@
 import pandas as pd
 import pytest
 
-from benchmarks.readme import claims_by_corpus
-from heapr_lab.experiments.claims import claims, summary_table
+from benchmarks.index import results_of
+from benchmarks.readme import claims_table
+from heapr_lab.experiments import claims as tested
+from heapr_lab.experiments.claims import Evidence, claims
+from heapr_lab.experiments.summary import summary_table
+from heapr_lab.figures import bins_data
+from heapr_lab.storage import paths
 
-_SHARED = {"structure": "ragged", "stderr": 0.02, "calibration": "text"}
 
-
-def rows(
-    ratio: float, nll: float, accuracy: float, **changes: str
-) -> list[dict[str, object]]:
-    """Perplexity, nll and accuracy rows of one setting."""
-    setting = {
-        "estimator": "heapr",
-        "scope": "global",
-        "granularity": "atom",
-        "ratio": ratio,
-        **_SHARED,
-        **changes,
-    }
-    values = {"perplexity": 100 * nll, "nll": nll}
-    found = [
-        {**setting, "dataset": "text", "metric": metric, "value": value}
-        for metric, value in values.items()
+def windows(
+    losses: dict[tuple[str, float], float], corpus: str = "text"
+) -> pd.DataFrame:
+    """Four windows of each state, which differ by 1 nat and share their order."""
+    rows = [
+        (method, ratio, corpus, window, loss + window)
+        for (method, ratio), loss in losses.items()
+        for window in range(4)
     ]
-    accurate = {"dataset": "task", "metric": "accuracy", "value": accuracy}
-    return [*found, {**setting, **accurate}]
+    return pd.DataFrame(rows, columns=["method", "ratio", "corpus", "window", "nll"])
 
 
-def results(*, pruned: float, layer: float, expert: float) -> pd.DataFrame:
-    """A dense model of perplexity 100, and three ways to prune 20 % of it."""
-    return pd.DataFrame(
-        [
-            *rows(0.0, 1.0, 0.50, estimator="dense"),
-            *rows(0.2, pruned, 0.49),
-            *rows(0.2, layer, 0.40, scope="layer"),
-            *rows(0.2, expert, 0.40, granularity="expert"),
-        ]
-    )
+def items(states: dict[tuple[str, float], list[int]]) -> pd.DataFrame:
+    """The same items of one task in every state."""
+    rows = [
+        {"method": method, "ratio": ratio, "task": "t", "item": item, "acc": right}
+        for (method, ratio), answers in states.items()
+        for item, right in enumerate(answers)
+    ]
+    return pd.DataFrame(rows).assign(acc_norm=0.0, p_right=0.0)
 
 
 def bins(slope: float) -> pd.DataFrame:
     """Ten tenths whose loss is the score times `slope`, in both orders."""
-    return pd.DataFrame(
-        {
-            "order": order,
-            "bin": index,
-            "score_sum": index + 1.0,
-            "delta_nll": slope * (index + 1.0),
-            "estimator": "heapr",
-            "dataset": "text",
-        }
-        for order in ("index", "score")
-        for index in range(10)
+    return bins_data(
+        pd.DataFrame(
+            {
+                "order": order,
+                "bin": index,
+                "score_sum": index + 1.0,
+                "delta_nll": slope * (index + 1.0),
+                "estimator": "heapr",
+                "dataset": "text",
+            }
+            for order in ("index", "score")
+            for index in range(10)
+        )
     )
 
 
-def test_claims_that_hold() -> None:
-    """Perplexity +0.5 %, accuracy −0.01, layer and expert worse, ρ = 1."""
-    found = claims(results(pruned=1.005, layer=1.1, expert=1.2), bins(2.0))
-    assert found["holds"].all()
-    assert found["claim"].str.startswith("on the calibrated corpus").sum() == 3
-    assert "+0.50%" in found["found"].iloc[3]
-    assert "[nats per token]: +0.0950 at 20%" in found["found"].iloc[4]
+def shares(last: float) -> pd.DataFrame:
+    """Three layers, of which the first loses .5, the middle .2; two draws."""
+    return pd.DataFrame(
+        {"seed": seed, "ratio": 0.25, "layer": layer, "share": share}
+        for seed in (0, 1)
+        for layer, share in enumerate((0.5, 0.2, last))
+    )
 
 
-def test_claims_that_do_not_hold() -> None:
-    """Perplexity +2 %, layer and expert better, ρ = −1; accuracy still within."""
-    found = claims(results(pruned=1.02, layer=1.01, expert=1.0), bins(-2.0))
-    assert found["holds"].tolist() == [True, False, False, False, False, False]
+def draws(wikitext2: float) -> pd.DataFrame:
+    """Three draws of two corpora, of which C4 loses 1.0 nats."""
+    return pd.DataFrame(
+        {
+            "metric": "nll",
+            "calibration": corpus,
+            "n_sequences": 8,
+            "seed": seed,
+            "dataset": "ptb",
+            "value": value + 0.01 * seed * (corpus == "c4"),
+        }
+        for corpus, value in (("wikitext2", wikitext2), ("c4", 1.0))
+        for seed in range(3)
+    )
 
 
-def test_claims_stand_side_by_side() -> None:
-    """Of 9 rows 6 stay: three claims were checked on both kinds of corpus."""
-    within = results(pruned=1.02, layer=1.1, expert=1.2)
-    other = results(pruned=1.005, layer=1.1, expert=1.2).assign(dataset="other")
-    found = claims(pd.concat([within, other]), bins(2.0))
-    table = claims_by_corpus(found).set_index("claim")
-    assert (len(found), len(table)) == (9, 6)
-    rise = table.loc["at 20 % perplexity rises by at most 1 %"]
-    assert rise["on the calibrated corpus"] == "**no**: text +2.00%"
-    assert rise["on others"] == "yes: other +0.50%"
-    assert table["on others"].isna().sum() == 3
+def verdicts(**changes: object) -> "pd.Series[str]":
+    """By number, of an order of methods in which the paper is right."""
+    losses = {
+        ("dense", 0.0): 1.0,
+        ("heapr", 0.2): 1.01,
+        ("heapr-l", 0.2): 1.1,
+        ("camera-p", 0.2): 1.2,
+        ("heapr-expert", 0.2): 1.3,
+    }
+    made: dict[str, object] = {"calibrated_on": "text", "windows": windows(losses)}
+    found = claims(Evidence(**(made | changes)))  # type: ignore[arg-type]
+    return found.set_index("number")["verdict"]
+
+
+def test_there_are_twelve_each_with_a_verdict() -> None:
+    """What was not measured says so, and the paper's numbers are from its tables."""
+    found = claims(Evidence("text", tested.NO_WINDOWS))
+    assert found["number"].tolist() == list(range(1, 13))
+    assert found["verdict"].tolist() == ["agrees", *["cannot be tested here"] * 11]
+    said = found.set_index("number")["paper"]
+    assert "8% at 20%" in said[4]
+    assert "59.5, 60.0, 60.7" in said[5]
+    assert "6.54 against 6.9 at 20%" in said[7]
+    assert "93% of the accuracy at <0.4 of the model" in said[9]
+
+
+def test_the_proof_of_equal_scores_is_there() -> None:
+    """The first claim names a test, which is a file."""
+    assert (paths.project_dir() / tested._SAME_SCORES).is_file()
+
+
+def test_orders_of_the_paper_agree() -> None:
+    """Every window of the method that should lose more has a higher loss."""
+    assert verdicts()[[3, 5, 6, 7]].tolist() == ["agrees"] * 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"), [(1.0, "disagrees"), (1.01, "undecided"), (1.1, "agrees")]
+)
+def test_an_order_is_refuted_or_undecided(loss: float, verdict: str) -> None:
+    """Layer-wise ranking beside a global loss of 1.01: less, equal, more."""
+    losses = windows(
+        {("dense", 0.0): 1.0, ("heapr", 0.2): 1.01, ("heapr-l", 0.2): loss}
+    )
+    assert verdicts(windows=losses)[6] == verdict
+
+
+def test_a_claim_has_to_hold_on_other_text_too() -> None:
+    """Whole experts lose more on the calibrated corpus and less on another."""
+    own = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
+    other = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 0.9}, "other")
+    assert verdicts(windows=pd.concat([own, other]))[7] == "disagrees"
+
+
+@pytest.mark.parametrize(("pruned", "verdict"), [(1.04, "agrees"), (1.3, "disagrees")])
+def test_lossless_is_what_the_paper_lost(pruned: float, verdict: str) -> None:
+    """Its worst perplexity at up to 25 % is 9.10 of 8.64, which is 0.052 nats."""
+    losses = windows({("dense", 0.0): 1.0, ("heapr", 0.2): pruned})
+    assert verdicts(windows=losses)[3] == verdict
+
+
+def test_accuracy_counts_item_by_item() -> None:
+    """Half of the items lost on all of forty is more than 0.03."""
+    right = {("dense", 0.0): [1] * 40, ("heapr", 0.2): [1, 0] * 20}
+    assert verdicts(items=items(right))[3] == "disagrees"
+    kept = tested.kept_of_items(items(right), {0.2: 0.1})
+    assert kept["value"].tolist() == [0.5]
+    assert verdicts(kept=kept)[9] == "disagrees"
+
+
+@pytest.mark.parametrize(("saved", "verdict"), [(0.07, "disagrees"), (0.19, "agrees")])
+def test_flops_are_those_of_the_abstract_or_of_the_table(
+    saved: float, verdict: str
+) -> None:
+    """The paper says nearly 20 % in one place and 8 % in another."""
+    rows = [{"ratio": 0.2, "granularity": "atom", "flops_reduction": saved}]
+    assert verdicts(savings=pd.DataFrame(rows))[4] == verdict
+
+
+def test_scores_predict_or_do_not() -> None:
+    """Losses in the order of the scores, and in the opposite one."""
+    assert verdicts(bins=bins(2.0))[8] == "agrees"
+    assert verdicts(bins=bins(-2.0))[8] == "disagrees"
+
+
+def test_layers_fall_and_rise_again() -> None:
+    """The last layer loses more than the middle one, or less, in every draw."""
+    assert verdicts(shares=shares(0.3))[11] == "agrees"
+    assert verdicts(shares=shares(0.1))[11] == "disagrees"
+
+
+def test_a_corpus_matters_where_draws_do_not_explain_it() -> None:
+    """Unaffected can be refuted, and never be shown."""
+    assert verdicts(draws=draws(2.0))[10] == "disagrees"
+    assert verdicts(draws=draws(1.01))[10] == "undecided"
+
+
+@pytest.mark.parametrize(("least", "verdict"), [(0.5, "agrees"), (-0.5, "disagrees")])
+def test_rivals_lose_more_on_every_model(least: float, verdict: str) -> None:
+    """The interval is over models."""
+    rows = [
+        {"model": model, "variant": name, "ratio": 0.2, "delta_nll text": loss + model}
+        for model in range(3)
+        for name, loss in (("heapr", 0.0), ("naee", least), ("hc-smoe", 0.6))
+    ]
+    assert verdicts(rivals=pd.DataFrame(rows))[2] == verdict
+
+
+def test_refuted_claims_come_first() -> None:
+    """The table of README.md, of the committed pretrained model and a lab model."""
+    lab = claims(Evidence("text", tested.NO_WINDOWS))
+    table = claims_table(lab, {"real": results_of("real")})
+    bold = table.astype(str).apply(lambda row: "**disagrees**" in " ".join(row), axis=1)
+    assert len(table) == 12
+    assert bold.iloc[0]
+    assert bold.is_monotonic_decreasing
 
 
 def test_the_summary_has_a_row_per_ratio() -> None:
     """Dense and 20 %, with what is saved; nothing is saved of the dense model."""
-    savings = pd.DataFrame(
+    own = {"granularity": "atom", "structure": "ragged", "scope": "global"}
+    results = pd.DataFrame(
         [
-            {
-                "estimator": "heapr",
-                "scope": "global",
-                "granularity": "atom",
-                "structure": "ragged",
-                "ratio": 0.2,
-                "parameter_reduction": 0.15,
-                "flops_reduction": 0.08,
-                "routed_flops_reduction": 0.19,
-                "seq_len": 256,
-            }
+            {**own, "estimator": name, "ratio": ratio, "dataset": "text", **values}
+            for name, ratio, perplexity in (
+                ("dense", 0.0, 100.0),
+                ("heapr", 0.2, 100.5),
+            )
+            for values in (
+                {"metric": "perplexity", "value": perplexity},
+                {"metric": "accuracy", "value": 0.5},
+            )
         ]
     )
-    table = summary_table(results(pruned=1.005, layer=1.1, expert=1.2), savings)
+    saved = {
+        "ratio": 0.2,
+        "parameter_reduction": 0.15,
+        "flops_reduction": 0.08,
+        "routed_flops_reduction": 0.19,
+        "seq_len": 256,
+    }
+    savings = pd.DataFrame([{**own, "estimator": "heapr", **saved}])
+    table = summary_table(results, savings)
     assert table["ratio"].tolist() == [0.0, 0.2]
     assert table["perplexity text"].tolist() == pytest.approx([100.0, 100.5])
     assert table["FLOPs saved at 256 tokens of context"].tolist() == [0.0, 0.08]
