@@ -1,4 +1,4 @@
-"""Draw the benchmarks from their committed results, and fill both READMEs.
+"""Draw the benchmarks from their committed results, and fill the pages that show them.
 
     python -m benchmarks.publish
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks import readme
+from benchmarks import advice, readme
 from benchmarks.index import BENCHMARKS, Benchmark, measured
 from heapr_lab.figures.files import draw_files
 from heapr_lab.storage import paths
@@ -48,6 +48,8 @@ def main() -> None:
     claims, summary = committed("claims"), committed("summary")
     front = readme.front_blocks(claims, data)
     readme.fill_blocks(paths.project_dir() / "README.md", front)
+    advised = {name: readme.as_block(table) for name, table in advice.tables().items()}
+    readme.fill_blocks(paths.project_dir() / "docs" / "when_not.md", advised)
     sections = readme.sections(summary, claims, data)
     readme.fill_sections(paths.figures_dir() / "README.md", sections)
 

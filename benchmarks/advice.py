@@ -1,0 +1,144 @@
+"""The tables of docs/when_not.md, each made from committed results."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.figures import real
+from benchmarks.index import results_of, rows_beside
+from heapr_lab.experiments.intervals import accuracy_difference, loss_difference
+
+COMPENSATED = ("fisher + compensation", "elimination + compensation")
+"""What `compress` chooses from, besides HEAPr's own mask."""
+_ERRORS = 2.0
+"""Standard errors that a difference exceeds to count."""
+_METHODS = ("heapr", "heapr-expert", "reap", "evoesap")
+_MIXTURE = "0.5*pydocs + 0.5*wikitext2"
+
+
+def tables() -> dict[str, pd.DataFrame]:
+    """Every table of the page, by the name of its block."""
+    quality = of_atoms(results_of("quality_models"))
+    return {
+        "pretrained": pretrained_table(results_of("real")),
+        "worse": worse_table(quality),
+        "experts": experts_table(results_of("methods")),
+        "quantised": quantised_table(results_of("quantised")),
+        "text": text_table(quality),
+    }
+
+
+def of_atoms(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/quality.py` that remove as many atoms as HEAPr."""
+    return rows[rows["equal"].eq("atoms")] if "equal" in rows else rows
+
+
+def pretrained_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """The default less HEAPr on the pretrained MoE, with 95 % intervals.
+
+    Args:
+        rows: of `benchmarks/real.py`.
+    """
+    windows, items = (
+        real.first_states(rows_beside("real", part)) for part in ("windows", "items")
+    )
+    own, default = windows["corpus"].eq(real.FITTED_TO), real.default_of(rows)
+    ratios = sorted({*windows.loc[windows["method"].eq(default), "ratio"]})
+    found = []
+    for ratio in ratios:
+        parts = {"WikiText-2": windows[own], "PTB and C4": windows[~own]}
+        row: dict[str, Any] = {"removed": f"{ratio:.0%}"}
+        for name, part in parts.items():
+            gap = loss_difference(part, default, "heapr", ratio)
+            row[f"Δloss, {name} [nats per token] ↓"] = gap.said() if gap else "–"
+        right = accuracy_difference(items, default, "heapr", ratio)
+        row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
+        found.append(row)
+    return pd.DataFrame(found)
+
+
+def worse_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """How often something else loses more than HEAPr on the calibrated corpus.
+
+    Args:
+        rows: of `benchmarks/quality.py`, several models, at equal atoms.
+    """
+    own = rows[rows["calibration"].eq(rows["test"])]
+    paper = own[own["variant"].eq("heapr")].groupby("ratio")["delta_nll"].median()
+    found = pd.DataFrame({"HEAPr's Δloss, median [nats per token]": paper})
+    for name in (*COMPENSATED, "heapr + own text"):
+        part = own[own["variant"].eq(name)]
+        worse = part["against_paper"].gt(_ERRORS * part["stderr"])
+        counts = worse.groupby(part["ratio"]).agg(["sum", "size"]).astype(str)
+        found[f"{name} loses more"] = counts["sum"] + " of " + counts["size"]
+    found = found.rename(columns=lambda name: name.replace("own", "self-generated"))
+    found = found.rename_axis("removed").dropna().reset_index()
+    return found.assign(removed=found["removed"].map("{:.0%}".format))
+
+
+def experts_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Single atoms beside whole experts, on their own corpus and on other text.
+
+    Args:
+        rows: of `benchmarks/methods.py`.
+    """
+    named = rows.assign(variant=rows["variant"].str.removesuffix("-like"))
+    shown = named["variant"].isin(_METHODS) & named["ratio"].isin([0.25, 0.4])
+    others = [
+        name
+        for name in named.columns
+        if name.startswith("delta_nll ") and name != "delta_nll pydocs"
+    ]
+    rows = named[shown].assign(other=named[shown][others].mean(axis="columns"))
+    means = rows.groupby(["variant", "model", "ratio"])[["delta_nll pydocs", "other"]]
+    wide = means.mean().unstack("ratio").groupby("variant").mean()
+    wide.columns = [
+        f"{'pydocs' if name != 'other' else 'other text'}, {ratio:.0%} ↓"
+        for name, ratio in wide.columns
+    ]
+    order = [name for name in _METHODS if name in wide.index]
+    return wide.loc[order].rename_axis("method").reset_index()
+
+
+def quantised_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """What int8, int4 and pruning cost, with the size that each leaves.
+
+    Args:
+        rows: of `benchmarks/quantised.py`.
+    """
+    states: Mapping[str, tuple[str, float]] = {
+        "int8": ("int8", 0.0),
+        "int4": ("int4", 0.0),
+        "40 % pruned": ("bfloat16", 0.4),
+        "40 % pruned, int8": ("int8", 0.4),
+        "40 % pruned, int4": ("int4", 0.4),
+    }
+    dense = rows[rows["weights"].eq("bfloat16") & rows["ratio"].eq(0.0)]
+    whole = dense.set_index("model")["bytes"]
+    found = []
+    for name, (weights, ratio) in states.items():
+        part = rows[rows["weights"].eq(weights) & rows["ratio"].eq(ratio)]
+        size = part.set_index("model")["bytes"] / whole
+        row = {"model is": name, "size, mean ↓": f"{size.mean():.0%}"}
+        row |= {
+            f"Δloss, {own['model']} ↓": f"{own['delta_nll']:.4f} ± {own['stderr']:.4f}"
+            for own in part.to_dict("records")
+        }
+        found.append(row)
+    return pd.DataFrame(found)
+
+
+def text_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Δloss of HEAPr at 40 % by the corpus of the calibration, mean of the models.
+
+    Args:
+        rows: of `benchmarks/quality.py`, several models, at equal atoms.
+    """
+    chosen = rows["variant"].eq("heapr") & rows["ratio"].eq(0.4) & rows["seed"].eq(0)
+    part = rows[chosen]
+    wide = part.pivot_table(index="calibration", columns="test", values="delta_nll")
+    order = ["pydocs", "wikitext2", _MIXTURE]
+    table = wide.reindex([name for name in order if name in wide.index])
+    columns = {name: f"Δloss on {name} [nats per token] ↓" for name in table.columns}
+    return table.rename(columns=columns).rename_axis("calibrated on").reset_index()
