@@ -137,6 +137,7 @@ def accuracy_difference(
 ) -> Interval | None:
     """How much more of the tasks one state answers rightly, on the mean of the tasks.
 
+    It is of the items that both states were asked, of which one may have had more.
     Arguments are those of `loss_difference`, with a frame of `task_items` for each
     state in `items`.
 
@@ -147,7 +148,10 @@ def accuracy_difference(
         return None
     mine = state(items, method, ratio)
     theirs = state(items, other, ratio if math.isnan(of) else of)
-    if mine.empty or theirs.empty:
+    keys = ["task", "item"]
+    asked = pd.merge(mine[keys], theirs[keys])
+    if asked.empty:
         return None
-    mean = task_difference(mine, theirs).set_index("task").loc[MEAN]
+    pair = task_difference(asked.merge(mine), asked.merge(theirs))
+    mean = pair.set_index("task").loc[MEAN]
     return of_error(mean["value"], mean["stderr"])

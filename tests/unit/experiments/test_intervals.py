@@ -59,3 +59,21 @@ def test_windows_are_paired() -> None:
     assert (found.low, found.high) == pytest.approx((0.1, 0.1))
     assert loss_difference(windows, "b", "dense", 0.2, of=0.0) is None
     assert accuracy_difference(pd.DataFrame(), "a", "dense", 0.2) is None
+
+
+def test_items_are_paired() -> None:
+    """Those that both were asked: where the dense model had more, they do not count."""
+    rows = [
+        (method, ratio, "task", item, right, right)
+        for method, ratio, rights in (
+            ("a", 0.2, (1, 0, 0)),
+            ("dense", 0.0, (1, 0, 1, 1)),
+        )
+        for item, right in enumerate(rights)
+    ]
+    columns = ["method", "ratio", "task", "item", "acc", "acc_norm"]
+    items = pd.DataFrame(rows, columns=columns)
+    found = accuracy_difference(items, "a", "dense", 0.2, of=0.0)
+    assert found is not None
+    assert found.value == pytest.approx(-1 / 3)
+    assert accuracy_difference(items, "b", "dense", 0.2, of=0.0) is None
