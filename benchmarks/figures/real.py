@@ -106,11 +106,16 @@ def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
 
 def measured_on(rows: pd.DataFrame) -> str:
     """What the numbers of `real_front_table` are of, in a sentence."""
-    dense = first_states(rows).query("method == 'dense'").iloc[0]
+    own = first_states(rows)
+    dense = own.query("method == 'dense'").iloc[0]
     windows = " / ".join(str(dense["windows"]).split(", "))
+    fewest, most = own["items"].min(), own["items"].max()
+    items = f"{most} items each, the same for all"
+    if fewest < most:
+        items = f"{fewest} to {most} items each, the fewer among the more"
     return (
         f"Perplexity of {windows} windows of 512 tokens; the paper's seven tasks, "
-        f"{dense['items']} items each, the same for all; ± is one standard error."
+        f"{items}; ± is one standard error."
     )
 
 

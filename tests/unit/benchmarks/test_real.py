@@ -71,6 +71,11 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     assert front["atoms removed"].tolist() == ["0%", "25%", "25%", "40%", "40%"]
     assert front["perplexity wikitext2 ↓"].tolist()[:2] == ["20.0", "45.0"]
     assert "16 / 16 / 16 windows" in real.measured_on(rows)
+    of_same = real.measured_on(rows.assign(items=100))
+    assert "100 items each, the same for all" in of_same
+    dense = rows["method"].eq("dense")
+    more = rows.assign(items=dense.map({True: 400, False: 100}))
+    assert "100 to 400 items each" in real.measured_on(more)
 
 
 def test_the_default_has_one_name_today_and_one_before() -> None:
