@@ -129,10 +129,13 @@ def execute_all(
     }
     failures = {}
     for through, (path, future) in enumerate(finished(calls, executor), start=1):
-        failures[path] = future.exception()
+        try:
+            future.result()
+        except HeaprLabError as error:
+            failures[path] = str(error)
         if progress is not None:
             progress(len(targets) - len(stale) + through, len(targets))
-    failed = [str(failures[path]) for path in stale if failures[path] is not None]
+    failed = [failures[path] for path in stale if path in failures]
     if failed:
         raise HeaprLabError(
             f"{len(failed)} of {len(stale)} notebooks failed:\n" + "\n\n".join(failed)
@@ -176,8 +179,13 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None
     """
     # Imported here because it is slow and not needed if all is up to date.
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellControlSignal, DeadKernelError
+    from nbclient.exceptions import (
+        CellControlSignal,
+        CellExecutionError,
+        DeadKernelError,
+    )
 
+    started = [0]
     client = NotebookClient(
         notebook,
         timeout=timeout,
@@ -185,12 +193,18 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None
         resources={"metadata": {"path": str(path.parent)}},
         extra_arguments=["--HistoryManager.enabled=False", "--log-level=ERROR"],
     )
+    client.on_cell_start = lambda **event: started.append(event["cell_index"])
     try:
         client.execute(env=_environment())
+    except CellExecutionError as error:
+        what = f"{error.ename}: {error.evalue}"
     except (CellControlSignal, DeadKernelError) as error:
-        raise HeaprLabError(
-            f"{path.name} failed, and its file is unchanged: {error}"
-        ) from error
+        what = str(error)
+    else:
+        return
+    raise HeaprLabError(
+        f"{path.name}, cell {started[-1] + 1} failed: {what}; the file is unchanged"
+    )
 
 
 def _environment() -> dict[str, str]:
