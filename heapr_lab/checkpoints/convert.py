@@ -71,6 +71,7 @@ def convert(folder: Path | str, out: Path | str, *, quantised: str) -> Path:
         tokenizer=read_tokenizer(folder) if has_tokenizer(folder) else None,
         source=folder,
         facts=facts,
+        dtype=model.dtype,
         check=lambda written: _same(written, model),
     )
 

@@ -25,6 +25,7 @@ from heapr_lab.checkpoints.folder import (
     save_tokenizer,
 )
 from heapr_lab.checkpoints.predicting import what_is_dropped, without_predicting
+from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import backend_of
@@ -59,6 +60,7 @@ def save_pruned(
     source: Path | None = None,
     facts: Mapping[str, Any] | None = None,
     max_shard_size: str = "5GB",
+    dtype: torch.dtype | None = None,
     check: Callable[[Path], Mapping[str, Any]] | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -84,6 +86,8 @@ def save_pruned(
             they were changed besides slicing; by default as `compensate` recorded).
         max_shard_size: largest size of a safetensors file; a streamed model has a file
             for each layer.
+        dtype: of the weights in the files; by default that of the dense model's files,
+            if they are on this machine, else of `model`, which is not changed.
         check: called with the folder when it can be loaded, before it has its name; it
             returns further facts. If it raises, nothing is left.
         progress: of a streamed model, called with (parts written, parts in all).
@@ -104,7 +108,9 @@ def save_pruned(
     keep = _mask_of(model)
     base = base or model.config._name_or_path
     changed = getattr(model, "heapr_weights", None)
-    stream = stream_of(model)
+    stream, dtype = stream_of(model), dtype or stored_dtype(model)
+    if stream is not None:
+        stream.stored = dtype
     if stream is not None and stream.dequantised_from is not None:
         changed = (
             f"{changed or 'sliced, otherwise unchanged'}, dequantised from "
@@ -112,7 +118,8 @@ def save_pruned(
         )
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     plan, origin = _plan_of(model, keep), str(source or base)
-    written = checkpoint_of(model, keep)
+    written = checkpoint_of(model, keep, dtype)
+    written = in_dtype(written, dtype) if stream is None else written
     with new_folder(Path(folder), resume=plan is not None) as partial:
         if plan is not None:
             claim(partial, plan)
@@ -128,7 +135,7 @@ def save_pruned(
             partial,
             keep,
             base=base,
-            config=model.config,
+            config=written.config,
             facts=facts,
             checksums=checksums,
             source=source,
@@ -249,10 +256,10 @@ def write_weights(
     return known or checksums_in(folder)
 
 
-def checkpoint_of(model: Any, keep: KeepMask) -> Any:
+def checkpoint_of(model: Any, keep: KeepMask, dtype: torch.dtype) -> Any:
     """`model`, ready for `save_pretrained`: stock if uniform, else with `attach`."""
     if quantised_as(model) is None and structure_of(keep) == "uniform":
-        return stock_model(model, uniform_width(keep, model.dtype))
+        return stock_model(model, uniform_width(keep, dtype))
     attach(model, structure_of(keep))
     return model
 

@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
 from heapr_lab.checkpoints.model_card import licence_of
+from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.composed_experts import composed_experts
 from heapr_lab.methods.composed_files import attach_composed
@@ -49,7 +50,8 @@ def save_compressed(
     `AutoModelForCausalLM.from_pretrained(folder)` loads without heapr_lab where
     transformers has a class for the family. Otherwise (layers keep different numbers of
     experts, or experts share matrices or have factors) it does after `import
-    heapr_lab`.
+    heapr_lab`. Weights are in the type of the dense model's files, if these are on this
+    machine.
 
     Args:
         model: the compressed model; it may have been trained since.
@@ -75,6 +77,7 @@ def save_compressed(
     stock = in_config and not composed
     if not stock:
         attach_composed(model, n_kept)
+    model = in_dtype(model, stored_dtype(model))
     with new_folder(Path(folder)) as partial:
         model.save_pretrained(partial, max_shard_size=max_shard_size)
         manifest = {

@@ -12,11 +12,11 @@ from typing import Any
 import pandas as pd
 
 from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
+from heapr_lab.checkpoints.stored_type import round_experts, stored_dtype
 from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.sources import (
     Source,
     dtype_name,
@@ -37,7 +37,6 @@ from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.storage.hashing import without_nan
-from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
 from heapr_lab.workbench.settings import Setting
@@ -153,7 +152,7 @@ def _chosen(
         selection = replace(selection, estimator="heapr", estimator_options=())
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
-        uniform_width(keep, stored_dtype(bench))
+        uniform_width(keep, stored_dtype(bench.model))
     if weights == "unchanged":
         return Chosen(with_model(keep, table))
     windows = _windows(bench, setting.calibration, report)
@@ -297,18 +296,6 @@ def _recorded(table: ImportanceTable, windows: CalibrationSet | None) -> dict[st
     return windows.provenance | sizes
 
 
-def stored_dtype(bench: Workbench) -> Any:
-    """The dtype that weights are written in: that of the dense files, if known.
-
-    Dequantised weights are written in the type that their stream says.
-    """
-    model: Any = bench.model
-    stream = stream_of(model)
-    if stream is not None and stream.dequantised_from is not None:
-        return stream.stored
-    return (bench.source and bench.source.dtype) or model.dtype
-
-
 # --- writing -------------------------------------------------------------------------
 
 
@@ -391,18 +378,12 @@ def write_checkpoint(
         facts = facts | {"compensation": compensation.settings, "errors": errors}
     if made.trained_on is not None:
         facts = facts | _trained(pruned, bench, made.trained_on, made.after, report)
-    source, stored = bench.source, stored_dtype(bench)
-    stream = stream_of(pruned)
-    if stream is not None:
-        stream.stored = stored
-    else:
-        _round_experts(pruned, stored)
+    source, stored = bench.source, stored_dtype(bench.model)
+    round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, report) for name in corpora}
     if change:
         facts = facts | {"perplexity": change}
     check = _check(bench, pruned, corpora, report)
-    if stream is None and stored != pruned.dtype:
-        _cast_for_files(pruned, stored)
     report(1, 1, f"writing {out} in {dtype_name(stored)}")
     save_pruned(
         pruned,
@@ -411,6 +392,7 @@ def write_checkpoint(
         base=base,
         source=None if source is None else source.folder,
         facts=facts,
+        dtype=stored,
         check=check,
     )
 
@@ -485,27 +467,3 @@ def _perplexities(
 def _part(report: Report, text: str) -> Progress:
     """`report` as the progress of one part of the work."""
     return lambda done, total: report(done, total, text)
-
-
-def _round_experts(model: Any, dtype: Any) -> None:
-    """Round the experts' weights, which may have changed, to the dtype of the files.
-
-    All other weights are already those of the files.
-    """
-    for experts in sliced_experts(model).values():
-        _cast(experts._parameters, dtype, back=True)
-
-
-def _cast(tensors: Any, dtype: Any, *, back: bool = False) -> None:
-    """Cast floating tensors of a dictionary in place, or round them to `dtype`."""
-    for tensor in tensors.values():
-        if tensor is not None and tensor.is_floating_point():
-            rounded = tensor.data.to(dtype)
-            tensor.data = rounded.to(tensor.dtype) if back else rounded
-
-
-def _cast_for_files(model: Any, dtype: Any) -> None:
-    """Cast all weights that are saved, except those the family keeps in float32."""
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    state = model.state_dict(keep_vars=True)
-    _cast({k: v for k, v in state.items() if not any(n in k for n in kept)}, dtype)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from heapr_lab.models.dtypes import stays_float32
 from heapr_lab.models.ragged_experts import carry_code
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_header
 from heapr_lab.progress import Progress, no_report
@@ -90,9 +91,14 @@ def _stored(model: Any, stream: Stream, number: int) -> dict[str, torch.Tensor]:
     if number == max(parts):
         inside = {name for names in parts.values() for name in names}
         wanted += [name for name in found if name not in inside]
-    tensors = revert_weight_conversion(model, {name: found[name] for name in wanted})
-    return {
-        # Families keep some in float32, such as a router's corrections.
-        name: (own.to(stream.stored) if own.dtype == stream.dtype else own).contiguous()
-        for name, own in tensors.items()
-    }
+    cast = {name: _in_stored_type(model, stream, name, found[name]) for name in wanted}
+    tensors = revert_weight_conversion(model, cast)
+    return {name: own.contiguous() for name, own in tensors.items()}
+
+
+def _in_stored_type(
+    model: Any, stream: Stream, name: str, own: torch.Tensor
+) -> torch.Tensor:
+    """A tensor as it is written: most are in the stream's `stored` type."""
+    stays = own.dtype != stream.dtype or stays_float32(model, name)
+    return own if stays else own.to(stream.stored)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, tiny_ids, tiny_model
-from keeps import logits_of, random_keep
+from keeps import logits_of, random_keep, widths_keep
 from safetensors import safe_open
-from stored_tensors import same_tensors
+from stored_tensors import same_tensors, tensors_in
+from tiny_folder import write_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
@@ -24,7 +25,10 @@ from heapr_lab.checkpoints.save import (
     save_pruned,
 )
 from heapr_lab.errors import SpecError
-from heapr_lab.models.experts import find_experts
+from heapr_lab.methods.dropping import drop_experts
+from heapr_lab.methods.save_compressed import save_compressed
+from heapr_lab.models.experts import find_experts, sliced_experts
+from heapr_lab.models.loading import load_model
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
@@ -326,3 +330,76 @@ def test_a_pruned_folder_is_the_saved_model(
         for name in ("saved", "sliced")
     ]
     assert configs[0] == configs[1]
+
+
+# --- the type of the files ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bfloat16, in which router corrections are in float32."""
+    folder = tmp_path_factory.mktemp("halves")
+    model = tiny_model("deepseek_v3", dtype=torch.bfloat16, tie_word_embeddings=True)
+    for name, own in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            own.data = torch.rand(own.shape)  # no numbers of bfloat16
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_files_have_the_type_of_the_source(
+    structure: str, stream: bool, halves: Path, tmp_path: Path
+) -> None:
+    """Though the model runs in float32, and stays as it is; they are smaller."""
+    model, _ = load_model(halves, device="cpu", dtype="float32", stream=stream)
+    keep = KeepMask(
+        widths_keep(model, 8, structure=structure).arrays, {"structure": structure}
+    )
+    pruned = prune(model, keep)
+    before = logits_of(pruned, IDS)
+    for dtype, name in ((None, "bfloat16"), (torch.float32, "float32")):
+        save_pruned(pruned, tmp_path / name, dtype=dtype)
+        same_types(tmp_path / name, halves, dtype or torch.bfloat16)
+        written = tensors_in(tmp_path / name)
+        for key, own in tensors_in(halves).items():
+            assert own.dtype == torch.bfloat16 or torch.equal(written[key], own), key
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["dtype"] == name
+        assert torch.equal(logits_of(pruned, IDS), before)
+        again, _ = load_model(tmp_path / name, device="cpu", dtype="float32")
+        torch.testing.assert_close(logits_of(again, IDS), before, **CLOSE)
+
+
+def same_types(folder: Path, source: Path, dtype: torch.dtype) -> None:
+    """All tensors are of a type, but those that the source has in float32."""
+    wide = {k for k, t in tensors_in(source).items() if t.dtype == torch.float32}
+    for name, own in tensors_in(folder).items():
+        assert own.dtype == (torch.float32 if name in wide else dtype), name
+
+
+def test_weights_that_changed_are_rounded(halves: Path, tmp_path: Path) -> None:
+    """To the nearest number of the source's type; without a source to none."""
+    model, _ = load_model(halves, device="cpu", dtype="float32", stream=False)
+    pruned = prune(model, keep_of(model, "ragged"))
+    (first, *_) = sliced_experts(pruned).values()
+    first.down_columns.data += 1e-3
+    save_pruned(pruned, tmp_path / "known")
+    model.config._name_or_path = pruned.config._name_or_path = ""
+    save_pruned(pruned, tmp_path / "unknown")
+    known, unknown = (tensors_in(tmp_path / name) for name in ("known", "unknown"))
+    for name, own in unknown.items():
+        assert own.dtype == torch.float32
+        assert torch.equal(own.bfloat16(), known[name].bfloat16()), name
+
+
+def test_other_methods_write_the_type_of_the_source(
+    halves: Path, tmp_path: Path
+) -> None:
+    """As pruning by atoms does."""
+    model, _ = load_model(halves, device="cpu", dtype="float32", stream=False)
+    kept = {layer.layer: (0, 1, 3) for layer in find_experts(model)}
+    save_compressed(drop_experts(model, kept), tmp_path / "dropped")
+    same_types(tmp_path / "dropped", halves, torch.bfloat16)

@@ -1,0 +1,58 @@
+"""The type that weights are written in: that of the files which they came from."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from heapr_lab.models.dtypes import stays_float32
+from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.sources import source_of
+from heapr_lab.streaming.stream import stream_of
+
+
+def stored_dtype(model: Any) -> torch.dtype:
+    """The type of a model's files, if they are known; else that of its weights.
+
+    Dequantised weights are written in the type that their stream says.
+    """
+    stream = stream_of(model)
+    if stream is not None and stream.dequantised_from is not None:
+        return stream.stored
+    source = source_of(model)
+    found: torch.dtype = (source and source.dtype) or model.dtype
+    return found
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """A model in memory with its weights in `dtype`: itself, or a copy.
+
+    Tensors that its family keeps in float32 stay as they are.
+    """
+    if model.dtype == dtype:
+        return model
+    made: dict[int, Any] = {}
+    for name, own in model.state_dict(keep_vars=True).items():
+        stays = not own.is_floating_point() or stays_float32(model, name)
+        new = own if stays else own.detach().to(dtype)
+        if isinstance(own, nn.Parameter) and not stays:
+            new = nn.Parameter(new, requires_grad=own.requires_grad)
+        made[id(own)] = new
+    return copy.deepcopy(model, made)
+
+
+def round_experts(model: Any, dtype: torch.dtype) -> None:
+    """Round the experts of a pruned model, which may have changed, as they are written.
+
+    All its other weights are those of the dense model's files. Layers on disk are
+    rounded when they are read.
+    """
+    stream = stream_of(model)
+    if stream is not None:
+        stream.stored = dtype
+        return
+    for experts in sliced_experts(model).values():
+        for tensor in experts._parameters.values():
+            if tensor is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype).to(tensor.dtype)
