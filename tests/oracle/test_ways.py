@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import needs_cuda
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
 from torch import nn
@@ -163,6 +164,7 @@ def by_atoms(module: RaggedExperts, expert: int, x: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.gpu
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_on_a_gpu(family: str, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import GPU, needs_cuda
 from families import tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,15 +153,16 @@ def test_the_host_is_not_asked() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_sums() -> None:
-    """The same rows on CUDA, with experts without tokens."""
+    """The same rows there, with experts without tokens."""
     given = rows([300, 0, 1, 511, 256])
     for ours, theirs in zip(
-        one_by_one(*given), at_once(*(x.cuda() for x in given)), strict=True
+        one_by_one(*given), at_once(*(x.to(GPU) for x in given)), strict=True
     ):
         torch.testing.assert_close(theirs.cpu(), ours, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu
+@needs_cuda
 def test_a_gpu_is_not_waited_for() -> None:
     """Forward and backward through measured experts, with waiting made an error."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16).cuda()

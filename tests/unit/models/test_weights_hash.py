@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from devices import GPU
 from families import tiny_model
 
 from heapr_lab.errors import LayoutError
@@ -68,9 +69,9 @@ def test_a_gpu_gives_the_same_hash() -> None:
     """Of a model that lies there, and of one tensor larger than what is widened."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     here = model_identity(model)
-    assert model_identity(model.cuda()) == here
+    assert model_identity(model.to(GPU)) == here
     values = torch.randn(70 * BLOCK + 5)
-    assert block_sums(values.cuda()) == block_sums(values)
+    assert block_sums(values.to(GPU)) == block_sums(values)
 
 
 def test_no_two_places_can_be_swapped_unseen() -> None:

@@ -1,0 +1,368 @@
+"""Whatever takes a model gives on a GPU the numbers that it gives on the CPU.
+
+With `HEAPR_GPU=second` the GPU is made of the CPU, by `second_device`, and anything
+that is left on the CPU is an error.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from devices import GPU
+from families import REPRESENTATIVES, tiny_ids, tiny_model
+from keeps import logits_of
+from tiny_folder import write_model, write_text
+
+import heapr_lab
+from heapr_lab import Calibration, CalibrationSet, Setting, Workbench, methods
+from heapr_lab.errors import SpecError
+from heapr_lab.evaluation.perplexity import evaluate_perplexity, window_nll
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.inspection.activations import atoms_of_token
+from heapr_lab.inspection.attribution import attribute_loss
+from heapr_lab.inspection.passages import read_passage, token_losses
+from heapr_lab.inspection.routing import routing
+from heapr_lab.inspection.task_items import task_items
+from heapr_lab.models.experts import find_experts
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement.compress import compress
+from heapr_lab.workbench.settings import PROFILES
+
+pytestmark = [pytest.mark.oracle, pytest.mark.gpu]
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-9}
+"""In float64; the second device gives all but the last bits."""
+IDS = torch.randint(0, 250, (8, 16), generator=torch.Generator().manual_seed(0))
+
+
+class Side:
+    """A tiny model on one device, and what is made of it there."""
+
+    def __init__(self, device: str, root: Path) -> None:
+        self.device, self.root, self.place = device, root, root / device
+        self.text = str(root / "text.txt")
+        self.calibration = Calibration(self.text, n_sequences=8, seq_len=32)
+        self.model, self.tokenizer = self.opened(stream=False)
+        self.windows = CalibrationSet.from_ids(IDS)
+
+    def opened(self, **options: Any) -> tuple[Any, Any]:
+        """The model and its tokenizer from files."""
+        return heapr_lab.load_model(
+            self.root / "moe", device=self.device, dtype="float64", **options
+        )
+
+    @functools.cached_property
+    def table(self) -> heapr_lab.ImportanceTable:
+        """Of its windows."""
+        return heapr_lab.collect_statistics(self.model, self.windows)
+
+    @functools.cached_property
+    def keep(self) -> KeepMask:
+        """Half of the atoms."""
+        return heapr_lab.select(self.table, ratio=0.5)
+
+    def pruned(self) -> Any:
+        """A new model without the other half."""
+        return heapr_lab.prune(self.model, self.keep)
+
+    @functools.cached_property
+    def bench(self) -> Workbench:
+        """The model on a bench."""
+        return Workbench(
+            self.model, self.tokenizer, name="tiny", profile=PROFILES["small"]
+        )
+
+    @property
+    def setting(self) -> Setting:
+        """Half of the atoms, by the text."""
+        return Setting(0.5, calibration=self.calibration)
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> list[Side]:
+    """The same model on both devices."""
+    root = tmp_path_factory.mktemp("sides")
+    write_model(root / "moe")
+    write_text(root / "text.txt")
+    found = [Side(device, root) for device in ("cpu", GPU)]
+    assert {p.device.type for p in found[1].model.parameters()} == {GPU}
+    return found
+
+
+def same(
+    sides: list[Side], call: Callable[[Side], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both give the same numbers, with a cache of their own."""
+    found = []
+    for side in sides:
+        monkeypatch.setenv("HEAPR_CACHE_DIR", str(side.place / "cache"))
+        torch.manual_seed(0)
+        found.append(list(numbers(call(side))))
+    assert found[0]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, ours, equal_nan=True, **CLOSE)
+
+
+def numbers(found: Any) -> Iterator[torch.Tensor]:
+    """All numbers in a result, on the CPU; of a model its logits."""
+    if isinstance(found, torch.nn.Module):
+        ids = IDS.to(next(found.parameters()).device)
+        yield logits_of(found, ids).cpu()
+    elif isinstance(found, pd.DataFrame):
+        plain = found.select_dtypes("number").to_numpy(dtype=float)
+        yield torch.from_numpy(plain.copy())
+    elif isinstance(found, torch.Tensor):
+        yield found.cpu()
+    elif isinstance(found, list | tuple):
+        for part in found:
+            yield from numbers(part)
+    else:
+        yield torch.tensor(float(found))
+
+
+# --- public functions -----------------------------------------------------------------
+
+
+def masked(side: Side) -> torch.Tensor:
+    """Losses under the mask."""
+    with heapr_lab.masking(side.model, side.keep):
+        return window_nll(side.model, IDS)
+
+
+def saved(side: Side) -> torch.Tensor:
+    """Losses of the pruned model's files, on the CPU."""
+    folder = heapr_lab.save_pruned(side.pruned(), side.place / "saved")
+    model, _ = heapr_lab.load_model(folder, device="cpu", dtype="float64")
+    return window_nll(model, IDS)
+
+
+def in_panel(side: Side) -> pd.DataFrame:
+    """What the panel's Evaluate measures in its thread."""
+    task = f"continuation:{side.text}"
+    panel: Any = heapr_lab.explore(
+        side.bench, corpora=(side.text,), tasks=(task,), calibration=side.calibration
+    )
+    panel.controls.ratio.value = "0.4"
+    panel.evaluation.tasks.value = panel.evaluation.tasks.options
+    panel.evaluation.job.button.click()
+    panel.evaluation.job.wait(120)
+    assert panel.evaluation.job.error.value == panel.error.value == ""
+    points = panel.session.points
+    assert points["dataset"].nunique() == 2
+    return points
+
+
+def damage(side: Side) -> list[float]:
+    """The points that are measured: this model's loss falls, which is an error."""
+    with pytest.raises(SpecError, match="none has both above 0") as error:
+        heapr_lab.damage_map(side.bench, side.setting, side.text, ratios=(0.2, 0.5))
+    return [float(number) for number in re.findall(r"-?\d+\.\d+", str(error.value))]
+
+
+def on_tasks(side: Side) -> pd.DataFrame:
+    """Accuracy on four items."""
+    corpus = heapr_lab.load_corpus(side.text, split="test")
+    task = heapr_lab.continuation_task(corpus, n_items=4)
+    return heapr_lab.run_tasks(side.model, side.tokenizer, [task])
+
+
+def benched(side: Side) -> float:
+    """The loss of a model that a bench opened."""
+    bench = heapr_lab.open_workbench(
+        str(side.root / "moe"), device=side.device, dtype="float64", profile="small"
+    )
+    assert bench.model.device.type == side.device
+    return bench.perplexity(None, side.windows).nll
+
+
+CALLS: dict[str, Callable[[Side], Any]] = {
+    "add_output_bias": lambda side: heapr_lab.add_output_bias(
+        side.pruned(), side.model, side.windows
+    ),
+    "collect_statistics": lambda side: [
+        side.table.frame,
+        heapr_lab.collect_statistics(side.model, side.windows, labels="model").frame,
+    ],
+    "compensate": lambda side: heapr_lab.compensate(
+        side.model, side.keep, side.windows
+    ),
+    "compress": lambda side: heapr_lab.compress(side.model, side.windows, ratio=0.5),
+    "damage_map": damage,
+    "distill_layers": lambda side: heapr_lab.distill_layers(
+        side.pruned(), side.model, side.windows, n_steps=3
+    ),
+    "eliminate": lambda side: (
+        heapr_lab.eliminate(side.model, side.table, side.windows).frame
+    ),
+    "evaluate_agreement": lambda side: (
+        heapr_lab.evaluate_agreement(
+            side.model, side.pruned(), IDS, side.tokenizer, n_new=4
+        ).teacher_forced
+    ),
+    "evaluate_divergence": lambda side: (
+        heapr_lab.evaluate_divergence(side.model, side.keep, IDS).kl
+    ),
+    "evaluate_perplexity": lambda side: (
+        heapr_lab.evaluate_perplexity(side.model, IDS).windows
+    ),
+    "explore": in_panel,
+    "load_model": lambda side: side.opened()[0],
+    "masking": masked,
+    "open_workbench": benched,
+    "own_text": lambda side: (
+        heapr_lab.own_text(side.model, side.tokenizer, n_sequences=3, seq_len=8).ids
+    ),
+    "prune": Side.pruned,
+    "ratio_for_loss": lambda side: heapr_lab.ratio_for_loss(
+        side.bench, side.setting, side.text
+    )[1],
+    "run_tasks": on_tasks,
+    "save_pruned": saved,
+}
+OTHERS = {"plan"}
+"""Reads configurations alone."""
+TAKEN = {"model", "dense", "bench", "name_or_path", "source"}
+"""The names of parameters that take a model."""
+
+
+def _takes_a_model(name: str) -> bool:
+    function = getattr(heapr_lab, name)
+    return inspect.isfunction(function) and bool(
+        TAKEN & set(inspect.signature(function).parameters)
+    )
+
+
+def test_every_public_function_that_takes_a_model_is_here() -> None:
+    """Of these and no others."""
+    assert set(filter(_takes_a_model, heapr_lab.__all__)) == CALLS.keys() | OTHERS
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_public_functions(
+    name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them."""
+    same(sides, CALLS[name], monkeypatch)
+
+
+# --- what the panel shows of a passage ------------------------------------------------
+
+
+def passage_of(side: Side) -> Any:
+    """A few tokens."""
+    return read_passage(side.model, side.tokenizer, text="the panel and the theatre")
+
+
+INSPECTED: dict[str, Callable[[Side], Any]] = {
+    "atoms of a token": lambda side: atoms_of_token(
+        side.model, passage_of(side), layer=0, position=3
+    ),
+    "attribution": lambda side: attribute_loss(
+        side.model, side.keep, passage_of(side).ids
+    ).layers(),
+    "losses": lambda side: token_losses(side.model, passage_of(side), keep=side.keep),
+    "routing": lambda side: routing(side.model, passage_of(side)),
+    "items of tasks": lambda side: task_items(
+        side.model,
+        side.tokenizer,
+        [
+            heapr_lab.continuation_task(
+                heapr_lab.load_corpus(side.text, split="test"), n_items=4
+            )
+        ],
+        n_items=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSPECTED)
+def test_what_is_shown_of_a_passage(
+    name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them."""
+    same(sides, INSPECTED[name], monkeypatch)
+
+
+# --- methods, implementations, types, layers on disk ----------------------------------
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_methods(name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitted and materialised on the device."""
+    method = methods.get(name)
+
+    def fitted(side: Side) -> list[Any]:
+        found = method.fit(side.model, side.windows, ratio=0.25)
+        return [found.achieved_ratio, found.materialise(side.model)]
+
+    same(sides, fitted, monkeypatch)
+
+
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_families_by_every_implementation(family: str) -> None:
+    """Of transformers' experts: statistics, and losses under a mask."""
+    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=2))
+    model: Any = tiny_model(family, dtype=torch.float32)
+    table = collect_statistics(model, windows)
+    keep = select(table, ratio=0.5)
+    with masking(model, keep):
+        losses = window_nll(model, windows.ids)
+    model.to(GPU)
+    for name in ("eager", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(name)
+        found = collect_statistics(model, windows).frame
+        assert found["tokens"].equals(table.frame["tokens"]), name
+        for column in ("sum_h2", "sum_hg2"):
+            ours, theirs = (torch.tensor(f[column]) for f in (table.frame, found))
+            assert (theirs - ours).norm() < 1e-3 * ours.norm(), (name, column)
+        with masking(model, keep):
+            again = window_nll(model, windows.ids)
+        torch.testing.assert_close(again, losses, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Statistics, masked, pruned and compressed losses, to its few digits."""
+    model: Any = tiny_model("qwen3_moe", dtype=dtype)
+    windows, found = CalibrationSet.from_ids(IDS % 48), []
+    keep = select(collect_statistics(model, windows), ratio=0.5)
+    for device in ("cpu", GPU):
+        model.to(device)
+        with masking(model, keep):
+            masked = window_nll(model, windows.ids)
+        frame = collect_statistics(model, windows).frame
+        pruned = window_nll(prune(model, keep), windows.ids)
+        best = evaluate_perplexity(compress(model, windows, ratio=0.2), windows.ids)
+        sums = torch.tensor(frame["sum_h2"].sum())
+        found.append([masked, pruned, sums.log(), torch.tensor(best.nll)])
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+
+
+def test_layers_go_there_from_disk(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scored, masked, pruned, saved and compressed, a layer at a time."""
+
+    def streamed(side: Side) -> list[Any]:
+        model, _ = side.opened(stream=True)
+        windows = side.windows
+        table = collect_statistics(model, windows)
+        keep = select(table, ratio=0.5)
+        with masking(model, keep):
+            masked = window_nll(model, windows.ids)
+        layer = find_experts(model)[0]
+        assert layer.device.type == side.device
+        folder = heapr_lab.save_pruned(prune(model, keep), side.place / "streamed")
+        again, _ = heapr_lab.load_model(folder, device="cpu", dtype="float64")
+        best = compress(model, windows, ratio=0.5)
+        return [table.frame, masked, again, window_nll(best, windows.ids)]
+
+    same(sides, streamed, monkeypatch)
