@@ -94,7 +94,7 @@ def claim(partial: Path, plan: Mapping[str, str]) -> None:
         CacheError: another checkpoint was begun there.
     """
     path = partial / _PLAN_NAME
-    found = files.read_json(path) if path.exists() else dict(plan)
+    found = files.read_object(path) if path.exists() else dict(plan)
     differing = [name for name in plan if found.get(name) != plan[name]]
     if differing:
         raise CacheError(

@@ -275,6 +275,21 @@ def read_json(path: Path | str) -> Any:
         ) from error
 
 
+def read_object(path: Path | str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CacheError: the file is truncated, is not JSON, or holds something else.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise CacheError(
+            f"{path} is damaged: expected a JSON object, found a "
+            f"{type(found).__name__}; {remedy(Path(path))}"
+        )
+    return found
+
+
 # --- states of interrupted passes -----------------------------------------------
 
 

@@ -78,7 +78,4 @@ def _of_checkpoint(folder: Path) -> dict[str, Any]:
             f"{folder} is not a checkpoint of heapr_lab: it has no {MANIFEST_FILE}; "
             "give a folder that save_pruned or `heapr-lab prune` wrote"
         )
-    said = files.read_json(path)
-    if not isinstance(said, dict):
-        raise CacheError(f"{path} is damaged: expected a JSON object")
-    return said
+    return files.read_object(path)

@@ -65,7 +65,7 @@ def save_streamed(
 def _finished(folder: Path) -> dict[str, str]:
     """The SHA-256 of each shard that is there and whole; others are removed."""
     noted = folder / _WRITTEN
-    written = files.read_json(noted) if noted.exists() else {}
+    written = files.read_object(noted) if noted.exists() else {}
     for path in folder.glob("*.safetensors"):
         if written.get(path.name) != files.checksum(path):
             path.unlink()

@@ -250,12 +250,11 @@ def _claim(folder: Path, key: Mapping[str, Any]) -> None:
         CacheError: it belongs to another pass.
     """
     there = (folder / _KEY).exists()
-    found = files.read_json(folder / _KEY) if there else {}
-    own = isinstance(found, dict) and found.get("pass") == key["pass"]
-    if there and not own:
+    found = files.read_object(folder / _KEY) if there else {}
+    if there and found.get("pass") != key["pass"]:
         raise CacheError(
             f"{folder} is the state of another pass (another model or calibration "
-            "set), or damaged; delete it, or give another file"
+            "set); delete it, or give another file"
         )
     if found != dict(key):
         shutil.rmtree(folder, ignore_errors=True)

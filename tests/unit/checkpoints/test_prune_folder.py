@@ -250,6 +250,21 @@ def test_a_file_cut_short_is_written_again(tmp_path: Path) -> None:
     assert (out / first.name).read_bytes() == whole
 
 
+@pytest.mark.parametrize("text", ["[]", "7", "{"])
+@pytest.mark.parametrize("name", [".partial-plan.json", ".partial-written.json"])
+def test_a_damaged_note_of_what_is_finished(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    """It is named, and no finished file is lost."""
+    model, source = source_of(tmp_path)
+    keep, out = random_keep(model), tmp_path / "out"
+    first = interrupted(source, keep, out)
+    (first.parent / name).write_text(text)
+    with pytest.raises(CacheError, match=name):
+        prune_folder(source, keep, out)
+    assert first.is_file()
+
+
 def test_an_unfinished_folder_belongs_to_mask_structure_and_source(
     tmp_path: Path,
 ) -> None:
