@@ -4,13 +4,14 @@ Each function gives a text, empty if there is nothing to say. They read counts o
 that they keep up with a slider.
 """
 
+import contextlib
 import html
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pandas as pd
 
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import NotKnownError, PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import BUDGETS, Selection
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
@@ -24,13 +25,12 @@ _DIGITS = 9
 
 def cautions(session: PruningSession) -> list[str]:
     """Those of the selection, which must be feasible."""
-    keep, chosen = session.keep, session.selection
-    found = (
-        emptied_layers(keep),
-        emptied_experts(keep),
-        rounded(chosen, removed_share(chosen, keep, session.savings())),
-        beyond_measured(session.beyond_measured()),
-    )
+    found = [beyond_measured(session.beyond_measured())]
+    with contextlib.suppress(NotKnownError):
+        keep, chosen = session.keep, session.selection
+        removed = removed_share(chosen, keep, session.savings())
+        said = emptied_layers(keep), emptied_experts(keep), rounded(chosen, removed)
+        found = [*said, *found]
     return [text for text in found if text]
 
 

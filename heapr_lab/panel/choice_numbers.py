@@ -8,7 +8,7 @@ import numpy as np
 
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.looks import Kind, badge
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import NotKnownError, PruningSession
 from heapr_lab.pruning.savings import at_context
 
 Row: TypeAlias = tuple[str, str, str, str]
@@ -47,7 +47,10 @@ def _cells_text(row: Row) -> str:
 
 
 def _sizes(session: PruningSession) -> Iterator[Row]:
-    keep = session.keep
+    try:
+        keep = session.keep
+    except NotKnownError:
+        return
     yield _counted("atomic experts", keep.n_atoms, keep.n_kept)
     saved = session.savings()
     if saved is None:

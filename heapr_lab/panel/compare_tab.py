@@ -1,6 +1,7 @@
 """The tab that compares saved selections and methods, in a chart and a table."""
 
 import itertools
+import math
 import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import drawn_png
-from heapr_lab.panel.session import Pin, PruningSession
+from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
+from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import files
@@ -158,8 +160,7 @@ class CompareTab(ipw.VBox):
         self.chart.value = drawn_png(lambda: self.figure(frame))
         self.chart.layout.display = None
         found = badge("measured") if any(map(_is_measured, frame)) else ""
-        text = " ".join([_message(frame), *_notes(self.pins)])
-        self.message.value = status(text, before=found)
+        self.message.value = status(_message(frame), before=found)
         self.table.value = _html_table(frame)
         self.clear_button.disabled = self.export_button.disabled = False
 
@@ -182,23 +183,35 @@ class CompareTab(ipw.VBox):
         """
         rows: list[dict[str, Any]] = []
         for pin in self.pins:
-            keep = self.session.keep_of(pin.selection)
             row = {"label": pin.label, **_settings(pin.selection)}
-            row["weights"] = pin.way.text
-            row["achieved_ratio"] = keep.achieved_ratio
-            saved = self.session.savings_of(keep)
-            if saved is not None:
-                names = ("parameter", "bytes", "flops", "routed_flops")
-                row |= {f"{n}_reduction": _reduction(saved, n) for n in names}
-                row["seq_len"] = int(saved["seq_len"].iloc[0])
+            row |= {"weights": pin.way.text, "achieved_ratio": math.nan}
+            keep = self._known(pin)
+            if keep is not None:
+                row |= {"achieved_ratio": keep.achieved_ratio, **self._saved(keep)}
             rows.append(row | _measured(self.session.points, pin))
         return pd.DataFrame([*rows, *self.runs.rows])
 
+    def _known(self, pin: Pin) -> KeepMask | None:
+        """The mask of a pin; None if its weights choose it and were not made."""
+        try:
+            return self.session.keep_of(pin.selection, pin.way)
+        except NotKnownError:
+            return None
+
+    def _saved(self, keep: KeepMask) -> dict[str, Any]:
+        saved = self.session.savings_of(keep)
+        if saved is None:
+            return {}
+        names = ("parameter", "bytes", "flops", "routed_flops")
+        row = {f"{n}_reduction": _reduction(saved, n) for n in names}
+        return row | {"seq_len": int(saved["seq_len"].iloc[0])}
+
     def layers(self) -> pd.DataFrame:
-        """Removed share of each layer, a row for each pin and layer."""
+        """Removed share of each layer, a row for each pin and layer; NaN if unknown."""
         parts = []
         for pin in self.pins:
-            ratios = self.session.keep_of(pin.selection).layer_ratios()
+            keep = self._known(pin) or KeepMask.full(self.session.table)
+            ratios = keep.layer_ratios() + (0.0 if self._known(pin) else math.nan)
             parts.append(ratios.reset_index().assign(label=pin.label))
         return pd.concat(parts, ignore_index=True)
 
@@ -312,17 +325,14 @@ def _message(frame: pd.DataFrame) -> str:
             if _is_loss(name) and pd.notna(value)
         ]
         text = ", ".join(losses) or "not evaluated"
-        parts.append(f"{row['label']}: {row['achieved_ratio']:.1%} removed, {text}")
+        removed = f"{row['achieved_ratio']:.1%} removed"
+        if pd.isna(row["achieved_ratio"]):
+            removed = "atoms not known yet"
+        parts.append(f"{row['label']}: {removed}, {text}")
     n_methods = int(frame["method"].notna().sum()) if "method" in frame else 0
     counted = [f"{len(frame) - n_methods} pinned"]
     counted += [f"{n_methods} of methods"] if n_methods else []
     return f"{', '.join(counted)}. {'; '.join(parts)}."
-
-
-def _notes(pins: Sequence[Pin]) -> list[str]:
-    """What is drawn of pins whose atoms are chosen by `compress`; each said once."""
-    notes = (pin.way.notes(pin.selection.estimator) for pin in pins)
-    return list(dict.fromkeys(itertools.chain.from_iterable(notes)))
 
 
 def _pin_look(number: int) -> dict[str, Any]:

@@ -77,9 +77,10 @@ def check_value(control: ipw.Widget, value: Any) -> None:
 
 
 class Controls(ipw.VBox):
-    """The slider, boxes and lists that set a `Selection`.
+    """The boxes and lists that set a `Selection`.
 
     Attributes:
+        slider: of the ratio, and its box `ratio`; the panel lays them out.
         rise: the largest Δloss, in nats per token, that the target allows.
     """
 
@@ -105,11 +106,11 @@ class Controls(ipw.VBox):
         self._build_rules(table.estimators, selection)
         super().__init__(
             [
-                ipw.HBox([self.slider, self.ratio, self.budget, self.rise]),
                 ipw.HBox([self.estimator, self.scope, self.granularity]),
                 ipw.HBox(
                     [self.structure, self.multiple, self.min_atoms, self.excluded]
                 ),
+                ipw.HBox([self.budget, self.rise]),
             ]
         )
         for row in self.children:
@@ -185,6 +186,12 @@ class Controls(ipw.VBox):
         )
 
     @property
+    def are_unusual(self) -> bool:
+        """Whether anything but the ratio is set otherwise than by default."""
+        chosen = self.selection
+        return self.to_target or chosen != Selection(chosen.ratio)
+
+    @property
     def scope_is_fixed(self) -> bool:
         """Whether the estimator allows one scope only."""
         return ESTIMATORS[self.estimator.value].within_layer
@@ -201,10 +208,11 @@ class Controls(ipw.VBox):
         self._wished_scope = other._wished_scope
         self._lock()
 
-    def show_scope(self, scope: str) -> None:
-        """Show the scope in use, which some estimators fix."""
+    def show_use(self, scope: str, *, estimator: bool) -> None:
+        """Show the scope in use, and whether the estimator is."""
         self._quietly(self.scope, scope)
-        self.scope.disabled = self.scope_is_fixed
+        self.scope.disabled = estimator and self.scope_is_fixed
+        self.estimator.disabled = not estimator
 
     def show_ratio(self, ratio: float) -> None:
         """Show a ratio that was computed."""

@@ -1,5 +1,6 @@
 """The tab that runs the model: perplexity and accuracy of the selection."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import ipywidgets as ipw
 import pandas as pd
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.cautions import cautions_html, judged_on_own
 from heapr_lab.panel.controls import several_of
@@ -15,9 +16,9 @@ from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.looks import PICTURE, STALE, badge, beside
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
-from heapr_lab.panel.session import PruningSession, Step, Way
+from heapr_lab.panel.session import MASKED, PruningSession, Step, Way, named
 from heapr_lab.panel.sweep import SweepSection, differences
-from heapr_lab.progress import time_left_text
+from heapr_lab.progress import duration, time_left_text
 from heapr_lab.pruning.options import Selection
 
 _SHOWN = ["dataset", "weights", "estimator", "scope", "granularity", "structure"]
@@ -68,7 +69,10 @@ class EvaluateTab(ipw.VBox):
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.tasks = several_of("tasks", tasks, [])
         self.job = Job(
-            "Evaluate", self._evaluate, tooltip="measure the dense and the pruned model"
+            "Evaluate",
+            self._evaluate,
+            tooltip="measure the dense and the pruned model",
+            apart=True,
         )
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "840px"}
@@ -86,7 +90,6 @@ class EvaluateTab(ipw.VBox):
         super().__init__(
             [
                 ipw.HBox([self.corpora, self.tasks], layout={"flex_flow": "row wrap"}),
-                self.job,
                 self.sweep,
                 self.note,
                 self.message,
@@ -109,6 +112,7 @@ class EvaluateTab(ipw.VBox):
 
     def _check(self, _change: Any = None) -> None:
         """Mark the last point if what is chosen now was not evaluated."""
+        self.foresee()
         missing = [] if self.session.points.empty else self._not_evaluated()
         self.note.value = _out_of_date(missing) if missing else ""
         (self.message.add_class if missing else self.message.remove_class)(STALE)
@@ -159,19 +163,39 @@ class EvaluateTab(ipw.VBox):
         self._check()
 
     def _evaluate(self, report: Report) -> None:
-        selection = self.session.selection
+        selection, way = self.session.selection, self.session.way
+        name = named(selection, way)
 
         def tell(step: Step) -> None:
             left = time_left_text(step.seconds_left)
-            report(step.done, step.total, step.label, left=left)
+            report(step.done, step.total, f"{name}: {step.label}", left=left)
 
         self.session.evaluate(
             tuple(self.corpora.value),
             tasks=tuple(self.tasks.value),
             selection=selection,
+            way=way,
             progress=tell,
+            on_masked=self._show_points,
         )
         self._show_points()
+        self.foresee()
+
+    def foresee(self) -> None:
+        """Say how long Evaluate takes, unless it runs or that is not known."""
+        session = self.session
+        each = session.seconds_a_window
+        if each is None or self.job.running:
+            return
+        self.job.text.value = ""
+        with contextlib.suppress(HeaprLabError):  # of which Evaluate speaks
+            asked = [*self.corpora.value], [*self.tasks.value]
+            models = {None, MASKED, session.way}
+            n_windows = sum(
+                session.n_windows(*asked, session.selection, way or MASKED)
+                for way in models
+            )
+            self.job.text.value = status(f"at most {duration(each * n_windows)}")
 
     def _show_points(self) -> None:
         self.refresh()

@@ -10,7 +10,7 @@ import ipywidgets as ipw
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
-from heapr_lab.panel.session import PruningSession, Way, text_of
+from heapr_lab.panel.session import PruningSession, Way, named
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
@@ -102,11 +102,9 @@ class ExportTab(ipw.VBox):
                 "Nothing can be written: these settings are infeasible."
             )
             return
-        chosen = self.weights.value
-        text = text_of(selection.text, selection.estimator, chosen)
-        self.note.value = status(
-            f"To be written: {text}; weights: {WEIGHTS[chosen]}. {_EVALUATED}"
-        )
+        way = self.session.way
+        text = f"{named(selection, way)}: {WEIGHTS[way.weights]}"
+        self.note.value = status(f"To be written: {text}. {_EVALUATED}")
 
     def refresh_code(self, _change: Any = None) -> None:
         """Write the Python again, if it is shown."""

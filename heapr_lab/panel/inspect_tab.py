@@ -17,6 +17,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.atom_contexts import find_companions, find_contexts, place_text
 from heapr_lab.panel.controls import WHOLE_LABEL, number_box
 from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
+from heapr_lab.panel.looks import folded
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
     companions_html,
@@ -26,7 +27,7 @@ from heapr_lab.panel.passage_html import (
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import Pin, PruningSession, Way, edit_of, text_of
+from heapr_lab.panel.session import Pin, PruningSession, Way, edit_of, named
 from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -100,7 +101,7 @@ class InspectTab(ipw.VBox):
         self.session = session
         self.map = MapSection(session, pins=pins, choose=self._take_place)
         if session.workbench is None:
-            super().__init__([*self._map_rows(), ipw.HTML(status(_NO_MODEL))])
+            super().__init__([self.map, ipw.HTML(status(_NO_MODEL))])
             self.map.refresh()
             return
         self._build_text()
@@ -178,34 +179,23 @@ class InspectTab(ipw.VBox):
         )
         self.contexts_view = ResultView(lambda: self._asked(*self._boxes))
 
-    def _map_rows(self) -> list[ipw.Widget]:
-        return [_heading("Experts"), self.map]
-
     def _rows(self) -> list[ipw.Widget]:
+        place = ipw.HBox([self.layer, self.position])
+        parts = self.route, self.routed, self.why.explain, self.why.explained
+        found = self.note, self.show_contexts, self.contexts_view
         return [
-            *self._map_rows(),
-            _heading("Continue a text"),
+            folded("Map of the experts", self.map),
             self.text,
-            self.n_tokens,
-            self.generate,
-            self.generated,
-            _heading("Where pruning hurts the text"),
-            self.compare,
-            self.compared,
-            _heading("Why it hurts"),
-            self.why,
-            _heading("Which experts and atoms serve a token"),
-            ipw.HBox([self.layer, self.position]),
-            self.route,
-            self.routed,
-            self.why.explain,
-            self.why.explained,
-            _heading("Inputs that activate an atom"),
-            self.nearest,
-            ipw.HBox(self._boxes),
-            self.note,
-            self.show_contexts,
-            self.contexts_view,
+            folded("Continue the text", self.n_tokens, self.generate, self.generated),
+            folded("Where pruning hurts the text", self.compare, self.compared),
+            folded("Why it hurts", self.why),
+            folded("Which experts and atoms serve a token", place, *parts),
+            folded(
+                "Inputs that activate an atom",
+                self.nearest,
+                ipw.HBox(self._boxes),
+                *found,
+            ),
         ]
 
     # --- what follows the selection and the controls ---------------------------------
@@ -223,7 +213,7 @@ class InspectTab(ipw.VBox):
                 estimator=self.session.selection.estimator,
             )
         except SpecError as error:  # an infeasible selection
-            self._offer([("none: these settings are infeasible", ())])
+            self._offer([("none", ())])
             self.note.value = alert(str(error))
             return
         self.note.value = ""
@@ -277,8 +267,8 @@ class InspectTab(ipw.VBox):
 
         bench, asked = self._bench, self._asked_made(self.text, self.n_tokens)
         selection, way, _, n_tokens = asked
-        keep, downs, pruned = self._made(selection, way, report)
         prompt = self._passage(room=n_tokens)
+        keep, downs, pruned = self._made(selection, way, report)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
             return continue_text(
@@ -375,8 +365,7 @@ class InspectTab(ipw.VBox):
         keep, downs = edit_of(self.session.made(selection, way, report=report))
         assert keep is not None  # which only the dense model has not
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        text = text_of(selection.text, selection.estimator, way.weights)
-        return keep, downs, f"{removed} ({text}), {way.text}"
+        return keep, downs, f"{removed} ({named(selection, way)})"
 
     def _pruned(self, selection: Selection) -> tuple[KeepMask, str]:
         """The mask of a selection, and both as text.
@@ -385,7 +374,8 @@ class InspectTab(ipw.VBox):
         """
         keep = self.session.keep_of(selection)
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        return keep, f"{removed} ({selection.text}), masked, not compensated"
+        text = named(selection, self.session.way)
+        return keep, f"{removed} ({text}), masked, not compensated"
 
 
 def _atom_name(row: Any) -> str:
@@ -393,7 +383,3 @@ def _atom_name(row: Any) -> str:
         f"layer {row.layer}, expert {row.expert}, atom {row.atom} (score "
         f"{row.score:.3g})"
     )
-
-
-def _heading(text: str) -> ipw.HTML:
-    return ipw.HTML(f'<h3 style="margin:12px 0 0">{text}</h3>')

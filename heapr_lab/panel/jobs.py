@@ -46,7 +46,12 @@ class Job(ipw.VBox):
     """
 
     def __init__(
-        self, name: str, work: Callable[[Report], None], *, tooltip: str = ""
+        self,
+        name: str,
+        work: Callable[[Report], None],
+        *,
+        tooltip: str = "",
+        apart: bool = False,
     ) -> None:
         """Lay out the button.
 
@@ -54,6 +59,7 @@ class Job(ipw.VBox):
             name: label of the button.
             work: called in a thread with a `Report`; it sets the values of widgets.
             tooltip: what pressing it does.
+            apart: whether `button` is laid out elsewhere.
         """
         self.work = work
         self.blocked: Callable[[], str] = str
@@ -67,14 +73,14 @@ class Job(ipw.VBox):
             tooltip=f"stop {name} at its next step",
         )
         self.bar = ipw.FloatProgress(min=0.0, max=1.0, description="progress")
-        self.bar.layout.visibility = "hidden"
         self.text = ipw.HTML()
         self.error = ipw.HTML()
         self._stop = threading.Event()
         self._worker: threading.Thread | None = None
         self._left = TimeLeft()
-        row = ipw.HBox([self.button, self.cancel_button, self.bar, self.text])
-        super().__init__([row, self.error])
+        line = [self.button, self.cancel_button, self.bar, self.text][apart:]
+        super().__init__([ipw.HBox(line), self.error])
+        self._show_running(False, "")
         self.button.on_click(self.start)
         self.cancel_button.on_click(self.cancel)
 
@@ -137,7 +143,8 @@ class Job(ipw.VBox):
         if running:
             self.error.value = ""
             self.bar.value = 0.0
-        self.bar.layout.visibility = "visible" if running else "hidden"
+        for shown in (self.bar, self.cancel_button):
+            shown.layout.display = None if running else "none"
         self.text.value = status(message)
         self.button.disabled = running
         self.cancel_button.disabled = not running

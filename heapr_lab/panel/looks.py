@@ -42,6 +42,11 @@ def beside(*parts: ipw.Widget) -> ipw.HBox:
     return ipw.HBox(parts, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
 
 
+def folded(title: str, *parts: ipw.Widget) -> ipw.Accordion:
+    """Parts that are one line, their title, until it is clicked."""
+    return ipw.Accordion([ipw.VBox(parts)], titles=[title])
+
+
 def badge(kind: Kind) -> str:
     """Where a number comes from, as a word in a border; HTML.
 

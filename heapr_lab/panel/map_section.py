@@ -5,7 +5,7 @@ no torch.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import ipywidgets as ipw
@@ -26,7 +26,7 @@ from heapr_lab.panel.expert_values import (
     summed,
     traffic,
 )
-from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
+from heapr_lab.panel.jobs import Job, Report, ResultView, alert
 from heapr_lab.panel.passage_html import contexts_html
 from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.panel.session_file import Mapped
@@ -169,7 +169,7 @@ class MapSection(ipw.VBox):
             percent=self.variable.value in (KEPT, DIFFERENCE),
             order=None if self.order.value == NUMBERED else self._columns,
         )
-        self.note.value = status(" ".join(self._notes()))
+        self.note.value = ""
         self._mark()
 
     def _values(self) -> tuple[np.ndarray, str]:
@@ -188,7 +188,7 @@ class MapSection(ipw.VBox):
         if variable == KEPT:
             return kept, f"{KEPT} of the atoms"
         pin = self._pinned()
-        before = kept_share(table, self._keep_of(pin.selection))
+        before = kept_share(table, self._keep_of(pin.selection, pin.way))
         return kept - before, f"{KEPT}, minus that of pin {pin.label}"
 
     def _pinned(self) -> Pin:
@@ -211,15 +211,6 @@ class MapSection(ipw.VBox):
             return np.broadcast_to(np.arange(values.shape[1]), values.shape)
         by = self._traffic if self.order.value == BY_TRAFFIC else values
         return descending(values if by is None else by)
-
-    def _notes(self) -> Iterator[str]:
-        """Where the atoms that are kept may be others than those that are shown."""
-        if self.variable.value in (KEPT, DIFFERENCE):
-            yield from self.session.way.notes(self.session.selection.estimator)
-        if self.variable.value == DIFFERENCE:
-            pin = self._pinned()
-            for note in pin.way.notes(pin.selection.estimator):
-                yield f"Pin {pin.label}: {note}"
 
     # --- in a session's file ----------------------------------------------------------
 

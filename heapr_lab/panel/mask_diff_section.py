@@ -19,7 +19,7 @@ from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, ResultView
 from heapr_lab.panel.mask_diff_html import mask_diff_html
 from heapr_lab.panel.passage_html import contexts_html
-from heapr_lab.panel.session import PruningSession, Way
+from heapr_lab.panel.session import MASKED, PruningSession, Way
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 
@@ -42,8 +42,8 @@ class Side:
     selection: Selection
     calibration: Calibration | None
     """What it is measured on; None if that is the session's table."""
-    notes: tuple[str, ...] = ()
-    """Where the atoms that are kept may be others."""
+    way: Way
+    """How its weights are made, which may choose the mask."""
 
 
 class MaskDiffSection(ipw.VBox):
@@ -133,7 +133,7 @@ class MaskDiffSection(ipw.VBox):
     def _calibrations(self) -> dict[str, Calibration]:
         """The other corpora, by their names in the lists; none without a model."""
         own = self.session.calibration
-        if self.session.workbench is None:
+        if self.session.workbench is None or self.session.way.chooses:
             return {}
         return {
             f"{_CURRENT}, on {corpus}": replace(own, corpus=corpus)
@@ -154,8 +154,8 @@ class MaskDiffSection(ipw.VBox):
             selection, way = self._pins[name]
         else:
             selection, way = self.session.selection, self.session.way
-        notes = tuple(way.notes(selection.estimator))
-        return Side(name, selection, self._calibrations().get(name), notes)
+        way = way if way.chooses else MASKED
+        return Side(name, selection, self._calibrations().get(name), way)
 
     def _note(self, sides: Sequence[Side]) -> str:
         """What else the numbers need to be understood; often empty."""
@@ -168,9 +168,7 @@ class MaskDiffSection(ipw.VBox):
             for side in sides
         ):
             notes.append(_NOT_SINGLE)
-        for side in sides:
-            notes += side.notes
-        return " ".join(dict.fromkeys(notes))
+        return " ".join(notes)
 
     # --- what the buttons start -----------------------------------------------------
 
@@ -211,7 +209,11 @@ class MaskDiffSection(ipw.VBox):
             table = bench.importance(
                 side.calibration, estimator=side.selection.estimator
             )
-        return ScoredMask.select(side.label, table, side.selection)
+        found = ScoredMask.select(side.label, table, side.selection)
+        if side.calibration is None:
+            keep = self.session.keep_of(side.selection, side.way)
+            found = replace(found, keep=keep)
+        return found
 
     def _offer_atoms(self, alone: pd.DataFrame) -> None:
         """Offer the first atoms; the value of each is its row in `alone`."""

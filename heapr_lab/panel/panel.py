@@ -12,6 +12,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.answer import answers, answers_html
 from heapr_lab.panel.cautions import cautions, cautions_html
 from heapr_lab.panel.choice_numbers import Row, numbers_html, numbers_of, numbers_text
 from heapr_lab.panel.compare_tab import CompareTab
@@ -23,10 +24,10 @@ from heapr_lab.panel.help import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, failure, jobs_in, status, take_turns
 from heapr_lab.panel.last_session import LastSession
-from heapr_lab.panel.looks import PICTURE, STALE, beside, panel_style
+from heapr_lab.panel.looks import PICTURE, STALE, beside, folded, panel_style
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import NotKnownError, PruningSession
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import SavedSession, read_session
 from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
@@ -90,7 +91,7 @@ class Explorer(ipw.VBox):
             self.comparison,
             self.inspection,
             weights=self.weights,
-            refresh=self.refresh,
+            refresh=self._shown_again,
         )
         self.last = LastSession(self.files)
         self.help = HelpSection()
@@ -100,12 +101,13 @@ class Explorer(ipw.VBox):
                 self.copy.hides,
                 self.header,
                 self.last,
-                self.controls,
-                self.weights,
+                self._first_row(),
+                self.evaluation.job,
+                self.advanced,
+                self.error,
+                self.answers,
                 self.status,
                 self.cautions,
-                self.error,
-                self.foretell,
                 self.tabs,
                 self.files,
                 self.help,
@@ -115,26 +117,34 @@ class Explorer(ipw.VBox):
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
         self.evaluation.corpora.observe(self._retarget, names="value")
-        self.refresh()
+        self._shown_again()
 
     def _build_choice(self) -> None:
         """The controls, and what is said and drawn of a selection."""
         session = self.session
         self.controls = Controls(session.table, session.selection, self.refresh)
-        self.weights = WeightsBar(session, self._reweighted)
+        self.weights = WeightsBar(session, self.refresh)
         self.header, self.status, self.cautions = ipw.HTML(), ipw.HTML(), ipw.HTML()
-        self.error, self.numbers, self.prediction = ipw.HTML(), ipw.HTML(), ipw.HTML()
+        self.error, self.answers, self.numbers = ipw.HTML(), ipw.HTML(), ipw.HTML()
+        self.prediction = ipw.HTML()
         self.foretell = Job(
             "Measure two ratios",
             self._foretell,
             tooltip="evaluate 20% and 40%, from which other losses are predicted",
         )
+        self.advanced = folded("Advanced", self.controls, self.weights, self.foretell)
         # At most as wide as it was drawn: if stretched, its text would blur.
         self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
         self.picture.add_class(PICTURE)
         self._picture = ChoicePicture(session.table)
         self.layers = ipw.HTML()
-        self.behind = ipw.Accordion([self.layers], titles=["Numbers of each layer"])
+        self.behind = folded("All numbers", self.numbers, self.layers)
+
+    def _first_row(self) -> ipw.HBox:
+        """The three controls that are seen first."""
+        ratio = self.controls.slider, self.controls.ratio
+        evaluate = self.evaluation.job.button
+        return beside(*ratio, self.weights.weights, evaluate)
 
     def _build_tabs(self, corpora: Sequence[str], tasks: Sequence[str]) -> None:
         session = self.session
@@ -145,12 +155,12 @@ class Explorer(ipw.VBox):
         self.inspection = InspectTab(session, pins=lambda: self.comparison.pins)
         self.export = ExportTab(session, self.weights)
         caption = ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>")
-        drawn = ipw.VBox([self.picture, caption, self.behind])
-        drawn.layout.max_width = "1100px"
-        choice = beside(drawn, ipw.VBox([self.numbers, self.prediction]))
+        choice = ipw.VBox([self.picture, caption, self.prediction, self.behind])
+        choice.layout.max_width = "1100px"
         others = self.evaluation, self.inspection, self.comparison, self.export
         self.tabs = ipw.Tab([choice, *others], titles=TABS)
-        take_turns(self.comparison.runs.job, [self.foretell, *jobs_in(self.tabs)])
+        others = self.foretell, self.evaluation.job, *jobs_in(self.tabs)
+        take_turns(self.comparison.runs.job, others)
 
     def __repr__(self) -> str:
         # Shown by a notebook without a kernel, so the text is always the same.
@@ -166,12 +176,19 @@ class Explorer(ipw.VBox):
             f"{self._drawn}; weights: {self.session.way.text}",
             views=[
                 self.error.value,
-                bytes(self.picture.value),
+                self.answers.value,
+                self._shown_picture,
                 self.numbers.value,
                 self.evaluation.results.value,
             ],
             text=numbers_text(self._numbers),
         )
+
+    @property
+    def _shown_picture(self) -> bytes:
+        """None of a mask that is not the one of the weights."""
+        hidden = self.picture.layout.display == "none"
+        return b"" if hidden else bytes(self.picture.value)
 
     def refresh(self) -> None:
         """Apply the controls: select, count and draw."""
@@ -183,6 +200,12 @@ class Explorer(ipw.VBox):
         self.foretell.layout.display = None if self._needs_points() else "none"
         self._changed()
 
+    def _shown_again(self) -> None:
+        """Show another selection, with what is advanced only if it is used."""
+        if self.controls.are_unusual:
+            self.advanced.selected_index = 0
+        self.refresh()
+
     def _changed(self) -> None:
         self.copy.changed()
         self.last.changed()
@@ -190,18 +213,18 @@ class Explorer(ipw.VBox):
     def _show(self) -> None:
         session = self.session
         session.choose(self.controls.selection)
-        self.controls.show_scope(session.selection.scope)
+        scope, chooses = session.selection.scope, session.way.chooses
+        self.controls.show_use(scope, estimator=not chooses)
         if self.controls.to_target:
             self._solve_for_target()
-        keep = session.keep
-        picture = self._picture.draw(
-            keep,
-            estimator=session.selection.estimator,
-            granularity=session.selection.granularity,
-        )
+        try:
+            said, picture = session.describe(), self._drawing()
+        except NotKnownError as error:
+            said, picture = f"The atoms are {error}.", None
         with self.hold_sync():
-            self.status.value = status(f"{session.describe()}{self._target_text()}")
-            self.picture.value = picture
+            self.status.value = status(f"{said}{self._target_text()}")
+            self.picture.layout.display = "none" if picture is None else None
+            self.picture.value = picture or b""
             self.error.value = ""
             for widget in (self.picture, self.behind):
                 widget.remove_class(STALE)
@@ -210,18 +233,20 @@ class Explorer(ipw.VBox):
         self.export.refresh()
         self._refresh_tab()
         self._show_layers()
+        self.evaluation.foresee()
 
-    def _reweighted(self) -> None:
-        """Follow the switch of the weights; the mask stays, unless it met a target."""
-        if self.controls.to_target:
-            self.refresh()
-            return
-        self.export.refresh()
-        self._refresh_tab()
-        if not self.error.value:
-            self.status.value = status(self.session.describe())
-            self._show_numbers()
-        self._changed()
+    def _drawing(self) -> bytes:
+        """The picture of the mask.
+
+        Raises:
+            SpecError: it is infeasible, or not known yet.
+        """
+        chosen = self.session.selection
+        return self._picture.draw(
+            self.session.keep,
+            estimator=chosen.estimator,
+            granularity=chosen.granularity,
+        )
 
     def _refresh_tab(self, _change: Any = None) -> None:
         """Update the open tab, if that is expensive; hidden tabs wait."""
@@ -269,7 +294,7 @@ class Explorer(ipw.VBox):
         """Evaluate what predictions on the corpus of the target need."""
         chosen = self.controls.selection
         two = tuple(replace(chosen, ratio=ratio) for ratio in _TO_PREDICT)
-        sweep = Sweep(two, (self._target_corpus,))
+        sweep = Sweep(two, (self._target_corpus,), way=self.session.way)
         sweep.run(self.session, report=report, on_points=self._on_points)
         self.refresh()
         self.evaluation.follow()
@@ -280,6 +305,7 @@ class Explorer(ipw.VBox):
             self.refresh()
 
     def _show_numbers(self) -> None:
+        self.answers.value = answers_html(answers(self.session))
         self._numbers = numbers_of(self.session)
         self.numbers.value = numbers_html(self._numbers)
         self.cautions.value = cautions_html(cautions(self.session))
@@ -290,12 +316,17 @@ class Explorer(ipw.VBox):
 
     def _show_layers(self, _change: Any = None) -> None:
         """Show the numbers of the picture, if they are open."""
-        if self.behind.selected_index is not None:
+        if self.behind.selected_index is None:
+            return
+        try:
             self.layers.value = table_html(layers_frame(self.session))
+        except SpecError:  # infeasible, or not known yet, as is said above
+            self.layers.value = ""
 
     def _on_points(self) -> None:
-        self._retarget()
-        if not self.error.value:
+        if self.controls.to_target or self.session.way.chooses:
+            self.refresh()
+        elif not self.error.value:
             self._show_numbers()
         self.comparison.refresh()
         self.export.refresh_code()
@@ -310,6 +341,7 @@ class Explorer(ipw.VBox):
         )
         self._numbers = []
         self.numbers.value = self.prediction.value = self.cautions.value = ""
+        self.answers.value = ""
         for widget in (self.picture, self.behind):
             widget.add_class(STALE)
         self.export.refresh()

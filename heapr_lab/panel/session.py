@@ -7,7 +7,6 @@ are fast enough to follow a slider; the model runs only in `PruningSession.evalu
 import bisect
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from heapr_lab.inspection.loss_prediction import DamageMap, fit_damage
 from heapr_lab.progress import Parts, Progress, TimeLeft, time_left_text
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.savings import at_context, savings_of, summed_scores
+from heapr_lab.pruning.savings import savings_of, summed_scores
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes.presets import WEIGHTS
 from heapr_lab.text.calibration_spec import Calibration
@@ -42,7 +41,13 @@ _NO_PREDICTION = (
     "third ratio there is also a range."
 )
 _SHOWN = ("ratio", "scope", "granularity", "structure")
-_MASKED = "masked"
+PASSES = {"compress": 4, "compensated": 1, "unchanged": 0}
+"""About how many forward passes over the calibration windows each kind of weights takes
+to make."""
+
+
+class NotKnownError(SpecError):
+    """Weights that choose their own mask have not been made yet."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +73,30 @@ class Way:
     def text(self) -> str:
         """The way in points, tables and legends."""
         if self.weights == "unchanged":
-            return _MASKED
+            return "masked"
         own = f", own text {self.own_text:.0%}" if self.own_text else ""
         return f"{self.weights}{own}"
 
-    def notes(self, estimator: str) -> list[str]:
-        """A remark where the mask of `estimator` may not be the one that is made."""
-        if self.weights != "compress":
-            return []
-        return [
-            f"Shown are the atoms that {estimator} keeps: compress chooses the "
-            "estimator itself, and may keep others."
-        ]
+    @property
+    def chooses(self) -> bool:
+        """Whether the mask is chosen with the weights, whatever the estimator."""
+        return self.weights == "compress"
+
+    def asked(self, selection: Selection) -> Selection:
+        """What of a selection matters: no estimator, if another may be chosen."""
+        if not self.chooses:
+            return selection
+        return replace(selection, estimator="heapr", estimator_options=())
 
     def calibration(self, measured_on: Calibration) -> Calibration:
         """What weights are fitted to: that of the table, with text of the model."""
-        if self.weights != "compress":
+        if not self.chooses:
             return measured_on
         return replace(measured_on, own_text=self.own_text)
+
+
+MASKED = Way()
+"""The dense weights, masked."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class Pin:
 
     label: str
     selection: Selection
-    way: Way = Way()
+    way: Way = MASKED
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -125,25 +136,23 @@ POINT_COLUMNS = Point.__struct_fields__
 """Columns of `PruningSession.points`."""
 
 
-def text_of(selection_text: str, estimator: str, weights: str) -> str:
-    """A selection as text without its estimator, if `compress` chooses another.
-
-    Args:
-        selection_text: `text` or `rules_text` of a selection.
-        estimator: of the selection.
-        weights: the name or the `text` of a `Way`.
-    """
-    if not weights.startswith("compress"):
-        return selection_text
-    return selection_text.removeprefix(f"{estimator}, ")
+def named(selection: Selection, way: Way) -> str:
+    """A pruned model as text: its selection, and how its weights are made."""
+    return _text_of(selection.text, selection, way.text)
 
 
 def setting_text(selection: Selection | None, weights: str) -> str:
     """A selection without its ratio, and the `text` of a `Way`: a curve's name."""
     if selection is None:
         return "dense"
-    rules = text_of(selection.rules_text, selection.estimator, weights)
-    return f"{rules}, {weights}"
+    return _text_of(selection.rules_text, selection, weights)
+
+
+def _text_of(text: str, selection: Selection, weights: str) -> str:
+    """Without the estimator, if weights choose it."""
+    if weights.startswith("compress"):
+        text = text.removeprefix(f"{selection.estimator}, ")
+    return f"{text}, {weights}"
 
 
 @dataclass(frozen=True)
@@ -197,20 +206,22 @@ class PruningSession:
         self.workbench = workbench
         self.calibration = calibration or Calibration()
         self.file = file
-        self.way = Way()
+        self.way = MASKED
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self.windows: dict[tuple[Selection | None, str, str], tuple[float, ...]] = {}
         """Mean losses of single windows, by selection, weights and corpus."""
-        self.seconds_on: dict[str, float] = {}
-        """Of one model on a corpus or task, where it was not read from the cache."""
-        self.seconds_to_make: dict[str, float] = {}
-        """Of the last weights that were made, by the name of the way."""
+        self.seconds_a_window: float | None = None
+        """Of an evaluation, of the last one that was not read from the cache."""
         self._selection = Selection(0.25)
         self._rejected: SpecError | None = None
         self._making, self._adding = threading.Lock(), threading.Lock()
         self._last_made: tuple[tuple[Selection, Way], Chosen] | None = None
+        self._chosen: dict[tuple[Selection, Way], KeepMask] = {}
+        """Masks that were chosen with the weights."""
         # Of the selection that is shown, each is computed once.
-        self._last_keep = functools.lru_cache(maxsize=1)(self.keep_of)
+        self._last_ranked = functools.lru_cache(maxsize=1)(
+            functools.partial(select, table)
+        )
         self._last_savings = functools.lru_cache(maxsize=1)(self.savings_of)
         self._last_score = functools.lru_cache(maxsize=1)(
             functools.partial(summed_scores, table)
@@ -227,7 +238,7 @@ class PruningSession:
         """
         if self._rejected is not None:
             raise self._rejected
-        return self._selection
+        return self.way.asked(self._selection)
 
     def reject(self, why: Exception) -> None:
         """Have no selection until the next `choose`: the settings are infeasible.
@@ -239,14 +250,12 @@ class PruningSession:
     @property
     def note(self) -> str:
         """Remarks on the selection; usually empty."""
-        estimator, notes = find_estimator(self._selection.estimator), []
-        if estimator.within_layer:
-            notes.append(
-                f"{estimator.name} compares atoms within a layer only: the scope is "
-                "layer."
-            )
-        notes += self.way.notes(estimator.name)
-        return " ".join(notes)
+        estimator = find_estimator(self.selection.estimator)
+        if not estimator.within_layer:
+            return ""
+        return (
+            f"{estimator.name} compares atoms within a layer only: the scope is layer."
+        )
 
     def choose(self, selection: Selection) -> None:
         """Change the selection; `keep` raises an error if it is infeasible."""
@@ -254,12 +263,28 @@ class PruningSession:
 
     @property
     def keep(self) -> KeepMask:
-        """The mask of the selection."""
-        return self._last_keep(self.selection)
+        """The mask of the selection, with the weights of `way`."""
+        if self.way.chooses:
+            return self.keep_of(self.selection)
+        return self._last_ranked(self.selection)
 
-    def keep_of(self, selection: Selection) -> KeepMask:
-        """The mask of any selection."""
-        return select(self.table, selection)
+    def keep_of(self, selection: Selection, way: Way | None = None) -> KeepMask:
+        """The mask of any selection, with weights of any way, by default of `way`.
+
+        Raises:
+            SpecError: the selection is infeasible.
+            NotKnownError: the weights choose the mask, and have not been made.
+        """
+        way = way or self.way
+        if not way.chooses:
+            return select(self.table, selection)
+        found = self._chosen.get((way.asked(selection), way))
+        if found is None:
+            select(self.table, way.asked(selection))
+            raise NotKnownError(
+                f"not known yet: {way.text} chooses the atoms itself; Evaluate does so"
+            )
+        return found
 
     # --- counting ---------------------------------------------------------------
 
@@ -287,23 +312,12 @@ class PruningSession:
         return f"an estimate, {size:g} for each parameter"
 
     def describe(self) -> str:
-        """The pruned share and the savings, as text."""
+        """The pruned share, as text."""
         keep = self.keep
         text = (
             f"{keep.achieved_ratio:.1%} of the atomic experts removed: "
-            f"{keep.n_kept:,} of {keep.n_atoms:,} kept. "
+            f"{keep.n_kept:,} of {keep.n_atoms:,} kept."
         )
-        savings = self.savings()
-        if savings is None:
-            text += "The table has no architecture, so parameters are unknown."
-        else:
-            row = savings.iloc[0]
-            text += (
-                f"Parameters {row.parameters_before:,.0f} → {row.parameters_after:,.0f}"
-                f" ({row.parameter_reduction:.1%} saved). FLOPs per token, "
-                f"{at_context(row.seq_len)}: {row.flops_reduction:.1%} saved, of the "
-                f"routed experts {row.routed_flops_reduction:.1%}."
-            )
         return f"{text} {self.note}".strip()
 
     # --- predicting -------------------------------------------------------------
@@ -328,13 +342,13 @@ class PruningSession:
 
         Of `compress`, which chooses a mask of its own, those of exactly this ratio.
         """
-        keep = self.keep
         points = self._points_alike()
         if points.empty:
             return points
-        if self.way.weights == "compress":
+        if self.way.chooses:
             same = points["ratio"].eq(self.selection.ratio)
         else:
+            keep = self.keep
             same = points["summed_score"].eq(self._score_of(keep))
             same &= points["achieved_ratio"].eq(keep.achieved_ratio)
         return points[same].drop_duplicates("dataset", keep="last")
@@ -368,7 +382,7 @@ class PruningSession:
 
         def too_much(hundredths: int) -> bool:
             ratio = hundredths / 100
-            keep = self.keep_of(replace(self.selection, ratio=ratio))
+            keep = select(self.table, replace(self.selection, ratio=ratio))
             return float(damage.predict(self._score_of(keep))) > rise
 
         # Δloss rises with the ratio, so the first ratio with too large a loss is found.
@@ -382,7 +396,7 @@ class PruningSession:
         missing if unknown. Corpora on which the selection was `measured`, or with too
         few points, are left out.
         """
-        found = self._predicted([self.keep])
+        found = self._predicted([self._last_ranked(self.selection)])
         return found[~found["dataset"].isin(self.measured()["dataset"])]
 
     def beyond_measured(self) -> dict[str, tuple[float, float]]:
@@ -390,7 +404,7 @@ class PruningSession:
 
         Each with the least and the largest ratio, achieved, that was measured there.
         """
-        score, found = self._score_of(self.keep), {}
+        score, found = self._score_of(self._last_ranked(self.selection)), {}
         known = set(self.measured()["dataset"])
         for corpus, points, damage in self._fits():
             if corpus not in known and damage.extrapolates(score):
@@ -403,7 +417,7 @@ class PruningSession:
         """The same for the selection at other ratios; `ratio` is the achieved one."""
         chosen = self.selection
         return self._predicted(
-            self.keep_of(replace(chosen, ratio=ratio)) for ratio in ratios
+            select(self.table, replace(chosen, ratio=ratio)) for ratio in ratios
         )
 
     def _predicted(self, keeps: Iterable[KeepMask]) -> pd.DataFrame:
@@ -438,7 +452,7 @@ class PruningSession:
 
     def _points_alike(self, selection: Selection | None = None) -> pd.DataFrame:
         """Points with a loss and the same settings, except for the ratio."""
-        same = replace(selection or self.selection, ratio=0.0)
+        same = replace(self.way.asked(selection or self.selection), ratio=0.0)
         points = self.points[self.points["nll"].notna()]
         points = points[points["weights"].eq(self.way.text)]
         alike = [
@@ -458,7 +472,9 @@ class PruningSession:
         *,
         tasks: Sequence[str] = (),
         selection: Selection | None = None,
+        way: Way | None = None,
         progress: Callable[[Step], None] | None = None,
+        on_masked: Callable[[], None] | None = None,
     ) -> pd.DataFrame:
         """Measure perplexity on the test splits of `corpora`, and accuracy of `tasks`.
 
@@ -470,10 +486,14 @@ class PruningSession:
             corpora: names or paths.
             tasks: of the harness, or `continuation`.
             selection: by default the current one.
+            way: by default the current one.
             progress: called for each step; an exception it raises ends the work.
+            on_masked: called once there are points of the masked model, which is then
+                measured first, before other weights are made.
 
         Returns:
-            The new rows of `points`: the dense model (ratio 0) and the selection.
+            The new rows of `points`: the dense model (ratio 0) and the selection, by
+            `on_masked` also masked.
 
         Raises:
             SpecError: there is no model, or there are no corpora and no tasks.
@@ -488,40 +508,72 @@ class PruningSession:
             raise SpecError(
                 "no corpus and no task are selected; select one, such as pydocs"
             )
-        selection, way = selection or self.selection, self.way
-        keep = self.keep_of(selection)
-        score = summed_scores(self.table, keep, selection.estimator)
+        way = way or self.way
+        selection = way.asked(selection or self.selection)
+        ranked = select(self.table, selection)
+        score = summed_scores(self.table, ranked, selection.estimator)
         parts = [_loss_part(bench, corpus) for corpus in corpora]
         parts += [_accuracy_part(bench, task) for task in tasks]
-        masks: list[Chosen | None] = [None]
-        if keep.n_removed:
-            masks.append(self.made(selection, way, report=_making(progress)))
-        clock = _Clock(len(masks) * sum(part.n_windows for part in parts), progress)
-        rows: list[dict[str, Any]] = []
-        for part in parts:
-            for mask in masks:
-                clock.begin(
-                    f"{'dense' if mask is None else 'pruned'} on {part.dataset}"
-                )
-                before, started = clock.parts.done, time.monotonic()
-                found = part.measure(mask, clock)
-                if clock.parts.done > before:
-                    self.seconds_on[part.dataset] = time.monotonic() - started
-                clock.end(part.n_windows)
-                row = _point(selection, mask, part.dataset, way=way, score=score)
-                rows.append(row | found)
+        ways = [way] if ranked.n_removed else []
+        if ways and way != MASKED and on_masked is not None:
+            ways.insert(0, MASKED)
+        to_make = [self._windows_to_make(selection, one) for one in ways]
+        each = sum(part.n_windows for part in parts)
+        clock = _Clock((1 + len(ways)) * each + sum(to_make), progress)
+        rows = _measured_rows(parts, None, clock, named="dense")
+        rows = [_point(selection, None, row, way=way, score=score) for row in rows]
+        for one, n_windows in zip(ways, to_make, strict=True):
+            made = self.made(selection, one, report=clock.making(n_windows))
+            clock.end(n_windows)
+            named = "pruned" if one == way else "masked"
+            found = _measured_rows(parts, made, clock, named=named)
+            rows += [
+                _point(selection, made, row, way=one, score=score) for row in found
+            ]
+            new = self._with_differences(rows)
+            if one != way:
+                self._add(new)
+                on_masked()
+        new = self._with_differences(rows)
+        self._add(new)
+        self.seconds_a_window = clock.seconds_a_window or self.seconds_a_window
+        return new
+
+    def _windows_to_make(self, selection: Selection, way: Way) -> int:
+        """The work of making weights, in windows of an evaluation."""
+        if self._last_made is not None and self._last_made[0] == (selection, way):
+            return 0
+        assert self.workbench is not None
+        asked = way.calibration(self.calibration)
+        n_sequences = asked.n_sequences or self.workbench.profile.n_sequences
+        return PASSES[way.weights] * (n_sequences + asked.n_own(n_sequences))
+
+    def n_windows(
+        self,
+        corpora: Sequence[str],
+        tasks: Sequence[str],
+        selection: Selection | None = None,
+        way: Way = MASKED,
+    ) -> int:
+        """The work of evaluating one model, the dense one by default, in windows."""
+        assert self.workbench is not None
+        sizes = [self.workbench.test_windows(name).n_sequences for name in corpora]
+        made = 0 if selection is None else self._windows_to_make(selection, way)
+        return sum(sizes) + _TASK_WINDOWS * len(tasks) + made
+
+    def _with_differences(self, rows: list[dict[str, Any]]) -> pd.DataFrame:
+        """Points, with the difference to the dense model of each, which comes first."""
         self._keep_windows(rows)
         new = pd.DataFrame(rows, columns=list(POINT_COLUMNS))
-        nll = new["nll"].astype(float)  # the first of each dataset is the dense model
+        nll = new["nll"].astype(float)
         new["delta_nll"] = nll - nll.groupby(new["dataset"]).transform("first")
-        self._add(new)
         return new
 
     def _keep_windows(self, rows: list[dict[str, Any]]) -> None:
         """Keep the losses of single windows; `stderr` of each Δloss is over them."""
         dense: dict[str, tuple[float, ...]] = {}
         for row in rows:
-            own = row.pop("windows", ())
+            own = row.get("windows", ())
             if not own:
                 continue
             self.windows[row["selection"], row["weights"], row["dataset"]] = own
@@ -538,22 +590,22 @@ class PruningSession:
         from heapr_lab.recipes import export
         from heapr_lab.workbench.settings import Setting
 
-        key = selection, way
+        key, setting = (
+            (selection, way),
+            Setting(selection, way.calibration(self.calibration)),
+        )
+        make = functools.partial(
+            export.choose, self.workbench, self.table, setting, weights=way.weights
+        )
+        if way == MASKED:
+            return make(report=report)
         with self._making:  # a second tab waits for what the first one makes
             if self._last_made is None or self._last_made[0] != key:
-                assert self.workbench is not None
                 self._last_made = None  # weights are not held beside the next ones
-                setting = Setting(selection, way.calibration(self.calibration))
-                started = time.monotonic()
-                found = export.choose(
-                    self.workbench,
-                    self.table,
-                    setting,
-                    weights=way.weights,
-                    report=report,
-                )
-                self.seconds_to_make[way.weights] = time.monotonic() - started
+                found = make(report=report)
                 self._last_made = key, found
+                if way.chooses:
+                    self._chosen[key] = found.keep
             return self._last_made[1]
 
     def _add(self, new: pd.DataFrame) -> None:
@@ -564,35 +616,33 @@ class PruningSession:
             self.points = both.drop_duplicates(asked, keep="last", ignore_index=True)
 
 
-def _making(progress: Callable[[Step], None] | None) -> "Report":
-    """Progress of what is done before anything is measured."""
-    left = TimeLeft()
-
-    def report(done: int, total: int, label: str) -> None:
-        left.reached(done)
-        if progress is not None:
-            progress(Step(label, done, total, left.seconds(total)))
-
-    return report
+def _measured_rows(
+    parts: Sequence["_Part"], made: "Chosen | None", clock: "_Clock", *, named: str
+) -> Iterator[dict[str, Any]]:
+    """What is measured of one model, a row for each corpus and task."""
+    for part in parts:
+        clock.begin(f"{named} on {part.dataset}")
+        yield {"dataset": part.dataset, **part.measure(made, clock)}
+        clock.end(part.n_windows)
 
 
 def _point(
     selection: Selection,
     mask: "Chosen | None",
-    dataset: str,
+    measured: dict[str, Any],
     *,
     way: Way,
     score: float,
 ) -> dict[str, Any]:
     shown = Selection(0.0) if mask is None else selection
     return {
+        **measured,
         "selection": None if mask is None else selection,
         "estimator": "dense" if mask is None else _estimator_of(mask, selection),
         "weights": "dense" if mask is None else way.text,
         **{name: getattr(shown, name) for name in _SHOWN},
         "achieved_ratio": 0.0 if mask is None else mask.keep.achieved_ratio,
         "summed_score": 0.0 if mask is None else score,
-        "dataset": dataset,
     }
 
 
@@ -671,6 +721,23 @@ class _Clock:
         self._label = label
         self._left.skip_to(self.parts.done)
         self._tell()
+
+    @property
+    def seconds_a_window(self) -> float | None:
+        """Of those that were measured; None if there were none."""
+        return self._left.seconds(self.parts.done + 1)
+
+    def making(self, n_windows: int) -> "Report":
+        """Progress of weights whose making counts as `n_windows`."""
+        furthest = 0
+
+        def report(done: float, total: float, label: str) -> None:
+            nonlocal furthest  # what begins again does not take the bar back
+            furthest = max(furthest, int(n_windows * done / max(1, total)))
+            self._label = f"{label} {done:g} of {total:g}; in all"
+            self.parts(furthest, n_windows)
+
+        return report
 
     def share_of(self, n_windows: int) -> Progress:
         """Progress of a part that counts as `n_windows`."""

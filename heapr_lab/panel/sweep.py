@@ -13,9 +13,11 @@ from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.panel.controls import read_ratio, several_of
 from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.session import (
+    MASKED,
     PruningSession,
     Step,
     Way,
+    named,
     setting_text,
 )
 from heapr_lab.progress import duration
@@ -67,11 +69,12 @@ class Sweep:
     selections: tuple[Selection, ...]
     corpora: tuple[str, ...]
     tasks: tuple[str, ...] = ()
+    way: Way = MASKED
 
     def missing(self, session: PruningSession) -> list["Missing"]:
         """Selections with the corpora and tasks that they have no point of."""
-        points, way = session.points, session.way.text
-        own = points[points["weights"].eq(way)]
+        points = session.points
+        own = points[points["weights"].eq(self.way.text)]
         known = set(zip(own["selection"], own["dataset"], strict=True))
         parts = [
             Missing(
@@ -79,27 +82,23 @@ class Sweep:
                 tuple(name for name in self.corpora if (one, name) not in known),
                 tuple(name for name in self.tasks if (one, name) not in known),
             )
-            for one in self.selections
+            for one in dict.fromkeys(map(self.way.asked, self.selections))
         ]
         return [part for part in parts if part.corpora or part.tasks]
 
     def seconds(self, session: PruningSession) -> float | None:
-        """How long the missing ones take, by the evaluations so far; None before any.
-
-        Corpora that were not evaluated yet count as the mean of the others; the dense
-        model is counted where it has no point.
-        """
-        known, missing = session.seconds_on, self.missing(session)
-        if not missing:
-            return 0.0
-        if not known:
+        """How long the missing ones take, if nothing is cached; None if not known."""
+        missing, each = self.missing(session), session.seconds_a_window
+        if each is None or not missing:
             return None
-        dense = set(session.points[session.points["estimator"].eq("dense")]["dataset"])
-        names = [name for one in missing for name in (*one.corpora, *one.tasks)]
-        names += {*names} - dense
-        mean = sum(known.values()) / len(known)
-        making = session.seconds_to_make.get(session.way.weights, 0.0)
-        return sum(known.get(name, mean) for name in names) + len(missing) * making
+        dense = session.n_windows(self.corpora, self.tasks)
+        return each * (
+            dense
+            + sum(
+                session.n_windows(one.corpora, one.tasks, one.selection, self.way)
+                for one in missing
+            )
+        )
 
     def run(
         self,
@@ -124,13 +123,14 @@ class Sweep:
 
             def tell(step: Step, number: int = number, part: Missing = part) -> None:
                 share = step.done / max(1, step.total)
-                text = f"{part.selection.text}: {step.label}; selection"
+                text = f"{named(part.selection, self.way)}: {step.label}; selection"
                 report(number + share, len(missing), text)
 
             session.evaluate(
                 part.corpora,
                 tasks=part.tasks,
                 selection=part.selection,
+                way=self.way,
                 progress=tell,
             )
             on_points()
@@ -148,8 +148,7 @@ def sweep_of(
 ) -> Sweep:
     """The current selection at other ratios, by several estimators.
 
-    With `compress`, which chooses the estimator itself, there is one for each ratio. An
-    estimator whose scores are compared within a layer only has the scope layer.
+    An estimator whose scores are compared within a layer only has the scope layer.
 
     Raises:
         SpecError: there are no estimators, or neither corpora nor tasks.
@@ -158,9 +157,9 @@ def sweep_of(
         raise SpecError("no estimator is selected; select one, such as heapr")
     if not corpora and not tasks:
         raise SpecError("no corpus and no task are selected; select one above")
-    names = [current.estimator] if way.weights == "compress" else estimators
+    names = [current.estimator] if way.chooses else estimators
     selections = [_with(current, ratio, name) for name in names for ratio in ratios]
-    return Sweep(tuple(selections), tuple(corpora), tuple(tasks))
+    return Sweep(tuple(selections), tuple(corpora), tuple(tasks), way)
 
 
 def _with(current: Selection, ratio: float, estimator: str) -> Selection:

@@ -149,9 +149,16 @@ class Panel:
         said = f"Layer {layer}, expert {expert}: "
         return self.root.get_by_role("status").filter(has_text=said)
 
+    def unfold(self, title: str) -> None:
+        """Open the section of that title, unless it is open."""
+        header = self.root.locator(".jupyter-widget-Collapse-header")
+        section = header.filter(has_text=title).filter(visible=True).locator("..")
+        if "jupyter-widget-Collapse-open" not in str(section.get_attribute("class")):
+            section.locator(".jupyter-widget-Collapse-header").click()
+
     def mask(self) -> None:
         """Have pruned models masked as HEAPr: the weights that stay are unchanged."""
-        self.choice("weights").select_option("unchanged, masked as HEAPr")
+        self.choice("weights").select_option("as the paper (masked)")
 
     def is_ready(self) -> None:
         """Wait until it shows counts and a picture, and that is painted."""

@@ -49,6 +49,12 @@ def test_the_app_shows_the_panel(
     panel = Panel(page.locator("body"))
     panel.is_ready()
     assert page.locator(".jp-InputArea-editor").count() == 0
+    page.set_viewport_size({"width": 1000, "height": 700})
+    box = panel.picture.bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] <= 700, "the picture has to be scrolled to"
+    page.screenshot(path=shots / "app-dark-1000.png")
+    page.set_viewport_size({"width": 1280, "height": 1000})
     assert pixels(page.screenshot())[:, 0].mean() < 0.5
     page.screenshot(path=shots / "app-dark-1280.png")
     before = panel.source()
@@ -57,13 +63,16 @@ def test_the_app_shows_the_panel(
     panel.changes_from(before)
     panel.type_ratio("0.5")
     expect(panel.counts).to_contain_text(f"{N_ATOMS // 2} of {N_ATOMS} kept")
+    panel.choice("weights").select_option("best (about 4 forward passes)")
+    expect(panel.root.get_by_text("not known yet: compress")).to_be_visible()
     panel.open("Evaluate")
     panel.root.get_by_role("listbox", name="corpora").select_option("pydocs")
     panel.button("Evaluate").click()
-    told = re.compile(r"Last point, compress.*: 50\.0%")  # the default
+    told = re.compile(r"Last point, compress.*: 50\.0%")
     expect(panel.root.get_by_text(told)).to_be_visible(timeout=TIMEOUT)
     page.screenshot(path=shots / "app-dark-evaluated-1280.png")
     panel.open("Inspect")
+    panel.unfold("Map of the experts")
     panel.click_expert(1, 2)
     expect(panel.expert(1, 2)).to_be_visible()
     page.screenshot(path=shots / "app-dark-inspect-1280.png")

@@ -47,6 +47,7 @@ def test_a_width_that_rounds_is_said(page: "sync_api.Page") -> None:
     """60 % of eight atoms are five of them; the note goes with the structure."""
     panel, _ = panels(page)
     panel.type_ratio("0.6")
+    panel.unfold("Advanced")
     before = panel.choice("structure").input_value()
     panel.choice("structure").select_option("uniform")
     said = "Asked for 60.0% of the atoms, 62.5% are removed"

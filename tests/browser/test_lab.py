@@ -50,8 +50,9 @@ def test_every_value_can_be_set_without_a_mouse(page: "sync_api.Page") -> None:
     page.keyboard.type("0.75")
     page.keyboard.press("Tab")
     expect(panel.counts).to_contain_text(f"{N_ATOMS // 4} of {N_ATOMS} kept")
-    expect(panel.choice("budget")).to_be_focused()
-    page.keyboard.press("Tab")
+    expect(panel.choice("weights")).to_be_focused()
+    panel.unfold("Advanced")
+    panel.choice("estimator").focus()
     for name, letter, value in (
         ("estimator", "f", "fisher"),
         ("scope", "l", "layer"),
@@ -77,7 +78,7 @@ def test_every_control_has_a_name(page: "sync_api.Page") -> None:
 def test_the_numbers_are_one_click_away(page: "sync_api.Page") -> None:
     """Below the picture, a row for each layer."""
     panel, _ = panels(page)
-    title = panel.root.get_by_text("Numbers of each layer")
+    title = panel.root.get_by_text("All numbers")
     title.click()
     rows = panel.root.get_by_role("row").filter(has_text=re.compile(r"^\s*[01]\s"))
     expect(rows).to_have_count(2)
@@ -123,6 +124,8 @@ def test_inspects_a_text(page: "sync_api.Page") -> None:
     panel.type_ratio("0.5")
     panel.open("Inspect")
     panel.root.get_by_role("textbox", name="text").fill("aaab bbba abab")
+    for title in ("Where pruning", "Which experts", "Continue the text"):
+        panel.unfold(title)
     panel.button("Compare losses").click()
     expect(panel.root.get_by_text("tokens hurt most")).to_be_visible(timeout=TIMEOUT)
     panel.button("Show routing").click()
@@ -136,6 +139,8 @@ def test_a_cell_chooses_an_expert(page: "sync_api.Page") -> None:
     """By a click, or by arrows and Enter; its colour follows the ratio."""
     panel, _ = panels(page)
     panel.open("Inspect")
+    panel.unfold("Map of the experts")
+    panel.unfold("Inputs that activate")
     panel.type_ratio("0.5")
     panel.map.scroll_into_view_if_needed()
     for layer, expert in ((1, 2), (0, 3)):
@@ -247,9 +252,7 @@ def test_what_is_evaluated_is_what_is_exported(
         if way == "masked":
             panel.mask()
         else:
-            panel.choice("weights").select_option(
-                "compensate W_down (one forward pass)"
-            )
+            panel.choice("weights").select_option("compensated (one forward pass)")
         panel.open("Evaluate")
         panel.button("Evaluate").click()
         told = panel.root.get_by_text(f"Last point, {way}: 50.0%")
@@ -260,8 +263,9 @@ def test_what_is_evaluated_is_what_is_exported(
         expect(panel.root.get_by_role("row").filter(has_text=named)).to_have_count(1)
     panel.open("Inspect")
     panel.root.get_by_role("textbox", name="text").fill("aaab bbba abab")
+    panel.unfold("Where pruning")
     panel.button("Compare losses").click()
-    shown = panel.root.get_by_text("by atom, ragged), compensated")
+    shown = panel.root.get_by_text("by atom, ragged, compensated)")
     expect(shown).to_be_visible(timeout=TIMEOUT)
     panel.open("Compare")
     panel.enter("label", "switched")

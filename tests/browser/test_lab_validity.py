@@ -28,6 +28,7 @@ def reset(page: "sync_api.Page") -> Iterator[Panel]:
 def begin_again(panel: Panel) -> None:
     """Choose what the panel began with, half of the atoms, and masked weights."""
     panel.open("Choose")
+    panel.unfold("Advanced")
     start = {"granularity": "atom", "structure": "ragged", "budget": "atoms"}
     for name, value in {"estimator": "heapr", "scope": "global", **start}.items():
         panel.choice(name).select_option(value)
@@ -98,12 +99,13 @@ def test_inspections_are_marked_as_out_of_date(reset: Panel, shots: Path) -> Non
     text = reset.root.get_by_role("textbox", name="text")
     text.fill("aaab bbba abab")
     text.blur()
+    reset.unfold("Where pruning")
     reset.button("Compare losses").click()
     hurt = reset.root.get_by_text("tokens hurt most")
     # The innermost box around the result, with what is said of it.
     inner = reset.root.page.get_by_text("tokens hurt most")
     shown = reset.root.locator(".widget-vbox").filter(has=inner).last
-    own = "heapr, 0.5 of the atoms, global scope, by atom, ragged), masked"
+    own = "heapr, 0.5 of the atoms, global scope, by atom, ragged, masked)"
     expect(shown).to_contain_text(own, timeout=TIMEOUT)
     told = shown.get_by_text("Out of date: made with other settings")
     expect(told).to_have_count(0)
@@ -137,6 +139,7 @@ def test_choices_and_tasks_are_told_apart(reset: Panel, shots: Path) -> None:
     reset.root.screenshot(path=shots / "evaluate-two.png")
     tasks.select_option([])
     reset.open("Choose")
+    reset.unfold("All numbers")
     expect(reset.root.get_by_text("perplexity on pydocs")).to_be_visible()
     reset.open("Compare")
     if reset.button("Clear").is_enabled():  # pins of another test

@@ -69,6 +69,8 @@ def explain(panel: Panel) -> None:
     """Ask why a text loses, from layers to atoms, and where one of these fires."""
     panel.open("Inspect")
     panel.root.get_by_role("textbox", name="text").fill("aaab bbba abab")
+    for title in ("Why it hurts", "Which experts", "Inputs that activate"):
+        panel.unfold(title)
     panel.button("Attribute").click()
     expect(panel.button("Attribute")).to_be_enabled(timeout=TIMEOUT)
     expect(panel.root.get_by_text("first order").first).to_be_visible()

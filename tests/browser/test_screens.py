@@ -28,8 +28,8 @@ explore("lab")"""
 
 
 WAYS = {
-    "unchanged, masked as HEAPr": "masked",
-    "compensate W_down (one forward pass)": "compensated",
+    "as the paper (masked)": "masked",
+    "compensated (one forward pass)": "compensated",
 }
 """What the list of weights offers, and how points are called."""
 
@@ -59,7 +59,9 @@ def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
     panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
     panel.is_ready()
     panel.mask()
+    panel.unfold("Advanced")
     panel.choice("estimator").select_option("shrunk")
+    panel.root.get_by_text("Advanced").click()
     panel.open("Evaluate")
     for option, way in WAYS.items():
         panel.choice("weights").select_option(option)
@@ -78,6 +80,7 @@ def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
     panel.picture.evaluate("image => image.decode()")
     output.screenshot(path=shots / "evaluate.png")
     panel.open("Inspect")
+    panel.unfold("Where pruning")
     panel.button("Compare losses").click()
     hurt = panel.root.get_by_text("tokens hurt most")
     expect(hurt).to_be_visible(timeout=TIMEOUT)

@@ -1,11 +1,14 @@
 """The map follows the selection; it, its boxes, its table and the card are linked."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 from html_text import cells
 from random_tables import random_table
 
+from heapr_lab.panel.expert_values import kept_share
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession, Way
@@ -167,14 +170,19 @@ def test_layers_without_this_expert() -> None:
     assert section.map.selected == [3, 3]
 
 
-def test_the_mask_of_compress_is_another(opened: Explorer) -> None:
-    """What is kept is said to be of the estimator; traffic is of the text."""
-    section = opened.inspection.map
-    opened.session.way = Way("compress")
+def test_a_mask_that_is_not_known_yet_is_not_shown(opened: Explorer) -> None:
+    """Nor is another in its place; it is shown once the weights have chosen it."""
+    section, session = opened.inspection.map, opened.session
+    way = Way("compress")
+    chosen = session.keep_of(replace(session.selection, estimator="random"))
+    session.way = way
     section.refresh()
-    assert "compress chooses the estimator itself" in section.note.value
-    section.variable.value = "traffic"
-    assert "compress" not in section.note.value
+    assert "not known yet: compress chooses" in section.note.value
+    assert section.view.layout.display == "none"
+    session._chosen[session.selection, way] = chosen
+    section.refresh()
+    assert section.note.value == ""
+    assert (section._drawn == kept_share(session.table, chosen)).all()
 
 
 def test_table_without_tokens() -> None:

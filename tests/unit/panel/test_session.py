@@ -7,6 +7,7 @@ from random_tables import D_INTER, small_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.answer import answers
 from heapr_lab.panel.session import PruningSession, Step
 from heapr_lab.pruning.options import Selection
 from heapr_lab.workbench.workbench import Workbench
@@ -46,13 +47,13 @@ def test_camera_fixes_the_scope() -> None:
 
 
 def test_session_without_architecture() -> None:
-    """A bare table still selects; of parameters it says that nothing is known."""
+    """A bare table still selects; of parameters nothing is known."""
     table = ImportanceTable.from_frame(small_table().frame)
     session = PruningSession(table)
     assert session.savings() is None
     assert "4 of 16" not in session.describe()
     assert "12 of 16 kept" in session.describe()
-    assert "no architecture" in session.describe()
+    assert [one.of for one in answers(session)[:2]] == ["not in the table"] * 2
 
 
 def test_session_without_a_model_cannot_evaluate() -> None:

@@ -137,8 +137,7 @@ def test_only_what_is_missing_is_measured(
         for part in more.missing(session)
     ]
     assert asked == [(0.25, ["second.txt"]), (0.75, ["text.txt", "second.txt"])]
-    session.way = Way("compensated")
-    assert len(more.missing(session)) == 2
+    assert len(replace(more, way=Way("compensated")).missing(session)) == 2
 
 
 def test_a_cancelled_sweep_goes_on_where_it_was(
@@ -163,21 +162,36 @@ def test_a_cancelled_sweep_goes_on_where_it_was(
 def test_the_time_is_that_of_evaluations_so_far(
     session: PruningSession, corpora: tuple[str, str]
 ) -> None:
-    """Of each corpus, or their mean; the dense model once; and of making weights."""
-    sweep = Sweep((Selection(0.25), Selection(0.5)), (*corpora, "third"))
+    """Of all windows of the models that are left, and of making their weights."""
+    sweep = Sweep((Selection(0.25), Selection(0.5)), corpora)
     assert sweep.seconds(session) is None
-    session.seconds_on = {corpora[0]: 2.0, corpora[1]: 4.0}
-    assert sweep.seconds(session) == 3 * (2.0 + 4.0 + 3.0)
-    session.way = Way("compensated")
-    session.seconds_to_make = {"compensated": 10.0, "compress": 1000.0}
-    assert sweep.seconds(session) == 3 * 9.0 + 2 * 10.0
-    session.way = Way()
     session.evaluate(corpora[:1], selection=Selection(0.25))
-    left = session.seconds_on
-    expected = 2 * left[corpora[1]] + left[corpora[0]] + 2 * sum(left.values()) / 2
-    expected += left[corpora[1]] + sum(left.values()) / 2  # dense
-    expected += 2 * session.seconds_to_make["unchanged"]
-    assert sweep.seconds(session) == pytest.approx(expected)
+    session.seconds_a_window = 2.0
+    assert session.workbench is not None
+    profile = session.workbench.profile
+    n_test = profile.n_test or 0
+    dense, left = 2 * n_test, 3 * n_test
+    assert sweep.seconds(session) == 2.0 * (dense + left)
+    compensated = replace(sweep, way=Way("compensated"))
+    making = 2 * profile.n_sequences
+    assert compensated.seconds(session) == 2.0 * (dense + 4 * n_test + making)
+
+
+def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
+    """The switch may move meanwhile; the running job names what it measures."""
+    tab, told = swept.evaluation.sweep, []
+
+    def move(change: dict[str, Any]) -> None:
+        told.append(change["new"])
+        if "starting" not in change["new"]:
+            swept.weights.weights.value = "compensated"
+
+    tab.job.text.observe(move, names="value")
+    tab.ratios.value, tab.estimators.value = "75%", ("heapr",)
+    assert press(tab.job) == ""
+    assert swept.session.points["weights"].iloc[-1] == "masked"
+    named = "0.75 of the atoms, global scope, by atom, ragged, masked: pruned on "
+    assert any(named in text for text in told)
 
 
 def test_estimators_that_compare_within_layers_have_that_scope() -> None:
@@ -206,6 +220,7 @@ def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:
     ]  # fmt: skip
     assert "All 4 are measured" in tab.note.value
     assert "all of this is measured" in press(tab.job)
+    swept.session.seconds_a_window = 2.0
     tab.ratios.value = "25%, 75%"
     assert "2 of 4 are left to be measured" in tab.note.value
     assert "about " in tab.note.value

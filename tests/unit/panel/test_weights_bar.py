@@ -12,9 +12,10 @@ import pytest
 from heapr_lab.checkpoints import folder as folders
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.inspection.passages import token_losses
+from heapr_lab.panel.answer import answers
 from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.session import POINT_COLUMNS, PruningSession, Step, Way
+from heapr_lab.panel.session import MASKED, POINT_COLUMNS, PruningSession, Step, Way
 from heapr_lab.panel.session_file import read_session, write_session
 from heapr_lab.recipes import export as exporting
 from heapr_lab.recipes.presets import DEFAULT, METHODS
@@ -36,18 +37,19 @@ def last_point(panel: Explorer) -> dict[str, Any]:
     return dict(panel.session.points.iloc[-1])
 
 
-def test_the_default_is_that_of_the_command_line(bench: Workbench, root: Path) -> None:
-    """Weights and the share of own text; a table alone has neither, and no switch."""
+def test_the_mask_of_the_first_weights_is_known(bench: Workbench, root: Path) -> None:
+    """A share of own text is there for others; a table alone has no switch."""
     text = Calibration(str(root / "text.txt"))
     table = bench.importance(text)
     session = PruningSession(table, workbench=bench, calibration=text)
     panel = Explorer(session, corpora=(), tasks=())
-    method = METHODS[DEFAULT]
-    assert session.way == Way(method.weights, method.own_text)
-    assert panel.weights.layout.display is None
+    assert session.way == MASKED
+    assert panel.weights.weights.layout.display is None
+    panel.weights.weights.value = "compress"
+    assert session.way == Way("compress", METHODS[DEFAULT].own_text)
     alone = Explorer(PruningSession(table))
-    assert alone.session.way == Way()
-    assert alone.weights.layout.display == "none"
+    assert alone.session.way == MASKED
+    assert alone.weights.weights.layout.display == "none"
 
 
 @pytest.mark.parametrize("weights", ["compress", "compensated", "unchanged"])
@@ -73,7 +75,7 @@ def test_what_is_evaluated_is_what_is_exported(
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert f"→ {point['perplexity']:.2f}" in card
     assert "| reloaded | Δ nll = 0.0000 on 4 windows of " in card
-    dense, _ = panel.session.points["nll"]
+    dense, *_ = panel.session.points["nll"]
     assert abs(point["nll"] - dense) > 1e-5
 
 
@@ -156,22 +158,35 @@ def test_a_cancelled_evaluation_leaves_the_model_dense(panel: Explorer) -> None:
 
 
 def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
-    """It chooses its own; the table names that, and the status says so."""
+    """It chooses its own; until then no mask is shown, and no number of one."""
     panel.controls.estimator.value = "frequency"
-    assert "compress" not in panel.status.value
+    panel.comparison.pin()
     panel.weights.weights.value = "compress"
     panel.weights.own.value = 0
-    assert "atoms that frequency keeps: compress chooses" in panel.status.value
     panel.controls.ratio.value = "0.5"
+    panel.comparison.pin()
+    assert panel.controls.estimator.disabled
+    assert "not known yet: compress chooses" in panel.status.value
+    assert panel.picture.layout.display == "none"
+    assert not any(row[0].startswith(("atomic", "bytes")) for row in panel._numbers)
+    assert [bool(one.values) for one in answers(panel.session)] == [False] * 4
+    known = panel.comparison.frame()["flops_reduction"].notna()
+    assert known.tolist() == [True, False]
+    masked: list[str] = []
+    panel.answers.observe(lambda change: masked.append(change["new"]), names="value")
     press(panel.evaluation.job)
     session, point = panel.session, last_point(panel)
+    assert any("masked, not yet compress" in text for text in masked)
+    assert panel.picture.layout.display is None
+    assert panel.comparison.frame()["flops_reduction"].notna().all()
     made = session.made(session.selection, session.way, report=lambda *_args: None)
+    assert session.keep == made.keep
     assert made.report is not None
     (chosen,) = made.report.loc[made.report["chosen"], "made"]
     assert chosen.split(" + ")[0] == point["estimator"]
     assert point["achieved_ratio"] == made.keep.achieved_ratio
-    (_, shown) = pd.read_html(StringIO(panel.evaluation.results.value))[0].values
-    assert {"compress", point["estimator"]} <= set(shown)
+    shown = pd.read_html(StringIO(panel.evaluation.results.value))[0].values
+    assert {"compress", point["estimator"]} <= set(shown[-1])
     assert "frequency" not in shown
     (label,) = [
         line.get_label()
@@ -186,7 +201,7 @@ def test_points_of_compress_are_of_their_ratio(panel: Explorer) -> None:
     panel.weights.weights.value = "compress"
     panel.controls.ratio.value = "0.5"
     session = panel.session
-    score = session._score_of(session.keep)
+    score = 1.0
     row = dict.fromkeys(POINT_COLUMNS, 1.0) | {"dataset": "text", "summed_score": score}
     row |= {"weights": session.way.text, "selection": session.selection, "ratio": 0.5}
     session.points = pd.DataFrame([row])
@@ -205,6 +220,7 @@ def test_points_of_one_way_predict_only_it(panel: Explorer) -> None:
             press(panel.evaluation.job)
     points = panel.session.points
     assert points["weights"].tolist().count("dense") == 1
+    assert len(points[points["weights"].eq("masked")]) == 2  # none is measured again
     assert sorted(points["weights"].unique()) == ["compensated", "dense", "masked"]
     for weights, text in (("compensated", "compensated"), ("unchanged", "masked")):
         panel.weights.weights.value = weights
@@ -234,11 +250,7 @@ def test_pins_and_files_keep_the_way(panel: Explorer, tmp_path: Path) -> None:
     assert frame["weights"].to_dict() == {
         "compensated": "compensated", "unchanged": "masked"
     }  # fmt: skip
-    assert "compress chooses" not in panel.comparison.message.value
     panel.weights.weights.value = "compress"
-    panel.comparison.pin()
-    assert panel.comparison.message.value.count("compress chooses") == 1
-    panel.comparison.show_pins(panel.comparison.pins[:2])
     panel.weights.own.value = 40
     write_session(tmp_path / "session.json", panel.files.saved())
     panel.weights.weights.value = "unchanged"
@@ -267,7 +279,7 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     panel.weights.weights.value = "compensated"
     press(tab.compare)
     assert tab.losses is not None
-    assert "ragged), compensated" in tab.compared.value
+    assert "ragged, compensated)" in tab.compared.value
     bench: Any = session.workbench
     passage = tab._passage()
     made = session.made(session.selection, session.way, report=lambda *_args: None)
@@ -281,7 +293,7 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     panel.weights.weights.value = "unchanged"
     assert "Out of date" in tab.compared.note.value
     press(tab.compare)
-    assert "ragged), masked" in tab.compared.value
+    assert "ragged, masked)" in tab.compared.value
     pd.testing.assert_frame_equal(tab.losses, masked)
     press(tab.generate)
-    assert "ragged), masked" in tab.generated.value
+    assert "ragged, masked)" in tab.generated.value

@@ -1,0 +1,137 @@
+"""The four numbers at the top, what each is of, and what is seen first."""
+
+import math
+from typing import Any
+
+import pytest
+from random_tables import small_table
+
+from heapr_lab.panel.answer import Answer, answers, answers_html, compact
+from heapr_lab.panel.looks import STALE
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.pruning.options import Selection
+
+
+def press(job: Any) -> None:
+    """Press a button and see that it went well."""
+    job.button.click()
+    job.wait(120)
+    assert job.error.value == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"), (980, "980"), (999.6, "1.00 k"), (12_345, "12.3 k"),
+        (134_515_008, "135 M"), (999_600_000, "1.00 G"), (4.5e14, "450 T"),
+    ],
+)  # fmt: skip
+def test_numbers_are_short(number: float, text: str) -> None:
+    """Three digits, whatever their size."""
+    assert compact(number) == text
+    assert compact(number, "B").endswith("B")
+
+
+def test_sizes_are_known_of_a_table_alone() -> None:
+    """With what they are of; losses need a model, and are not numbers."""
+    panel = explore(small_table(), selection=Selection(0.5))
+    parameters, size, perplexity, accuracy = answers(panel.session)
+    saved = panel.session.savings()
+    assert saved is not None
+    assert parameters.change == f"−{saved.parameter_reduction.iloc[0]:.1%}"
+    assert size.of == "an estimate, 2 for each parameter"
+    assert {perplexity, accuracy} == {
+        Answer("perplexity", "", "", "needs a model"),
+        Answer("accuracy", "", "", "needs a model"),
+    }
+
+
+def test_losses_say_what_they_are_of(panel: Explorer) -> None:
+    """Measured, with an interval; grey and named where it is of another ratio."""
+    tab, session = panel.evaluation, panel.session
+    assert [one.of for one in answers(session)[2:]] == [
+        "not measured yet: Evaluate"
+    ] * 2
+    tab.tasks.value = tab.tasks.options
+    panel.controls.ratio.value = "0.25"
+    press(tab.job)
+    perplexity, accuracy = answers(session)[2:]
+    dense, pruned = session.points[session.points["nll"].notna()].itertuples()
+    assert perplexity.values == f"{dense.perplexity:,.1f} → {pruned.perplexity:,.1f}"
+    assert f"± {pruned.stderr:.3f}" in perplexity.change
+    assert perplexity.of == f"measured on {tab.corpora.value[0]}"
+    before, after = session.points[session.points["accuracy"].notna()].itertuples()
+    assert (
+        accuracy.values == f"{100 * before.accuracy:.1f} → {100 * after.accuracy:.1f}"
+    )
+    spread = 100 * math.hypot(before.stderr, after.stderr)
+    assert accuracy.change.endswith(f"± {spread:.1f}")
+    assert STALE not in panel.answers.value
+    panel.controls.ratio.value = "0.5"
+    other = answers(session)[2]
+    assert other.values == perplexity.values
+    assert (other.stale, other.of) == (
+        True,
+        f"measured for 0.25, on {tab.corpora.value[0]}",
+    )
+    assert answers(session)[3].of.startswith("measured for 0.25, on continuation")
+    assert panel.answers.value.count(STALE) == 2
+    panel.controls.scope.value = "layer"
+    assert "for 0.25, heapr, global" in answers(session)[2].of
+    assert answers_html(answers(session)) == panel.answers.value
+
+
+def test_between_two_measured_ratios_a_loss_is_predicted(panel: Explorer) -> None:
+    """And says so."""
+    for ratio in ("0.25", "0.75"):
+        panel.controls.ratio.value = ratio
+        press(panel.evaluation.job)
+    points = panel.session.points
+    panel.session.points = points.assign(delta_nll=[0.0, 0.1, 0.9])
+    panel.controls.ratio.value = "0.5"
+    perplexity = answers(panel.session)[2]
+    assert perplexity.of.startswith("predicted on ")
+    assert not perplexity.stale
+    assert ">predicted<" in panel.answers.value
+
+
+def test_the_masked_model_is_the_first_answer(panel: Explorer) -> None:
+    """It stands, grey and named, while other weights are made; then they replace it."""
+    shown: list[str] = []
+    panel.answers.observe(lambda change: shown.append(change["new"]), names="value")
+    panel.weights.weights.value = "compensated"
+    panel.controls.ratio.value = "0.5"
+    panel.session.seconds_a_window = 2.0
+    panel.evaluation.foresee()
+    assert "at most " in panel.evaluation.job.text.value
+    bars: list[float] = []
+    job = panel.evaluation.job
+    job.bar.observe(lambda change: bars.append(change["new"]), names="value")
+    press(job)
+    first = next(text for text in shown if "masked, not yet compensated" in text)
+    assert STALE in first
+    assert STALE not in panel.answers.value
+    assert sorted(panel.session.points["weights"]) == ["compensated", "dense", "masked"]
+    assert bars == sorted(bars)
+    assert bars[-1] == 1.0
+
+
+def test_cancel_is_there_while_something_runs(panel: Explorer) -> None:
+    """Only then; the bar likewise."""
+    job = panel.evaluation.job
+    seen: list[Any] = []
+    job.bar.observe(lambda _: seen.append(job.cancel_button.layout.display), "value")
+    assert job.cancel_button.layout.display == job.bar.layout.display == "none"
+    press(job)
+    assert seen[0] is None
+    assert job.cancel_button.layout.display == job.bar.layout.display == "none"
+
+
+def test_what_is_advanced_is_open_where_it_is_used() -> None:
+    """Otherwise it is one line, as are the sections of Inspect."""
+    assert explore(small_table()).advanced.selected_index is None
+    assert (
+        explore(small_table(), selection=Selection(0.5)).advanced.selected_index is None
+    )
+    other = explore(small_table(), selection=Selection(0.5, scope="layer"))
+    assert other.advanced.selected_index == 0
