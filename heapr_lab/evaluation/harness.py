@@ -29,7 +29,7 @@ from torch import nn
 
 from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.evaluation.continuation import continuation_items
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.evaluation.paper_tasks import PAPER_TASKS, local_items
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress
 from heapr_lab.storage.hashing import digest
@@ -163,7 +163,7 @@ def items_fingerprint(
         CorpusError: the items are not available here.
         SpecError: there is no such task.
     """
-    path = _local_items(task) if isinstance(task, str) else None
+    path = local_items(task) if isinstance(task, str) else None
     if path is None:
         with quiet():
             loaded = load_tasks([task])["tasks"]
@@ -247,7 +247,7 @@ def _definition(name: str) -> dict[str, Any]:
     stock = Path(lm_eval.tasks.__file__).parent
     include = str(stock / _DEFINITIONS.get(name, f"{name}/{name}.yaml"))
     split, n_official = PAPER_TASKS[name]
-    path = _local_items(name)
+    path = local_items(name)
     if path is None:
         return {"include": include, "task": name}
     splits = dict.fromkeys(("training_split", "validation_split", "test_split"))
@@ -265,25 +265,6 @@ def _definition(name: str) -> dict[str, Any]:
             "n_official": n_official,
         },
     }
-
-
-def available_tasks() -> list[str]:
-    """The ones of the seven tasks whose items are in `$HEAPR_TASKS_DIR`."""
-    return [name for name in PAPER_TASKS if _local_items(name)]
-
-
-def _local_items(name: str) -> Path | None:
-    """The parquet file of a task: the whole split if available, else a part of it."""
-    folder = os.environ.get("HEAPR_TASKS_DIR")
-    if not folder or name not in PAPER_TASKS:
-        return None
-    split, _ = PAPER_TASKS[name]
-    whole = Path(folder) / name / f"{split}.parquet"
-    if whole.is_file():
-        return whole
-    # A numbered part, as validation_1000; other variants differ from the official set.
-    parts = sorted(whole.parent.glob(f"{split}_[0-9]*.parquet"))
-    return parts[0].resolve() if parts else None
 
 
 # --- running ----------------------------------------------------------------------

@@ -22,7 +22,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
-from heapr_lab.text.corpora import available_corpora
+from heapr_lab.text.corpora import TEST_CORPORA, available_corpora
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
@@ -37,8 +37,6 @@ CALIBRATION_SIZES = (8, 16, 32, 64, 128)
 CALIBRATION_RATIO = 0.2
 THIRD = "c4"
 """The paper compares calibration on WikiText-2 with calibration on this."""
-TEST_CORPORA = ("pydocs", "wikitext2", "ptb", "c4")
-"""Where perplexity is measured, if the corpus is available."""
 
 
 def test_corpora() -> tuple[list[str], dict[str, str]]:

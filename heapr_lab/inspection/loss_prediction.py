@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.interpolate import PchipInterpolator
-from scipy.optimize import isotonic_regression
+import scipy  # whose parts are imported when they are first used
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
@@ -150,7 +149,7 @@ def _knots(measured: _Array) -> tuple[tuple[float, float], ...]:
     scores, losses, sizes = measured
     if not len(scores):
         return ()
-    fitted = isotonic_regression(losses, weights=sizes)
+    fitted = scipy.optimize.isotonic_regression(losses, weights=sizes)
     knots = []
     for start, stop in itertools.pairwise(fitted.blocks):
         if fitted.x[start] > 0:
@@ -169,7 +168,7 @@ def _log_curve(knots: tuple[tuple[float, float], ...], asked: _Array) -> _Array:
     else:
         slopes = np.diff(y) / np.diff(x)
         slope = np.where(asked < x[0], slopes[0], slopes[-1])
-        between = PchipInterpolator(x, y)(inside)
+        between = scipy.interpolate.PchipInterpolator(x, y)(inside)
     found: _Array = between + slope * (asked - inside)
     return found
 

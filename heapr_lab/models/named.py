@@ -45,6 +45,25 @@ def folder_of(name: str) -> Path | None:
     return _FOLDERS[name]() if name in _FOLDERS else None
 
 
+def local_folder(name: str) -> Path | None:
+    """The folder of a model whose files are here, found without the network.
+
+    Args:
+        name: a path, a hub id in the hub's cache, or `lab`.
+    """
+    if name == LAB:
+        return _lab_folder()
+    if Path(name).is_dir():
+        return Path(name) if (Path(name) / "config.json").is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # neither a folder nor a hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def dense_of(name: str) -> str | None:
     """The dense model that a name asks to open as a MoE; None if it asks for none.
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 from heapr_lab.models.folders import quantisation, read_config
+from heapr_lab.models.named import local_folder
 from heapr_lab.models.sizes import DEQUANTISED
 
 
@@ -61,21 +61,10 @@ def read_source(folder: Path) -> Source:
 def source_of(model: Any) -> Source | None:
     """The files that `model` was loaded from; None if they are not on this machine."""
     name = str(getattr(model.config, "_name_or_path", ""))
-    folder = _folder(name) if name else None
+    folder = local_folder(name) if name else None
     if folder is None or not weights_bytes(folder):
         return None
     return read_source(folder)
-
-
-def _folder(name: str) -> Path | None:
-    """The folder of a path, or of a hub id in the hub's cache, without the network."""
-    if Path(name).is_dir():
-        return Path(name) if (Path(name) / "config.json").is_file() else None
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # neither a folder nor a hub id
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def weights_bytes(folder: Path) -> int:

@@ -57,17 +57,16 @@ def panel_source(
         CacheError: the file is not a table.
     """
     if source.endswith(".parquet"):
-        names, shown = "explore", _of_table(Path(source))
+        shown = _of_table(Path(source))
     else:
         profile_of(source, profile)
         options = f"profile={profile!r}, device={device!r}, dtype={dtype!r}"
-        opened = f"open_workbench({_of_model(source)!r}, {options})"
-        names, shown = "explore, open_workbench", opened
+        shown = f"{_of_model(source)!r}, {options}"
     lines = [
         "import os",
         f"os.chdir({str(folder)!r})",
         "os.environ['HEAPR_LAB_PROGRESS'] = '0'",  # the page has bars of its own
-        f"from heapr_lab import {names}",
+        "from heapr_lab import explore",
         f"explore({shown})",
     ]
     return "\n".join(lines)

@@ -82,6 +82,8 @@ def _computed(session: PruningSession) -> dict[str, str]:
     """What the model computes in, and where; nothing of a table alone."""
     if session.workbench is None:
         return {}
+    if not session.is_ready:
+        return {"device": "the model is loading"}
     from heapr_lab.models.sources import dtype_name
 
     model: Any = session.workbench.model

@@ -121,7 +121,6 @@ class InspectTab(ipw.VBox):
         for setting in settings:
             setting.observe(self._check, names="value")
         self.nearest.observe(self._take_atom, names="value")
-        self._limit_position()
         self.refresh()
 
     # --- layout -----------------------------------------------------------------
@@ -203,8 +202,9 @@ class InspectTab(ipw.VBox):
     def refresh(self) -> None:
         """Show the map and the atoms pruned last; called when the selection changes."""
         self.map.refresh()
-        if self.session.workbench is None:
+        if not self.session.is_ready:
             return
+        self._limit_position()
         self._check()
         try:
             found = nearest_the_cut(
@@ -255,6 +255,8 @@ class InspectTab(ipw.VBox):
 
     def _limit_position(self, _change: Any = None) -> None:
         """Limit the position to those of the text."""
+        if not self.session.is_ready:
+            return
         try:
             self.position.max = len(self._passage().tokens) - 1
         except SpecError:  # reported when the text is read

@@ -46,10 +46,8 @@ class MethodRuns(ipw.VBox):
         self.session = session
         self.rows: list[dict[str, Any]] = []
         self._show, self._hide = show, hide
-        names = _methods(session)
-        self.methods = several_of(
-            "methods", names, [name for name in _FIRST if name in names]
-        )
+        self.methods = several_of("methods", [], [])
+        self.offer()
         # Named unlike the box above the tabs.
         self.ratio = ipw.Text("25%", description="remove", layout={"width": "160px"})
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
@@ -63,6 +61,16 @@ class MethodRuns(ipw.VBox):
         super().__init__(
             [ipw.HBox(choices, layout={"flex_flow": "row wrap"}), self.job]
         )
+
+    def offer(self) -> None:
+        """Offer the methods, once there is a model: to name them takes torch."""
+        if not self.session.is_ready or self.methods.options:
+            return
+        from heapr_lab import methods
+
+        self.methods.options = methods.names()
+        self.methods.value = _FIRST
+        self.methods.rows = 5
 
     def _run(self, report: Report) -> None:
         try:
@@ -134,12 +142,3 @@ def _row(dense: pd.Series, rows: pd.DataFrame, losses: pd.Series) -> dict[str, A
             for row in rows.itertuples()
         },
     }
-
-
-def _methods(session: PruningSession) -> tuple[str, ...]:
-    """The methods, where there is a model: with a table alone torch is not needed."""
-    if session.workbench is None:
-        return ()
-    from heapr_lab import methods
-
-    return methods.names()

@@ -1,6 +1,7 @@
 """The panel: the controls, and tabs that choose, evaluate, inspect, compare, export."""
 
 import html
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import ipywidgets as ipw
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.evaluation.paper_tasks import available_tasks
+from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import answers, answers_html
 from heapr_lab.panel.cautions import cautions, cautions_html
@@ -24,6 +26,7 @@ from heapr_lab.panel.help import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, failure, jobs_in, status, take_turns
 from heapr_lab.panel.last_session import LastSession
+from heapr_lab.panel.loading import LoadingWorkbench, remember
 from heapr_lab.panel.looks import PICTURE, STALE, beside, folded, panel_style
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
@@ -35,6 +38,7 @@ from heapr_lab.panel.sweep import Sweep
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.text.corpora import TEST_CORPORA, available_corpora
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
@@ -168,7 +172,29 @@ class Explorer(ipw.VBox):
 
     def _ipython_display_(self) -> None:
         self.copy.show(self)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Keep every change from now on, and have the model loaded."""
         self.last.follow()
+        if self.session.workbench is not None:
+            threading.Thread(target=self.get_ready, daemon=True).start()
+
+    def get_ready(self) -> None:
+        """Load the model behind the first picture, and time one window."""
+        bench, job = self.session.workbench, self.evaluation.job
+        job.text.value = status("the model is loading, and Evaluate waits for it")
+        try:
+            getattr(bench, "load", object)()
+            self.header.value = header_html(self.session)
+            self.comparison.runs.offer()
+            add_tooltips(self.comparison.runs)
+            self.inspection.refresh()
+            job.text.value = ""
+            self.session.time_a_window(self._target_corpus)
+            self.evaluation.foresee()
+        except Exception as error:  # an exception in a thread is not shown
+            job.fail(error)
 
     def _copied(self) -> dict[str, str]:
         """The picture and the numbers as they are, and all evaluated points."""
@@ -383,6 +409,7 @@ def explore(
     calibration: Calibration | None = None,
     session: Path | str | None = None,
     resume: bool = True,
+    **options: Any,
 ) -> Explorer:
     """The panel of a model, or of a table alone.
 
@@ -400,6 +427,7 @@ def explore(
         resume: show the last session of the same table and test data again: pins,
             evaluations, and the selection unless one is given; not of a
             `PruningSession`, which has a state of its own.
+        **options: of `open_workbench`, where `source` is the name of a model.
 
     Raises:
         SpecError: `source` is of another type, or the session is not of its table.
@@ -412,7 +440,7 @@ def explore(
     if saved is not None:
         selection, calibration = _first(saved, selection, calibration)
     if isinstance(source, str | Path):
-        source = _opened(str(source))
+        source = _opened(str(source), **options)
 
     own = session_of(source, selection, calibration)
     own.choose(selection or own.selection)
@@ -463,25 +491,23 @@ def session_of(
         )
     estimator = "heapr" if selection is None else selection.estimator
     table = source.importance(calibration, estimator=estimator)
+    if not find_estimator(estimator).extra_pass:
+        remember(source, calibration or Calibration(), table)
     return PruningSession(table, workbench=source, calibration=calibration)
 
 
-def _opened(name: str) -> "Workbench | PruningSession":
+def _opened(name: str, **options: Any) -> "Workbench | PruningSession":
     if name.endswith(".parquet"):
         return PruningSession(ImportanceTable.read(name), file=Path(name))
-    from heapr_lab.workbench.workbench import open_workbench
-
-    return open_workbench(name)
+    bench: Any = LoadingWorkbench(name, **options)
+    return bench  # type: ignore[no-any-return]
 
 
 def _available(
     corpora: Sequence[str] | None, tasks: Sequence[str] | None
 ) -> dict[str, Sequence[str] | None]:
     """The corpora and tasks given, by default those available on this machine."""
-    from heapr_lab.evaluation.harness import available_tasks
-    from heapr_lab.experiments.paper import test_corpora
-
     return {
-        "corpora": test_corpora()[0] if corpora is None else corpora,
+        "corpora": available_corpora(TEST_CORPORA)[0] if corpora is None else corpora,
         "tasks": ("continuation", *available_tasks()) if tasks is None else tasks,
     }

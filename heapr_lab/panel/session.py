@@ -7,6 +7,7 @@ are fast enough to follow a slider; the model runs only in `PruningSession.evalu
 import bisect
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,6 +228,25 @@ class PruningSession:
             functools.partial(summed_scores, table)
         )
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a model that can be asked without waiting for it."""
+        bench = self.workbench
+        return bench is not None and getattr(bench, "is_loaded", True)
+
+    def time_a_window(self, corpus: str) -> None:
+        """Measure how long evaluations take, before the first one."""
+        from heapr_lab.evaluation.perplexity import evaluate_perplexity
+
+        bench: Any = self.workbench
+        if any(one.is_meta for one in bench.model.parameters()):
+            return  # which are read from disk, all of them for one window
+        window = bench.test_windows(corpus).ids[:1]
+        for _ in range(2):  # the first one is slower
+            started = time.monotonic()
+            evaluate_perplexity(bench.model, window)
+            self.seconds_a_window = time.monotonic() - started
+
     # --- choosing ---------------------------------------------------------------
 
     @property
@@ -297,9 +317,16 @@ class PruningSession:
         columns = self.table.frame.columns
         if "architecture" not in self.table.metadata or "tokens" not in columns:
             return None
-        if self.workbench is None:
+        source = None if self.workbench is None else self.workbench.source
+        if source is None:
             return savings_of(keep, self.table)
-        return self.workbench.savings_of(keep, self.table)
+        n_parameters = self.table.architecture.n_parameters
+        return savings_of(
+            keep,
+            self.table,
+            bytes_per_parameter=source.bytes_per_parameter(n_parameters),
+            bytes_per_kept=source.bytes_per_kept(n_parameters),
+        )
 
     def bytes_are(self) -> str:
         """The kind of the bytes in `savings`: of files, or an estimate."""

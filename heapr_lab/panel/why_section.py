@@ -115,6 +115,8 @@ class WhySection(ipw.VBox):
         self.note.value = self._said_beforehand()
 
     def _said_beforehand(self) -> str:
+        if not self.session.is_ready:
+            return ""
         from heapr_lab.inspection.restoring import n_runs
 
         try:

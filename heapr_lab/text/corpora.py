@@ -33,6 +33,8 @@ from heapr_lab.text.pydocs import PYDOCS_PACKAGES, harvested
 from heapr_lab.text.text_files import FILE_TYPES, read_column, read_texts
 
 SPLITS = ("train", "validation", "test")
+TEST_CORPORA = ("pydocs", "wikitext2", "ptb", "c4")
+"""On whose test splits perplexity is measured, where they are available."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+from heapr_lab.models.named import LAB, dense_of
+from heapr_lab.models.paper_models import hub_id
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -27,6 +30,12 @@ class Opening:
         for name in {"device", "dtype"} & options.keys():
             options[name] = str(options[name]).removeprefix("torch.")
         return cls(str(model), **options)
+
+    @property
+    def name(self) -> str:
+        """Name of the model in figures and tables."""
+        dense = dense_of(self.model) or self.model
+        return "lab model" if self.model == LAB else hub_id(dense)
 
     def given(self) -> dict[str, Any]:
         """The options that are not the defaults."""

@@ -37,8 +37,7 @@ from heapr_lab.models.identity import (
     weights_state,
 )
 from heapr_lab.models.loading import load_model
-from heapr_lab.models.named import LAB, dense_of
-from heapr_lab.models.paper_models import hub_id
+from heapr_lab.models.named import LAB
 from heapr_lab.models.sources import Source, source_of
 from heapr_lab.progress import Progress, progress_bar
 from heapr_lab.pruning.masks import KeepMask
@@ -621,11 +620,10 @@ def open_workbench(
         host_memory=host_memory,
         seq_len=chosen.seq_len,
     )
-    given = str(name_or_path)
-    name = "lab model" if given == LAB else hub_id(dense_of(given) or given)
-    bench = Workbench(model, tokenizer, name=name, profile=chosen)
-    bench.opening = Opening.of(
+    opening = Opening.of(
         name_or_path, profile=profile, seq_len=seq_len, device=device, dtype=dtype,
         stream=stream, host_memory=host_memory,
     )  # fmt: skip
+    bench = Workbench(model, tokenizer, name=opening.name, profile=chosen)
+    bench.opening = opening
     return bench

@@ -34,8 +34,8 @@ def test_the_kernel_opens_the_model_that_was_asked_for(
     code = source("moe", tmp_path)
     assert f"os.chdir({str(tmp_path)!r})" in code
     options = "profile='small', device='cpu', dtype='float32'"
-    assert f"open_workbench({str(tmp_path / 'moe')!r}, {options})" in code
-    assert "open_workbench('lab', " in source("lab", tmp_path)
+    assert f"explore({str(tmp_path / 'moe')!r}, {options})" in code
+    assert "explore('lab', " in source("lab", tmp_path)
     compile(code, "cell", "exec")
 
 

@@ -1,0 +1,218 @@
+"""A model that is loaded behind its first picture, which needs its table alone.
+
+What was measured of a model is remembered by how it was opened and the state of its
+files, so that the table is found again without the model. Importing this, and finding
+the table, needs no torch.
+"""
+
+import platform
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.importance.estimators import find_estimator
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.named import local_folder
+from heapr_lab.storage.cache import cache_path
+from heapr_lab.storage.files import replacing
+from heapr_lab.text.calibration_spec import Calibration, corpora_of
+from heapr_lab.text.corpora import source_key
+from heapr_lab.workbench.opening import Opening
+from heapr_lab.workbench.settings import Profile, profile_of
+
+if TYPE_CHECKING:
+    from heapr_lab.workbench.workbench import Workbench
+
+KIND: Final = "openings"
+"""Folder in the cache."""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """What is needed of `models.sources.Source`, without torch."""
+
+    n_bytes: int
+    dtype_name: str
+    dequantised_from: str | None
+    each: float
+    kept: float
+
+    def bytes_per_parameter(self, _n_parameters: int) -> float:
+        """Bytes of a parameter of the dense files."""
+        return self.each
+
+    def bytes_per_kept(self, _n_parameters: int) -> float:
+        """The same of the pruned files."""
+        return self.kept
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A table that was measured, and the files of its model."""
+
+    table: str
+    """Name of its file in the cache."""
+    source: Source | None
+
+
+def remember(
+    bench: "Workbench", calibration: Calibration, table: ImportanceTable
+) -> None:
+    """Have the table of a model found by its name, if it has one and a file."""
+    spec = table.metadata.get("spec")
+    if bench.opening is None or spec is None:
+        return
+    path = _path_of(bench.opening, calibration)
+    stored = cache_path("importance", spec, extension="parquet")
+    if path is None or path.exists() or not stored.exists():
+        return
+    files, source = bench.source, None
+    if files is not None:
+        n = table.architecture.n_parameters
+        each, kept = files.bytes_per_parameter(n), files.bytes_per_kept(n)
+        of = files.n_bytes, files.dtype_name, files.dequantised_from
+        source = Source(*of, each, kept)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_bytes(msgspec.json.encode(Known(stored.name, source)))
+
+
+class LoadingWorkbench:
+    """A workbench whose model is loaded when it is first needed, or by `load`.
+
+    All that is not here is that of the workbench: whoever asks for it waits.
+
+    Attributes:
+        opening: how it is opened.
+        profile: how much text is used.
+        name: of the model in figures and tables.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            name: as `open_workbench` takes it.
+            **options: of `open_workbench`.
+
+        Raises:
+            SpecError: there is no such profile.
+        """
+        self.opening = Opening.of(name, **options)
+        self.name = self.opening.name
+        self.profile: Profile = profile_of(name, self.opening.profile)
+        self._lock = threading.Lock()
+        self._loaded: Workbench | None = None
+        self._known: dict[str, tuple[Known, Calibration]] = {}
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is there."""
+        return self._loaded is not None
+
+    def load(self) -> "Workbench":
+        """The workbench, once its model is loaded.
+
+        Raises:
+            SpecError: it is not the model that a table is of.
+        """
+        from heapr_lab.workbench.workbench import open_workbench
+
+        with self._lock:
+            if self._loaded is None:
+                bench = open_workbench(self.opening.model, **self.opening.given())
+                for known, calibration in self._known.values():
+                    _check(bench, known, calibration)
+                self._loaded = bench
+            return self._loaded
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what is asked of any object
+            raise AttributeError(name)
+        return getattr(self.load(), name)
+
+    @property
+    def source(self) -> Any:
+        """As `Workbench.source`; before the model is there, as it was remembered."""
+        if self._loaded is None and self._known:
+            return next(iter(self._known.values()))[0].source
+        return self.load().source
+
+    def long_plan(self, calibration: Calibration | None = None) -> Any:
+        """As `Workbench.long_plan`; None if the table is known."""
+        if self._find(calibration) is not None:
+            return None
+        return self.load().long_plan(calibration)
+
+    def importance(
+        self, calibration: Calibration | None = None, *, estimator: str = "heapr"
+    ) -> ImportanceTable:
+        """As `Workbench.importance`, without the model if the table is known."""
+        known = None if self._loaded else self._find(calibration)
+        if known is None or find_estimator(estimator).extra_pass:
+            return self.load().importance(calibration, estimator=estimator)
+        try:
+            return ImportanceTable.read(_table_path(known))
+        except CacheError:
+            return self.load().importance(calibration, estimator=estimator)
+
+    def _find(self, calibration: Calibration | None) -> Known | None:
+        asked = calibration or Calibration()
+        path = _path_of(self.opening, asked)
+        if path is None or not path.is_file():
+            return None
+        try:
+            known = msgspec.json.decode(path.read_bytes(), type=Known)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        if not _table_path(known).is_file():
+            return None
+        self._known[str(path)] = known, asked
+        return known
+
+
+def _check(bench: "Workbench", known: Known, calibration: Calibration) -> None:
+    from heapr_lab.importance.collect import statistics_spec
+
+    spec = statistics_spec(bench.identity, bench.calibration_set(calibration))
+    if cache_path("importance", spec, extension="parquet") != _table_path(known):
+        path = _path_of(bench.opening or Opening(bench.name), calibration)
+        if path is not None:
+            path.unlink(missing_ok=True)
+        raise SpecError(
+            f"{bench.name} is not the model that the table shown is of, or computes in "
+            "another type: open the panel again"
+        )
+
+
+def _table_path(known: Known) -> Path:
+    """The file of the table, whose name in the cache is all that was remembered."""
+    return cache_path("importance", {}, extension="parquet").with_name(
+        Path(known.table).name
+    )
+
+
+def _path_of(opening: Opening, calibration: Calibration) -> Path | None:
+    """Where a table is remembered; None of a model without files here."""
+    folder = local_folder(opening.model)
+    if folder is None:
+        return None
+    texts = [source_key(name, split="train") for name in corpora_of(calibration.corpus)]
+    key = {
+        "opening": vars(opening),
+        "files": sorted(_states(folder)),
+        "calibration": calibration.to_dict(),
+        "texts": repr(texts),
+        "machine": platform.node(),
+    }
+    return cache_path(KIND, key, extension="json")
+
+
+def _states(folder: Path) -> Iterator[list[Any]]:
+    """Each file, its size, and when it was changed."""
+    for path in folder.iterdir():
+        if path.is_file():
+            now = path.stat()
+            yield [path.name, now.st_size, now.st_mtime_ns]
