@@ -33,7 +33,12 @@ from heapr_lab.storage import files
 _NOTHING_YET = (
     "Nothing pinned yet. Pin saves the current selection; Run methods adds others."
 )
-_FAILED = "Nothing is shown: the last run failed. Pin, or run other methods."
+_BUTTONS = {
+    "Load": "show the settings of the pin that is chosen",
+    "Remove": "remove the pin that is chosen",
+    "Clear": "remove all pins and methods",
+    "Undo": "go back to the pins and methods of before",
+}
 _SET_BY_CONTROLS = (
     "ratio",
     "estimator",
@@ -65,6 +70,7 @@ class CompareTab(ipw.VBox):
         *,
         corpora: Sequence[str] = ("pydocs",),
         on_pins: Callable[[], None] = lambda: None,
+        load: Callable[[Pin], None] = lambda _: None,
     ) -> None:
         """Lay the tab out for `session`; nothing is pinned.
 
@@ -73,19 +79,19 @@ class CompareTab(ipw.VBox):
             corpora: on whose test splits methods can be measured, and on which the
                 current selection can be calibrated instead.
             on_pins: called when there are other pins.
+            load: called to show the settings of a pin.
         """
-        self.session, self._on_pins = session, on_pins
+        self.session, self._on_pins, self._load = session, on_pins, load
         self.pins: list[Pin] = []
-        self.runs = MethodRuns(
-            session, corpora=corpora, show=self.refresh, hide=self._failed
-        )
+        self._before: tuple[list[Pin], list[dict[str, Any]]] = [], []
+        self.runs = MethodRuns(session, corpora=corpora, show=self.refresh)
         self.diff = MaskDiffSection(session, corpora=corpora)
         self._build_pins()
         self._build_views()
         wrap = {"flex_flow": "row wrap"}
         super().__init__(
             [
-                ipw.HBox([self.label, self.pin_button, self.clear_button], layout=wrap),
+                ipw.HBox([self.label, self.pin_button, *self._of_pins], layout=wrap),
                 self.runs,
                 self.message,
                 self.chart,
@@ -103,11 +109,23 @@ class CompareTab(ipw.VBox):
             button_style="primary",
             tooltip="save the current selection",
         )
-        self.clear_button = ipw.Button(
-            description="Clear", tooltip="remove all pins and methods", disabled=True
+        self.pinned = ipw.Dropdown(description="pinned", layout={"width": "200px"})
+        self.load_button, self.remove_button, self.clear_button, self.undo_button = (
+            ipw.Button(description=name, tooltip=said, layout={"width": "auto"})
+            for name, said in _BUTTONS.items()
+        )
+        self.clear_button.disabled = True
+        self._of_pins = (
+            self.pinned,
+            *(self.load_button, self.remove_button),
+            *(self.clear_button, self.undo_button),
         )
         self.pin_button.on_click(self.pin)
+        self.load_button.on_click(lambda _: self._load(self._chosen))
+        self.remove_button.on_click(self.remove)
         self.clear_button.on_click(self.clear)
+        self.undo_button.on_click(self.undo)
+        self._offer_pins()
 
     def _build_views(self) -> None:
         self.message = ipw.HTML(status(_NOTHING_YET))
@@ -137,17 +155,42 @@ class CompareTab(ipw.VBox):
             return
         self.show_pins([old for old in self.pins if old.label != label] + [pin])
 
+    @property
+    def _chosen(self) -> Pin:
+        """The pin that is chosen in the list."""
+        return self.pins[int(self.pinned.index)]
+
+    def remove(self, _button: ipw.Button | None = None) -> None:
+        """Remove the pin that is chosen in the list."""
+        self.show_pins([pin for pin in self.pins if pin != self._chosen])
+
     def clear(self, _button: ipw.Button | None = None) -> None:
         """Remove all pins and methods."""
-        self.runs.rows = []
-        self.show_pins([])
+        self.show_pins([], rows=[])
 
-    def show_pins(self, pins: list[Pin]) -> None:
-        """Show these in place of the pins so far."""
+    def undo(self, _button: ipw.Button | None = None) -> None:
+        """Show the pins and methods of before; once more shows those of now again."""
+        pins, rows = self._before
+        self.show_pins(pins, rows=rows)
+
+    def show_pins(
+        self, pins: list[Pin], *, rows: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Show these in place of the pins so far, and `rows` of methods, if given."""
+        self._before = self.pins, self.runs.rows
         self.pins = pins
+        self.runs.rows = self.runs.rows if rows is None else rows
         self.label.value = _next_label(pins)
+        self._offer_pins()
         self.refresh()
         self._on_pins()
+
+    def _offer_pins(self) -> None:
+        """List the pins, and enable the buttons that have something to do."""
+        self.pinned.options = [(pin.label, n) for n, pin in enumerate(self.pins)]
+        self.undo_button.disabled = not any(self._before)
+        for control in (self.pinned, self.load_button, self.remove_button):
+            control.disabled = not self.pins
 
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
@@ -163,10 +206,6 @@ class CompareTab(ipw.VBox):
         self.message.value = status(_message(frame), before=found)
         self.table.value = _html_table(frame)
         self.clear_button.disabled = self.export_button.disabled = False
-
-    def _failed(self) -> None:
-        self._show_nothing(_FAILED)
-        self.clear_button.disabled = not self.pins and not self.runs.rows
 
     def _show_nothing(self, why: str) -> None:
         self.message.value = status(why)
@@ -245,7 +284,7 @@ class CompareTab(ipw.VBox):
         """
         if not self.pins and not self.runs.rows:
             raise SpecError("nothing is pinned, so there is nothing to export")
-        folder, frame = Path(folder), self.frame()
+        folder, frame = Path(folder).expanduser(), self.frame()
         shown = frame.drop(columns=_dull(frame))
         provenance = {
             "importance": self.session.table.metadata.get("spec_hash"),

@@ -74,6 +74,7 @@ class EvaluateTab(ipw.VBox):
             tooltip="measure the dense and the pruned model",
             apart=True,
         )
+        self.job.button.layout.width = "110px"
         self.chart = ipw.Image(
             format="png", layout={"display": "none", "max_width": "840px"}
         )
@@ -179,15 +180,16 @@ class EvaluateTab(ipw.VBox):
             on_masked=self._show_points,
         )
         self._show_points()
-        self.foresee()
 
     def foresee(self) -> None:
         """Say how long Evaluate takes, unless it runs or that is not known."""
         session = self.session
         each = session.seconds_a_window
-        if each is None or self.job.running:
+        if self.job.running or not session.is_ready:
             return
         self.job.text.value = ""
+        if each is None:
+            return
         with contextlib.suppress(HeaprLabError):  # of which Evaluate speaks
             asked = [*self.corpora.value], [*self.tasks.value]
             models = {None, MASKED, session.way}

@@ -149,7 +149,7 @@ class ExportTab(ipw.VBox):
         self.command.show("", None)
         settings = self._asked()
         selection, way = self.session.selection, self.session.way
-        folder = Path(self.folder.value)
+        folder = Path(self.folder.value).expanduser()
         check_new(folder)
         self._write(folder, selection, way, report)
         self.command.show(self._written_text(folder), settings)

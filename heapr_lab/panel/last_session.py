@@ -1,83 +1,77 @@
-"""The last session of a panel: kept in the cache as it changes, shown when it opens.
+"""The sessions of panels: each is kept in the cache as it changes, and offered later.
 
-With `$HEAPR_LAB_RESUME=0` none is kept or shown, as for notebooks that are run to be
-published: those must not depend on what somebody did before.
+Every panel that is displayed has a file of its own. A panel of the same table and test
+data offers the last one; nothing is shown unasked, so that a notebook does not depend
+on what somebody did before. With `$HEAPR_LAB_RESUME=0` none is kept or offered.
 """
 
-import contextlib
 import os
+import uuid
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 import ipywidgets as ipw
-from msgspec import structs
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.jobs import Debounced, alert, status
 from heapr_lab.panel.session_bar import SessionBar
-from heapr_lab.panel.session_file import SavedSession, read_session, write_session
-from heapr_lab.pruning.options import Selection
+from heapr_lab.panel.session_file import read_session, write_session
 from heapr_lab.storage.cache import cache_path
 
 VARIABLE: Final = "HEAPR_LAB_RESUME"
 KIND: Final = "sessions"
-"""Folder in the cache."""
+"""Folder in the cache, with a folder for each table and its test data."""
 SECONDS: Final = 1.0
 """From the last change to the file: moves must not wait for it."""
+MOST_KEPT: Final = 8
+"""Sessions of one table; the oldest are removed."""
 
 
 class LastSession(ipw.HBox):
-    """Keeps the state of a displayed panel; says if an earlier one is shown.
+    """Keeps the state of a displayed panel, and offers the last one of another.
 
     Attributes:
-        path: the file of this table and these test data; None if none is kept.
-        message: what was opened, or why not.
-        afresh: the button that shows the state without the last session.
+        path: the file of this panel; None if none is kept.
+        earlier: the file of the last session of another panel, if there is one.
+        message: what is offered, or what went wrong.
+        resume: the button that shows the session that is offered.
     """
 
     def __init__(self, files: SessionBar) -> None:
-        """Show nothing; a person sees it only if an earlier session is opened.
+        """Offer the last session.
 
         Args:
             files: which has the state of the panel, and can show another.
         """
         self._files = files
-        self._first: SavedSession | None = None
         self._shown = False
         self._soon = Debounced(self.write, SECONDS)
         self.path = None if os.environ.get(VARIABLE) == "0" else _path_of(files)
+        self.earlier = None if self.path is None else _last_in(self.path.parent)
         self.message = ipw.HTML()
-        self.afresh = ipw.Button(
-            description="Start afresh",
-            tooltip="remove the pins, evaluations and settings of the last session; "
-            "results stay in the cache",
+        self.resume = ipw.Button(
+            description="Resume",
+            tooltip="show the pins, evaluations and settings of that session",
         )
-        self.afresh.on_click(self._press_afresh)
+        self.resume.on_click(self._press)
         layout = {"flex_flow": "row wrap", "display": "none"}
-        super().__init__([self.message, self.afresh], layout=layout)
+        super().__init__([self.message, self.resume], layout=layout)
+        if self.earlier is not None:
+            since = datetime.fromtimestamp(self.earlier.stat().st_mtime)
+            self._say(status(f"A session of this table is kept, of {since:%F %H:%M}."))
 
-    def resume(self, selection: Selection | None = None) -> None:
-        """Show the last session, if there is one.
-
-        Args:
-            selection: shown in place of the one that was saved.
-        """
-        if self.path is None or not self.path.is_file():
-            return
+    def _press(self, _button: ipw.Button) -> None:
+        assert self.earlier is not None  # or there is no button
         try:
-            since = datetime.fromtimestamp(self.path.stat().st_mtime)
-            first, saved = self._files.saved(), read_session(self.path)
-            chosen = selection or saved.selection
-            self._files.restore(structs.replace(saved, selection=chosen))
+            self._files.replace(read_session(self.earlier))
         except (HeaprLabError, OSError) as error:
-            self._set_aside(self.path, error)
-            return
-        self._first = first
-        self.layout.display = None
-        self.message.value = status(
-            f"The last session of this table is shown, of {since:%Y-%m-%d %H:%M}."
-        )
+            self._say(alert(f"The session cannot be shown: {error}"))
+        else:
+            self.layout.display = "none"
+
+    def _say(self, text: str) -> None:
+        self.message.value, self.layout.display = text, None
 
     def follow(self) -> None:
         """Keep every change from now on; called when the panel is displayed."""
@@ -99,26 +93,22 @@ class LastSession(ipw.HBox):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_session(self.path, saved)
+            for old in _sessions_in(self.path.parent)[:-MOST_KEPT]:
+                old.unlink(missing_ok=True)
         except (HeaprLabError, OSError) as error:
-            self._warn(f"This session is not kept: {error}")
-
-    def _set_aside(self, path: Path, why: Exception) -> None:
-        """Rename a file that cannot be shown, or the next change would replace it."""
-        aside = path.with_suffix(".aside.json")
-        with contextlib.suppress(OSError):
-            path.replace(aside)
-        self._warn(f"The last session cannot be shown, it is now {aside}: {why}")
-
-    def _warn(self, text: str) -> None:
-        self.layout.display, self.afresh.layout.display = None, "none"
-        self.message.value = alert(text)
-
-    def _press_afresh(self, _button: ipw.Button) -> None:
-        assert self._first is not None  # or there is no button
-        self._files.restore(self._first)
-        self.layout.display = "none"
-        self.changed()
+            self.resume.layout.display = "none"
+            self._say(alert(f"This session is not kept: {error}"))
 
 
 def _path_of(files: SessionBar) -> Path:
-    return cache_path(KIND, files.place(), extension="json")
+    folder = cache_path(KIND, files.place(), extension="json").with_suffix("")
+    return folder / f"{uuid.uuid4().hex}.json"
+
+
+def _sessions_in(folder: Path) -> list[Path]:
+    """The files of sessions, the last one last."""
+    return sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+
+
+def _last_in(folder: Path) -> Path | None:
+    return next(reversed(_sessions_in(folder)), None)

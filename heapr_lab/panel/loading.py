@@ -140,12 +140,6 @@ class LoadingWorkbench:
             return next(iter(self._known.values()))[0].source
         return self.load().source
 
-    def long_plan(self, calibration: Calibration | None = None) -> Any:
-        """As `Workbench.long_plan`; None if the table is known."""
-        if self._find(calibration) is not None:
-            return None
-        return self.load().long_plan(calibration)
-
     def importance(
         self, calibration: Calibration | None = None, *, estimator: str = "heapr"
     ) -> ImportanceTable:

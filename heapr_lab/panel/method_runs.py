@@ -8,7 +8,7 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.controls import several_of
-from heapr_lab.panel.jobs import CancelledError, Job, Report, status
+from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import read_ratios
 
@@ -33,7 +33,6 @@ class MethodRuns(ipw.VBox):
         *,
         corpora: Sequence[str],
         show: Callable[[], None],
-        hide: Callable[[], None],
     ) -> None:
         """Lay it out.
 
@@ -41,11 +40,10 @@ class MethodRuns(ipw.VBox):
             session: whose model and calibration are used.
             corpora: on whose test splits perplexity can be measured.
             show: called in the measuring thread when there are new rows.
-            hide: called there when a method fails: what is shown is not its result.
         """
         self.session = session
         self.rows: list[dict[str, Any]] = []
-        self._show, self._hide = show, hide
+        self._show = show
         self.methods = several_of("methods", [], [])
         self.offer()
         # Named unlike the box above the tabs.
@@ -73,14 +71,7 @@ class MethodRuns(ipw.VBox):
         self.methods.rows = 5
 
     def _run(self, report: Report) -> None:
-        try:
-            found = self._measured(report)
-        except CancelledError:
-            raise
-        except Exception:
-            self._hide()
-            raise
-        new = {row["label"]: row for row in method_rows(found)}
+        new = {row["label"]: row for row in method_rows(self._measured(report))}
         self.rows = [row for row in self.rows if row["label"] not in new]
         self.rows += new.values()
         self._show()

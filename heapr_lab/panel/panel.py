@@ -30,7 +30,7 @@ from heapr_lab.panel.loading import LoadingWorkbench, remember
 from heapr_lab.panel.looks import PICTURE, STALE, beside, folded, panel_style
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
-from heapr_lab.panel.session import NotKnownError, PruningSession
+from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import SavedSession, read_session
 from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
@@ -62,7 +62,7 @@ class Explorer(ipw.VBox):
         controls: they set the selection.
         weights: the switch of how weights are made.
         files: saves and opens sessions.
-        last: the last session of the same table, kept in the cache.
+        last: keeps the session in the cache, and offers the last one.
         header: the line that says what the panel is of.
         cautions: what may be overlooked in the selection.
         copy: what a saved notebook shows without a kernel.
@@ -155,7 +155,9 @@ class Explorer(ipw.VBox):
         self.evaluation = EvaluateTab(
             session, corpora=corpora, tasks=tasks, on_points=self._on_points
         )
-        self.comparison = CompareTab(session, corpora=corpora, on_pins=self._changed)
+        self.comparison = CompareTab(
+            session, corpora=corpora, on_pins=self._changed, load=self._load
+        )
         self.inspection = InspectTab(session, pins=lambda: self.comparison.pins)
         self.export = ExportTab(session, self.weights)
         caption = ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>")
@@ -163,8 +165,8 @@ class Explorer(ipw.VBox):
         choice.layout.max_width = "1100px"
         others = self.evaluation, self.inspection, self.comparison, self.export
         self.tabs = ipw.Tab([choice, *others], titles=TABS)
-        others = self.foretell, self.evaluation.job, *jobs_in(self.tabs)
-        take_turns(self.comparison.runs.job, others)
+        jobs = self.foretell, self.evaluation.job, *jobs_in(self.tabs)
+        take_turns(self.comparison.runs.job, jobs)
 
     def __repr__(self) -> str:
         # Shown by a notebook without a kernel, so the text is always the same.
@@ -183,14 +185,14 @@ class Explorer(ipw.VBox):
     def get_ready(self) -> None:
         """Load the model behind the first picture, and time one window."""
         bench, job = self.session.workbench, self.evaluation.job
-        job.text.value = status("the model is loading, and Evaluate waits for it")
+        if not self.session.is_ready:
+            job.text.value = status("the model is loading, and Evaluate waits for it")
         try:
             getattr(bench, "load", object)()
             self.header.value = header_html(self.session)
             self.comparison.runs.offer()
             add_tooltips(self.comparison.runs)
             self.inspection.refresh()
-            job.text.value = ""
             self.session.time_a_window(self._target_corpus)
             self.evaluation.foresee()
         except Exception as error:  # an exception in a thread is not shown
@@ -219,12 +221,21 @@ class Explorer(ipw.VBox):
     def refresh(self) -> None:
         """Apply the controls: select, count and draw."""
         self.header.value = header_html(self.session)
+        if not self.evaluation.job.running:
+            self.evaluation.job.error.value = ""  # which was of other settings
         try:
             self._show()
         except Exception as error:  # an exception in an observer is not shown
             self._fail(error)
         self.foretell.layout.display = None if self._needs_points() else "none"
         self._changed()
+
+    def _load(self, pin: Pin) -> None:
+        """Show the settings of a pin."""
+        table, selection = self.session.table, pin.selection
+        self.controls.show(Controls(table, selection, lambda: None))
+        self.weights.show(pin.way)
+        self._shown_again()
 
     def _shown_again(self) -> None:
         """Show another selection, with what is advanced only if it is used."""
@@ -408,7 +419,6 @@ def explore(
     selection: Selection | None = None,
     calibration: Calibration | None = None,
     session: Path | str | None = None,
-    resume: bool = True,
     **options: Any,
 ) -> Explorer:
     """The panel of a model, or of a table alone.
@@ -424,9 +434,6 @@ def explore(
         calibration: what a workbench measures the importance on.
         session: a file that *Save session* wrote, in place of both: what it has is
             shown again.
-        resume: show the last session of the same table and test data again: pins,
-            evaluations, and the selection unless one is given; not of a
-            `PruningSession`, which has a state of its own.
         **options: of `open_workbench`, where `source` is the name of a model.
 
     Raises:
@@ -435,7 +442,6 @@ def explore(
     Example:
         >>> explore("lab")  # doctest: +SKIP
     """
-    own_state = isinstance(source, PruningSession)
     saved = None if session is None else read_session(session)
     if saved is not None:
         selection, calibration = _first(saved, selection, calibration)
@@ -450,8 +456,6 @@ def explore(
     made = Explorer(own, **{k: v for k, v in here.items() if v is not None})
     if saved is not None:
         made.files.restore(saved)
-    elif resume and not own_state:
-        made.last.resume(selection)
     return made
 
 
@@ -497,6 +501,8 @@ def session_of(
 
 
 def _opened(name: str, **options: Any) -> "Workbench | PruningSession":
+    if name.startswith("~"):
+        name = str(Path(name).expanduser())
     if name.endswith(".parquet"):
         return PruningSession(ImportanceTable.read(name), file=Path(name))
     bench: Any = LoadingWorkbench(name, **options)

@@ -359,7 +359,7 @@ class PruningSession:
         others = points[~points["dataset"].isin(self.measured()["dataset"])]
         for corpus, part in others.groupby("dataset", sort=False):
             try:
-                _fitted(_measured(part))
+                _fitted(_losses_by_score(part))
             except SpecError as error:
                 notes.append(f"No prediction on {corpus}: {error}.")
         return _NO_PREDICTION if points.empty else " ".join(notes)
@@ -405,7 +405,7 @@ class PruningSession:
         points = points[points["dataset"].eq(corpus)]
         if points.empty:
             raise SpecError(f"no prediction on {corpus} yet. {_NO_PREDICTION}")
-        damage = _fitted(_measured(points))
+        damage = _fitted(_losses_by_score(points))
 
         def too_much(hundredths: int) -> bool:
             ratio = hundredths / 100
@@ -467,7 +467,7 @@ class PruningSession:
         points = self._points_for_fit()
         for corpus, part in points.groupby("dataset", sort=False):
             try:
-                yield str(corpus), part, _fitted(_measured(part))
+                yield str(corpus), part, _fitted(_losses_by_score(part))
             except SpecError:  # `prediction_note` says what is wrong
                 continue
 
@@ -525,6 +525,39 @@ class PruningSession:
         Raises:
             SpecError: there is no model, or there are no corpora and no tasks.
         """
+        parts = self._parts(corpora, tasks)
+        way = way or self.way
+        selection = way.asked(selection or self.selection)
+        ranked = select(self.table, selection)
+        first = [MASKED] if way != MASKED and on_masked is not None else []
+        ways = [*first, way] if ranked.n_removed else []
+        to_make = [self._windows_to_make(selection, one) for one in ways]
+        each = sum(part.n_windows for part in parts)
+        clock = _Clock((1 + len(ways)) * each + sum(to_make), progress)
+        score = summed_scores(self.table, ranked, selection.estimator)
+        point = functools.partial(_point, selection, score=score)
+        rows = [point(None, row, way=way) for row in _measured(parts, None, clock)]
+        new = self._with_differences(rows)
+        for one, n_windows in zip(ways, to_make, strict=True):
+            made = self.made(selection, one, report=clock.making(n_windows))
+            clock.end(n_windows)
+            named = "pruned" if one == way else "masked"
+            found = _measured(parts, made, clock, named=named)
+            rows += [point(made, row, way=one) for row in found]
+            new = self._with_differences(rows)
+            if one != way and on_masked is not None:
+                self._add(new)
+                on_masked()
+        self._add(new)
+        self.seconds_a_window = clock.seconds_a_window or self.seconds_a_window
+        return new
+
+    def _parts(self, corpora: Sequence[str], tasks: Sequence[str]) -> list["_Part"]:
+        """What is measured of each model.
+
+        Raises:
+            SpecError: there is no model, or nothing to measure it on.
+        """
         bench = self.workbench
         if bench is None:
             raise SpecError(
@@ -535,36 +568,8 @@ class PruningSession:
             raise SpecError(
                 "no corpus and no task are selected; select one, such as pydocs"
             )
-        way = way or self.way
-        selection = way.asked(selection or self.selection)
-        ranked = select(self.table, selection)
-        score = summed_scores(self.table, ranked, selection.estimator)
-        parts = [_loss_part(bench, corpus) for corpus in corpora]
-        parts += [_accuracy_part(bench, task) for task in tasks]
-        ways = [way] if ranked.n_removed else []
-        if ways and way != MASKED and on_masked is not None:
-            ways.insert(0, MASKED)
-        to_make = [self._windows_to_make(selection, one) for one in ways]
-        each = sum(part.n_windows for part in parts)
-        clock = _Clock((1 + len(ways)) * each + sum(to_make), progress)
-        rows = _measured_rows(parts, None, clock, named="dense")
-        rows = [_point(selection, None, row, way=way, score=score) for row in rows]
-        for one, n_windows in zip(ways, to_make, strict=True):
-            made = self.made(selection, one, report=clock.making(n_windows))
-            clock.end(n_windows)
-            named = "pruned" if one == way else "masked"
-            found = _measured_rows(parts, made, clock, named=named)
-            rows += [
-                _point(selection, made, row, way=one, score=score) for row in found
-            ]
-            new = self._with_differences(rows)
-            if one != way:
-                self._add(new)
-                on_masked()
-        new = self._with_differences(rows)
-        self._add(new)
-        self.seconds_a_window = clock.seconds_a_window or self.seconds_a_window
-        return new
+        losses = [_loss_part(bench, corpus) for corpus in corpora]
+        return losses + [_accuracy_part(bench, task) for task in tasks]
 
     def _windows_to_make(self, selection: Selection, way: Way) -> int:
         """The work of making weights, in windows of an evaluation."""
@@ -617,10 +622,9 @@ class PruningSession:
         from heapr_lab.recipes import export
         from heapr_lab.workbench.settings import Setting
 
-        key, setting = (
-            (selection, way),
-            Setting(selection, way.calibration(self.calibration)),
-        )
+        assert self.workbench is not None
+        key = selection, way
+        setting = Setting(selection, way.calibration(self.calibration))
         make = functools.partial(
             export.choose, self.workbench, self.table, setting, weights=way.weights
         )
@@ -643,8 +647,12 @@ class PruningSession:
             self.points = both.drop_duplicates(asked, keep="last", ignore_index=True)
 
 
-def _measured_rows(
-    parts: Sequence["_Part"], made: "Chosen | None", clock: "_Clock", *, named: str
+def _measured(
+    parts: Sequence["_Part"],
+    made: "Chosen | None",
+    clock: "_Clock",
+    *,
+    named: str = "dense",
 ) -> Iterator[dict[str, Any]]:
     """What is measured of one model, a row for each corpus and task."""
     for part in parts:
@@ -722,7 +730,7 @@ def edit_of(made: "Chosen | None") -> tuple[KeepMask | None, Any]:
     return made.keep, None if compensation is None else compensation.downs
 
 
-def _measured(points: pd.DataFrame) -> tuple[tuple[float, float], ...]:
+def _losses_by_score(points: pd.DataFrame) -> tuple[tuple[float, float], ...]:
     """Summed score and Δloss of each point."""
     numbers = points[["summed_score", "delta_nll"]].astype(float)
     return tuple(numbers.itertuples(index=False, name=None))

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ipw
@@ -58,6 +59,7 @@ class SessionBar(ipw.VBox):
         self._comparison, self._inspection = comparison, inspection
         self._weights, self._refresh = weights, refresh
         self._opened: SavedSession | None = None
+        self._undo: Callable[[], object] = lambda: None
         self._texts: dict[str, str] = {}
         self.file = ipw.Text(
             "session.json", description="session file", style=WHOLE_LABEL,
@@ -71,10 +73,15 @@ class SessionBar(ipw.VBox):
             description="Open session",
             tooltip="show one that was saved with the same model and calibration",
         )
+        self.undo_button = ipw.Button(
+            description="Undo", layout={"display": "none"},
+            tooltip="go back to the session, or the file, of before",
+        )  # fmt: skip
         self.message = ipw.HTML(status(""))
+        self.undo_button.on_click(self._press_undo)
         self.save_button.on_click(self._press_save)
         self.open_button.on_click(self._press_open)
-        row = [self.file, self.save_button, self.open_button]
+        row = [self.file, self.save_button, self.open_button, self.undo_button]
         wrap = {"flex_flow": "row wrap"}
         super().__init__([ipw.HBox(row, layout=wrap), self.message])
 
@@ -146,6 +153,16 @@ class SessionBar(ipw.VBox):
         return Inspected(*(getattr(self._inspection, name).value for name in names))
 
     # --- opening ------------------------------------------------------------------
+
+    def replace(self, saved: SavedSession) -> None:
+        """As `restore`, with a button that shows what was shown before.
+
+        Raises:
+            SpecError: as `restore`; or the settings are infeasible.
+        """
+        before = self.saved()
+        self.restore(saved)
+        self._offer_undo(lambda: self.restore(before))
 
     def restore(self, saved: SavedSession) -> None:
         """Show `saved`; the calibration stays, which measured the same table.
@@ -220,19 +237,38 @@ class SessionBar(ipw.VBox):
 
     # --- buttons ------------------------------------------------------------------
 
+    @property
+    def _path(self) -> Path:
+        return Path(self.file.value).expanduser()
+
     def _press_save(self, _button: ipw.Button) -> None:
-        self._tried(lambda: write_session(self.file.value, self.saved()), "Saved to")
+        self._tried(self._save, f"Saved to {self.file.value}")
+
+    def _save(self) -> None:
+        path = self._path
+        before = path.read_bytes() if path.is_file() else None
+        write_session(path, self.saved())
+        if before is not None:
+            self._offer_undo(lambda: path.write_bytes(before))
 
     def _press_open(self, _button: ipw.Button) -> None:
-        self._tried(lambda: self.restore(read_session(self.file.value)), "Opened")
+        opened = f"Opened {self.file.value}"
+        self._tried(lambda: self.replace(read_session(self._path)), opened)
 
-    def _tried(self, work: Callable[[], None], done: str) -> None:
+    def _offer_undo(self, undo: Callable[[], object]) -> None:
+        self._undo, self.undo_button.layout.display = undo, None
+
+    def _press_undo(self, _button: ipw.Button) -> None:
+        self.undo_button.layout.display = "none"
+        self._tried(self._undo, "Undone")
+
+    def _tried(self, work: Callable[[], object], done: str) -> None:
         try:
             work()
         except (HeaprLabError, OSError) as error:
             self.message.value = alert(str(error))
         else:
-            self.message.value = status(f"{done} {self.file.value}")
+            self.message.value = status(done)
 
 
 def _text_of(bench: "Workbench", dataset: str, *, is_task: bool) -> str:

@@ -144,7 +144,7 @@ def read_session(path: Path | str) -> SavedSession:
         SpecError: there is no such file, it is another one, of another version, or a
             part of it is missing, unknown or wrong.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
         raise SpecError(f"there is no session {path}; save one in the panel")
     found = _head(path).version

@@ -36,7 +36,8 @@ class WeightsBar(ipw.HBox):
         self.weights = ipw.Dropdown(
             options=[(text, name) for name, text in _CHOICES.items()],
             description="weights",
-            layout={"width": "330px", "display": None if session.workbench else "none"},
+            style=WHOLE_LABEL,
+            layout={"width": "290px", "display": None if session.workbench else "none"},
         )
         share = session.calibration.own_text or METHODS[DEFAULT].own_text
         self.own = ipw.IntSlider(

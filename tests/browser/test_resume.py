@@ -24,7 +24,7 @@ def test_a_panel_opens_as_it_was_left(
     environment: dict[str, str],
     server: Lab,
 ) -> None:
-    """With its pins and evaluations, after the kernel is gone; or afresh."""
+    """With its pins and evaluations, after the kernel is gone; and back."""
     cell = OPEN.format(model=str(tiny_model))
     context = chromium.new_context(viewport={"width": 1280, "height": 1400})
     page = context.new_page()
@@ -34,7 +34,6 @@ def test_a_panel_opens_as_it_was_left(
     run_all(page)
     panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
     panel.is_ready()
-    assert panel.root.get_by_text("The last session").count() == 0
     panel.mask()
     panel.type_ratio("0.5")
     explain(panel)
@@ -44,22 +43,25 @@ def test_a_panel_opens_as_it_was_left(
     panel.button("Evaluate").click()
     expect(panel.root.get_by_text("Last point, ")).to_be_visible(timeout=TIMEOUT)
     page.wait_for_timeout(3000)  # it is kept a second after the last change
-    (file,) = cache.glob("sessions/*.json")
+    kept = cache.glob("sessions/*/*.json")
+    file = max(kept, key=lambda path: path.stat().st_mtime)
     assert len(json.loads(file.read_text())["points"]) == 2
 
     page.get_by_role("menuitem", name="Kernel", exact=True).click()
     page.get_by_role("menuitem", name="Restart Kernel and Run All Cells").click()
     page.get_by_role("button", name="Confirm Kernel Restart").click()
-    said = panel.root.get_by_text("The last session of this table is shown")
+    said = panel.root.get_by_text("A session of this table is kept")
     expect(said).to_be_visible(timeout=TIMEOUT)
     panel.is_ready()
+    expect(panel.ratio).to_have_value("0.25")
+    panel.button("Resume").click()
+    expect(said).to_be_hidden()
     expect(panel.ratio).to_have_value("0.5")
     expect(panel.root.get_by_text("measured").first).to_be_visible()
     panel.open("Compare")
     expect(panel.root.get_by_text("1 pinned.")).to_be_visible()
-    panel.button("Start afresh").click()
+    panel.button("Undo").last.click()
     expect(panel.ratio).to_have_value("0.25")
-    expect(said).to_be_hidden()
     expect(panel.root.get_by_text("Nothing pinned yet")).to_be_visible()
     assert watch.complaints == []
     context.close()

@@ -60,6 +60,7 @@ def test_both_prune_the_same(shown: Explorer) -> None:
 def test_each_control_of_the_tab_is_followed(shown: Explorer) -> None:
     """Options appear in the code when they are set, and only then."""
     tab = shown.export
+    tab.weights.value = "compress"
     tab.own.value, tab.bias.value, tab.distill.value = 40, True, 50
     assert "own_text=0.4" in code_of(shown)
     assert "add_output_bias" in code_of(shown)

@@ -1,4 +1,4 @@
-"""The last session of a table is shown when its panel opens again."""
+"""The last session of a table is offered when its panel opens again."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from random_tables import random_table, small_table
 from heapr_lab.panel import last_session, static_copy
 from heapr_lab.panel.last_session import KIND, VARIABLE
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import VERSION
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
@@ -56,29 +55,42 @@ def use(panel: Explorer) -> None:
     kept(panel, lambda text: '"label": "A"' in text and '"ratio": 0.5' in text)
 
 
-def is_shown(panel: Explorer) -> bool:
-    """Whether it says that a last session is shown."""
-    said = "The last session of this table is shown" in panel.last.message.value
+def offers(panel: Explorer) -> bool:
+    """Whether it says that there is a session."""
+    said = "A session of this table is kept" in panel.last.message.value
     assert said == (panel.last.layout.display is None)
     return said
 
 
-def test_it_appears_when_the_panel_opens_again() -> None:
-    """Selection and pins; *Start afresh* goes back, and that is kept as well."""
+def test_it_is_offered_when_the_panel_opens_again(folder: Path) -> None:
+    """Selection and pins, once asked for; *Undo* goes back. Each has its own file."""
     first = displayed(small_table())
-    assert not is_shown(first)
+    assert not offers(first)
     use(first)
     again = displayed(small_table())
-    assert is_shown(again)
+    assert offers(again)
+    assert again.session.selection == Selection(0.25)
+    again.last.resume.click()
+    assert again.last.layout.display == "none"
     assert again.session.selection == Selection(0.5)
     assert again.controls.ratio.value == "0.5"
     assert again.comparison.pins == first.comparison.pins
-    again.last.afresh.click()
-    assert again.last.layout.display == "none"
+    again.files.undo_button.click()
     assert again.session.selection == Selection(0.25)
     assert again.comparison.pins == []
+    assert again.files.undo_button.layout.display == "none"
     kept(again, lambda text: '"pins": []' in text)
+    kept(first, lambda text: '"label": "A"' in text)
+    assert len(list(folder.glob("*/*.json"))) == 2
     assert explore(small_table()).session.selection == Selection(0.25)
+
+
+def test_the_oldest_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many panels of one table."""
+    monkeypatch.setattr(last_session, "MOST_KEPT", 2)
+    for _ in range(3):
+        use(displayed(small_table()))
+    assert len(list(folder.glob("*/*.json"))) == 2
 
 
 def test_evaluations_appear_too(bench: Workbench, root: Path) -> None:
@@ -94,16 +106,14 @@ def test_evaluations_appear_too(bench: Workbench, root: Path) -> None:
     first.evaluation.job.wait(WAIT_SECONDS)
     kept(first, lambda text: '"nll"' in text)
     again = displayed(bench, **asked)
-    assert is_shown(again)
+    again.last.resume.click()
     assert again.numbers.value == first.numbers.value
     columns = ["dataset", "weights", "nll", "delta_nll", "stderr", "accuracy"]
     left, right = (p.session.points[columns].astype(str) for p in (first, again))
     assert left.equals(right)
 
 
-def test_another_text_is_noticed(
-    bench: Workbench, root: Path, tmp_path: Path, folder: Path
-) -> None:
+def test_another_text_is_noticed(bench: Workbench, root: Path, tmp_path: Path) -> None:
     """Evaluations on what a file was before do not stand beside those on what it is."""
     own = tmp_path / "mine.txt"
     own.write_text((root / "text.txt").read_text())
@@ -117,10 +127,10 @@ def test_another_text_is_noticed(
     kept(first, lambda text: '"nll"' in text)
     own.write_text((root / "text.txt").read_text()[::-1])
     again = displayed(bench, **asked)
+    again.last.resume.click()
     assert "mine.txt is another text" in again.last.message.value
     assert again.session.points.empty
-    assert again.last.afresh.layout.display == "none"
-    assert [path.suffixes for path in folder.iterdir()] == [[".aside", ".json"]]
+    assert again.files.undo_button.layout.display == "none"
 
 
 def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder: Path) -> None:
@@ -131,25 +141,44 @@ def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_who_asks_for_something_else_gets_it(tmp_path: Path) -> None:
-    """A selection, the file or object of a session, or none; likewise other tables."""
+def test_who_asks_for_something_else_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a session, below `~` as well; other tables are not offered it."""
     use(first := displayed(small_table()))
-    chosen = explore(small_table(), selection=Selection(0.75))
-    assert chosen.session.selection == Selection(0.75)
-    assert len(chosen.comparison.pins) == 1
-    assert explore(small_table(), resume=False).comparison.pins == []
-    assert explore(PruningSession(small_table())).comparison.pins == []
     first.comparison.clear()
-    first.files.file.value = str(tmp_path / "s.json")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first.files.file.value = "~/s.json"
     first.files.save_button.click()
-    again = explore(small_table(), session=tmp_path / "s.json")
+    assert (tmp_path / "s.json").is_file()
+    again = explore(small_table(), session="~/s.json")
+    assert again.session.selection == Selection(0.5)
     assert again.comparison.pins == []
-    assert explore(random_table(2, 4, 2)).comparison.pins == []
+    assert not offers(explore(random_table(2, 4, 2)))
+
+
+def test_a_file_that_is_written_over_can_be_had_back(tmp_path: Path) -> None:
+    """And what was shown before another session was opened."""
+    panel = explore(small_table())
+    files = panel.files
+    files.file.value = str(tmp_path / "s.json")
+    files.save_button.click()
+    assert files.undo_button.layout.display == "none"
+    before = (tmp_path / "s.json").read_bytes()
+    panel.controls.ratio.value = "0.5"
+    files.save_button.click()
+    assert (tmp_path / "s.json").read_bytes() != before
+    files.undo_button.click()
+    assert (tmp_path / "s.json").read_bytes() == before
+    files.open_button.click()
+    assert panel.session.selection == Selection(0.25)
+    files.undo_button.click()
+    assert panel.session.selection == Selection(0.5)
 
 
 @pytest.mark.parametrize("wrong", ['"version": 3', "}"])
-def test_a_file_that_cannot_be_shown_is_said(folder: Path, wrong: str) -> None:
-    """The panel opens as usual, goes on, and the file is not lost."""
+def test_a_file_that_cannot_be_shown_is_said(wrong: str) -> None:
+    """The panel stays as it is, and the file as well."""
     first = displayed(small_table())
     use(first)
     path, first.last.path = first.last.path, None  # nothing more is kept
@@ -158,11 +187,11 @@ def test_a_file_that_cannot_be_shown_is_said(folder: Path, wrong: str) -> None:
     text = path.read_text()
     path.write_text(text.replace(f'"version": {VERSION}', wrong))
     again = displayed(small_table())
+    again.last.resume.click()
     assert 'role="alert"' in again.last.message.value
     assert again.session.selection == Selection(0.25)
     use(again)
-    (aside,) = folder.glob("*.aside.json")
-    assert wrong in aside.read_text()
+    assert wrong in path.read_text()
 
 
 def test_an_infeasible_state_is_not_kept() -> None:
@@ -191,11 +220,11 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_can_be_turned_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Notebooks that are run to be published see nothing of it, and leave nothing."""
     use(displayed(small_table()))
-    (file,) = folder.iterdir()
+    (file,) = folder.glob("*/*.json")
     before = file.read_bytes()
     monkeypatch.setenv(VARIABLE, "0")
     panel = displayed(small_table())
-    assert panel.comparison.pins == []
+    assert not offers(panel)
     assert panel.last.path is None
     panel.controls.ratio.value = "0.75"
     time.sleep(0.1)

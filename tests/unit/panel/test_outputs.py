@@ -51,6 +51,16 @@ def test_pins_are_compared_and_exported(
     tab.clear_button.click()
     assert tab.pins == []
     assert tab.export_button.disabled
+    tab.undo_button.click()
+    assert [pin.label for pin in tab.pins] == ["A", "B"]
+    tab.pinned.value = 0
+    tab.load_button.click()
+    assert panel.session.selection == tab.pins[0].selection
+    assert panel.controls.structure.value == "ragged"
+    tab.remove_button.click()
+    assert [pin.label for pin in tab.pins] == ["B"]
+    tab.undo_button.click()
+    assert [pin.label for pin in tab.pins] == ["A", "B"]
 
 
 def test_a_label_that_is_no_formula(
