@@ -369,7 +369,7 @@ def test_help_has_no_docstring_sections(command: str) -> None:
 def test_help_says_what_a_ratio_can_count() -> None:
     """Each value beside the words that the panel has for it."""
     text = " ".join(run("prune", "--help").split())
-    for said in ("parameters of the whole model (model)", "(atoms)", "(bytes)"):
+    for said in ("parameters of the whole model (model)", "(atoms)"):
         assert said in text
 
 
