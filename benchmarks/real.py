@@ -42,6 +42,7 @@ from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.experiments.table1 import methods_of_table1
 from heapr_lab.inspection.stored import stored_perplexity
 from heapr_lab.inspection.task_items import task_items
 from heapr_lab.inspection.task_summary import MEAN, task_difference, task_summary
@@ -54,8 +55,14 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.refinement.compress import COMPENSATED
+from heapr_lab.refinement.own_text import own_text
 from heapr_lab.storage.files import checksum, replacing
-from heapr_lab.text.calibration import load_calibration, load_windows
+from heapr_lab.text.calibration import (
+    CalibrationSet,
+    load_calibration,
+    load_windows,
+)
+from heapr_lab.text.calibration_spec import OWN_TEXT
 
 logger = logging.getLogger("real")
 
@@ -78,10 +85,15 @@ OTHERS = (
     "reap",
     "frequency",
     "compress",
+    "heapr-expert",
 )
 REPEATED = ("heapr", "fisher + compensation")
-"""What is fitted to other draws and to C4 as well, at 25 %."""
+"""What is fitted to other draws and to other text as well, at 25 %."""
 SEEDS = (0, 1, 2)
+OWN_SHARE = 0.25
+WITH_OWN = f"{FITTED_TO} + {OWN_TEXT}"
+"""As many windows, of which a quarter is text that the model writes itself."""
+OTHER_TEXT = ("c4", WITH_OWN)
 
 
 @dataclass(frozen=True)
@@ -117,9 +129,18 @@ def states(model: str) -> Iterator[State]:
     for method in OTHERS:
         yield pruned(method=method, ratio=RATIOS[0])
     for method in REPEATED:
-        for seed in SEEDS[1:]:
-            yield pruned(method=method, ratio=RATIOS[0], seed=seed)
-        yield pruned(method=method, ratio=RATIOS[0], fitted_to="c4")
+        for text in OTHER_TEXT:
+            yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
+    for method in rivals():
+        yield pruned(method=method, ratio=RATIOS[0])
+    for method, seed in itertools.product(REPEATED, SEEDS[1:]):
+        yield pruned(method=method, ratio=RATIOS[0], seed=seed)
+
+
+def rivals() -> list[str]:
+    """The other methods of the paper's main table, by their names here."""
+    found = methods_of_table1().values()
+    return [name for name in found if name and name not in MAIN]
 
 
 class Pruner:
@@ -134,15 +155,21 @@ class Pruner:
         key = state.fitted_to, state.seed
         if key not in self._measured:
             self._measured.clear()  # the sums of one draw are enough to hold
-            windows = load_calibration(
-                state.fitted_to,
-                self.tokenizer,
-                n_sequences=N_CALIBRATION,
-                seq_len=SEQ_LEN,
-                seed=state.seed,
-            )
-            self._measured[key] = Measurements(self.model, windows)
+            self._measured[key] = Measurements(self.model, self._windows(state))
         return self._measured[key]
+
+    def _windows(self, state: State) -> CalibrationSet:
+        """The calibration windows of a state."""
+        drawn: dict[str, Any] = {"seq_len": SEQ_LEN, "seed": state.seed}
+        n_own = round(OWN_SHARE * N_CALIBRATION) if state.fitted_to == WITH_OWN else 0
+        corpus = FITTED_TO if n_own else state.fitted_to
+        windows = load_calibration(
+            corpus, self.tokenizer, n_sequences=N_CALIBRATION - n_own, **drawn
+        )
+        if not n_own:
+            return windows
+        own = own_text(self.model, self.tokenizer, n_sequences=n_own, **drawn)
+        return windows.joined(own)
 
     def pruned(
         self, state: State

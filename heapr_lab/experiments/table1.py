@@ -32,8 +32,12 @@ _OURS = "HEAPr"
 
 
 def methods_of_table1() -> dict[str, str | None]:
-    """By their names in the paper, the names of the methods here, None if missing."""
-    here = {_plain(name): name for name in methods.names()}
+    """By their names in the paper, the names of the methods here, None if missing.
+
+    One that is called "-like" follows the paper's text, because there is no code of its
+    authors to check it against.
+    """
+    here = {_plain(name.removesuffix("-like")): name for name in methods.names()}
     named = paper_table("main_results")["method"].drop_duplicates()
     return {name: here.get(_plain(name)) for name in named if name != _ORIGINAL}
 

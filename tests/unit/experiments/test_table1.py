@@ -40,6 +40,7 @@ def test_every_method_of_the_table_is_found_or_missing() -> None:
         "Sub-MoE",
     }  # fmt: skip
     assert (found["NAEE"], found["HEAPr"]) == ("naee", "heapr")
+    assert found["MoE-I^2"] == "moe-i2-like"
     assert {name for name in found.values() if name} <= set(methods.names())
 
 
