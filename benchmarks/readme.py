@@ -16,6 +16,7 @@ from benchmarks.index import BENCHMARKS, Benchmark, results_of, rows_beside
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments.claims import (
     NO_WINDOWS,
+    ON_C4,
     Evidence,
     claims,
     kept_of_items,
@@ -89,9 +90,11 @@ _REAL, _LAB = "`smolmoe`, pretrained", "lab models, trained here"
 
 def real_evidence(rows: pd.DataFrame) -> Evidence:
     """What was measured of the pretrained MoE: `real.csv` and the files beside it."""
-    windows, items = (
-        real.first_states(rows_beside("real", part)) for part in ("windows", "items")
-    )
+    windows, items = (rows_beside("real", part) for part in ("windows", "items"))
+    on_c4 = windows[real.of_model(windows) & windows["fitted_to"].eq("c4")]
+    on_c4 = on_c4[on_c4["method"].eq("heapr")].assign(method=ON_C4)
+    items = real.first_states(items)
+    windows = pd.concat([real.first_states(windows), on_c4])
     own = real.first_states(rows)
     removed = own[own["method"].eq("heapr")].set_index("ratio")["parameters_saved"]
     return Evidence(

@@ -71,8 +71,12 @@ def default_of(rows: pd.DataFrame) -> str:
 
 def first_states(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the pretrained MoE, calibrated on the first draw of WikiText-2."""
-    first = rows["fitted_to"].eq(FITTED_TO) & rows["seed"].eq(0)
-    return rows[first & rows["model"].eq(MODEL)]
+    return rows[of_model(rows) & rows["fitted_to"].eq(FITTED_TO)]
+
+
+def of_model(rows: pd.DataFrame) -> "pd.Series[bool]":
+    """Which rows are of the pretrained MoE and the first draw of calibration text."""
+    return rows["model"].eq(MODEL) & rows["seed"].eq(0)
 
 
 def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:

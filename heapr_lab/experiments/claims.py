@@ -36,6 +36,8 @@ RIVALS = (
     "sub-moe-like",
 )  # fmt: skip
 """The methods of the paper's main table."""
+ON_C4 = "heapr on c4"
+"""The method in `Evidence.windows` that is HEAPr calibrated on C4."""
 NO_WINDOWS = pd.DataFrame(columns=["method", "ratio", "corpus", "window", "nll"])
 """Of a model whose losses were not measured window by window."""
 _SAME_SCORES = "tests/oracle/test_two_stage.py"
@@ -207,9 +209,20 @@ def _same_scores(_: Evidence) -> Finding:
 
 
 def _first_of_rivals(evidence: Evidence) -> Finding | None:
+    """How much more each rival loses than HEAPr, over models or else over windows."""
+    if not evidence.rivals.empty:
+        return _over_models(evidence)
+    same = evidence.windows["corpus"].eq(evidence.calibrated_on)
+    gaps = {
+        f"{name} at {ratio:.0%}": gap
+        for name in RIVALS
+        for ratio, gap in gaps_of(evidence.windows[same], name, "heapr", RATIOS).items()
+    }
+    return _against_rivals(gaps, "paired over windows") if gaps else None
+
+
+def _over_models(evidence: Evidence) -> Finding:
     """The mean loss above HEAPr's over ratios, with its interval over models."""
-    if evidence.rivals.empty:
-        return None
     losses = evidence.rivals.pivot_table(
         index="model",
         columns="variant",
@@ -217,10 +230,14 @@ def _first_of_rivals(evidence: Evidence) -> Finding | None:
     )
     names = [name for name in RIVALS if name in losses]
     gaps = {name: interval_of(losses[name] - losses["heapr"]) for name in names}
+    return _against_rivals(gaps, f"{len(losses)} models")
+
+
+def _against_rivals(gaps: Mapping[str, Interval], over: str) -> Finding:
     nearest = min(gaps, key=lambda name: gaps[name].value)
-    said = f"nearest {nearest}: {gaps[nearest].said()} nats more, {len(losses)} models"
+    said = f"nearest {nearest}: {gaps[nearest].said()} nats more, {over}"
     verdict = verdict_of(gap.verdict for gap in gaps.values())
-    return Finding(verdict, f"{len(names)} rivals; {said}")
+    return Finding(verdict, f"{len(gaps)} comparisons with rivals; {said}")
 
 
 def _nearly_lossless(evidence: Evidence) -> Finding | None:
@@ -327,20 +344,39 @@ def _boundary(evidence: Evidence) -> Finding | None:
 
 
 def _corpora(evidence: Evidence) -> Finding | None:
-    """WikiText-2 in place of C4, over draws; unaffected means no difference."""
+    """WikiText-2 in place of C4; unaffected means no difference."""
+    gaps = _over_draws(evidence.draws) or _over_windows(evidence.windows)
+    verdicts = [
+        UNDECIDED if gap.verdict == UNDECIDED else DISAGREES for gap in gaps.values()
+    ]
+    said = ", ".join(f"{gap.said()} on {corpus}" for corpus, gap in gaps.items())
+    return _all_of(verdicts, [f"wikitext2 − c4, nats per token: {said}"] * bool(gaps))
+
+
+def _over_draws(rows: pd.DataFrame) -> dict[str, Interval]:
+    """By test corpus, the difference that calibration on the other one makes."""
     pair = ("wikitext2", "c4")
-    rows = evidence.draws
     if rows.empty or not {*pair} <= {*rows["calibration"]}:
-        return None
+        return {}
     rows = rows[rows["metric"].eq("nll") & rows["calibration"].isin(pair)]
     rows = rows[rows["n_sequences"].eq(rows["n_sequences"].max())]
-    said, verdicts = [], []
+    found = {}
     for corpus, part in rows.groupby("dataset"):
         wide = part.pivot(index="seed", columns="calibration", values="value")
-        gap = interval_of(wide[pair[0]] - wide[pair[1]])
-        verdicts.append(UNDECIDED if gap.verdict == UNDECIDED else DISAGREES)
-        said.append(f"{gap.said()} on {corpus}")
-    return _all_of(verdicts, [f"wikitext2 − c4, nats per token: {', '.join(said)}"])
+        found[str(corpus)] = interval_of(wide[pair[0]] - wide[pair[1]])
+    return found
+
+
+def _over_windows(windows: pd.DataFrame) -> dict[str, Interval]:
+    """The same of one draw of each, at the one ratio of `ON_C4`."""
+    ratios = windows.loc[windows["method"].eq(ON_C4), "ratio"].unique()
+    found = {}
+    for corpus, part in windows.groupby("corpus"):
+        for ratio in ratios:
+            gap = loss_difference(part, "heapr", ON_C4, ratio)
+            if gap is not None:
+                found[str(corpus)] = gap
+    return found
 
 
 def _by_layer(evidence: Evidence) -> Finding | None:

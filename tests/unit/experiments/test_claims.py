@@ -185,6 +185,24 @@ def test_rivals_lose_more_on_every_model(least: float, verdict: str) -> None:
     assert verdicts(rivals=pd.DataFrame(rows))[2] == verdict
 
 
+@pytest.mark.parametrize(
+    ("naee", "verdict"), [(1.1, "agrees"), (1.01, "undecided"), (0.9, "disagrees")]
+)
+def test_rivals_lose_more_on_every_window(naee: float, verdict: str) -> None:
+    """Of one model, on which two rivals were measured at one ratio."""
+    losses = {("heapr", 0.25): 1.01, ("naee", 0.25): naee, ("hc-smoe", 0.25): 2.0}
+    assert verdicts(windows=windows(losses))[2] == verdict
+
+
+@pytest.mark.parametrize(
+    ("on_c4", "verdict"), [(1.0, "undecided"), (1.1, "disagrees"), (0.9, "disagrees")]
+)
+def test_a_corpus_matters_on_some_window(on_c4: float, verdict: str) -> None:
+    """Of one draw of each corpus, paired over windows."""
+    losses = windows({("heapr", 0.25): 1.0, (tested.ON_C4, 0.25): on_c4})
+    assert verdicts(windows=losses)[10] == verdict
+
+
 def test_refuted_claims_come_first() -> None:
     """The table of README.md, of the committed pretrained model and a lab model."""
     lab = claims(Evidence("text", tested.NO_WINDOWS))
