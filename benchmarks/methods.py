@@ -49,12 +49,12 @@ from benchmarks.machine import Rows
 from benchmarks.quality import model_folder
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.evaluation.harness import continuation_task, run_tasks
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import AtomCompression, Compression
 from heapr_lab.models.likelihood import final_states, iter_log_probs
 from heapr_lab.models.modes import evaluating
 from heapr_lab.refinement.compensation import compensation_of, fit_compensation
+from heapr_lab.tasks.harness import continuation_task, run_tasks
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import available_corpora, load_corpus
 from heapr_lab.workbench.workbench import Workbench, open_workbench

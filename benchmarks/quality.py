@@ -28,7 +28,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows
-from heapr_lab.evaluation.harness import continuation_task, run_tasks
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.named import LAB
@@ -41,6 +40,7 @@ from heapr_lab.recipes.presets import METHODS
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.storage import paths
+from heapr_lab.tasks.harness import continuation_task, run_tasks
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import load_corpus

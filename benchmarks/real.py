@@ -41,11 +41,8 @@ from benchmarks.machine import machine as this_machine
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.evaluation.paired import paired_difference
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.experiments.table1 import methods_of_table1
 from heapr_lab.inspection.stored import stored_perplexity
-from heapr_lab.inspection.task_items import task_items
-from heapr_lab.inspection.task_summary import MEAN, task_difference, task_summary
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.models.experts import describe
 from heapr_lab.models.loading import load_model, model_folder
@@ -57,6 +54,9 @@ from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.refinement.compress import COMPENSATED
 from heapr_lab.refinement.own_text import own_text
 from heapr_lab.storage.files import checksum, replacing
+from heapr_lab.tasks.items import task_items
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
+from heapr_lab.tasks.summary import MEAN, task_difference, task_summary
 from heapr_lab.text.calibration import (
     CalibrationSet,
     load_calibration,

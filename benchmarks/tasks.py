@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import RESULTS, machine, write_results
 from heapr_lab import load_model
-from heapr_lab.evaluation.harness import load_tasks, quiet
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
-from heapr_lab.inspection.task_items import drawn_items
+from heapr_lab.tasks.harness import load_tasks, quiet
+from heapr_lab.tasks.items import drawn_items
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
 logger = logging.getLogger("tasks")
 
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure every task, and write the table."""
     from lm_eval.models.huggingface import HFLM
 
-    from heapr_lab.evaluation.harness_model import PackingHFLM
+    from heapr_lab.tasks.harness_model import PackingHFLM
 
     torch.set_num_threads(1)
     model, tokenizer = load_model(arguments.model, device="cpu", dtype=arguments.dtype)

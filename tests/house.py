@@ -26,6 +26,7 @@ WINGS = (
     "pretrained",
     "refinement",
     "inspection",
+    "tasks",
     "checkpoints",
     "serving",
     "methods",

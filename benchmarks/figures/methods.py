@@ -14,7 +14,6 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from benchmarks.figures.looks import look
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.figures.paper import paper_table
 from heapr_lab.figures.style import (
     COLORS,
@@ -26,6 +25,7 @@ from heapr_lab.figures.style import (
     styled,
 )
 from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
 PAPER, OURS = "heapr", "compress"
 _SUFFIX = " + compensation"

@@ -12,9 +12,9 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
+from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.storage import cache, files
-from heapr_lab.storage.provenance import MANIFEST_FILE
 
 _PROCESSOR = ("*processor*.json", "chat_template*")
 """Files that make images, sound and text into the inputs of a multimodal model."""

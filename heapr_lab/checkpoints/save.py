@@ -25,6 +25,7 @@ from heapr_lab.checkpoints.folder import (
     save_tokenizer,
 )
 from heapr_lab.checkpoints.predicting import what_is_dropped, without_predicting
+from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
@@ -43,7 +44,6 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
-from heapr_lab.storage.provenance import MANIFEST_FILE
 from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.streaming.stream import stream_of
 

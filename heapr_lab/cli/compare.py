@@ -176,8 +176,8 @@ def _asked(model: str, preset: str | None) -> _Asked:
         return _Asked()
     if preset != _PRESET:
         raise SpecError(f"--preset is {preset!r}, expected {_PRESET}")
-    from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
     from heapr_lab.experiments import table1
+    from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
     here = [name for name in table1.methods_of_table1().values() if name]
     ratios = table1.ratios_of_table1(model)

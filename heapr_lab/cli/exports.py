@@ -37,7 +37,7 @@ def provenance(
     as_json: options.AsJson = False,
 ) -> None:
     """Show where a file written by this package came from."""
-    from heapr_lab.storage.provenance import read_provenance
+    from heapr_lab.checkpoints.provenance import read_provenance
 
     said = {"file": str(file), **read_provenance(file)}
     print_facts(said if as_json else _flat(said), as_json=as_json)

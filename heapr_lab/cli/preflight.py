@@ -131,7 +131,7 @@ def check_tasks(names: Iterable[str]) -> None:
         else:
             of_harness.append(task)
     if of_harness:
-        from heapr_lab.evaluation.harness import check_tasks as check_harness
+        from heapr_lab.tasks.harness import check_tasks as check_harness
 
         check_harness(of_harness)
 

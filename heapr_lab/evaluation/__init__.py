@@ -1,1 +1,1 @@
-"""How good a model is: perplexity, divergence, and accuracy on tasks."""
+"""How good a model is: perplexity, and divergence from another model."""

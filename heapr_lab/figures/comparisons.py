@@ -8,7 +8,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.figures.curves import (
     AS_THE_PAPER,
     curves_data,
@@ -28,6 +27,7 @@ from heapr_lab.figures.style import (
     own_axes,
     styled,
 )
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
 _LEVELS = {"Expert": "expert", "Atomic Expert": "atom"}
 _SCOPES = {"HEAPr-L": "layer", "HEAPr-G": "global"}

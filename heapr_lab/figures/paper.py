@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (

@@ -5,12 +5,12 @@ from typing import Any
 
 import pandas as pd
 
-from heapr_lab.inspection.task_summary import MEAN, METRICS, task_difference
 from heapr_lab.lab_model.card import markdown
 from heapr_lab.pretrained.carved import Layout
 from heapr_lab.pretrained.smollm2 import WHEEL
 from heapr_lab.storage import paths
 from heapr_lab.storage.files import read_json
+from heapr_lab.tasks.summary import MEAN, METRICS, task_difference
 
 _CARD = """---
 license: apache-2.0

@@ -8,12 +8,12 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
 from heapr_lab.checkpoints.model_card import licence_of
+from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.composed_experts import composed_experts
 from heapr_lab.methods.composed_files import attach_composed
 from heapr_lab.storage import files
-from heapr_lab.storage.provenance import MANIFEST_FILE
 
 MANIFEST_VERSION = 1
 _CARD = """---

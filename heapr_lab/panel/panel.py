@@ -11,7 +11,6 @@ import ipywidgets as ipw
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.paper_tasks import available_tasks
 from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import answers, answers_html
@@ -37,6 +36,7 @@ from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
 from heapr_lab.panel.sweep import Sweep
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
+from heapr_lab.tasks.paper_tasks import available_tasks
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import TEST_CORPORA, available_corpora
 

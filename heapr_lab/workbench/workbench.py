@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from heapr_lab import registry
-from heapr_lab.evaluation.harness import continuation_task, items_fingerprint, run_tasks
 from heapr_lab.evaluation.perplexity import (
     Divergence,
     Perplexity,
@@ -55,8 +54,7 @@ from heapr_lab.text.calibration import (
     tokenizer_fingerprint,
     windows_key,
 )
-from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, OWN_TEXT, Calibration
-from heapr_lab.text.corpora import load_corpus
+from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
 from heapr_lab.workbench.opening import Opening
 from heapr_lab.workbench.settings import (
     CONTINUATION,
@@ -66,7 +64,6 @@ from heapr_lab.workbench.settings import (
     profile_of,
 )
 
-_OF_TASKS = ["metric", "value", "stderr", "n"]
 EVALUATION_SCHEMA = 2
 """Increased whenever results change for the same input."""
 OWN_TEXT_SCHEMA = 1
@@ -433,32 +430,19 @@ class Workbench:
     ) -> list[dict[str, Any]]:
         """As `task_results`, of what the model computes now, without the cache."""
         with progress_bar(task, "choice") as bar:
-            frame = run_tasks(
-                self.model,
-                self.tokenizer,
-                [self._asked(task, limit)],
-                limit=limit,
-                progress=progress or bar,
+            rows: list[dict[str, Any]] = self._asked(task, limit).run(
+                self.model, self.tokenizer, progress=progress or bar
             )
-        rows: list[dict[str, Any]] = frame[_OF_TASKS].to_dict("records")
         return rows
 
     def task_key(self, task: str, limit: int | None) -> dict[str, Any]:
         """What determines the items of a task and their tokens, in cache keys."""
-        corpus, asked = _corpus_of(task), {"task": task, "tokenizer": self.tokenizer_id}
-        if corpus is None:
-            return items_fingerprint(task, limit=limit) | {"n_items": limit} | asked
-        text = load_corpus(corpus, split="test")
-        n_items = limit or self.profile.n_items
-        return {"corpus": text.fingerprint, "n_items": n_items} | asked
+        key: dict[str, Any] = self._asked(task, limit).key()
+        return key | {"tokenizer": self.tokenizer_id}
 
     def _asked(self, task: str, limit: int | None) -> Any:
-        """The task in the form the harness takes."""
-        corpus = _corpus_of(task)
-        if corpus is None:
-            return task
-        text = load_corpus(corpus, split="test")
-        return continuation_task(text, n_items=limit or self.profile.n_items)
+        """The task, of the wing that runs tasks."""
+        return registry.find("tasks")(task, limit, self.profile.n_items)
 
     def evaluate(
         self,
@@ -571,12 +555,6 @@ def _cached_table(
         read=ImportanceTable.read,
         write=lambda path, table: table.write(path),
     )
-
-
-def _corpus_of(task: str) -> str | None:
-    """The corpus of a continuation task; None for the tasks of the harness."""
-    name, _, corpus = task.partition(":")
-    return (corpus or DEFAULT_CORPUS) if name == CONTINUATION else None
 
 
 def _row(

@@ -28,12 +28,12 @@ from heapr_lab.inspection.activations import atoms_of_token
 from heapr_lab.inspection.attribution import attribute_loss
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.inspection.routing import routing
-from heapr_lab.inspection.task_items import task_items
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compress import compress
+from heapr_lab.tasks.items import task_items
 from heapr_lab.workbench.settings import PROFILES
 
 pytestmark = [pytest.mark.oracle, pytest.mark.gpu]

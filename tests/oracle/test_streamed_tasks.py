@@ -9,11 +9,11 @@ from families import tiny_model
 from keeps import random_keep
 from tiny_folder import D_VOCAB, write_tokenizer
 
-from heapr_lab.evaluation.harness import continuation_task, run_tasks
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.stream import stream_of
+from heapr_lab.tasks.harness import continuation_task, run_tasks
 from heapr_lab.text.corpora import Corpus
 
 SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
@@ -44,7 +44,7 @@ def written(folder: Path, family: str) -> Path:
 
 def answers(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
     """What the streamed model says."""
-    from heapr_lab.evaluation.harness_model import PackingHFLM
+    from heapr_lab.tasks.harness_model import PackingHFLM
 
     lm = PackingHFLM(model, tokenizer, tokens_at_once=TOKENS_AT_ONCE)
     found: list[tuple[float, bool]] = lm.loglikelihood(task().instances)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import real
 from benchmarks.real import CORPORA, Results, State
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
 _DENSE = State("tiny", "abc")
 _HEAPR = State("tiny", "abc", "heapr", 0.25)

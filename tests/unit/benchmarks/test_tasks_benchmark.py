@@ -9,7 +9,7 @@ import pytest
 from tiny_folder import write_model
 
 from benchmarks import tasks
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
 local_tasks = pytest.mark.skipif(
     not Path(os.environ.get("HEAPR_TASKS_DIR", "none")).is_dir(),

@@ -11,10 +11,10 @@ import pytest
 from commands import TINY, invoke, one_line, run
 
 from heapr_lab import methods
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.inspection.agreement import evaluate_agreement
 from heapr_lab.methods.comparison import Entry, compare_methods, entries
 from heapr_lab.methods.method import Method
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
 

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.harness import run_tasks
 from heapr_lab.evaluation.perplexity import evaluate_divergence, evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
@@ -22,6 +21,7 @@ from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.activation_grams import collect_grams
 from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.tasks.harness import run_tasks
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import PROFILES

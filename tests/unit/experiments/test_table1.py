@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from heapr_lab import methods
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.experiments import table1
 from heapr_lab.models.paper_models import PAPER_MODELS
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import PROFILES
 

@@ -12,6 +12,7 @@ from keeps import full_keep, random_keep
 from torch import nn
 
 from heapr_lab import methods
+from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import collectors
@@ -22,7 +23,6 @@ from heapr_lab.methods.method import Method
 from heapr_lab.methods.save_compressed import save_compressed
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.storage import files
-from heapr_lab.storage.provenance import read_provenance
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids())

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.errors import CorpusError
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.storage.files import read_frame, read_json
-from heapr_lab.storage.provenance import read_provenance
 
 
 def test_pins_are_compared_and_exported(

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.errors import CacheError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
 from heapr_lab.storage.hashing import digest
-from heapr_lab.storage.provenance import read_provenance
 
 KEY = b"heapr_lab"
 FRAME = pd.DataFrame(

@@ -13,7 +13,7 @@ from tiny_folder import write_model
 from transformers import AutoTokenizer
 
 from heapr_lab.errors import CorpusError, SpecError
-from heapr_lab.evaluation.continuation import continuation_items
+from heapr_lab.tasks.continuation import continuation_items
 from heapr_lab.text.calibration import load_calibration, load_windows
 from heapr_lab.text.conversations import questions
 from heapr_lab.text.corpora import load_corpus

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from tiny_folder import write_model, write_text
 
-from heapr_lab.evaluation.harness import items_fingerprint
+from heapr_lab.tasks.harness import items_fingerprint
 from heapr_lab.text import corpora
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import load_corpus

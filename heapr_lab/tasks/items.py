@@ -16,11 +16,11 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.errors import SpecError, whole_number
-from heapr_lab.evaluation.harness import items_fingerprint, load_tasks, quiet
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
 from heapr_lab.inspection.stored import State
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Parts, Progress
+from heapr_lab.tasks.harness import items_fingerprint, load_tasks, quiet
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration import tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def task_items(
     if not tasks:
         raise SpecError(f"no tasks given; for example {', '.join(PAPER_TASKS)}")
     with quiet(), evaluating(model):
-        from heapr_lab.evaluation.harness_model import PackingHFLM
+        from heapr_lab.tasks.harness_model import PackingHFLM
 
         lm, state = PackingHFLM(model, tokenizer), State(model)
         read = {"tokenizer": tokenizer_fingerprint(tokenizer)}

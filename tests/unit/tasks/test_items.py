@@ -12,14 +12,14 @@ from keeps import random_keep
 from tiny_folder import D_VOCAB, write_tokenizer
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.harness import continuation_task, run_tasks
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.inspection import task_items as module
+from heapr_lab.tasks import items as module
 from heapr_lab.inspection.stored import stored_perplexity
-from heapr_lab.inspection.task_items import drawn_items, task_items
-from heapr_lab.inspection.task_summary import task_difference, task_summary
 from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.pruning.surgery import masking
+from heapr_lab.tasks.harness import continuation_task, run_tasks
+from heapr_lab.tasks.items import drawn_items, task_items
+from heapr_lab.tasks.summary import task_difference, task_summary
 from heapr_lab.text.corpora import Corpus
 
 TEXTS = tuple(" ".join(f"w{i}x{j}" for j in range(70)) for i in range(16))

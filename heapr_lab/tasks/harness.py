@@ -28,11 +28,11 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.errors import CorpusError, SpecError, whole_number
-from heapr_lab.evaluation.continuation import continuation_items
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS, local_items
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress
 from heapr_lab.storage.hashing import digest
+from heapr_lab.tasks.continuation import continuation_items
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS, local_items
 from heapr_lab.text.corpora import Corpus
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def run_tasks(
 
     with quiet(), evaluating(model):
         loaded = load_tasks(names)
-        from heapr_lab.evaluation.harness_model import PackingHFLM
+        from heapr_lab.tasks.harness_model import PackingHFLM
 
         lm = PackingHFLM(model, tokenizer, progress=progress)
         # `simple_evaluate` would only add seeds for sampling, which is not used here,

@@ -12,12 +12,12 @@ from PIL import Image, PngImagePlugin
 from typer.testing import CliRunner
 
 from heapr_lab import figures
+from heapr_lab.checkpoints.provenance import MANIFEST_FILE, read_provenance
 from heapr_lab.cli.app import app
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
-from heapr_lab.storage.provenance import MANIFEST_FILE, read_provenance
 
 HASH = "ab" * 32
 SAID = {"model": {"weights": HASH}, "importance": HASH, "odd": r"--> (a) \) \\ Δ } {"}

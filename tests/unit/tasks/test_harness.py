@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from heapr_lab.errors import CorpusError, SpecError
-from heapr_lab.evaluation.continuation import continuation_items
-from heapr_lab.evaluation.harness import continuation_task, run_tasks
-from heapr_lab.evaluation.paper_tasks import PAPER_TASKS
+from heapr_lab.tasks.continuation import continuation_items
+from heapr_lab.tasks.harness import continuation_task, run_tasks
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.corpora import Corpus
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
@@ -170,7 +170,7 @@ def test_packed_contexts_change_nothing(tokenizer, caplog, family, changes, pack
     """Where contexts are shared the answers are the harness's own to 1e-4."""
     from lm_eval.models.huggingface import HFLM
 
-    from heapr_lab.evaluation.harness_model import PackingHFLM
+    from heapr_lab.tasks.harness_model import PackingHFLM
 
     model = byte_model(family, **changes)
     task = continuation_task(corpus_of(9, n_words=62), n_items=7)
@@ -191,7 +191,7 @@ def test_a_shared_prefix_is_fed_once(tokenizer):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from heapr_lab.evaluation.harness_model import PackingHFLM, _row
+    from heapr_lab.tasks.harness_model import PackingHFLM, _row
 
     requests = [("a", [7, 8], [3, 4]), ("b", [7, 9], [3, 4, 5]), ("c", [7, 8], [3, 6])]
     row = _row(requests, range(3), 10)
@@ -217,7 +217,7 @@ def test_packing_that_would_be_wrong_is_not_used(tokenizer, caplog):
     """A recurrent layer sees past a mask: the first item shows it, the harness runs."""
     from lm_eval.models.huggingface import HFLM
 
-    from heapr_lab.evaluation.harness_model import PackingHFLM
+    from heapr_lab.tasks.harness_model import PackingHFLM
 
     model = byte_model("qwen3_next")
     task = continuation_task(corpus_of(9, n_words=62), n_items=4)
@@ -258,7 +258,7 @@ def test_seven_tasks_run_from_local_items(tokenizer, tmp_path, monkeypatch):
 @local_tasks
 def test_prompts_are_the_stock_ones(tmp_path, monkeypatch):
     """Prompt and choices of ARC-Easy are those of the stock definition."""
-    from heapr_lab.evaluation import harness
+    from heapr_lab.tasks import harness
 
     task = harness.load_tasks(["arc_easy"])["tasks"]["arc_easy"]
     doc = task.eval_docs[0]

@@ -1,0 +1,1 @@
+"""Accuracy on tasks: stock ones of a harness, continuations of any corpus, items."""

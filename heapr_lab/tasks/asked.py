@@ -1,0 +1,60 @@
+"""A task by the name it is asked for by: its items, their identity, and its results."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from heapr_lab.progress import Progress
+from heapr_lab.tasks.harness import continuation_task, items_fingerprint, run_tasks
+from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
+from heapr_lab.text.corpora import load_corpus
+from heapr_lab.workbench.settings import CONTINUATION
+
+_COLUMNS = ["metric", "value", "stderr", "n"]
+
+
+@dataclass(frozen=True)
+class AskedTask:
+    """A task of the harness, or `continuation`: four-way items of a corpus.
+
+    The corpus is named after a colon; without one it is pydocs.
+    """
+
+    name: str
+    limit: int | None
+    """Only the first `limit` items; None takes all, or the profile's number of
+    continuations."""
+    n_continuations: int
+    """The profile's number of continuations."""
+
+    def key(self) -> dict[str, Any]:
+        """What determines its items, in cache keys."""
+        corpus, asked = self._corpus, {"task": self.name}
+        if corpus is None:
+            found = items_fingerprint(self.name, limit=self.limit)
+            return found | {"n_items": self.limit} | asked
+        text = load_corpus(corpus, split="test")
+        return {"corpus": text.fingerprint, "n_items": self._n_items} | asked
+
+    def run(
+        self, model: nn.Module, tokenizer: Any, *, progress: Progress | None = None
+    ) -> list[dict[str, Any]]:
+        """Every metric of a model: rows of metric, value, stderr, n (items)."""
+        corpus, task = self._corpus, self.name
+        if corpus is not None:
+            text = load_corpus(corpus, split="test")
+            task = continuation_task(text, n_items=self._n_items)
+        frame = run_tasks(model, tokenizer, [task], limit=self.limit, progress=progress)
+        rows: list[dict[str, Any]] = frame[_COLUMNS].to_dict("records")
+        return rows
+
+    @property
+    def _corpus(self) -> str | None:
+        """The corpus of continuations; None for the tasks of the harness."""
+        name, _, corpus = self.name.partition(":")
+        return (corpus or DEFAULT_CORPUS) if name == CONTINUATION else None
+
+    @property
+    def _n_items(self) -> int:
+        return self.limit or self.n_continuations
