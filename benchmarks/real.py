@@ -90,6 +90,9 @@ OTHERS = (
 REPEATED = ("heapr", "fisher + compensation")
 """What is fitted to other draws and to other text as well, at 25 %."""
 SEEDS = (0, 1, 2)
+EXPERT_RATIO = 0.143
+"""Three experts of 21, the most that can be removed: tokens are routed to 18."""
+OF_EXPERTS = ("heapr-expert", "reap", "frequency")
 OWN_SHARE = 0.25
 WITH_OWN = f"{FITTED_TO} + {OWN_TEXT}"
 """As many windows, of which a quarter is text that the model writes itself."""
@@ -131,8 +134,9 @@ def states(model: str) -> Iterator[State]:
     for method in REPEATED:
         for text in OTHER_TEXT:
             yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
-    for method in rivals():
-        yield pruned(method=method, ratio=RATIOS[0])
+    for ratio, others in ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS))):
+        for method in (*others, *rivals()):
+            yield pruned(method=method, ratio=ratio)
     for method, seed in itertools.product(REPEATED, SEEDS[1:]):
         yield pruned(method=method, ratio=RATIOS[0], seed=seed)
 

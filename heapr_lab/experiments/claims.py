@@ -213,10 +213,12 @@ def _first_of_rivals(evidence: Evidence) -> Finding | None:
     if not evidence.rivals.empty:
         return _over_models(evidence)
     same = evidence.windows["corpus"].eq(evidence.calibrated_on)
+    own = evidence.windows[same]
+    ratios = sorted(own.loc[own["method"].isin(RIVALS), "ratio"].unique())
     gaps = {
         f"{name} at {ratio:.0%}": gap
         for name in RIVALS
-        for ratio, gap in gaps_of(evidence.windows[same], name, "heapr", RATIOS).items()
+        for ratio, gap in gaps_of(own, name, "heapr", ratios).items()
     }
     return _against_rivals(gaps, "paired over windows") if gaps else None
 

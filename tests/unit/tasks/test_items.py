@@ -13,10 +13,10 @@ from tiny_folder import D_VOCAB, write_tokenizer
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.tasks import items as module
 from heapr_lab.inspection.stored import stored_perplexity
 from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.pruning.surgery import masking
+from heapr_lab.tasks import items as module
 from heapr_lab.tasks.harness import continuation_task, run_tasks
 from heapr_lab.tasks.items import drawn_items, task_items
 from heapr_lab.tasks.summary import task_difference, task_summary
