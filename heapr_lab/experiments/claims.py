@@ -295,19 +295,35 @@ def _ordered(*pairs: tuple[str, str]) -> Callable[[Evidence], Finding | None]:
     """The first of each pair loses more than the second, on every kind of text."""
 
     def test(evidence: Evidence) -> Finding | None:
-        same = evidence.windows["corpus"].eq(evidence.calibrated_on)
-        parts = {"": evidence.windows[same], ", other text": evidence.windows[~same]}
         said, verdicts = [], []
         for method, other in pairs:
-            for where, part in parts.items():
-                gaps = gaps_of(part, method, other, RATIOS)
+            gaps = _gaps_by_text(evidence, method, other)
+            if gaps:
                 verdicts += [gap.verdict for gap in gaps.values()]
-                numbers = ", ".join(f"{r:.0%} {g.in_short()}" for r, g in gaps.items())
-                if gaps:
-                    said.append(f"{method} − {other}{where}: {numbers}")
+                said.append(f"{method} − {other}: {_deciding(gaps)}")
         return _all_of(verdicts, said)
 
     return test
+
+
+def _gaps_by_text(evidence: Evidence, method: str, other: str) -> dict[str, Interval]:
+    """By ratio and text, how much more `method` loses than `other`."""
+    same = evidence.windows["corpus"].eq(evidence.calibrated_on)
+    parts = {"": evidence.windows[same], " on other text": evidence.windows[~same]}
+    return {
+        f"at {ratio:.0%}{where}": gap
+        for where, part in parts.items()
+        for ratio, gap in gaps_of(part, method, other, RATIOS).items()
+    }
+
+
+def _deciding(gaps: Mapping[str, Interval]) -> str:
+    """The gap that the verdict of all of them comes from, and how many have it."""
+    verdict = verdict_of(gap.verdict for gap in gaps.values())
+    own = {at: gap for at, gap in gaps.items() if gap.verdict == verdict}
+    at = min(own, key=lambda at: own[at].value)
+    words = {AGREES: "above zero", DISAGREES: "below zero", UNDECIDED: "undecided"}
+    return f"{gaps[at].in_short()} {at} ({len(own)} of {len(gaps)} {words[verdict]})"
 
 
 def _predicts(evidence: Evidence) -> Finding | None:

@@ -128,7 +128,12 @@ def test_a_claim_has_to_hold_on_other_text_too() -> None:
     """Whole experts lose more on the calibrated corpus and less on another."""
     own = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
     other = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 0.9}, "other")
-    assert verdicts(windows=pd.concat([own, other]))[7] == "disagrees"
+    both = pd.concat([own, other])
+    assert verdicts(windows=both)[7] == "disagrees"
+    found = claims(Evidence("text", both)).set_index("number")["found"]
+    assert found[7] == (
+        "heapr-expert − heapr: -0.100 ± 0.000 at 20% on other text (1 of 2 below zero)"
+    )
 
 
 @pytest.mark.parametrize(("pruned", "verdict"), [(1.04, "agrees"), (1.3, "disagrees")])
