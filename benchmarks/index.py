@@ -164,8 +164,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "Additions one by one, the lab model",
                 table=quality.quality_table,
                 data=quality.quality_data,
-                figure=quality.figure_quality,
-                stem="11_quality",
             ),
             Benchmark(
                 "quality_accuracy",
@@ -179,8 +177,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "Additions one by one, the wide model",
                 table=quality.quality_table,
                 data=quality.quality_data,
-                figure=quality.figure_quality,
-                stem="11_quality_wide",
             ),
             Benchmark(
                 "quality_wide_accuracy",

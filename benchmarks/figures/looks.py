@@ -7,7 +7,7 @@ _LOOKS = {
     "heapr + compensation": Look("#56B4E9", "h", "HEAPr, compensated"),
     "shrunk + compensation": Look("#999999", "d", "p·h, shrunk, compensated"),
     "elimination + compensation": Look("#222222", "*", "elimination, compensated"),
-    "fisher + compensation": Look("#009E73", "^", "Fisher, compensated"),
+    "fisher + compensation": Look("#D55E00", "s", "Fisher, compensated"),
     "elimination_shrunk + compensation": Look(
         "#E69F00", "v", "elimination, shrunk price, compensated"
     ),

@@ -1,27 +1,22 @@
 """Compression methods side by side: Δloss against the ratio, and against its cost."""
 
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
 from matplotlib.ticker import LogLocator, NullFormatter
-from matplotlib.transforms import Bbox
 
 from benchmarks.figures.looks import look
 from heapr_lab.figures.paper import paper_table
 from heapr_lab.figures.style import (
     COLORS,
+    PAPER_GREY,
     REFERENCE_GREY,
-    REFERENCE_LINE,
-    figure_with,
+    name_points,
     own_axes,
-    show_percent,
     styled,
 )
 from heapr_lab.importance.estimators import PER_TOKEN
@@ -31,15 +26,10 @@ PAPER, OURS = "heapr", "compress"
 _SUFFIX = " + compensation"
 _CORPUS = "pydocs"
 """The corpus that methods are fitted to."""
-MEASURES = {
-    "pooled": f"Δloss, mean of models\n[{PER_TOKEN}] ↓",
-    "worst": f"Δloss, worst model\n[{PER_TOKEN}] ↓",
-}
-_LINEAR_BELOW = 0.01
-_Ends = dict[str, tuple[float, float, str]]
-"""By method, where its line ends, and its colour."""
-_FONT, _GAP = 5.5, 6.0
-"""Size of the labels of lines, and the least distance between two, in points."""
+_LOSS = f"Δloss [{PER_TOKEN}] ↓"
+_SECONDS = "fitting [CPU seconds] ↓"
+_ROW = 0.165
+"""Inches of a method in the figure."""
 
 
 def methods_data(measured: pd.DataFrame) -> pd.DataFrame:
@@ -121,112 +111,73 @@ def _complete(data: pd.DataFrame) -> pd.DataFrame:
     return data[data["n_models"].eq(data["n_models"].max())]
 
 
-# --- Δloss against the ratio ----------------------------------------------------------
+# --- one row for each method ----------------------------------------------------------
 
 
 @styled
-def plot_methods(
-    data: pd.DataFrame, *, measure: str = "pooled", ax: Axes | None = None
-) -> Axes:
-    """A line for each method of a group, with its name at the end.
+def figure_methods(data: pd.DataFrame) -> Figure:
+    """A row for each method, best first of its kind: its Δloss, and the time it takes.
 
-    HEAPr, `compress` and the best of the group are coloured.
+    At the ratio at which fitting was timed. A bar is ± one standard deviation over
+    draws, a hollow point the worst model. Compensated masks are in the table alone.
 
     Args:
-        data: from `methods_data`, of one group; methods that some model refuses have no
-            point at that ratio.
-        measure: "pooled" or "worst".
-        ax: where to draw; None makes a new figure.
-
-    Returns:
-        The Axes.
+        data: from `methods_data`.
     """
-    ax = own_axes(ax)
-    _label_ends({ax: _draw_lines(ax, data, measure)})
-    return ax
+    rows = _listed(data)
+    figure, axes = plt.subplots(
+        1, 2, figsize=(7, 1.1 + _ROW * rows["place"].max()), sharey=True,
+        width_ratios=(2, 1),
+    )  # fmt: skip
+    for row in rows.dropna(subset="pooled").itertuples():
+        color = _color(row.variant, best=row.best)
+        axes[0].plot([row.pooled, row.worst], 2 * [row.place], color=color, alpha=0.5)
+        axes[0].plot(row.worst, row.place, "o", color=color, markerfacecolor="white")
+        axes[0].errorbar(
+            row.pooled, row.place, xerr=row.spread, marker="o", color=color
+        )
+        axes[1].plot(row.fit_seconds, row.place, marker="o", color=color)
+    for ax, label in zip(axes, (_LOSS, _SECONDS), strict=True):
+        _use_log(ax, "x")
+        ax.set_xlabel(label)
+    axes[0].set_title(f"{rows['ratio'].max():.0%} removed: mean, and worst model (○)")
+    axes[0].set_yticks(rows["place"], rows["variant"])
+    axes[0].invert_yaxis()
+    for tick, row in zip(axes[0].get_yticklabels(), rows.itertuples(), strict=True):
+        is_kind = np.isnan(row.pooled)
+        tick.set_color("#222222" if is_kind else _color(row.variant, best=row.best))
+        tick.set_fontweight("bold" if is_kind else "normal")
+    return figure
 
 
-def _draw_lines(ax: Axes, data: pd.DataFrame, measure: str) -> _Ends:
-    ends: _Ends = {}
-    ordered = _complete(data).sort_values("achieved_ratio", kind="stable")
-    for name, rows in ordered.groupby("variant", sort=False):
-        color = _color(str(name), best=bool(rows["best"].iloc[0]))
-        front = color != REFERENCE_GREY
-        line: dict[str, Any] = {
-            "linewidth": 1.6 if front else 0.8,
-            "zorder": 3 if front else 2,
-        }
-        x, y = rows["achieved_ratio"], rows[measure]
-        ax.plot(x, y, color=color, marker=".", markersize=3, **line)
-        ends[str(name)] = float(x.iloc[-1]), float(y.iloc[-1]), color
-    ax.axhline(0, **REFERENCE_LINE)
-    ax.set_yscale("symlog", linthresh=_LINEAR_BELOW)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
-    ax.set_xlabel("removed of the routed parameters [%]")
-    ax.set_ylabel(MEASURES[measure])
-    show_percent(ax.xaxis)
-    return ends
+def _listed(data: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the figure with their `place`, below a row for each kind."""
+    rows = _complete(data).dropna(subset="fit_seconds")
+    rows = rows[~rows["variant"].str.endswith(_SUFFIX)].sort_values("pooled")
+    kinds = list(rows["group"].drop_duplicates())
+    blocks = [
+        block
+        for kind in kinds
+        for block in (pd.DataFrame({"variant": [kind]}), rows[rows["group"].eq(kind)])
+    ]
+    listed = pd.concat(blocks, ignore_index=True)
+    return listed.assign(place=range(len(listed)))
 
 
 def _color(name: str, *, best: bool) -> str:
     """Of a few methods their own colour, of most grey."""
     if name in (PAPER, OURS):
         return look(name).color
-    return COLORS[2] if best else REFERENCE_GREY
+    return COLORS[2] if best else PAPER_GREY
 
 
-def _label_ends(ends: Mapping[Axes, _Ends]) -> None:
-    """The names to the right of each Axes, moved apart where they would overlap."""
-    for ax in list(ends)[:1]:
-        figure_with(ax).draw_without_rendering()  # which places all Axes
-    for ax, own in ends.items():
-        to_axes = ax.transData + ax.transAxes.inverted()
-        ordered = sorted(own.items(), key=lambda item: item[1][1])
-        heights = [float(to_axes.transform(end[:2])[1]) for _, end in ordered]
-        gap = _GAP / 72 * ax.figure.dpi / ax.bbox.height
-        places = _apart(heights, gap)
-        for (name, (x, y, color)), height in zip(ordered, places, strict=True):
-            ax.annotate(
-                name.removesuffix(_SUFFIX),
-                (x, y),
-                xytext=(1.03, height),
-                textcoords="axes fraction",
-                color=color,
-                fontsize=_FONT,
-                va="center",
-                annotation_clip=False,
-            )
-
-
-def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights at least `gap` apart, moved up, then down from the top (1)."""
-    places = list(itertools.accumulate(heights, lambda low, own: max(own, low + gap)))
-    down = itertools.accumulate(
-        reversed(places), lambda high, own: min(own, high - gap), initial=1.0 + gap
-    )
-    return list(down)[:0:-1]
-
-
-@styled
-def figure_methods(data: pd.DataFrame) -> Figure:
-    """A row for each group: mean and worst model; at the bottom Δloss against cost."""
-    groups, ends = list(data["group"].drop_duplicates()), {}
-    figure = plt.figure(figsize=(7, 2.1 * len(groups) + 2.8))
-    heights = [*[2.1] * len(groups), 2.8]
-    grid = figure.add_gridspec(len(heights), len(MEASURES), height_ratios=heights)
-    for column, measure in enumerate(MEASURES):
-        first = None
-        for place, group in enumerate(groups):
-            first = ax = figure.add_subplot(
-                grid[place, column], sharex=first, sharey=first
-            )
-            ends[ax] = _draw_lines(ax, data[data["group"].eq(group)], measure)
-            ax.set_title(group)
-            if place < len(groups) - 1:
-                ax.set_xlabel("")
-    plot_method_costs(_with_front(data), ax=figure.add_subplot(grid[-1, :]))
-    _label_ends(ends)
-    return figure
+def _use_log(ax: Axes, which: Literal["x", "y"]) -> None:
+    """A logarithmic axis with ticks at 1, 2 and 5."""
+    ax.set(**{f"{which}scale": "log"})
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 # --- Δloss against cost ---------------------------------------------------------------
@@ -276,53 +227,22 @@ def plot_method_costs(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         linewidth=1,
         label="Pareto front",
     )
-    names: list[Annotation] = []
+    names = {}
     for row in data.itertuples():
         color = _color(row.variant, best=row.best)
         face = color if row.efficient else "white"
         point = (row.fit_seconds, row.pooled)
         ax.plot(*point, marker="o", color=color, markerfacecolor=face, markersize=4)
         if row.efficient or row.best or row.variant in (PAPER, OURS):
-            names.append(_named(ax, row.variant, point, color))
-    for axis in (ax.xaxis, ax.yaxis):
-        set_scale = ax.set_xscale if axis is ax.xaxis else ax.set_yscale
-        set_scale("log")
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.set_minor_formatter(NullFormatter())
-    _lift(ax, names)
-    ratio = f"{data['ratio'].iloc[0]:.0%} removed" if len(data) else ""
-    ax.set_xlabel("fitting, CPU time of one thread [s] ↓")
-    ax.set_ylabel(MEASURES["pooled"])
-    ax.set_title(ratio)
+            names[row.variant] = point
+    _use_log(ax, "x")
+    _use_log(ax, "y")
+    name_points(ax, names)
+    ax.set_xlabel(_SECONDS)
+    ax.set_ylabel(f"mean of models\n{_LOSS}")
+    ax.set_title(f"{data['ratio'].iloc[0]:.0%} removed" if len(data) else "")
     ax.legend()
     return ax
-
-
-def _named(ax: Axes, name: str, point: tuple[float, float], color: str) -> Annotation:
-    return ax.annotate(
-        name,
-        point,
-        xytext=(4, 4),
-        textcoords="offset points",
-        fontsize=_FONT,
-        color=color,
-        arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.4, "shrinkB": 2},
-    )
-
-
-def _lift(ax: Axes, names: Sequence[Annotation]) -> None:
-    """Move names up until none overlaps one of those before it."""
-    figure_with(ax).draw_without_rendering()  # which places the Axes
-    placed: list[Bbox] = []
-    for name in names:
-        box = Text.get_window_extent(name)  # without its line
-        up = 0.0
-        while box.translated(0, up).count_overlaps(placed):
-            up += 1.0
-        placed.append(box.translated(0, up))
-        x, y = name.get_position()
-        name.set_position((x, y + up * 72 / ax.figure.dpi))
 
 
 # --- tables ---------------------------------------------------------------------------

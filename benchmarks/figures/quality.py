@@ -6,41 +6,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.figures.looks import look
-from heapr_lab.figures.style import (
-    REFERENCE_GREY,
-    REFERENCE_LINE,
-    figure_by,
-    figure_of,
-    own_axes,
-    styled,
-)
-from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.figures.style import REFERENCE_LINE, figure_by, own_axes, styled
 
 PAPER = "heapr"
 DRAWN = (
-    "heapr",
-    "heapr-L",
-    "experts",
-    "fisher",
-    "shrunk",
     "heapr + compensation",
-    "shrunk + compensation",
+    "fisher",
+    "fisher + compensation",
     "elimination + compensation",
 )
 """Variants in the figure; the table has all."""
 OWN_TEXT = "compress + own text"
-"""The variant that is the default of the command line."""
-COMPARED = (
-    "heapr + compensation",
-    "fisher + compensation",
-    "shrunk + compensation",
-    "elimination + compensation",
-    "elimination_shrunk + compensation",
-    "compress",
-    OWN_TEXT,
-)
-"""Variants in the figure of several models."""
-_LINEAR_BELOW = 0.03
+"""Of `gains_table`."""
 _USUAL = (0.4, 0.6)
 """Ratios at which most variants are measured."""
 MEASURABLE = 0.005
@@ -73,44 +50,6 @@ def quality_data(measured: pd.DataFrame) -> pd.DataFrame:
         passes=("passes", "mean"),
         seconds=("seconds", "mean"),
     ).reset_index()
-
-
-@styled
-def plot_quality(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Δloss against the ratio; bars are one standard deviation over seeds.
-
-    The axis is logarithmic, but linear around 0, because a little pruning may help.
-
-    Args:
-        data: from `quality_data`, of one model, calibration and test corpus.
-        ax: where to draw; None makes a new figure.
-
-    Returns:
-        The Axes.
-    """
-    ax = own_axes(ax)
-    ax.axhline(0.0, color=REFERENCE_GREY, linewidth=0.8)
-    for name in DRAWN:
-        own = data[data["variant"].eq(name)].sort_values("ratio")
-        if own.empty:
-            continue
-        ax.errorbar(
-            100 * own["ratio"],
-            own["delta_nll"],
-            yerr=own["delta_nll_std"].fillna(0.0),
-            **look(name).keywords(),
-        )
-    ax.set_xlabel("atomic experts removed [%]")
-    ax.set_ylabel(f"Δloss [{PER_TOKEN}] ↓")
-    ax.set_yscale("symlog", linthresh=_LINEAR_BELOW)
-    return ax
-
-
-@styled
-def figure_quality(data: pd.DataFrame) -> Figure:
-    """One panel for each corpus, with models calibrated and tested on it."""
-    same = data[data["calibration"].eq(data["test"])]
-    return figure_by(same, "test", plot_quality)
 
 
 def quality_table(data: pd.DataFrame) -> pd.DataFrame:
@@ -200,41 +139,37 @@ def _on_other_text(data: pd.DataFrame) -> pd.DataFrame:
 
 @styled
 def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Δloss ÷ HEAPr's against the ratio, means over seeds.
+    """Δloss ÷ HEAPr's against the ratio, with 95 % intervals over test windows.
 
     Args:
-        data: from `models_data`, of one model and corpus.
+        data: from `models_data`, of one model; corpora and seeds are pooled.
         ax: where to draw; None makes a new figure.
 
     Returns:
         The Axes.
     """
     ax = own_axes(ax)
-    ax.axhline(1.0, **REFERENCE_LINE)
+    ax.axhline(1.0, label=look(PAPER).label, **REFERENCE_LINE)
     data = _calibrated(data)
-    for name in COMPARED:
-        own = data[data["variant"].eq(name)].groupby("ratio")["relative"].mean()
-        if own.notna().any():
-            ax.plot(100 * own.index, own, **look(name).keywords())
+    for name in DRAWN:
+        own = data[data["variant"].eq(name)]
+        gains = [(ratio, *_gain(some)) for ratio, some in own.groupby("ratio")]
+        if not gains:
+            continue
+        ratios, values, errors = np.transpose(gains)
+        ax.errorbar(100 * ratios, values, yerr=errors, **look(name).keywords())
     ax.set_xlabel("atomic experts removed [%]")
     ax.set_ylabel("Δloss ÷ that of HEAPr ↓")
-    ax.set_xlim(5, 85)
-    ax.set_ylim(0, 1.2)
+    ax.set_xlim(15, 85)
+    ax.set_ylim(bottom=0)
     return ax
 
 
 @styled
 def figure_models(data: pd.DataFrame) -> Figure:
-    """One panel for each model and calibrated corpus."""
-    data = _calibrated(data)
-    runs = data[["model", "test"]].drop_duplicates().itertuples(index=False)
-
-    def draw(run: tuple[str, str], ax: Axes) -> None:
-        model, corpus = run
-        own = data[data["model"].eq(model) & data["test"].eq(corpus)]
-        plot_models(own, ax=ax).set_title(f"{model.removesuffix(' model')}, {corpus}")
-
-    return figure_of([tuple(run) for run in runs], draw)
+    """One panel for each model that has what is drawn."""
+    drawn = data[data["variant"].isin(DRAWN)]
+    return figure_by(drawn, "model", plot_models)
 
 
 def models_table(data: pd.DataFrame) -> pd.DataFrame:
@@ -310,12 +245,18 @@ def _worst(rows: pd.DataFrame) -> str:
 
 def _quotient(rows: pd.DataFrame) -> str:
     """Sum of Δloss ÷ HEAPr's, ± half of its 95 % interval, as text."""
+    value, error = _gain(rows)
+    return "–" if np.isnan(value) else f"{value:.2f} ± {error:.2f}"
+
+
+def _gain(rows: pd.DataFrame) -> tuple[float, float]:
+    """Sum of Δloss ÷ HEAPr's, and half of its 95 % interval; NaN without a loss."""
     if rows.empty or rows["paper"].mean() < MEASURABLE:
-        return "–"
+        return np.nan, np.nan
     # All seeds of a model and corpus are tested on the same windows.
     runs = rows.groupby(["model", "calibration", "test"])[["stderr", "paper"]].mean()
     error = 1.96 * np.sqrt(runs["stderr"].pow(2).sum()) / runs["paper"].sum()
-    return f"{_pooled(rows):.2f} ± {error:.2f}"
+    return _pooled(rows), error
 
 
 def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:

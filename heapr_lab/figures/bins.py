@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from heapr_lab.errors import SpecError
 from heapr_lab.figures.curves import matching, require_one_row
@@ -13,6 +14,7 @@ from heapr_lab.figures.style import (
     add_legend,
     figure_of,
     look,
+    name_points,
     own_axes,
     styled,
 )
@@ -104,9 +106,9 @@ def plot_bins(
 
     Each point is labelled with the number of its bin. If the scores of the estimator
     are nats per predicted token, a dashed line shows where prediction and measurement
-    agree (the paper's score is a mean over an expert's own tokens). Bins by score span
-    orders of magnitude and have logarithmic axes (linear around 0 where a measured
-    change is not positive).
+    agree (the paper's score is a mean over an expert's own tokens). The costliest bin
+    also says how many times its score it costs. Axes are logarithmic (linear around 0
+    where a measured change is not positive).
 
     Args:
         data: from `bins_data`.
@@ -128,20 +130,10 @@ def plot_bins(
         color=shown.color,
         label=f"10 % of the atomic experts, by {shown.label}",
     )
-    if order == "score":
-        _use_log_axes(ax, rows)
+    _use_log_axes(ax, rows)
     chosen = ESTIMATORS[str(rows["estimator"].iloc[0])]
     if chosen.per_predicted_token:
         _draw_agreement(ax, rows)
-    for row in rows.itertuples():
-        ax.annotate(
-            str(row.bin),
-            (row.score_sum, row.delta_nll),
-            xytext=(4, -8),
-            textcoords="offset points",
-            fontsize=8,
-            color="#666666",
-        )
     first = rows.iloc[0]
     found = (
         f"Spearman ρ = {first['rho']:.2f}, "
@@ -151,16 +143,32 @@ def plot_bins(
     ax.set_title(ORDERS.get(order, order) + "\n")
     ax.text(0, 1.03, found, transform=ax.transAxes, fontsize=8)
     ax.margins(0.1)
+    name_points(ax, _bin_names(rows))
     ax.set_xlabel(f"summed score [{chosen.unit}]")
     ax.set_ylabel(LABELS["delta_nll"])
     add_legend(ax)
     return ax
 
 
+def _bin_names(rows: pd.DataFrame) -> dict[str, tuple[float, float]]:
+    """Number and place of each bin; the costliest with the multiple of its score."""
+    costliest = rows["delta_nll"].idxmax()
+    names = {}
+    for row in rows.itertuples():
+        name = str(row.bin)
+        if row.Index == costliest and row.score_sum > 0:
+            name += f": {row.delta_nll / row.score_sum:.1f} × its score"
+        names[name] = (row.score_sum, row.delta_nll)
+    return names
+
+
 def _use_log_axes(ax: Axes, rows: pd.DataFrame) -> None:
     scores, losses = rows["score_sum"], rows["delta_nll"]
     if scores.gt(0).all():
         ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
     if losses.gt(0).all():
         ax.set_yscale("log")
     elif losses.gt(0).any():

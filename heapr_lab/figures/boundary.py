@@ -143,8 +143,8 @@ def _label(metric: str, dataset: str) -> str:
 
 def _draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str) -> None:
     dataset, metric = curve[["dataset", "metric"]].iloc[0]
-    of_text = dataset and metric != "flops_reduction"
-    shown = look(dataset if of_text else curve["name"].iloc[0])
+    flops = metric == "flops_reduction"
+    shown = look(metric if flops else dataset or curve["name"].iloc[0])
     line = shown.keywords() | {"label": _label(metric, dataset)}
     draw_curve(ax, curve, column=column, **line)
 
@@ -157,7 +157,7 @@ def _draw_statements(ax: Axes, statements: pd.DataFrame, *, column: str) -> None
         statements["ratio"],
         statements[column],
         marker="o",
-        label=paper_label(statements["model"].iloc[0]),
+        label=paper_label(statements["model"].iloc[0], "HEAPr"),
     )
     for row in statements[statements["at_most"]].to_dict("records"):
         # "below 0.4" includes every smaller share: an arrow to the left
@@ -180,8 +180,8 @@ def _draw_model_axis(ax: Axes, data: pd.DataFrame) -> None:
         ax.axvspan(1, end, color="#F0F0F0", zorder=0)
         ax.text(
             (1 + end) / 2,
-            0.04,
-            "nothing routed is left",
+            0.5,
+            "out of reach",
             transform=ax.get_xaxis_transform(),
             rotation=90,
             ha="center",

@@ -22,6 +22,7 @@ from heapr_lab.figures.style import (
     REFERENCE_GREY,
     REFERENCE_LINE,
     look,
+    name_points,
     place,
     show_percent,
 )
@@ -255,7 +256,7 @@ def draw_curves(ax: Axes, rows: pd.DataFrame, *, column: str) -> None:
             points["ratio"],
             points[column],
             marker=look(name).marker,
-            label=paper_label(model),
+            label=paper_label(model, look(name).label),
         )
 
 
@@ -279,7 +280,10 @@ def draw_paper_points(
 
 
 def finish_panel(ax: Axes, rows: pd.DataFrame, metric: str, *, relative: bool) -> None:
-    """Axis labels, scales, and the lines of the dense model and of guessing."""
+    """Axis labels, scales, lines of the dense model and of guessing, and whose points.
+
+    The last point that is not ours says so in the panel itself.
+    """
     key = f"relative {metric}" if relative else metric
     ax.set_xlabel(LABELS["ratio"])
     ax.set_ylabel(LABELS[key])
@@ -292,6 +296,12 @@ def finish_panel(ax: Axes, rows: pd.DataFrame, metric: str, *, relative: bool) -
         _use_log(ax)
     if metric == "accuracy":
         _draw_chance(ax, rows)
+    paper = rows[rows["source"].eq("paper")]
+    if len(paper):
+        last = paper.loc[paper["ratio"].idxmax()]
+        name_points(
+            ax, {"paper": (last["ratio"], last["relative" if relative else "value"])}
+        )
 
 
 def _draw_chance(ax: Axes, rows: pd.DataFrame) -> None:

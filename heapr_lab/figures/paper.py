@@ -41,10 +41,10 @@ def paper_table(name: str) -> pd.DataFrame:
     )
 
 
-def paper_label(model: str) -> str:
-    """Legend label of the paper's points for `model`."""
+def paper_label(model: str, name: str) -> str:
+    """Legend label of the paper's points of the curve `name`, for `model`."""
     short = model.removesuffix("-Base").removesuffix("-Chat")
-    return f"paper: {short}, not comparable (other model and data)"
+    return f"paper: {name}, {short} (not comparable: other model and data)"
 
 
 def paper_dense(model: str) -> pd.Series:

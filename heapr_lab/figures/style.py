@@ -8,7 +8,7 @@ Colours are those of Okabe and Ito; control methods are grey or orange.
 import functools
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.transforms import Bbox
 
 from heapr_lab.importance.estimators import PER_TOKEN
 
@@ -46,7 +47,19 @@ LABELS = {
 }
 """Axis label of each quantity: name, unit, and an arrow towards the better end."""
 
-_LABEL_WIDTH = 40
+_LABEL_WIDTH, _NARROW = 40, 26
+"""Letters of a line of a legend below the panels, or in place of one."""
+_SIDES = tuple(
+    (x * far, y * far, align, vertical)
+    for far in (5, 13, 21)
+    for x, y, align, vertical in (
+        (1, 0, "left", "center"),
+        (-1, 0, "right", "center"),
+        (0, 1, "center", "bottom"),
+        (0, -1, "center", "top"),
+    )
+)
+"""Where the name of a point may stand, in points from it: the nearest that is free."""
 
 REFERENCE_LINE: dict[str, Any] = {
     "color": REFERENCE_GREY,
@@ -94,6 +107,7 @@ _LOOKS = {
     "ptb": Look("#009E73", "^", "PTB"),
     "c4": Look("#CC79A7", "D", "C4"),
     "continuation": Look("#E69F00", "D", "continuation"),
+    "flops_reduction": Look("#222222", "X", "FLOPs"),
 }
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -235,15 +249,22 @@ def figure_by_ratio(
 
 
 def share_legend(figure: Figure) -> None:
-    """One legend below the panels instead of one in each panel."""
-    entries = _entries(figure.axes)
+    """One legend instead of one in each panel: where a panel is missing, or below."""
     for ax in figure.axes:
         legend = ax.get_legend()
         if legend is not None:
             legend.remove()
+    entries = _entries(figure.axes)
     if not entries:
         return
     figure.draw_without_rendering()  # a legend is fitted to the first layout
+    free = _free_cell(figure)
+    if free is not None:
+        narrow = _entries(figure.axes, width=_NARROW)
+        figure.legend(
+            list(narrow.values()), list(narrow), loc="center", bbox_to_anchor=free
+        )
+        return
     for columns in range(len(entries), 0, -1):
         legend = figure.legend(
             list(entries.values()),
@@ -256,6 +277,48 @@ def share_legend(figure: Figure) -> None:
         legend.remove()
 
 
+def _free_cell(figure: Figure) -> Bbox | None:
+    """The last cell of the grid, in shares of the figure, if no panel is there."""
+    grid = figure.axes[0].get_gridspec()
+    if grid is None or grid.nrows * grid.ncols <= len(figure.axes):
+        return None
+    above, beside = (figure.axes[n].get_position() for n in (grid.ncols - 1, -1))
+    return Bbox([[above.x0, beside.y0], [above.x1, beside.y1]])
+
+
+def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
+    """Write the name of each point beside it, over no point of a line and no name.
+
+    Args:
+        ax: where everything else is drawn already, with its scales.
+        names: coordinates of each name's point.
+    """
+    figure_with(ax).draw_without_rendering()  # which places the Axes
+    lines = [line for line in ax.get_lines() if line.get_transform() == ax.transData]
+    marks = ax.transData.transform([xy for line in lines for xy in line.get_xydata()])
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in marks]
+    for name, point in names.items():
+        for x, y, align, vertical in _SIDES:
+            text = ax.annotate(
+                name,
+                point,
+                xytext=(x, y),
+                textcoords="offset points",
+                ha=align,
+                va=vertical,
+                fontsize=8,
+                color="#666666",
+            )
+            box = text.get_window_extent()
+            inside = ax.bbox.containsx(box.x0) and ax.bbox.containsx(box.x1)
+            if inside and not box.count_overlaps(taken):
+                break
+            text.remove()
+        else:
+            ax.add_artist(text)
+        taken.append(box)
+
+
 def add_legend(ax: Axes) -> None:
     """The legend of one Axes, with long labels wrapped; none without labels."""
     entries = _entries([ax])
@@ -263,7 +326,7 @@ def add_legend(ax: Axes) -> None:
         ax.legend(list(entries.values()), list(entries))
 
 
-def _entries(axes: Iterable[Axes]) -> dict[str, Any]:
+def _entries(axes: Iterable[Axes], *, width: int = _LABEL_WIDTH) -> dict[str, Any]:
     """Legend handles by label, without repetition: curves, lines, then the paper's."""
     handles: dict[str, Any] = {}
     for ax in axes:
@@ -274,9 +337,7 @@ def _entries(axes: Iterable[Axes]) -> dict[str, Any]:
         return label.startswith("paper"), isinstance(handles[label], Line2D)
 
     ordered = sorted(handles, key=rank)
-    return {
-        literal(textwrap.fill(label, _LABEL_WIDTH)): handles[label] for label in ordered
-    }
+    return {literal(textwrap.fill(label, width)): handles[label] for label in ordered}
 
 
 def literal(text: str) -> str:

@@ -7,8 +7,8 @@ from figure_rows import measured_methods
 from matplotlib.text import Text
 
 from benchmarks.figures import methods
-from benchmarks.figures.methods import COLORS, REFERENCE_GREY, _apart
 from heapr_lab import figures
+from heapr_lab.figures.style import PAPER_GREY
 
 
 def at(data: pd.DataFrame, variant: str, ratio: float) -> pd.Series:
@@ -41,15 +41,12 @@ def test_rows_are_over_models_and_seeds() -> None:
         assert row[name] == pytest.approx(value), name
 
 
-def test_what_a_model_refuses_is_counted_and_not_drawn() -> None:
-    """REAP at 50 % is of one model alone: in the rows, but no point of the line."""
+def test_what_a_model_refuses_is_counted() -> None:
+    """REAP at 50 % is of one model alone: in the rows, and best of nothing."""
     data = methods.methods_data(measured_methods())
     row = at(data, "reap", 0.5)
     assert (row["n_models"], row["n_refused"]) == (1, 1)
     assert row["pooled"] == pytest.approx(0.61)
-    ax = methods.plot_methods(data[data["group"].eq("experts")])
-    (line,) = [own for own in ax.get_lines() if own.get_marker() == "."]
-    assert line.get_xdata() == pytest.approx([0.25])
     assert not data[data["group"].eq("experts")]["best"].any()
 
 
@@ -61,45 +58,21 @@ def test_nothing_is_refused_if_the_column_is_empty() -> None:
     assert data["n_refused"].eq(0).all()
 
 
-def test_the_best_and_heapr_are_coloured_and_all_are_named() -> None:
-    """Random is grey; names stand in the order of the losses, and do not overlap."""
+def test_every_method_is_a_row_below_its_kind() -> None:
+    """Of those whose masks are not compensated, best first, with the worst model."""
     data = methods.methods_data(measured_methods())
     assert set(data.loc[data["best"], "variant"]) == {"heapr", "heapr + compensation"}
-    ax = methods.plot_methods(data[data["group"].eq("atoms")], measure="worst")
-    heights = {text.get_text(): text.xyann[1] for text in ax.texts}
-    assert list(heights) == ["heapr", "random"]
-    assert heights["heapr"] < heights["random"]
-    colors = {text.get_text(): text.get_color() for text in ax.texts}
-    assert colors == {"heapr": figures.look("heapr").color, "random": REFERENCE_GREY}
-    alone = methods.plot_methods(data[data["group"].eq("atoms, compensated")])
-    (text,) = alone.texts
-    assert (text.get_text(), text.get_color()) == ("heapr", COLORS[2])
-
-
-def test_names_of_equal_lines_are_moved_apart() -> None:
-    """Eight methods with the same loss have eight heights."""
-    own = methods.methods_data(measured_methods()).query("variant == 'heapr'")
-    names = [f"method {number}" for number in range(8)]
-    data = pd.concat([own.assign(variant=name) for name in names])
-    heights = sorted(text.xyann[1] for text in methods.plot_methods(data).texts)
-    assert min(np.diff(heights)) > 0.02
-    assert max(heights) <= 1
-
-
-def test_names_stand_between_their_lines_and_the_top() -> None:
-    """Moved up by what is missing, and down again where there is no more room."""
-    assert _apart([0.1, 0.2, 0.5], 0.25) == pytest.approx([0.1, 0.35, 0.6])
-    assert _apart([0.5, 0.9, 0.9, 0.9], 0.25) == pytest.approx([0.25, 0.5, 0.75, 1])
-    assert _apart([], 0.25) == []
-
-
-def test_every_group_has_a_row_of_panels() -> None:
-    """Mean and worst model of three groups, and the costs below."""
-    figure = methods.figure_methods(methods.methods_data(measured_methods()))
-    titles = [ax.get_title(loc="left") for ax in figure.axes]
-    groups = ["atoms", "atoms, compensated", "experts"]
-    assert titles == [*groups, *groups, "25% removed"]
-    assert len({ax.get_ylim() for ax in figure.axes[:3]}) == 1  # to be compared
+    losses, seconds = methods.figure_methods(data).axes
+    ticks = losses.get_yticklabels()
+    rows = [tick.get_text() for tick in ticks]
+    assert rows == ["atoms", "heapr", "random", "experts", "reap"]
+    colors = [tick.get_color() for tick in ticks[1:3]]
+    assert colors == [figures.look("heapr").color, PAPER_GREY]
+    hollow = [x for x in losses.get_lines() if x.get_markerfacecolor() == "white"]
+    row = at(data, "heapr", 0.25)
+    assert hollow[0].get_xydata().tolist() == [[row["worst"], 1]]
+    spent = [line.get_xydata().tolist() for line in seconds.get_lines()]
+    assert [row["fit_seconds"], 1] in (point for (point,) in spent)
 
 
 def test_the_front_is_of_methods_that_none_beats() -> None:

@@ -46,7 +46,10 @@ def test_bins_are_drawn_where_they_were_measured() -> None:
     texts = " ".join(text.get_text() for text in ax.texts)
     assert "ρ = 0.99" in texts
     assert "95 % interval" in texts
-    assert figures.plot_bins(data, order="score").get_xscale() == "log"
+    costliest = rows.loc[rows["delta_nll"].idxmax()]
+    times = costliest["delta_nll"] / costliest["score_sum"]
+    assert f"{costliest['bin']}: {times:.1f} × its score" in texts
+    assert ax.get_xscale() == "log"
 
 
 def test_bins_of_two_data_sets_must_be_told_apart() -> None:

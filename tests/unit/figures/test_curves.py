@@ -58,7 +58,7 @@ def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
     assert list(paper["relative"]) == [0.93, 0.38]
     assert list(paper["at_most"]) == [True, False]
     ax = figures.plot_boundary(data, quantity="flops_reduction")
-    label = "paper: DeepSeekMoE-16B, not comparable (other model and data)"
+    label = "paper: HEAPr, DeepSeekMoE-16B (not comparable: other model and data)"
     points = lines_of(ax)[label]
     assert points == pytest.approx(np.array([[0.4 / 0.75, 0.2], [1.2, 0.55]]))
     (top,) = ax.child_axes
@@ -116,6 +116,11 @@ def test_granularity_compares_atoms_with_experts(
     assert points["expert", 0.4] == pytest.approx(8.00 / 6.38)
     hollow = [line for line in ax.get_lines() if line.get_markerfacecolor() == "none"]
     assert {line.get_marker() for line in hollow} == {"o", "s"}
+    assert {line.get_label().partition(",")[0] for line in hollow} == {
+        "paper: atomic experts",
+        "paper: whole experts",
+    }
+    assert [text.get_text() for text in ax.texts] == ["paper"]
     assert ax.get_ylabel() == "perplexity ÷ dense [×] ↓"
     flops = figures.plot_granularity(data, metric="flops_reduction")
     assert lines_of(flops)["atomic experts"][:, 1] == pytest.approx([0, 0.08, 0.2])

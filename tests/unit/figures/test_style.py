@@ -49,3 +49,27 @@ def test_names_are_no_formulas() -> None:
         ax.plot([0, 1], [0, 1], label="$x^^2$")
         draw(ax)
         ax.figure.draw_without_rendering()
+
+
+def test_the_legend_stands_where_a_panel_is_missing() -> None:
+    """Of five panels in two rows, in the sixth place; of six, below all."""
+
+    def top_of_legend(count: int) -> float:
+        figure = style.figure_of(range(count), lambda n, ax: ax.plot([n], label="a"))
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        return float(legend.get_window_extent().y1 / figure.bbox.height)
+
+    assert top_of_legend(5) > 0.2 > top_of_legend(6)
+
+
+def test_names_of_near_points_do_not_overlap() -> None:
+    """Four points at nearly one place: each name is free of the others."""
+    ax = style.own_axes(None)
+    points = {str(n): (0.5 + 0.001 * n, 0.5) for n in range(4)}
+    ax.plot(*zip(*points.values(), strict=True), "o")
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    style.name_points(ax, points)
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert [text.get_text() for text in ax.texts] == list(points)
+    assert not any(box.count_overlaps(boxes[:n]) for n, box in enumerate(boxes))

@@ -31,3 +31,15 @@ def test_paper_tables_are_found_or_named() -> None:
     assert list(figures.paper_table("boundary")["accuracy_retained"]) == [0.93, 0.38]
     with pytest.raises(SpecError, match=r"no table 'speed'.*'boundary'"):
         figures.paper_table("speed")
+
+
+def test_the_main_figure_has_few_estimators(results: pd.DataFrame) -> None:
+    """Controls, which set the scale, are in the table alone."""
+    heapr = results[results["estimator"].eq("heapr")]
+    more = [heapr.assign(estimator=name) for name in ("fisher", "magnitude", "random")]
+    data = figures.main_data(pd.concat([results, *more]))
+    assert {"fisher", "magnitude", "random"} <= set(data["name"])
+    (legend,) = figures.figure_main(data).legends
+    shown = {text.get_text() for text in legend.get_texts()}
+    assert "Fisher" in shown
+    assert not {"magnitude", "random"} & shown
