@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from benchmarks.figures import (
     beyond,
     cost,
-    damage,
     methods,
     quality,
     quantised,
@@ -192,15 +191,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 data=quantised.quantised_data,
                 figure=quantised.figure_quantised,
                 stem="16_quantised",
-            ),
-            Benchmark(
-                "damage",
-                "damage.py",
-                "Predicting the loss",
-                table=damage.damage_table,
-                data=damage.damage_data,
-                figure=damage.figure_damage,
-                stem="13_damage",
             ),
             Benchmark(
                 "speed",

@@ -152,31 +152,6 @@ def measured_structures() -> pd.DataFrame:
     return frame.assign(achieved_ratio=frame["ratio"], ragged_delta_nll=ragged)
 
 
-def measured_damage() -> pd.DataFrame:
-    """Rows as `benchmarks/damage.py` writes them: fisher on two corpora, two maps."""
-    ratios = pd.DataFrame({"ratio": [0.1, 0.2, 0.5, 0.8], "measured": [0, 0.1, 0.2, 2]})
-    rows = []
-    for corpus, source, n_points, factor in (
-        ("pydocs", "pydocs", 2, 3.0),
-        ("pydocs", "pydocs", 3, 1.5),
-        ("wikitext2", "pydocs", 3, 0.25),
-    ):
-        used = ratios["ratio"].eq(0.2) & (corpus == source)
-        rows.append(
-            ratios.assign(
-                estimator="fisher",
-                corpus=corpus,
-                calibrated_on=source,
-                n_points=n_points,
-                used_for_fit=used,
-                predicted=ratios["measured"] * np.where(used, 1, factor),
-                naive=ratios["measured"] / 4,
-            )
-        )
-    rows[1].loc[3, "predicted"] = 0.6 * 2
-    return pd.concat(rows, ignore_index=True)
-
-
 def measured_quantised() -> pd.DataFrame:
     """Two models, of which rounding halves the bytes and adds 0.01 nats per token."""
     rows = [

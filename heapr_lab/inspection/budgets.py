@@ -1,51 +1,54 @@
-"""The ratio that meets a budget of perplexity.
+"""The ratio that meets a budget of loss, found by measuring.
 
 A ratio of atoms or parameters needs no search: `select` takes it (`of=`). That of a
-loss is searched for: each trial is a mask from the same table, and its evaluation is
-cached.
+loss is searched for: each trial is a pruned model, whose evaluation is cached.
 """
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import pandas as pd
 from scipy.optimize import brentq
 
 from heapr_lab.errors import SpecError
-from heapr_lab.inspection.loss_prediction import DamageMap, fit_damage
-from heapr_lab.pruning.savings import summed_scores
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
-DEFAULT_RATIOS = (0.2, 0.5, 0.8)
-"""The ratios at which `damage_map` evaluates."""
 
+def largest_ratio(
+    loss_at: Callable[[float], float],
+    limit: float,
+    *,
+    tolerance: float = 0.01,
+    highest: float = 0.95,
+) -> float:
+    """The largest ratio tried whose loss increase is at most `limit`.
 
-def damage_map(
-    bench: Workbench,
-    setting: Setting,
-    corpus: str,
-    ratios: Sequence[float] = DEFAULT_RATIOS,
-) -> DamageMap:
-    """The map of `setting`, calibrated on the test windows of `corpus`.
-
-    Evaluates the dense model and one pruned model for each ratio, through the cache.
+    About five ratios are tried, each once. The returned one was itself tried, so it
+    meets the limit even if the loss is not monotone; it is 0 if no other does.
 
     Args:
-        bench: the model.
-        setting: how atoms are selected; its ratio is not used.
-        corpus: the corpus whose loss is predicted.
-        ratios: the ratios to evaluate.
+        loss_at: measures the loss increase at a ratio, in nats per token.
+        limit: in nats per token, not negative.
+        tolerance: a ratio tried that exceeds the limit is at most this much larger than
+            the returned one.
+        highest: the highest ratio tried.
+
+    Example:
+        >>> round(largest_ratio(lambda ratio: ratio**2, 0.25, tolerance=1e-9), 6)
+        0.5
     """
-    table, windows = bench.table_of(setting), bench.test_windows(corpus)
-    dense = bench.perplexity(None, windows).nll
-    points = []
-    for ratio in ratios:
-        keep = bench.keep(setting.at(ratio))
-        score = summed_scores(table, keep, setting.selection.estimator)
-        points.append((score, bench.perplexity(keep, windows).nll - dense))
-    return fit_damage(points)
+    losses = {0.0: 0.0}
+
+    def excess(ratio: float) -> float:
+        """∛Δloss minus the limit's: Δloss is roughly cubic in the ratio."""
+        if ratio not in losses:
+            losses[ratio] = loss_at(ratio)
+        return math.cbrt(losses[ratio]) - math.cbrt(limit)
+
+    if excess(highest) > 0:
+        brentq(excess, 0.0, highest, xtol=tolerance)
+    return max(ratio for ratio, loss in losses.items() if loss <= limit)
 
 
 def ratio_for_loss(
@@ -60,8 +63,7 @@ def ratio_for_loss(
     """The largest ratio whose perplexity increases by at most `rise`.
 
     Each trial is one evaluation on the test windows, or read from the cache; about five
-    are needed. The returned ratio was itself evaluated, so it meets the limit even if
-    the loss is not monotone.
+    are needed, as by `largest_ratio`.
 
     Args:
         bench: the model.
@@ -83,23 +85,16 @@ def ratio_for_loss(
         raise SpecError(f"rise must be above 0, such as 0.02 for 2 %, got {rise}")
     windows = bench.test_windows(corpus)
     dense = bench.perplexity(None, windows)
-    tried = [(0.0, 0.0, dense.value, 0.0)]
-    limit = math.log1p(rise)
+    trials = [(0.0, 0.0, dense.value, 0.0)]
 
-    @functools.cache  # brentq asks for the ends once more
-    def excess(ratio: float) -> float:
-        """∛Δloss minus the limit's: Δloss is roughly cubic in the ratio."""
-        if ratio == 0:
-            return -math.cbrt(limit)
+    def loss_at(ratio: float) -> float:
         keep = bench.keep(setting.at(ratio))
-        found = bench.perplexity(keep, windows)
-        delta = found.nll - dense.nll
-        tried.append((ratio, keep.achieved_ratio, found.value, math.expm1(delta)))
-        return math.cbrt(delta) - math.cbrt(limit)
+        pruned = bench.perplexity(keep, windows)
+        delta = pruned.nll - dense.nll
+        trials.append((ratio, keep.achieved_ratio, pruned.value, math.expm1(delta)))
+        return delta
 
-    if excess(highest) > 0:
-        brentq(excess, 0.0, highest, xtol=tolerance)
+    limit = math.log1p(rise)
+    ratio = largest_ratio(loss_at, limit, tolerance=tolerance, highest=highest)
     columns = ["ratio", "achieved_ratio", "perplexity", "rise"]
-    history = pd.DataFrame(tried, columns=columns)
-    ratio = float(history.loc[history["rise"] <= rise, "ratio"].max())
-    return setting.at(ratio), history
+    return setting.at(ratio), pd.DataFrame(trials, columns=columns)

@@ -1,8 +1,8 @@
 """The answer: four numbers, of the dense and of the pruned model, and what each is of.
 
 They are parameters, bytes on disk, perplexity and accuracy. Each has its change, with
-its standard error where it was measured, and says whether it was measured, predicted,
-or is of something else than what is chosen.
+its standard error where it was measured, and says whether it was measured, or is of
+something else than what is chosen.
 """
 
 import html
@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.panel.looks import STALE, badge
+from heapr_lab.panel.looks import MEASURED, STALE, badge
 from heapr_lab.panel.session import (
     MASKED,
     NotKnownError,
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
     change: str
     """With its standard error, if it has one."""
     of: str
-    """What it is of; its first word may be that of a badge."""
+    """What it is of; its first word may be `MEASURED`."""
     stale: bool = False
     """Whether it is of other settings than those that are chosen."""
 
@@ -78,8 +78,8 @@ def compact(number: float, unit: str = "") -> str:
 def _box(one: Answer) -> str:
     kind, _, rest = one.of.partition(" ")
     said = html.escape(one.of)
-    if kind in ("measured", "predicted"):
-        said = f"{badge(kind)} {html.escape(rest)}"  # type: ignore[arg-type]
+    if kind == MEASURED:
+        said = f"{badge()} {html.escape(rest)}"
     lines = [
         f"<small>{html.escape(one.name)}</small>",
         f'<span style="{_LARGE}">{html.escape(one.values or "–")}</span>',
@@ -118,21 +118,10 @@ def _counted(
 
 
 def _perplexity(session: PruningSession) -> Answer:
-    """Measured, else predicted, else the nearest that was measured."""
+    """Measured, else the nearest that was measured."""
     measured = session.measured()
     if len(measured):
         return _loss(measured.iloc[0], "measured")
-    predicted = session.predictions()
-    if len(predicted):
-        row = predicted.iloc[0]
-        loss, spread = row.delta_nll, row.spread
-        between = f", {loss / spread:.3f} to {loss * spread:.3f}" if spread else ""
-        return Answer(
-            "perplexity",
-            _span(row.dense_nll, row.dense_nll + loss),
-            f"{loss:+.3f} {PER_TOKEN}{between}",
-            f"predicted on {row.dataset}",
-        )
     other = _nearest(session, "nll")
     if other is None:
         return _missing("perplexity", session)

@@ -4,9 +4,8 @@ Each function gives a text, empty if there is nothing to say. They read counts o
 that they keep up with a slider.
 """
 
-import contextlib
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
@@ -25,13 +24,13 @@ _DIGITS = 9
 
 def cautions(session: PruningSession) -> list[str]:
     """Those of the selection, which must be feasible."""
-    found = [beyond_measured(session.beyond_measured())]
-    with contextlib.suppress(NotKnownError):
+    try:
         keep, chosen = session.keep, session.selection
         removed = removed_share(chosen, keep, session.savings())
-        said = emptied_layers(keep), emptied_experts(keep), rounded(chosen, removed)
-        found = [*said, *found]
-    return [text for text in found if text]
+    except NotKnownError:
+        return []
+    said = emptied_layers(keep), emptied_experts(keep), rounded(chosen, removed)
+    return [text for text in said if text]
 
 
 def cautions_html(texts: Iterable[str]) -> str:
@@ -109,25 +108,6 @@ def _why_rounded(selection: Selection) -> list[str]:
     if selection.exclude_layers and not selection.in_one_group:
         why.append("with the scope layer no other layer makes up for those not pruned")
     return why
-
-
-def beyond_measured(found: Mapping[str, tuple[float, float]]) -> str:
-    """The predictions that no measurement lies on both sides of.
-
-    Args:
-        found: the least and the largest measured ratio, by corpus, as
-            `PruningSession.beyond_measured` gives them.
-    """
-    if not found:
-        return ""
-    spans = [
-        f"{corpus} ({least:.1%} to {most:.1%})"
-        for corpus, (least, most) in found.items()
-    ]
-    return (
-        f"Predicted beyond the ratios that were measured on {', '.join(spans)}, and "
-        "so less certain."
-    )
 
 
 def judged_on_own(corpora: Iterable[str], calibration: Calibration) -> str:

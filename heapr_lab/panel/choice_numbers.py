@@ -1,13 +1,13 @@
-"""The numbers of a selection: sizes, savings, and measured and predicted losses."""
+"""The numbers of a selection: sizes, savings, and measured losses."""
 
 import html
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.panel.looks import Kind, badge
+from heapr_lab.panel.looks import MEASURED, badge
 from heapr_lab.panel.session import NotKnownError, PruningSession
 from heapr_lab.pruning.savings import at_context
 
@@ -17,10 +17,7 @@ _HEADS: Row = ("", "dense", "pruned", "saved")
 
 
 def numbers_of(session: PruningSession) -> list[Row]:
-    """Sizes, savings, and measured and predicted losses; "" where there is no number.
-
-    Of a prediction, the range is in brackets where it is known.
-    """
+    """Sizes, savings, and measured losses; "" where there is no number."""
     return [*_sizes(session), *_losses(session)]
 
 
@@ -65,29 +62,12 @@ def _sizes(session: PruningSession) -> Iterator[Row]:
 
 
 def _losses(session: PruningSession) -> Iterator[Row]:
-    for found in session.measured().to_dict("records"):
-        loss = found["delta_nll"]
-        dense = found["nll"] - loss
-        yield from _loss_rows(f"measured {{}} on {found['dataset']}", dense, [loss])
-    for found in session.predictions().to_dict("records"):
-        loss, spread = found["delta_nll"], found["spread"]
-        losses = [loss, loss / spread, loss * spread] if spread else [loss]
-        name = f"predicted {{}} on {found['dataset']}"
-        yield from _loss_rows(name, found["dense_nll"], losses)
-
-
-def _loss_rows(name: str, dense: float, losses: list[float]) -> Iterator[Row]:
-    """Perplexity and Δloss; of three losses the last two are the range."""
-    with np.errstate(over="ignore"):
-        before, *after = np.exp([dense, *(dense + loss for loss in losses)])
-    yield name.format("perplexity"), f"{before:,.1f}", _span(after, ",.1f"), ""
-    yield f"{name.format('Δloss')} [{PER_TOKEN}]", "", _span(losses, ".3g"), ""
-
-
-def _span(values: Sequence[float], form: str) -> str:
-    """The first value and, in brackets, its range."""
-    first, *rest = (format(value, form) for value in values)
-    return f"{first} ({' to '.join(rest)})" if rest else first
+    for point in session.measured().to_dict("records"):
+        loss, of = point["delta_nll"], f"on {point['dataset']}"
+        with np.errstate(over="ignore"):
+            dense, pruned = np.exp([point["nll"] - loss, point["nll"]])
+        yield f"{MEASURED} perplexity {of}", f"{dense:,.1f}", f"{pruned:,.1f}", ""
+        yield f"{MEASURED} Δloss {of} [{PER_TOKEN}]", "", f"{loss:.3g}", ""
 
 
 def _counted(name: str, before: float, after: float) -> Row:
@@ -101,8 +81,7 @@ def _table_row(name: str, *cells: str) -> str:
 
 
 def _name_html(name: str) -> str:
-    """The name, whose first word is a badge if it says where the number comes from."""
-    for kind in get_args(Kind):
-        if name.startswith(f"{kind} "):
-            return f"{badge(kind)} {html.escape(name.removeprefix(f'{kind} '))}"
+    """The name, whose first word is a badge if it says that the number is measured."""
+    if name.startswith(f"{MEASURED} "):
+        return f"{badge()} {html.escape(name.removeprefix(f'{MEASURED} '))}"
     return html.escape(name)

@@ -202,7 +202,7 @@ class CompareTab(ipw.VBox):
         frame = self.frame()
         self.chart.value = drawn_png(lambda: self.figure(frame))
         self.chart.layout.display = None
-        found = badge("measured") if any(map(_is_measured, frame)) else ""
+        found = badge() if any(map(_is_measured, frame)) else ""
         self.message.value = status(_message(frame), before=found)
         self.table.value = _html_table(frame)
         self.clear_button.disabled = self.export_button.disabled = False

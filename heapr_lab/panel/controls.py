@@ -16,7 +16,7 @@ from heapr_lab.pruning.selection import default_multiple
 _LAST_STEP: Final = 99
 _BUDGETS = {name: of for of, name in BUDGETS.items()}
 TARGET = "target Δloss"
-"""The budget whose ratio is computed from predictions."""
+"""The budget whose ratio is found by measuring losses."""
 _SHOWN = (
     "slider",
     "ratio",
@@ -198,7 +198,7 @@ class Controls(ipw.VBox):
 
     @property
     def to_target(self) -> bool:
-        """Whether the ratio is computed from a target loss."""
+        """Whether the ratio is that of a target loss."""
         return bool(self.budget.value == TARGET)
 
     def show(self, other: "Controls") -> None:
@@ -215,7 +215,7 @@ class Controls(ipw.VBox):
         self.estimator.disabled = not estimator
 
     def show_ratio(self, ratio: float) -> None:
-        """Show a ratio that was computed."""
+        """Show a ratio that was found."""
         self._quietly(self.ratio, ratio_text(ratio))
         self._quietly(self.slider, _on_slider(ratio))
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ipywidgets as ipw
@@ -16,20 +15,15 @@ from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.looks import PICTURE, STALE, badge, beside
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
-from heapr_lab.panel.session import MASKED, PruningSession, Step, Way, named
+from heapr_lab.panel.session import MASKED, PruningSession, Step, named
 from heapr_lab.panel.sweep import SweepSection, differences
 from heapr_lab.progress import duration, time_left_text
-from heapr_lab.pruning.options import Selection
 
 _SHOWN = ["dataset", "weights", "estimator", "scope", "granularity", "structure"]
 _SHOWN += ["achieved_ratio"]
 _MEASURED = ["nll", "delta_nll", "perplexity", "accuracy", "stderr"]
-_PREDICTED_AT = [hundredths / 100 for hundredths in range(2, 96, 3)]
-_BEYOND = 0.1
-"""Ratio up to which predictions are drawn beyond the last measured point."""
 _NOTHING_YET = (
-    "Nothing has been evaluated yet. Evaluate measures the dense and the pruned model; "
-    "with two ratios, losses at other ratios are predicted."
+    "Nothing has been evaluated yet. Evaluate measures the dense and the pruned model."
 )
 _PAIRED = (
     f"At the same ratio, Δloss [{PER_TOKEN}] more than that of the setting it is "
@@ -64,7 +58,6 @@ class EvaluateTab(ipw.VBox):
         self.session = session
         self._on_points = on_points
         self._picture = LossPicture()
-        self._drawn: tuple[Selection, Way] | None = None
         self._points = session.points
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.tasks = several_of("tasks", tasks, [])
@@ -83,7 +76,7 @@ class EvaluateTab(ipw.VBox):
         self.note, self.cautions = ipw.HTML(), ipw.HTML()
         self.results, self.differences = ipw.HTML(), ipw.HTML()
         self.sweep = SweepSection(
-            session, corpora=self.corpora, tasks=self.tasks, on_points=self._show_points
+            session, corpora=self.corpora, tasks=self.tasks, on_points=self.show_points
         )
         if session.workbench is None:
             self.job.button.disabled = True
@@ -104,9 +97,8 @@ class EvaluateTab(ipw.VBox):
             box.observe(self._check, names="value")
 
     def follow(self) -> None:
-        """Draw again if points, or a setting other than the ratio, have changed."""
-        other_points = self._points is not self.session.points
-        if other_points or self._drawn != self._drawn_for():
+        """Draw again if there are other points."""
+        if self._points is not self.session.points:
             self.refresh()
         self._check()
         self.sweep.refresh()
@@ -127,28 +119,15 @@ class EvaluateTab(ipw.VBox):
             return chosen
         return [name for name in chosen if name not in known]
 
-    def _drawn_for(self) -> tuple[Selection, Way] | None:
-        """What predictions depend on, other than the ratio."""
-        try:
-            return replace(self.session.selection, ratio=0.0), self.session.way
-        except SpecError:  # nothing is selected, so nothing is predicted
-            return None
-
     def refresh(self) -> None:
-        """Draw all points again, with the predictions of the current selection."""
-        points, self._drawn = self.session.points, self._drawn_for()
-        self._points = points
+        """Draw all points again."""
+        self._points = points = self.session.points
         if points.empty:
             self._show_nothing()
             return
-        predicted = None
-        if self._drawn is not None:
-            end = _BEYOND + float(points["achieved_ratio"].max())
-            ratios = [ratio for ratio in _PREDICTED_AT if ratio <= end]
-            predicted = self.session.predicted_curve(ratios)
-        self.chart.value = self._picture.draw(points, predicted)
+        self.chart.value = self._picture.draw(points)
         self.chart.layout.display = None
-        self.message.value = status(_message(points), before=badge("measured"))
+        self.message.value = status(_message(points), before=badge())
         pruned = points[points["nll"].notna() & points["estimator"].ne("dense")]
         alone = judged_on_own(set(pruned["dataset"]), self.session.calibration)
         self.cautions.value = cautions_html([alone] if alone else [])
@@ -177,9 +156,9 @@ class EvaluateTab(ipw.VBox):
             selection=selection,
             way=way,
             progress=tell,
-            on_masked=self._show_points,
+            on_masked=self.show_points,
         )
-        self._show_points()
+        self.show_points()
 
     def foresee(self) -> None:
         """Say how long Evaluate takes, unless it runs or that is not known."""
@@ -199,7 +178,8 @@ class EvaluateTab(ipw.VBox):
             )
             self.job.text.value = status(f"at most {duration(each * n_windows)}")
 
-    def _show_points(self) -> None:
+    def show_points(self) -> None:
+        """Draw new points, and tell of them."""
         self.refresh()
         self._on_points()
 

@@ -1,7 +1,6 @@
 """The looks of a panel that widgets have no traits for: classes, style, badges."""
 
 import html
-from typing import Literal, TypeAlias
 
 import ipywidgets as ipw
 
@@ -16,11 +15,11 @@ _DARK = ('[data-jp-theme-light="false"]', ".vscode-dark")
 """How JupyterLab and Voilà, and VS Code, mark a page with a dark theme."""
 _TURNED = "invert(0.88) hue-rotate(180deg)"
 _GREY = "opacity: 0.35; filter: grayscale(1)"
-Kind: TypeAlias = Literal["measured", "predicted"]
-_BORDERS = {"measured": "solid", "predicted": "dashed"}
+MEASURED = "measured"
+"""The word before a number that the model was run for."""
 _STYLE = (
     "display:inline-block;padding:0 6px;border-width:1px;border-radius:8px;"
-    "font-size:smaller;font-weight:normal;border-style:"
+    "font-size:smaller;font-weight:normal;border-style:solid"
 )
 
 
@@ -47,11 +46,7 @@ def folded(title: str, *parts: ipw.Widget) -> ipw.Accordion:
     return ipw.Accordion([ipw.VBox(parts)], titles=[title])
 
 
-def badge(kind: Kind) -> str:
-    """Where a number comes from, as a word in a border; HTML.
-
-    The two differ by their word and their border, and their colour is that of the text.
-    The tooltip is that of the glossary.
-    """
-    title = html.escape(TERMS[kind].text)
-    return f'<span style="{_STYLE}{_BORDERS[kind]}" title="{title}">{kind}</span>'
+def badge() -> str:
+    """`MEASURED` in a border, with the glossary's sentence as its tooltip; HTML."""
+    title = html.escape(TERMS[MEASURED].text)
+    return f'<span style="{_STYLE}" title="{title}">{MEASURED}</span>'

@@ -3,7 +3,6 @@
 import html
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import SavedSession, read_session
 from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
-from heapr_lab.panel.sweep import Sweep
+from heapr_lab.panel.target import SEARCH, Target
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.tasks.paper_tasks import available_tasks
@@ -43,8 +42,6 @@ from heapr_lab.text.corpora import TEST_CORPORA, available_corpora
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
 
-_TO_PREDICT = (0.2, 0.4)
-"""Ratios from whose losses others are predicted."""
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _CAPTION = (
     "Left: the pruned share of each layer; dashed, of all layers. Middle: each expert "
@@ -130,13 +127,12 @@ class Explorer(ipw.VBox):
         self.weights = WeightsBar(session, self.refresh)
         self.header, self.status, self.cautions = ipw.HTML(), ipw.HTML(), ipw.HTML()
         self.error, self.answers, self.numbers = ipw.HTML(), ipw.HTML(), ipw.HTML()
-        self.prediction = ipw.HTML()
-        self.foretell = Job(
-            "Measure two ratios",
-            self._foretell,
-            tooltip="evaluate 20% and 40%, from which other losses are predicted",
+        self.search = Job(
+            SEARCH,
+            self._search,
+            tooltip="evaluate one ratio after the other, about five, up to the target",
         )
-        self.advanced = folded("Advanced", self.controls, self.weights, self.foretell)
+        self.advanced = folded("Advanced", self.controls, self.weights, self.search)
         # At most as wide as it was drawn: if stretched, its text would blur.
         self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
         self.picture.add_class(PICTURE)
@@ -161,11 +157,11 @@ class Explorer(ipw.VBox):
         self.inspection = InspectTab(session, pins=lambda: self.comparison.pins)
         self.export = ExportTab(session, self.weights)
         caption = ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>")
-        choice = ipw.VBox([self.picture, caption, self.prediction, self.behind])
+        choice = ipw.VBox([self.picture, caption, self.behind])
         choice.layout.max_width = "1100px"
         others = self.evaluation, self.inspection, self.comparison, self.export
         self.tabs = ipw.Tab([choice, *others], titles=TABS)
-        jobs = self.foretell, self.evaluation.job, *jobs_in(self.tabs)
+        jobs = self.search, self.evaluation.job, *jobs_in(self.tabs)
         take_turns(self.comparison.runs.job, jobs)
 
     def __repr__(self) -> str:
@@ -227,7 +223,8 @@ class Explorer(ipw.VBox):
             self._show()
         except Exception as error:  # an exception in an observer is not shown
             self._fail(error)
-        self.foretell.layout.display = None if self._needs_points() else "none"
+        searches = self.controls.to_target and self.session.workbench is not None
+        self.search.layout.display = None if searches else "none"
         self._changed()
 
     def _load(self, pin: Pin) -> None:
@@ -253,7 +250,7 @@ class Explorer(ipw.VBox):
         scope, chooses = session.selection.scope, session.way.chooses
         self.controls.show_use(scope, estimator=not chooses)
         if self.controls.to_target:
-            self._solve_for_target()
+            self._show_target()
         try:
             said, picture = session.describe(), self._drawing()
         except NotKnownError as error:
@@ -295,12 +292,21 @@ class Explorer(ipw.VBox):
         elif shown == "Compare":
             self.comparison.diff.check()
 
-    def _solve_for_target(self) -> None:
-        """Set the ratio that meets the target loss on the first corpus."""
-        rise, corpus = self.controls.rise.value, self._target_corpus
-        ratio = self.session.ratio_for_predicted_loss(rise, corpus)
-        self.controls.show_ratio(ratio)
-        self.session.choose(self.controls.selection)
+    def _show_target(self) -> None:
+        """Show the largest ratio that was measured to be within the target.
+
+        Raises:
+            SpecError: none was measured yet.
+        """
+        session, corpus = self.session, self._target_corpus
+        losses = session.measured_losses(corpus)
+        if losses.empty and session.workbench is None:
+            raise SpecError("a target loss is measured, and a table has no model")
+        if losses.empty:
+            raise SpecError(f"no ratio was measured on {corpus} yet: press {SEARCH}")
+        ratios = losses.index[losses <= self.controls.rise.value]
+        self.controls.show_ratio(float(max(ratios, default=0.0)))
+        session.choose(self.controls.selection)
 
     @property
     def _target_corpus(self) -> str:
@@ -309,35 +315,30 @@ class Explorer(ipw.VBox):
         return str((corpora.value or corpora.options)[0])
 
     def _target_text(self) -> str:
+        """What the ratio of a target is, and the points that it was found by."""
         if not self.controls.to_target:
             return ""
-        rise = f"{self.controls.rise.value:g} {PER_TOKEN}"
+        corpus, rise = self._target_corpus, self.controls.rise.value
+        losses = self.session.measured_losses(corpus)
+        points = ", ".join(f"{ratio:.0%} {loss:+.4g}" for ratio, loss in losses.items())
         return (
-            f" It is the largest ratio whose predicted Δloss on {self._target_corpus} "
-            f"is at most {rise}."
+            f" It is the largest measured ratio whose Δloss on {corpus} is at most "
+            f"{rise:g} {PER_TOKEN}. Measured: {points}."
         )
 
-    def _needs_points(self) -> bool:
-        """Whether a target loss is asked for and there is nothing to predict from."""
-        if not self.controls.to_target or self.session.workbench is None:
-            return False
-        try:
-            chosen = self.controls.selection
-        except SpecError:  # another setting is wrong, which the error says
-            return False
-        return not self.session.can_predict(self._target_corpus, chosen)
-
-    def _foretell(self, report: Report) -> None:
-        """Evaluate what predictions on the corpus of the target need."""
-        chosen = self.controls.selection
-        two = tuple(replace(chosen, ratio=ratio) for ratio in _TO_PREDICT)
-        sweep = Sweep(two, (self._target_corpus,), way=self.session.way)
-        sweep.run(self.session, report=report, on_points=self._on_points)
+    def _search(self, report: Report) -> None:
+        """Evaluate ratios until the largest within the target is known."""
+        target = Target(self._target_corpus, self.controls.rise.value)
+        target.search(
+            self.session,
+            self.controls.selection,
+            report=report,
+            on_points=self.evaluation.show_points,
+        )
         self.refresh()
-        self.evaluation.follow()
 
     def _retarget(self, _change: Any = None) -> None:
-        """Solve for a target loss anew, for another first corpus or new points."""
+        """Show the ratio of a target loss anew, for another first corpus."""
         if self.controls.to_target:
             self.refresh()
 
@@ -346,10 +347,6 @@ class Explorer(ipw.VBox):
         self._numbers = numbers_of(self.session)
         self.numbers.value = numbers_html(self._numbers)
         self.cautions.value = cautions_html(cautions(self.session))
-        text = ""
-        if self.session.workbench is not None:
-            text = status(self.session.prediction_note())
-        self.prediction.value = text
 
     def _show_layers(self, _change: Any = None) -> None:
         """Show the numbers of the picture, if they are open."""
@@ -377,8 +374,7 @@ class Explorer(ipw.VBox):
             f"of each layer below are still those of {self._drawn}."
         )
         self._numbers = []
-        self.numbers.value = self.prediction.value = self.cautions.value = ""
-        self.answers.value = ""
+        self.numbers.value = self.answers.value = self.cautions.value = ""
         for widget in (self.picture, self.behind):
             widget.add_class(STALE)
         self.export.refresh()

@@ -165,40 +165,30 @@ class LossPicture:
         self.accuracy = _chart("accuracy [%] ↑")
 
     @_alone
-    def draw(
-        self, points: pd.DataFrame, predicted: pd.DataFrame | None = None
-    ) -> bytes:
+    def draw(self, points: pd.DataFrame) -> bytes:
         """The picture of `PruningSession.points` as PNG: losses, accuracies or both.
 
         It may run in a thread, so it sets the style of each line itself: style contexts
         of matplotlib apply to the whole process.
-
-        Args:
-            points: of the session.
-            predicted: predictions, with the columns dataset, ratio, delta_nll.
         """
         losses, tasks = points["nll"].notna(), points["accuracy"].notna()
         ways, charts = _Looks(COLORS, MARKERS), []
         for ax in (self.ax, self.accuracy):
             _clear(ax)
         if losses.any() or not tasks.any():
-            self._losses(points[losses], predicted, ways)
+            self._losses(points[losses], ways)
             charts.append(self.ax)
         if tasks.any():
             _accuracies(self.accuracy, points[tasks], ways)
             charts.append(self.accuracy)
         return _png(np.concatenate([_drawn(ax) for ax in charts]))
 
-    def _losses(
-        self, points: pd.DataFrame, predicted: pd.DataFrame | None, ways: "_Looks"
-    ) -> None:
+    def _losses(self, points: pd.DataFrame, ways: "_Looks") -> None:
         corpora = _Looks(LINE_STYLES)
         measured = points[points["estimator"].ne("dense")]
         for way, dataset, curve in _curves(measured):
             look = _curve_look(way, dataset, ways, corpora)
             _curve(self.ax, curve, look)
-        if predicted is not None and not predicted.empty:
-            _predictions(self.ax, predicted)
         _finish(self.ax)
 
 
@@ -214,7 +204,7 @@ def _chart(quantity: str) -> Axes:
 
 
 def _clear(ax: Axes) -> None:
-    """Remove the lines, error bars and bands."""
+    """Remove the lines and error bars."""
     for container in list(ax.containers):
         container.remove()
     for band in list(ax.collections):
@@ -276,25 +266,6 @@ def _curve(ax: Axes, curve: pd.DataFrame, look: dict[str, Any]) -> None:
     if error.notna().any():
         bars = {"fmt": "none", "ecolor": look["color"], "elinewidth": 1.0, "capsize": 2}
         ax.errorbar(x, y, yerr=error.fillna(0.0), **bars)
-
-
-def _predictions(ax: Axes, predicted: pd.DataFrame) -> None:
-    """A line for each corpus, and where its range is known a band."""
-    groups = predicted.groupby("dataset", sort=False)
-    for number, (dataset, group) in enumerate(groups):
-        spread = group["spread"].astype(float)
-        if (spread > 0).all():
-            loss = group["delta_nll"]
-            band = loss / spread, loss * spread
-            ax.fill_between(100 * group["ratio"], *band, color="0.5", alpha=0.15, lw=0)
-        ax.plot(
-            100 * group["ratio"],
-            group["delta_nll"],
-            color="0.5",
-            lw=1 if number % 2 else 2,
-            ls=(0, (1, 2)),
-            label=f"{dataset}, predicted: this selection",
-        )
 
 
 def _accuracies(ax: Axes, points: pd.DataFrame, ways: _Looks) -> None:

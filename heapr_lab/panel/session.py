@@ -1,14 +1,13 @@
 """The state behind the panel: a selection, its mask, its savings and its losses.
 
-It has no widgets, and needs torch only to evaluate. Selecting, counting and predicting
-are fast enough to follow a slider; the model runs only in `PruningSession.evaluate`.
+It has no widgets, and needs torch only to evaluate. Selecting and counting are fast
+enough to follow a slider; the model runs only in `PruningSession.evaluate`.
 """
 
-import bisect
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.inspection.loss_prediction import DamageMap, fit_damage
 from heapr_lab.progress import Parts, Progress, TimeLeft, time_left_text
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -34,13 +32,8 @@ if TYPE_CHECKING:
     from heapr_lab.recipes.export import Chosen, Report
     from heapr_lab.workbench.workbench import Workbench
 
-_LEAST_TO_PREDICT = 2
 _TASK_WINDOWS = 32
 """Windows that a task counts as, for the time left."""
-_NO_PREDICTION = (
-    "Evaluate two ratios of this selection to predict the loss at any other; with a "
-    "third ratio there is also a range."
-)
 _SHOWN = ("ratio", "scope", "granularity", "structure")
 PASSES = {"compress": 4, "compensated": 1, "unchanged": 0}
 """About how many forward passes over the calibration windows each kind of weights takes
@@ -347,22 +340,7 @@ class PruningSession:
         )
         return f"{text} {self.note}".strip()
 
-    # --- predicting -------------------------------------------------------------
-
-    def prediction_note(self) -> str:
-        """What is missing for a prediction; empty where nothing is.
-
-        Predictions are fitted to the `points` with the same settings at other ratios,
-        for every corpus with at least two.
-        """
-        points, notes = self._points_for_fit(), []
-        others = points[~points["dataset"].isin(self.measured()["dataset"])]
-        for corpus, part in others.groupby("dataset", sort=False):
-            try:
-                _fitted(_losses_by_score(part))
-            except SpecError as error:
-                notes.append(f"No prediction on {corpus}: {error}.")
-        return _NO_PREDICTION if points.empty else " ".join(notes)
+    # --- what was measured ------------------------------------------------------
 
     def measured(self) -> pd.DataFrame:
         """The last of the `points` of exactly this mask, for each corpus.
@@ -387,99 +365,24 @@ class PruningSession:
         found = self.points["dataset"][np.array([row == asked for row in rows], bool)]
         return {*found, *self.measured()["dataset"]}
 
-    def can_predict(self, corpus: str, selection: Selection) -> bool:
-        """Whether two ratios of these settings were evaluated on a corpus."""
-        return corpus in set(self._points_for_fit(selection)["dataset"])
-
-    def ratio_for_predicted_loss(self, rise: float, corpus: str) -> float:
-        """The largest ratio, in steps of 0.01, whose predicted Δloss is at most `rise`.
-
-        Args:
-            rise: nats per token.
-            corpus: that the loss is predicted on.
-
-        Raises:
-            SpecError: there are not enough evaluations for a prediction.
-        """
-        points = self._points_for_fit()
+    def measured_losses(self, corpus: str) -> pd.Series:
+        """Δloss on a corpus by ratio, ascending: the points of these settings."""
+        points = self._points_alike()
         points = points[points["dataset"].eq(corpus)]
-        if points.empty:
-            raise SpecError(f"no prediction on {corpus} yet. {_NO_PREDICTION}")
-        damage = _fitted(_losses_by_score(points))
+        last = points.drop_duplicates("ratio", keep="last").set_index("ratio")
+        return last["delta_nll"].astype(float).sort_index()
 
-        def too_much(hundredths: int) -> bool:
-            ratio = hundredths / 100
-            keep = select(self.table, replace(self.selection, ratio=ratio))
-            return float(damage.predict(self._score_of(keep))) > rise
+    def loss_of(self, selection: Selection, way: Way, corpus: str) -> float:
+        """The measured Δloss of a selection with weights of `way`, on a corpus."""
+        points = self.points[self.points["dataset"].eq(corpus)]
+        asked = way.asked(selection), way.text
+        rows = zip(points["selection"], points["weights"], strict=True)
+        (loss,) = points["delta_nll"][[row == asked for row in rows]]
+        return float(loss)
 
-        # Δloss rises with the ratio, so the first ratio with too large a loss is found.
-        first = bisect.bisect_left(range(100), True, key=too_much)
-        return max(0, first - 1) / 100
-
-    def predictions(self) -> pd.DataFrame:
-        """Predictions for the selection: dataset, ratio, dense_nll, delta_nll, spread.
-
-        `spread` is the factor by which delta_nll may be wrong (`DamageMap.spread`),
-        missing if unknown. Corpora on which the selection was `measured`, or with too
-        few points, are left out.
-        """
-        found = self._predicted([self._last_ranked(self.selection)])
-        return found[~found["dataset"].isin(self.measured()["dataset"])]
-
-    def beyond_measured(self) -> dict[str, tuple[float, float]]:
-        """Corpora on which the selection's prediction is an extrapolation.
-
-        Each with the least and the largest ratio, achieved, that was measured there.
-        """
-        score, found = self._score_of(self._last_ranked(self.selection)), {}
-        known = set(self.measured()["dataset"])
-        for corpus, points, damage in self._fits():
-            if corpus not in known and damage.extrapolates(score):
-                fitted = points[points["summed_score"].gt(0)]  # the others are ignored
-                ratios = fitted["achieved_ratio"].astype(float)
-                found[corpus] = float(ratios.min()), float(ratios.max())
-        return found
-
-    def predicted_curve(self, ratios: Sequence[float]) -> pd.DataFrame:
-        """The same for the selection at other ratios; `ratio` is the achieved one."""
-        chosen = self.selection
-        return self._predicted(
-            select(self.table, replace(chosen, ratio=ratio)) for ratio in ratios
-        )
-
-    def _predicted(self, keeps: Iterable[KeepMask]) -> pd.DataFrame:
-        rows, fits = [], list(self._fits())
-        # Without points no mask of `keeps`, which may be a generator, is made.
-        scored = [
-            (keep.achieved_ratio, self._score_of(keep))
-            for keep in (keeps if fits else ())
-        ]
-        for corpus, points, damage in fits:
-            dense = float((points["nll"] - points["delta_nll"]).iloc[0])
-            for ratio, score in scored:
-                loss = float(damage.predict(score))
-                rows.append((corpus, ratio, dense, loss, damage.spread))
-        columns = ["dataset", "ratio", "dense_nll", "delta_nll", "spread"]
-        return pd.DataFrame(rows, columns=columns)
-
-    def _fits(self) -> Iterator[tuple[str, pd.DataFrame, DamageMap]]:
-        """Each corpus with a prediction, its points, and the curve through them."""
-        points = self._points_for_fit()
-        for corpus, part in points.groupby("dataset", sort=False):
-            try:
-                yield str(corpus), part, _fitted(_losses_by_score(part))
-            except SpecError:  # `prediction_note` says what is wrong
-                continue
-
-    def _points_for_fit(self, selection: Selection | None = None) -> pd.DataFrame:
-        """Points with the same settings, of corpora with enough for a prediction."""
-        points = self._points_alike(selection)
-        counts = points.groupby("dataset")["summed_score"].transform("nunique")
-        return points[counts >= _LEAST_TO_PREDICT]
-
-    def _points_alike(self, selection: Selection | None = None) -> pd.DataFrame:
+    def _points_alike(self) -> pd.DataFrame:
         """Points with a loss and the same settings, except for the ratio."""
-        same = replace(self.way.asked(selection or self.selection), ratio=0.0)
+        same = replace(self.selection, ratio=0.0)
         points = self.points[self.points["nll"].notna()]
         points = points[points["weights"].eq(self.way.text)]
         alike = [
@@ -728,18 +631,6 @@ def edit_of(made: "Chosen | None") -> tuple[KeepMask | None, Any]:
         return None, None
     compensation = made.compensation
     return made.keep, None if compensation is None else compensation.downs
-
-
-def _losses_by_score(points: pd.DataFrame) -> tuple[tuple[float, float], ...]:
-    """Summed score and Δloss of each point."""
-    numbers = points[["summed_score", "delta_nll"]].astype(float)
-    return tuple(numbers.itertuples(index=False, name=None))
-
-
-@functools.lru_cache(maxsize=64)
-def _fitted(points: tuple[tuple[float, float], ...]) -> DamageMap:
-    """`fit_damage`, cached because the slider asks for it at every move."""
-    return fit_damage(points)
 
 
 class _Clock:

@@ -6,7 +6,6 @@ that is left on the CPU is an error.
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tiny_folder import write_model, write_text
 
 import heapr_lab
 from heapr_lab import Calibration, CalibrationSet, Setting, Workbench, methods
-from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity, window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.inspection.activations import atoms_of_token
@@ -160,13 +158,6 @@ def in_panel(side: Side) -> pd.DataFrame:
     return points
 
 
-def damage(side: Side) -> list[float]:
-    """The points that are measured: this model's loss falls, which is an error."""
-    with pytest.raises(SpecError, match="none has both above 0") as error:
-        heapr_lab.damage_map(side.bench, side.setting, side.text, ratios=(0.2, 0.5))
-    return [float(number) for number in re.findall(r"-?\d+\.\d+", str(error.value))]
-
-
 def on_tasks(side: Side) -> pd.DataFrame:
     """Accuracy on four items."""
     corpus = heapr_lab.load_corpus(side.text, split="test")
@@ -195,7 +186,6 @@ CALLS: dict[str, Callable[[Side], Any]] = {
         side.model, side.keep, side.windows
     ),
     "compress": lambda side: heapr_lab.compress(side.model, side.windows, ratio=0.5),
-    "damage_map": damage,
     "distill_layers": lambda side: heapr_lab.distill_layers(
         side.pruned(), side.model, side.windows, n_steps=3
     ),

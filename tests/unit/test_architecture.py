@@ -100,7 +100,6 @@ WITHOUT_TORCH = (
     "importance.table",
     "models.architecture",
     "pruning.selection",
-    "inspection.loss_prediction",
     "experiments.notebooks",
     "panel.inspect_tab",
     "panel.expert_map",

@@ -14,7 +14,6 @@ import heapr_lab
 from heapr_lab.evaluation.perplexity import Divergence, Perplexity
 from heapr_lab.figures import Display
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.inspection.loss_prediction import fit_damage
 from heapr_lab.methods.compression import AtomCompression, Made
 from heapr_lab.methods.method import Method
 from heapr_lab.models.architecture import Architecture, LayerShape
@@ -59,7 +58,6 @@ def shown_objects() -> dict[str, tuple[Any, list[str]]]:
         (Corpus(NASTY, "test", ("ab", "c"), NASTY), ["test", "2", "3"]),
         (Perplexity(20.1, 3.0, 4321), ["20.1", "3.0000", "4,321"]),
         (Divergence(0.0123, 0.99, 4321), ["0.0123", "99.00%", "4,321"]),
-        (fit_damage([(1, 0.01), (4, 0.05), (10, 1)]), ["3", "1 to 10", "0.01 to 1"]),
         (Architecture(100, 2, 4, {0: _SHAPE}, 10, 8), ["100", "72.0%", "2 × 3, 1"]),
         (
             Compensation({}, report, {"span": "layer"}),

@@ -6,7 +6,6 @@ import pytest
 from figure_rows import (
     cost_rows,
     lines_of,
-    measured_damage,
     measured_models,
     measured_quality,
     measured_quantised,
@@ -17,7 +16,6 @@ from figure_rows import (
 from benchmarks.figures import (
     beyond,
     cost,
-    damage,
     quality,
     quantised,
     speed,
@@ -42,46 +40,6 @@ def test_structures_are_a_row_each_and_a_panel_for_each_ratio() -> None:
     lines = [line.get_ydata() for line in figure.axes[1].get_lines()]
     heights = [height for line in lines for height in map(float, line)]
     assert heights == pytest.approx([0, 0, 1, 2, 3])
-
-
-def test_damage_table_counts_what_was_not_fitted() -> None:
-    """Errors of unused ratios with a Δloss: 0.5 over, 0.4 under; 3 × and 1/4 ×."""
-    table = damage.damage_table(damage.damage_data(measured_damage()))
-    assert table["map of"].tolist() == ["pydocs"] * 3
-    assert table["points"].tolist() == [2, 3, 3]
-    assert table["median error [%] ↓"].tolist() == pytest.approx([200, 45, 75])
-    assert table["largest error [%] ↓"].tolist() == pytest.approx([200, 50, 75])
-    assert table["at ratio [%]"].tolist()[1] == 50
-    assert table["naive ÷ measured"].tolist() == pytest.approx([0.25] * 3)
-
-
-def test_damage_panels_fill_what_was_fitted() -> None:
-    """Of the maps of most points: a panel for each corpus, on the same axes."""
-    figure = damage.figure_damage(damage.damage_data(measured_damage()))
-    assert [ax.get_title(loc="left") for ax in figure.axes] == [
-        "pydocs\nby the map of pydocs",
-        "WikiText-2\nby the map of pydocs",
-    ]
-    assert figure.axes[0].get_xlim() == figure.axes[1].get_ylim()
-    drawn = {
-        ax.get_title(loc="left"): {
-            line.get_markerfacecolor(): line.get_xydata().tolist()
-            for line in ax.get_lines()
-            if line.get_marker() == figures.look("fisher").marker
-        }
-        for ax in figure.axes
-    }
-    fitted, carried = drawn.values()
-    assert fitted["none"] == pytest.approx(np.array([[0.3, 0.2], [1.2, 2]]))
-    assert fitted[figures.look("fisher").color] == [[0.1, 0.1]]
-    assert len(carried["none"]) == 3
-    assert set(carried) == {"none"}
-
-
-def test_damage_without_a_measured_rise_has_no_error() -> None:
-    """A Δloss of 0 cannot be divided by, nor drawn on a logarithmic axis."""
-    data = damage.damage_data(measured_damage())
-    assert data["relative_error"].isna().tolist() == [True, False, False, False] * 3
 
 
 def test_quantised_sizes_are_relative_to_the_dense_model() -> None:

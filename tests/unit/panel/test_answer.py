@@ -81,20 +81,6 @@ def test_losses_say_what_they_are_of(panel: Explorer) -> None:
     assert answers_html(answers(session)) == panel.answers.value
 
 
-def test_between_two_measured_ratios_a_loss_is_predicted(panel: Explorer) -> None:
-    """And says so."""
-    for ratio in ("0.25", "0.75"):
-        panel.controls.ratio.value = ratio
-        press(panel.evaluation.job)
-    points = panel.session.points
-    panel.session.points = points.assign(delta_nll=[0.0, 0.1, 0.9])
-    panel.controls.ratio.value = "0.5"
-    perplexity = answers(panel.session)[2]
-    assert perplexity.of.startswith("predicted on ")
-    assert not perplexity.stale
-    assert ">predicted<" in panel.answers.value
-
-
 def test_the_masked_model_is_the_first_answer(panel: Explorer) -> None:
     """It stands, grey and named, while other weights are made; then they replace it."""
     shown: list[str] = []

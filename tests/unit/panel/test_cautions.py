@@ -5,9 +5,7 @@ import pandas as pd
 import pytest
 from random_tables import random_table
 
-from heapr_lab.inspection.loss_prediction import fit_damage
 from heapr_lab.panel.cautions import (
-    beyond_measured,
     cautions,
     cautions_html,
     emptied_experts,
@@ -17,7 +15,6 @@ from heapr_lab.panel.cautions import (
     rounded,
 )
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
@@ -110,42 +107,6 @@ def test_judging_on_the_calibration_s_text_is_said(
     assert not said or corpus in text
 
 
-def pointed(session: PruningSession, *ratios: float) -> None:
-    """Give a session measured points at some ratios, all larger for larger ones."""
-    rows = []
-    for ratio in ratios:
-        session.choose(Selection(ratio))
-        keep = session.keep
-        loss = {"nll": 3 + ratio, "delta_nll": ratio, "perplexity": np.exp(3 + ratio)}
-        rows.append(
-            {
-                "selection": Selection(ratio),
-                "estimator": "heapr",
-                "weights": "masked",
-                "achieved_ratio": keep.achieved_ratio,
-                "summed_score": session._score_of(keep),
-                "dataset": "ptb",
-                **loss,
-            }
-        )
-    session.points = pd.DataFrame(rows, columns=list(POINT_COLUMNS))
-
-
-@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.3, 0.5, 0.75])
-def test_predictions_beyond_what_was_measured_are_said(ratio: float) -> None:
-    """With the measured ratios; the same as the fitted curve says of itself."""
-    session = PruningSession(random_table(2, 4, 16))
-    pointed(session, 0.25, 0.5)
-    points = session.points[["summed_score", "delta_nll"]].astype(float)
-    damage = fit_damage(points.itertuples(index=False, name=None))
-    session.choose(Selection(ratio))
-    found = session.beyond_measured()
-    assert bool(found) is damage.extrapolates(session._score_of(session.keep))
-    assert bool(found) is (ratio in {0.1, 0.75})
-    said = "Predicted beyond the ratios that were measured on ptb (25.0% to 50.0%)"
-    assert (said in beyond_measured(found)) is bool(found)
-
-
 def test_cautions_follow_the_controls() -> None:
     """They come with a selection and go with it, and when it is infeasible."""
     panel = explore(random_table(2, 4, 3), selection=Selection(0.25))
@@ -164,26 +125,3 @@ def test_cautions_follow_the_controls() -> None:
     panel.controls.ratio.value = "90"
     assert panel.cautions.value == ""
     assert cautions_html(["<b>"]).count("&lt;b&gt;") == 1
-
-
-@pytest.mark.parametrize("losses", [(-0.1, -0.2), (0.0, 0.0)])
-def test_nothing_is_beyond_where_nothing_is_predicted(
-    losses: tuple[float, float],
-) -> None:
-    """Of points without a rise no curve can be fitted, and none is spoken of."""
-    session = PruningSession(random_table(2, 4, 16))
-    pointed(session, 0.25, 0.5)
-    session.points["delta_nll"] = losses
-    session.choose(Selection(0.75))
-    assert session.predictions().empty
-    assert session.prediction_note().startswith("No prediction on ptb")
-    assert session.beyond_measured() == {}
-
-
-def test_points_that_the_curve_ignores_bound_nothing() -> None:
-    """Experts without tokens have the score 0, which no curve goes through."""
-    session = PruningSession(random_table(2, 4, 16))
-    pointed(session, 0.1, 0.25, 0.5)
-    session.points.loc[0, "summed_score"] = 0.0
-    session.choose(Selection(0.2))
-    assert session.beyond_measured() == {"ptb": (0.25, 0.5)}

@@ -62,7 +62,7 @@ def state(panel: Explorer) -> dict[str, Any]:
         "pins": list(panel.comparison.pins),
         "compared": panel.comparison.table.value,
         "points": panel.session.points.to_json(default_handler=repr),
-        "said": (panel.status.value, panel.prediction.value, panel.error.value),
+        "said": (panel.status.value, panel.error.value),
         "boxes": boxes,
         "map": (tab.map.state, tab.map.map.title, tab.map.note.value),
         "calibration": panel.session.calibration,

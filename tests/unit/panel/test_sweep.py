@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from random_tables import small_table
 from tiny_folder import write_text
@@ -251,25 +250,15 @@ def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
 
 
 def test_curves_begin_with_the_dense_model(swept: Explorer) -> None:
-    """At no loss; with error bars, and the range of predictions as a band."""
+    """At no loss; with error bars."""
     picture, points = LossPicture(), swept.session.points
-    predicted = pd.DataFrame(
-        {"dataset": "a", "ratio": [0.1, 0.3], "delta_nll": [0.2, 0.4], "spread": 2.0}
-    )
-    picture.draw(points, predicted.assign(spread=np.nan))
+    picture.draw(points)
     lines = [one for one in picture.ax.get_lines() if "masked" in str(one.get_label())]
     assert [tuple(line.get_xydata()[0]) for line in lines] == [(0.0, 0.0)] * 2
     assert [len(line.get_xdata()) for line in lines] == [3, 3]
     assert [line.get_markevery() for line in lines] == [slice(1, None)] * 2
     assert [one.has_yerr for one in picture.ax.containers] == [True, True]
     assert len(picture.ax.collections) == 2  # the bars
-    picture.draw(points, predicted)
-    *_, band = picture.ax.collections
-    (path,) = band.get_paths()
-    corners = {(round(x, 6), round(y, 6)) for x, y in path.vertices}
-    assert corners == {(10.0, 0.1), (10.0, 0.4), (30.0, 0.2), (30.0, 0.8)}
-    picture.draw(points, None)
-    assert len(picture.ax.collections) == 2
 
 
 def test_a_table_alone_cannot_sweep() -> None:

@@ -211,7 +211,7 @@ def test_points_of_compress_are_of_their_ratio(panel: Explorer) -> None:
     assert session.measured().empty
 
 
-def test_points_of_one_way_predict_only_it(panel: Explorer) -> None:
+def test_points_of_each_way_stay_apart(panel: Explorer) -> None:
     """Curves stand beside each other; numbers are of the way that is shown."""
     for weights in ("unchanged", "compensated"):
         panel.weights.weights.value = weights
@@ -224,8 +224,8 @@ def test_points_of_one_way_predict_only_it(panel: Explorer) -> None:
     assert sorted(points["weights"].unique()) == ["compensated", "dense", "masked"]
     for weights, text in (("compensated", "compensated"), ("unchanged", "masked")):
         panel.weights.weights.value = weights
-        fitted_to = panel.session._points_for_fit()
-        assert fitted_to["weights"].tolist() == [text, text]
+        alike = panel.session._points_alike()
+        assert alike["weights"].tolist() == [text, text]
     panel.controls.ratio.value = "0.5"
     (shown,) = panel.session.measured()["delta_nll"]
     masked = points[points["weights"].eq("masked") & points["ratio"].eq(0.5)]

@@ -1,0 +1,138 @@
+"""A target loss is met by the largest ratio that was measured to be within it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from random_tables import random_table, small_table
+from tiny_folder import write_text
+
+from heapr_lab.evaluation.perplexity import Perplexity
+from heapr_lab.panel.controls import TARGET
+from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.target import SEARCH
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.workbench.workbench import Workbench
+
+DENSE_NLL = 3.0
+RISE = 0.16
+"""Δloss at a ratio of 0.4 of the model whose Δloss is the square of the ratio."""
+
+
+@pytest.fixture
+def panel(bench: Workbench, root: Any, monkeypatch: pytest.MonkeyPatch) -> Explorer:
+    """A panel of a model whose Δloss is the square of the achieved ratio."""
+    session = PruningSession(random_table(2, 4, 100), workbench=bench)
+
+    def perplexity(keep: KeepMask | None, _windows: Any, **_: Any) -> Perplexity:
+        nll = DENSE_NLL + (0 if keep is None else keep.achieved_ratio**2)
+        return Perplexity(value=np.exp(nll), nll=nll, n_tokens=100)
+
+    monkeypatch.setattr(bench, "perplexity", perplexity)
+    corpora = (str(root / "text.txt"), str(write_text(root / "other.txt")))
+    panel = Explorer(session, corpora=corpora)
+    panel.weights.weights.value = "unchanged"
+    panel.controls.rise.value = RISE
+    panel.controls.budget.value = TARGET
+    return panel
+
+
+def search(panel: Explorer) -> None:
+    """Press the button."""
+    panel.search.button.click()
+    panel.search.wait(60)
+    assert panel.search.error.value == ""
+
+
+def ratios(panel: Explorer) -> list[float]:
+    """The ratios with a point."""
+    points = panel.session.points
+    return list(points.loc[points["estimator"].ne("dense"), "ratio"])
+
+
+def test_a_target_is_searched_for_by_measuring(panel: Explorer) -> None:
+    """The largest within it, of whole per cent; all points are said and drawn."""
+    assert f"press {SEARCH}" in panel.error.value
+    assert "infeasible" in panel.status.value
+    assert panel.controls.ratio.disabled
+    panel.tabs.selected_index = 1
+    search(panel)
+    assert panel.error.value == ""
+    assert panel.session.selection.ratio == pytest.approx(0.4, abs=0.011)
+    assert panel.session.keep.achieved_ratio**2 <= RISE
+    assert 3 <= len(ratios(panel)) <= 7
+    for ratio in ratios(panel):
+        assert f"{ratio:.0%} {ratio**2:+.4g}" in panel.status.value
+    (curve,) = panel.evaluation._picture.ax.get_lines()
+    assert len(curve.get_xdata()) == 1 + len(ratios(panel))
+
+
+def test_a_search_goes_on_from_what_was_measured(panel: Explorer) -> None:
+    """Again nothing is run; for another target only what is missing."""
+    search(panel)
+    first = ratios(panel)
+    search(panel)
+    assert ratios(panel) == first
+    panel.controls.rise.value = RISE / 4
+    shown = panel.session.selection.ratio  # the largest that is known to be within it
+    assert shown == max((one for one in first if one**2 <= RISE / 4), default=0)
+    search(panel)
+    assert panel.session.selection.ratio == pytest.approx(0.2, abs=0.011)
+    assert set(first) < set(ratios(panel))
+
+
+def another_corpus(panel: Explorer) -> None:
+    """Choose the other corpus."""
+    panel.evaluation.corpora.value = panel.evaluation.corpora.options[1:]
+
+
+def other_weights(panel: Explorer) -> None:
+    """Compensate."""
+    panel.weights.weights.value = "compensated"
+
+
+def another_scope(panel: Explorer) -> None:
+    """Rank within layers."""
+    panel.controls.scope.value = "layer"
+
+
+@pytest.mark.parametrize("change", [another_corpus, other_weights, another_scope])
+def test_a_ratio_is_of_what_it_was_measured_for(
+    panel: Explorer, change: Callable[[Explorer], None]
+) -> None:
+    """Of another corpus, other weights or another scope there is none yet."""
+    search(panel)
+    assert panel.error.value == ""
+    change(panel)
+    assert f"press {SEARCH}" in panel.error.value
+
+
+def test_the_search_is_offered_where_it_can_be_used(panel: Explorer) -> None:
+    """With a target and a model; a table alone says why there is none."""
+    assert panel.search.layout.display is None
+    panel.controls.budget.value = "atoms"
+    assert panel.search.layout.display == "none"
+    assert "at most" not in panel.status.value
+    table = explore(small_table())
+    table.controls.budget.value = TARGET
+    assert "no model" in table.error.value
+    assert table.search.layout.display == "none"
+
+
+def test_ratios_that_cannot_be_selected_are_not_tried(panel: Explorer) -> None:
+    """With at least half of the atoms in each expert, half is the most."""
+    panel.controls.min_atoms.value = 50
+    panel.controls.rise.value = 1.0
+    search(panel)
+    assert ratios(panel) == [0.5]
+    assert panel.session.selection.ratio == 0.5
+
+
+def test_a_target_that_nothing_meets_prunes_nothing(panel: Explorer) -> None:
+    """The ratio is 0, and what was measured is said."""
+    panel.controls.rise.value = 0.0
+    search(panel)
+    assert panel.session.selection.ratio == 0
+    assert "Measured: 95%" in panel.status.value
