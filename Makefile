@@ -108,4 +108,4 @@ $(DOCS_STAMP): $(STAMP)
 
 clean: ## remove the environment and what tools left; results and the cache stay
 	rm -rf .venv .engines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -rf docs/_build docs/notebooks docs/commands.md docs/results.md
+	rm -rf docs/_build docs/notebooks docs/commands.md docs/benchmarks.md docs/results.md

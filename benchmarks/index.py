@@ -1,8 +1,8 @@
 """Every table of results in `results/`, and how it is shown: one row each.
 
 `publish.py` draws the figures, writes the tables, and fills the sections of
-`figures/README.md`, all from the rows below. A new benchmark needs one script and one
-row.
+`benchmarks/README.md`, all from the rows below. A new benchmark needs one script and
+one row.
 """
 
 import json
@@ -26,7 +26,9 @@ from benchmarks.figures import (
     streaming,
     structures,
 )
+from heapr_lab.experiments.prose import value_range
 from heapr_lab.storage import paths
+from heapr_lab.workbench.settings import PROFILES
 
 Reshape = Callable[[pd.DataFrame], pd.DataFrame]
 
@@ -48,7 +50,7 @@ class Benchmark:
     script: str
     """The script in `benchmarks/` that measures it."""
     title: str
-    """Heading of its section in `figures/README.md`."""
+    """Heading of its section in `benchmarks/README.md`."""
     table: Reshape = _as_measured
     """Makes the table for readers from the rows of `data`."""
     data: Reshape = _as_measured
@@ -56,6 +58,8 @@ class Benchmark:
     figure: Callable[[pd.DataFrame], Figure] | None = None
     stem: str = ""
     """Name of the files of its figure and table; if empty, none are written."""
+    tested_on: Callable[[pd.DataFrame], str] | None = None
+    """Says which windows and items its rows are of, where they say it themselves."""
 
     @property
     def results(self) -> str:
@@ -77,6 +81,37 @@ class Benchmark:
         details: dict[str, Any] = json.loads(text)
         return details
 
+    def measured_on(self) -> str:
+        """Models, text and machine, in words."""
+        rows, machine = self.rows(), self.machine()
+        tested = [self.tested_on(rows)] if self.tested_on else []
+        fields = {"seq_len": PROFILES["lab"].seq_len} | machine
+        counted = [_SAID[key].format_map(fields) for key in _SAID if key in machine]
+        where = (
+            f"{machine['date'][:10]}, {machine['device']} with {machine['n_cpus']} "
+            f"CPUs, torch {machine['versions']['torch']}"
+        )
+        return "; ".join(filter(None, [*_of_rows(rows), *counted, *tested, where]))
+
+
+_SAID = {
+    "n_windows": "{n_windows} calibration windows of {seq_len} tokens",
+    "calibration": "calibrated on {calibration}",
+    "n_test": "{n_test} test windows of {seq_len} tokens of a corpus",
+    "n_items": "{n_items} items of a task",
+    "n_threads": "threads: {n_threads}",
+}
+"""What is told of the details of results, by their names."""
+
+
+def _of_rows(rows: pd.DataFrame) -> list[str]:
+    """The models of results, and over how many draws of the text they are means."""
+    said = [", ".join(rows["model"].dropna().unique())] if "model" in rows else []
+    if {"variant", "seed"} <= {*rows.columns}:
+        draws = rows.groupby("variant")["seed"].nunique()
+        said.append(f"{value_range(draws, 'd')} draws of the calibration windows")
+    return said
+
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
@@ -89,6 +124,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 table=real.real_table,
                 figure=real.figure_real,
                 stem="17_real",
+                tested_on=real.tested_on,
             ),
             Benchmark("tasks", "tasks.py", "What the seven tasks cost, item by item"),
             Benchmark(
@@ -220,7 +256,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         )
     }
 )
-"""Every benchmark by name, in the order of `figures/README.md`."""
+"""Every benchmark by name, in the order of `benchmarks/README.md`."""
 
 
 def results_of(name: str) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks import advice, readme
+from benchmarks import advice, questions, readme
 from benchmarks.index import BENCHMARKS, Benchmark, measured
 from heapr_lab.figures.files import draw_files
 from heapr_lab.storage import paths
@@ -50,8 +50,10 @@ def main() -> None:
     readme.fill_blocks(paths.project_dir() / "README.md", front)
     advised = {name: readme.as_block(table) for name, table in advice.tables().items()}
     readme.fill_blocks(paths.project_dir() / "docs" / "when_not.md", advised)
-    sections = readme.sections(summary, claims, data)
-    readme.fill_sections(paths.figures_dir() / "README.md", sections)
+    asked = questions.blocks(questions.Committed(summary, claims, data))
+    readme.fill_blocks(paths.figures_dir() / "README.md", asked)
+    own = paths.project_dir() / "benchmarks" / "README.md"
+    readme.fill_sections(own, readme.sections(data))
 
 
 if __name__ == "__main__":

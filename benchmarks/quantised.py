@@ -100,7 +100,11 @@ def main() -> None:
         bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
         rows += measure(bench, name, options.corpus)
         identities[f"{name} model"] = bench.identity
-    details = machine() | {"corpus": options.corpus, "identities": identities}
+    details = machine() | {
+        "corpus": options.corpus,
+        "identities": identities,
+        "n_test": N_TEST,
+    }
     write_results("quantised", rows, details)
 
 

@@ -1,4 +1,4 @@
-"""Results in README.md and figures/README.md: the blocks that are generated.
+"""Results in README.md and benchmarks/README.md: the blocks that are generated.
 
 A block is between `<!-- NAME -->` and `<!-- end -->`; the text around it is written by
 hand.
@@ -135,49 +135,37 @@ def _cells(found: pd.DataFrame) -> "pd.Series[str]":
     return verdicts + ": " + found["found"]
 
 
-# --- figures/README.md ------------------------------------------------------------
+# --- benchmarks/README.md ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Section:
-    """A block of `figures/README.md`, and the heading used when it is added."""
+    """A block of `benchmarks/README.md`, and the heading used when it is added."""
 
     title: str
     block: str
 
 
-def sections(
-    summary: pd.DataFrame, lab: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
-) -> dict[str, Section]:
-    """Every section of `figures/README.md`.
+def sections(measured: Mapping[str, pd.DataFrame]) -> dict[str, Section]:
+    """Every section of `benchmarks/README.md`.
 
     Args:
-        summary: from `summary.summary_table`.
-        lab: `claims.claims` of the lab model.
         measured: rows of the benchmarks, from `index.measured`.
     """
-    checked = as_block(lab.drop(columns="number"))
-    found = {
-        "summary": Section("What pruning costs and saves", as_block(summary)),
-        "claims": Section("The paper's claims on the lab model", checked),
+    return {
+        name: Section(BENCHMARKS[name].title, _shown(BENCHMARKS[name], data))
+        for name, data in measured.items()
     }
-    for name, data in measured.items():
-        row = BENCHMARKS[name]
-        found[name] = Section(row.title, _shown(row, data))
-    return found
 
 
 def _shown(row: Benchmark, data: pd.DataFrame) -> str:
-    """A benchmark's machine, its figure, if it has one, and its table."""
-    machine = row.machine()
-    results = f"../{row.results}"
+    """What a benchmark was measured on, its figure, if it has one, and its table."""
+    results = row.results.removeprefix("benchmarks/")
     said = (
-        f"\nBy [`benchmarks/{row.script}`](../benchmarks/{row.script}), "
-        f"{machine['date'][:10]}, {machine['device']} with {machine['n_cpus']} CPUs, "
-        f"torch {machine['versions']['torch']}: [every row]({results}), "
-        f"[machine]({results.removesuffix('csv')}json).\n"
+        f"\n[`benchmarks/{row.script}`]({row.script}): {row.measured_on()} "
+        f"([every row]({results}), [machine]({results.removesuffix('csv')}json)).\n"
     )
-    figure = f"\n![{row.title}]({row.stem}.png)\n" if row.figure else ""
+    figure = f"\n[Figure](../figures/{row.stem}.png).\n" if row.figure else ""
     return f"{said}{figure}{folded(row.table(data))}"
 
 

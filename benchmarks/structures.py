@@ -83,7 +83,11 @@ def main() -> None:
     chosen = settings(multiples, options.corpus)
     found = [measure(bench, setting, options.corpus) for setting in chosen]
     rows = [row for row in found if row is not None]
-    details = machine() | {"identity": bench.identity, "d_inter": d_inter}
+    details = machine() | {
+        "identity": bench.identity,
+        "d_inter": d_inter,
+        "n_test": N_TEST,
+    }
     write_results(options.name, rows, details)
 
 

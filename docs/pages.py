@@ -16,6 +16,7 @@ from heapr_lab.storage import paths
 PROGRAM = "heapr-lab"
 PAGES = {
     "../figures/README.md": "results.md",
+    "../benchmarks/README.md": "benchmarks.md",
     "../notebooks/README.md": "notebooks/index.md",
 }
 """What is a page here of the files that pages link to."""
@@ -44,8 +45,8 @@ def write_pages(docs: Path) -> None:
     """Write the pages that are made, and the folder `notebooks`, in `docs`."""
     _write(docs / "commands.md", commands_page(help_texts()))
     _write(docs / "glossary.md", glossary_page())
-    results = (paths.figures_dir() / "README.md").read_text("utf-8")
-    _write(docs / "results.md", results_page(results))
+    for name, text in measured_pages().items():
+        _write(docs / name, text)
     copy_notebooks(paths.project_dir() / "notebooks", docs / "notebooks")
 
 
@@ -105,16 +106,21 @@ def _said(term: Term) -> str:
     return f"{term.text} ({places})" if places else term.text
 
 
-def results_page(text: str) -> str:
-    """The page of the results, its links as seen from `docs`."""
-    own = re.sub(r"\]\((\w+\.(?:png|csv))\)", r"](../figures/\1)", text)
-    return own.replace("](../docs/", "](")
+def measured_pages() -> dict[str, str]:
+    """The pages of what was measured, their links as seen from `docs`."""
+    found = {}
+    for target in list(PAGES)[:2]:
+        text = (paths.project_dir() / target.removeprefix("../")).read_text("utf-8")
+        folder = target.removesuffix("README.md")
+        own = re.sub(r"\]\((?!\.\.|https?:|#)", f"]({folder}", text)
+        found[PAGES[target]] = own.replace("](../docs/", "](")
+    return found
 
 
 def linked_pages(text: str) -> str:
     """A page as the site has it: links to its own pages, none to cards of models."""
     for target, page in PAGES.items():
-        text = text.replace(f"]({target})", f"]({page})")
+        text = re.sub(rf"\]\({re.escape(target)}(#[\w-]+)?\)", rf"]({page}\1)", text)
     return re.sub(r"\[([^]]+)\]\(\.\./data/\w+/README\.md\)", r"\1", text)
 
 

@@ -110,6 +110,12 @@ def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
 
 def measured_on(rows: pd.DataFrame) -> str:
     """What the numbers of `real_front_table` are of, in a sentence."""
+    said = tested_on(rows)
+    return f"{said[:1].upper()}{said[1:]}; ± is one standard error."
+
+
+def tested_on(rows: pd.DataFrame) -> str:
+    """The windows and items of the pretrained MoE."""
     own = first_states(rows)
     dense = own.query("method == 'dense'").iloc[0]
     windows = " / ".join(str(dense["windows"]).split(", "))
@@ -118,8 +124,8 @@ def measured_on(rows: pd.DataFrame) -> str:
     if fewest < most:
         items = f"{fewest} to {most} items each, the fewer among the more"
     return (
-        f"Perplexity of {windows} windows of 512 tokens; the paper's seven tasks, "
-        f"{items}; ± is one standard error."
+        f"perplexity of {windows} windows of 512 tokens; the paper's seven tasks, "
+        f"{items}"
     )
 
 

@@ -182,7 +182,7 @@ def test_every_page_is_in_the_menu() -> None:
     """The start page names the pages that are there and those that are made."""
     _, _, listed = (DOCS / "index.md").read_text("utf-8").partition(":hidden:\n")
     written = {path.stem for path in DOCS.iterdir() if path.suffix in {".md", ".rst"}}
-    made = {"commands", "glossary", "results", "notebooks/index"}
+    made = {"commands", "glossary", "results", "benchmarks", "notebooks/index"}
     expected = written - {"index"} | made
     assert set(listed.split()) - {"```"} == expected
 
@@ -190,9 +190,9 @@ def test_every_page_is_in_the_menu() -> None:
 def test_the_pages_link_to_what_is_there() -> None:
     """On GitHub and on the site: each relative link of each page is a file."""
     read = {path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}
-    results = (paths.figures_dir() / "README.md").read_text("utf-8")
-    made = {"commands.md", "glossary.md", "results.md", "notebooks/index.md"}
-    pages_made = [pages.results_page(results), pages.glossary_page()]
+    measured = pages.measured_pages()
+    made = {"commands.md", "glossary.md", "notebooks/index.md", *measured}
+    pages_made = [*measured.values(), pages.glossary_page()]
     for text in [*read.values(), *pages_made]:
         for link in re.findall(r"\]\((?!https:)([\w./]+)", text):
             assert link in made or (DOCS / link).exists(), link

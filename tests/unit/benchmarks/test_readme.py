@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from house import WINGS
 
-from benchmarks import advice, readme
+from benchmarks import advice, questions, readme
 from benchmarks.index import measured
 from heapr_lab.errors import SpecError
 from heapr_lab.storage import paths
@@ -23,9 +23,13 @@ from heapr_lab.storage import paths
 README = paths.project_dir() / "README.md"
 INSIDE = paths.project_dir() / "heapr_lab" / "README.md"
 ADVICE = paths.project_dir() / "docs" / "when_not.md"
-RESULTS = paths.figures_dir() / "README.md"
+ANSWERS = paths.figures_dir() / "README.md"
+RESULTS = paths.project_dir() / "benchmarks" / "README.md"
 MOST_LINES = 110
 MOST_ROWS = 12
+MOST_WORDS = 2500
+NOT_ASKED = {"13_damage"}
+"""Figures that answer no question of the page."""
 UPDATE = os.environ.get("HEAPR_UPDATE_README") == "1"
 
 
@@ -87,8 +91,8 @@ def test_the_numbers_in_front_are_the_committed_ones() -> None:
 
 
 def test_every_table_of_the_results_is_generated() -> None:
-    """Each block of figures/README.md is what the committed results give today."""
-    made = readme.sections(*committed())
+    """Each block of benchmarks/README.md is what the committed results give today."""
+    made = readme.sections(committed()[2])
     if UPDATE:
         readme.fill_sections(RESULTS, made)
     assert blocks(RESULTS) == {name: section.block for name, section in made.items()}
@@ -96,6 +100,34 @@ def test_every_table_of_the_results_is_generated() -> None:
     for name, section in made.items():
         heading, _, _ = text.partition(f"<!-- {name} -->")
         assert re.findall(r"^## (.*)$", heading, re.M)[-1] == section.title
+
+
+def test_every_question_is_answered_by_the_committed_numbers() -> None:
+    """A picture, an answer, what was measured and how, below each heading."""
+    made = questions.blocks(questions.Committed(*committed()))
+    if UPDATE:
+        readme.fill_blocks(ANSWERS, made)
+    assert blocks(ANSWERS) == made
+    text = ANSWERS.read_text("utf-8")
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    assert headings == [one.text for one in questions.QUESTIONS]
+    assert len(text.split()) < MOST_WORDS
+
+
+@pytest.mark.parametrize("one", questions.QUESTIONS, ids=lambda one: one.block)
+def test_an_answer_is_three_sentences_at_most(one: questions.Question) -> None:
+    """In numbers, unless it says what something is; every figure is shown once."""
+    answer = one.answer(questions.Committed(*committed()))
+    assert len(re.findall(r"\.(?: [A-Z]|$)", answer)) <= 3
+    assert answer.endswith(".")
+    assert bool(re.search(r"\d", answer)) == (one.block != "atom")
+    assert (paths.figures_dir() / f"{one.stem}.png").is_file()
+
+
+def test_no_figure_is_left_out() -> None:
+    """Those of the folder are those of the questions."""
+    drawn = {path.stem for path in paths.figures_dir().glob("*.png")}
+    assert drawn - NOT_ASKED == {one.stem for one in questions.QUESTIONS}
 
 
 def test_the_advice_is_made_of_the_committed_results() -> None:
@@ -149,7 +181,9 @@ def test_the_readme_is_read_in_a_minute() -> None:
     assert max(sizes) <= MOST_ROWS
 
 
-@pytest.mark.parametrize("path", [README, RESULTS], ids=["README", "figures"])
+@pytest.mark.parametrize(
+    "path", [README, ANSWERS, RESULTS], ids=["README", "figures", "benchmarks"]
+)
 def test_every_link_leads_somewhere(path: Path) -> None:
     """Relative links are files or folders; no picture is missing or empty."""
     links = re.findall(r"\]\(([^)#]+)", path.read_text("utf-8"))
@@ -157,7 +191,8 @@ def test_every_link_leads_somewhere(path: Path) -> None:
     assert len(relative) >= 10
     assert [link for link in relative if not (path.parent / link).exists()] == []
     pictures = [link for link in relative if link.endswith(".png")]
-    assert min((path.parent / link).stat().st_size for link in pictures) > 10_000
+    sizes = [(path.parent / link).stat().st_size for link in pictures]
+    assert min(sizes) > 10_000
 
 
 def test_a_long_table_is_folded() -> None:

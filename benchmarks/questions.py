@@ -1,0 +1,370 @@
+"""The questions of `figures/README.md`: a picture, an answer, and where it is from.
+
+Each answer is made from committed files; the claims of the paper among them are those
+of the lab model, as `heapr-lab reproduce` wrote them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+
+from benchmarks import advice
+from benchmarks.figures import methods, quality, real
+from benchmarks.index import BENCHMARKS, results_of
+from heapr_lab.experiments import answers
+from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNDECIDED, UNTESTED
+from heapr_lab.experiments.prose import listed, value_range
+from heapr_lab.figures.files import table_markdown
+from heapr_lab.figures.style import look
+from heapr_lab.storage import paths
+from heapr_lab.storage.provenance import read_provenance
+
+_SAYS = {
+    AGREES: "agrees",
+    DISAGREES: "disagrees",
+    UNDECIDED: "cannot decide",
+    UNTESTED: "cannot test it",
+}
+_MIDDLE = 0.4
+"""The ratio of the answers that are about one."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What is committed: tables of the lab model, and results of the benchmarks."""
+
+    summary: pd.DataFrame
+    """From `summary.summary_table`."""
+    claims: pd.DataFrame
+    """`claims.claims` of the lab model."""
+    measured: Mapping[str, pd.DataFrame]
+    """Rows of the benchmarks, from `index.measured`."""
+
+    def claim(self, number: int) -> str:
+        """What the paper claims, and what the lab model has to say about it."""
+        row = self.claims.set_index("number").loc[number]
+        paper = f" ({row['paper']})" if isinstance(row["paper"], str) else ""
+        return (
+            f"A claim of the paper: {row['claim']}{paper}. The lab model "
+            f"**{_SAYS[row['verdict']]}**: {row['found']}."
+        )
+
+
+Answer = Callable[[Committed], str]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A section of the page."""
+
+    block: str
+    """Name of the block below its heading."""
+    text: str
+    """The heading."""
+    stem: str
+    """Name of the files of its figure."""
+    answer: Answer
+    notebook: str = ""
+    """That goes into it; it and the figure are made by `make publish`."""
+    benchmark: str = ""
+    """Whose results it shows, if it is not made with the notebooks."""
+    measures: str = ""
+    """Format of what was measured, of the fields of `_of_lab_model`."""
+    table: Callable[[Committed], pd.DataFrame] | None = None
+    """Shown below the answer."""
+
+
+def blocks(committed: Committed) -> dict[str, str]:
+    """Every block of `figures/README.md`, by name."""
+    return {one.block: _shown(one, committed) for one in QUESTIONS}
+
+
+def _shown(one: Question, committed: Committed) -> str:
+    parts = [f"![{one.text}]({one.stem}.png)", one.answer(committed)]
+    if one.table is not None:
+        parts.append(table_markdown(one.table(committed)).strip())
+    parts.append(" · ".join([*_measured(one), *_files(one)]))
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+def _measured(one: Question) -> list[str]:
+    """What was measured, and the command that does it again."""
+    if one.benchmark:
+        row = BENCHMARKS[one.benchmark]
+        return [f"Measured: {row.measured_on()}", f"`python benchmarks/{row.script}`"]
+    if not one.measures:
+        return ["`make publish`"]
+    said = one.measures.format_map(_of_lab_model(one.stem))
+    return [f"Measured: {said}", "`make publish`"]
+
+
+def _files(one: Question) -> list[str]:
+    """Links to rows, table and notebook."""
+    found = {"rows": f"data/{one.stem}.csv", "table": f"{one.stem}_table.md"}
+    links = [
+        f"[{name}]({path})"
+        for name, path in found.items()
+        if (paths.figures_dir() / path).exists()
+    ]
+    if one.notebook:
+        links.append(f"[notebook](../notebooks/{one.notebook}.ipynb)")
+    return links
+
+
+def _of_lab_model(stem: str) -> dict[str, str]:
+    """What a figure of the lab model says of its origin, in words."""
+    told = read_provenance(paths.figures_dir() / f"{stem}.png")
+    text, profile = told["calibration"], told["profile"]
+    windows = f"{text['n_sequences']} windows of {text['seq_len']} tokens"
+    n_test = "all" if profile["n_test"] is None else f"the first {profile['n_test']}"
+    return {
+        "model": told["model"]["name"],
+        "calibration": f"calibrated on {windows} of {text['corpus']}",
+        "windows": f"{n_test} test windows of {profile['seq_len']} tokens a corpus",
+        "items": f"{profile['n_items']} items of the continuation task",
+        "draws": f"{profile['n_seeds']} draws of the calibration windows",
+    }
+
+
+# --- answers --------------------------------------------------------------------------
+
+
+def _atom(_committed: Committed) -> str:
+    return (
+        "Row k of W_gate and of W_up together with column k of W_down: the smallest "
+        "part of an expert that can be removed by itself, as an expert's output is the "
+        "sum of what its atomic experts write."
+    )
+
+
+def _pretrained(committed: Committed) -> str:
+    table = real.real_front_table(committed.measured["real"])
+    dense, least = table.iloc[0], table["atoms removed"].iloc[1]
+    perplexities = [name for name in table if name.startswith("perplexity")]
+    pruned = table[table["atoms removed"].eq(least)].to_dict("records")
+    said = "; ".join(
+        f"with {row['method']} {listed(row[name] for name in perplexities)}, and mean "
+        f"accuracy {row['mean accuracy ↑']}"
+        for row in pruned
+    )
+    corpora = [name.split()[1] for name in perplexities]
+    return (
+        f"Dense, its perplexity is {listed(dense[name] for name in perplexities)} on "
+        f"{listed(corpora)}, and its mean accuracy {dense['mean accuracy ↑']}. Without "
+        f"{least} of the atoms ({pruned[0]['parameters removed']} of the parameters) "
+        f"it is, {said}."
+    )
+
+
+def _gains(committed: Committed) -> str:
+    table = quality.models_table(committed.measured["quality_models"])
+    rows = table.set_index("variant").loc[list(advice.COMPENSATED)]
+    own, worst = rows[f"{_MIDDLE:.0%} [× HEAPr] ↓".replace("%", " %")], rows[_WORST]
+    other = rows["other text, 40, 60 % [× HEAPr] ↓"]
+    said = "; ".join(
+        f"{name} {own[name]:.2f} (at worst {worst[name]}), on text that nothing was "
+        f"calibrated on {other[name]:.2f}"
+        for name in rows.index
+    )
+    return (
+        f"The loss that is left of HEAPr's where {_MIDDLE:.0%} is removed, pooled over "
+        f"models and corpora: {said}."
+    )
+
+
+_WORST = "worst at 40, 60 % [×]"
+
+
+def _best_methods(committed: Committed) -> str:
+    data = committed.measured["methods"]
+    found = answers.methods(data, methods.rankings_table(data), results_of("methods"))
+    return " ".join([found.short, *found.against])
+
+
+def _scores(_committed: Committed) -> str:
+    rows = pd.read_csv(paths.figures_dir() / "data" / "8_methods.csv")
+    rows = rows[rows["source"].eq("ours") & rows["metric"].eq("perplexity")]
+    at = rows[rows["ratio"].sub(_MIDDLE).abs().lt(0.005)]
+    wide = at.pivot(index="dataset", columns="name", values="value")
+    lowest = wide.idxmin(axis="columns").map(lambda name: look(name).label)
+    said = listed(f"{name} on {corpus}" for corpus, name in lowest.items())
+    more = wide["heapr"] / wide.min(axis="columns")
+    return (
+        f"With {_MIDDLE:.0%} removed, perplexity is lowest by {said}; by HEAPr it is "
+        f"{value_range(more, '.2f')} times as high. One pass gives the sums for all."
+    )
+
+
+def _text(committed: Committed) -> str:
+    rows = pd.read_csv(paths.figures_dir() / "data" / "3_calibration_size.csv")
+    own = rows[rows["calibration"].eq(rows["dataset"])].sort_values("n_sequences")
+    said = "; ".join(
+        f"{corpus} {part['value'].iloc[0]:.2f} to {part['value'].iloc[-1]:.2f}"
+        for corpus, part in own.groupby("dataset")
+    )
+    least, most = own["n_sequences"].min(), own["n_sequences"].max()
+    return (
+        f"From {least} to {most} windows, perplexity on the calibrated corpus goes "
+        f"from {said}. {committed.claim(10)}"
+    )
+
+
+def _structures(committed: Committed) -> str:
+    rows = committed.measured["structures"].query("ratio == @_MIDDLE")
+    ragged = rows.loc[rows["multiple"].isna(), "delta_nll"].iloc[0]
+    over = rows.dropna(subset="multiple").groupby("structure", sort=False)
+    said = "; ".join(f"{name} {value_range(part['excess_nll'])}" for name, part in over)
+    multiples = value_range(rows["multiple"].dropna(), "d")
+    return (
+        f"Where {_MIDDLE:.0%} is removed, ragged widths cost {ragged:.3f} nats per "
+        f"token; widths that are multiples of {multiples} cost more by: {said}."
+    )
+
+
+def _quantised(committed: Committed) -> str:
+    table = advice.quantised_table(committed.measured["quantised"])
+    losses = [name for name in table if name.startswith("Δloss")]
+    said = "; ".join(
+        f"{row['model is']} {row['size, mean ↓']}, at most "
+        f"{max((row[name] for name in losses), key=_number)}"
+        for row in table.to_dict("records")
+    )
+    return (
+        "What is left of the file, and Δloss of the worst model in nats per token, ± "
+        f"one standard error: {said}. Only pruning saves operations."
+    )
+
+
+def _number(text: str) -> float:
+    return float(text.split()[0])
+
+
+def _costs(committed: Committed) -> str:
+    rows = committed.measured["cost"].groupby("method")["times_baseline"]
+    one, two = (value_range(rows.get_group(name), ".2f") for name in _WAYS)
+    return (
+        f"One pass takes {one} × the time of the forward and backward pass that it is, "
+        f"and Algorithm 1 of the paper, with a matrix for each expert, {two} ×. Both "
+        "give the same scores."
+    )
+
+
+_WAYS = ("one_pass", "two_stage")
+
+
+def _of_claims(*numbers: int) -> Answer:
+    return lambda committed: " ".join(committed.claim(n) for n in numbers)
+
+
+# --- the page -------------------------------------------------------------------------
+
+_TESTED = "{model}, {calibration}; {windows}, {items}"
+
+QUESTIONS = (
+    Question("atom", "What is an atomic expert?", "7_atomic_expert", _atom, "00_tour"),
+    Question(
+        "pretrained",
+        "What does pruning cost a pretrained model?",
+        "17_real",
+        _pretrained,
+        "06_quality",
+        benchmark="real",
+    ),
+    Question(
+        "boundary",
+        "How much can go, and what does it save?",
+        "4_boundary",
+        _of_claims(9),
+        "04_boundary",
+        measures=_TESTED,
+        table=lambda committed: committed.summary,
+    ),
+    Question(
+        "gains",
+        "What does the default gain on HEAPr?",
+        "11_models",
+        _gains,
+        "06_quality",
+        benchmark="quality_models",
+    ),
+    Question(
+        "methods",
+        "Which method loses least?",
+        "15_methods",
+        _best_methods,
+        "07_methods",
+        benchmark="methods",
+    ),
+    Question(
+        "scores",
+        "Which score ranks atoms best?",
+        "8_methods",
+        _scores,
+        "05_ablations",
+        measures=_TESTED,
+    ),
+    Question(
+        "granularity",
+        "Atoms or whole experts?",
+        "5_granularity",
+        _of_claims(7),
+        "05_ablations",
+        measures=_TESTED,
+    ),
+    Question(
+        "scope",
+        "One ranking for the model, or one for each layer?",
+        "6_scope",
+        _of_claims(6),
+        "05_ablations",
+        measures=_TESTED,
+    ),
+    Question(
+        "text",
+        "How much text, and which?",
+        "3_calibration_size",
+        _text,
+        "03_calibration_size",
+        measures="{model}; {windows}, {items}; means of {draws}",
+    ),
+    Question(
+        "layers",
+        "Which layers lose most?",
+        "1_layer_ratios",
+        _of_claims(11),
+        "02_layers_and_bins",
+        measures="{model}, {calibration}",
+    ),
+    Question(
+        "prediction",
+        "Do the scores predict the loss?",
+        "2_bins",
+        _of_claims(8),
+        "02_layers_and_bins",
+        measures="{model}, {calibration}, on which the loss is measured, too",
+    ),
+    Question(
+        "structures",
+        "What does a shape that engines load cost?",
+        "10_structures",
+        _structures,
+        benchmark="structures",
+    ),
+    Question(
+        "quantised",
+        "Prune, or quantise?",
+        "16_quantised",
+        _quantised,
+        benchmark="quantised",
+    ),
+    Question(
+        "costs",
+        "What does scoring cost?",
+        "9_cost",
+        _costs,
+        "01_importance",
+        benchmark="cost",
+    ),
+)
+"""In the order of the page."""
