@@ -41,7 +41,6 @@ _HOMES = {
     "Selection": "pruning.options",
     "Setting": "workbench.settings",
     "Workbench": "workbench.workbench",
-    "add_output_bias": "refinement.output_bias",
     "collect_statistics": "importance.collect",
     "compensate": "refinement.compensation",
     "compress": "refinement.compress",

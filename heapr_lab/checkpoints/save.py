@@ -271,11 +271,9 @@ def attach(model: Any, structure: str) -> None:
     """
     experts = sliced_experts(model)
     widths = {name: module.heapr_widths for name, module in experts.items()}
-    biased = any(module.has_added_bias for module in experts.values())
     kind = quantised_as(model)
-    quantizer = HeaprQuantizer(
-        HeaprConfig(widths, output_bias=biased, quantised=kind, structure=structure)
-    )
+    config = HeaprConfig(widths, quantised=kind, structure=structure)
+    quantizer = HeaprQuantizer(config)
     loaded = getattr(model, "hf_quantizer", None)
     if type(loaded) is type(quantizer) and _agree(loaded, quantizer):
         return

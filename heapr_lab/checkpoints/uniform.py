@@ -14,7 +14,7 @@ from torch import nn
 from heapr_lab.checkpoints.shared_experts import fit, wider, zero_atoms
 from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import backend_of
-from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
+from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
@@ -118,30 +118,14 @@ def _other_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def refuse_added_bias(model: nn.Module) -> None:
-    """Check that experts have no output bias that their family does not have.
-
-    Raises:
-        SpecError: they have one.
-    """
-    if any(experts.has_added_bias for experts in sliced_experts(model).values()):
-        raise SpecError(
-            f"the experts of a stock {type(model).__name__} have no output bias, and "
-            "those of this model do: choose another structure than uniform, or leave "
-            "the biases out"
-        )
-
-
 def stock_model(model: Any, width: int) -> Any:
     """A stock model that shares the weights of the pruned `model`.
 
     Its `heapr_zero_atoms` are those that shared experts were given.
 
     Raises:
-        SpecError: the family has no such configuration, or its experts have no bias,
-            and those of `model` do.
+        SpecError: the family has no such configuration.
     """
-    refuse_added_bias(model)
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config

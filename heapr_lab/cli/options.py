@@ -247,14 +247,6 @@ MethodName = Annotated[
         "--importance, weights unchanged); paper: HEAPr as published."
     ),
 ]
-OutputBias = Annotated[
-    bool,
-    typer.Option(
-        "--bias",
-        help="Also give each expert an output bias for the mean of what was removed; "
-        "not for uniform checkpoints, nor with --importance.",
-    ),
-]
 Distill = Annotated[
     int,
     typer.Option(
@@ -267,7 +259,7 @@ DistillSequences = Annotated[
     int | None,
     typer.Option(
         min=2,
-        help="Windows that --bias and --distill use [default: those of the "
+        help="Windows that --distill uses [default: those of the "
         "calibration]; four times as many are worth it.",
     ),
 ]

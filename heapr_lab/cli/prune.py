@@ -41,7 +41,6 @@ def prune(
     max_rise: options.MaxRise = None,
     importance: options.Importance = None,
     method: options.MethodName = "best",
-    bias: options.OutputBias = False,
     distill: options.Distill = 0,
     distill_sequences: options.DistillSequences = None,
     estimator: options.EstimatorOrMethods = None,
@@ -111,7 +110,7 @@ def prune(
         max_rise=max_rise,
         setting=Setting(selection, calibration),
         weights=weights,
-        after=Afterwards(bias, distill, distill_sequences),
+        after=Afterwards(distill, distill_sequences),
         default_multiple=unset,
         default_own_text=own_text is None,
         importance=importance,
@@ -149,8 +148,7 @@ class Request:
     def __post_init__(self) -> None:
         """Refuse what cannot be done to the weights, before a model is found."""
         alone = self.importance is not None
-        structure = self.setting.selection.structure
-        check_after(self.after, self.out, structure, table_alone=alone)
+        check_after(self.after, self.out, table_alone=alone)
 
     @property
     def to_folder(self) -> bool:
@@ -190,7 +188,7 @@ class Request:
             return self._without_own_text().run(in_words=in_words)
         if self.importance is None and self.after:
             backend_of(self.open_bench().model).require_loaded(
-                remedy="leave --bias and --distill out, or give --no-stream",
+                remedy="leave --distill out, or give --no-stream",
             )
         table = self._table(source)
         made = self._choose(table)
@@ -212,7 +210,6 @@ class Request:
                 "estimator", self.setting.selection.estimator
             ),
             "compensated": made.compensation is not None,
-            "output_bias": self.after.output_bias,
             "distillation_steps": self.after.distill,
             **_held_out(made.report, in_words=in_words),
             "atoms": made.keep.n_atoms,

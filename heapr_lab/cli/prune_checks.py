@@ -44,23 +44,18 @@ def own_share(asked: float | None, importance: Path | None, *, default: float) -
     return default if asked is None else asked
 
 
-def check_after(
-    after: "Afterwards", out: Path | None, structure: str, *, table_alone: bool
-) -> None:
+def check_after(after: "Afterwards", out: Path | None, *, table_alone: bool) -> None:
     """Make sure that there are weights to train, and text.
 
     Raises:
-        SpecError: only a table is given, no checkpoint is written, or one of a stock
-            family, which has no output bias.
+        SpecError: only a table is given, or no checkpoint is written.
     """
-    for option, asked in (("--bias", after.output_bias), ("--distill", after.distill)):
-        if asked and table_alone:
-            raise SpecError(f"{option} runs the model: leave --importance out")
-        if asked and not is_folder(out):
-            raise SpecError(
-                f"{option} changes weights: give the folder of a checkpoint as --out"
-            )
-    after.refuse(structure)
+    if after and table_alone:
+        raise SpecError("--distill runs the model: leave --importance out")
+    if after and not is_folder(out):
+        raise SpecError(
+            "--distill changes weights: give the folder of a checkpoint as --out"
+        )
 
 
 def is_folder(out: Path | None) -> bool:

@@ -35,8 +35,11 @@ METHOD = "heapr"
 FORMAT_VERSION = 3
 _FIRST_VERSION = 1
 """Of checkpoints with nothing that needs a later one."""
-_BIAS_VERSION = 2
-"""Of checkpoints with output biases that their family does not have."""
+OUTPUT_BIAS = (
+    "the experts of the checkpoint have output biases, which heapr-lab 0.1 of 2026-11 "
+    "wrote and reads: load it with that version, or prune the base model again"
+)
+"""Why checkpoints with output biases that their family does not have are refused."""
 CODE_NAME = "modeling_heapr"
 """Name of the copy of this file in a checkpoint."""
 
@@ -52,7 +55,7 @@ class RaggedExperts(nn.Module):
     """The kept atoms of one layer's experts, packed one expert after the other.
 
     Replaces the family's own experts module, with the same arguments. An expert without
-    atoms gives its output bias, or 0 if it has none.
+    atoms gives the output bias of its family, or 0 if that has none.
     """
 
     family: Any
@@ -60,13 +63,8 @@ class RaggedExperts(nn.Module):
     way: str | None = None
     """A name in `WAYS`; without one, that which suits the device."""
 
-    def __init__(
-        self, module: Any, widths: list[int], *, output_bias: bool = False
-    ) -> None:
-        """Allocate `widths` (E,) atoms for the experts in `module`, without values.
-
-        Experts have an output bias if those of `module` have, or with `output_bias`.
-        """
+    def __init__(self, module: Any, widths: list[int]) -> None:
+        """Allocate `widths` (E,) atoms for the experts in `module`, without values."""
         super().__init__()
         weight = module.down_proj
         d_expert = weight.shape[2 if module.is_transposed else 1]
@@ -91,13 +89,7 @@ class RaggedExperts(nn.Module):
         self.down_columns = empty(n_kept, d_expert)
         """Columns of W_down as rows."""
         self.up_bias = empty(factor * n_kept) if module.has_bias else None
-        biased = module.has_bias or output_bias
-        self.down_bias = empty(len(widths), d_expert) if biased else None
-
-    @property
-    def has_added_bias(self) -> bool:
-        """Whether there is an output bias that the family does not have."""
-        return self.down_bias is not None and not self.family.has_bias
+        self.down_bias = empty(len(widths), d_expert) if module.has_bias else None
 
     def forward(
         self,
@@ -612,28 +604,24 @@ class HeaprConfig(QuantizationConfigMixin):
         self,
         widths: dict[str, list[int]] | None = None,
         format_version: int | None = None,
-        output_bias: bool = False,
         quantised: str | None = None,
         **facts: Any,
     ) -> None:
         """The `widths` of the experts in each experts module, by its path.
 
-        With `output_bias` experts have an output bias that their family does not have;
         `quantised` is a name in `QUANTISED`.
         """
         self.quant_method: Any = METHOD
         self.widths = widths or {}
-        self.output_bias = output_bias
         self.quantised = quantised
-        least = _BIAS_VERSION if output_bias else _FIRST_VERSION
-        self.format_version = format_version or (FORMAT_VERSION if quantised else least)
+        least = FORMAT_VERSION if quantised else _FIRST_VERSION
+        self.format_version = format_version or least
         self.facts = facts
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         version = {"quant_method": METHOD, "format_version": self.format_version}
-        more: dict[str, Any] = {"output_bias": True} if self.output_bias else {}
-        more |= {"quantised": self.quantised} if self.quantised else {}
+        more = {"quantised": self.quantised} if self.quantised else {}
         return {**version, **more, **self.facts, "widths": self.widths}
 
 
@@ -651,11 +639,13 @@ class HeaprQuantizer(HfQuantizer):
     """The model whose experts were replaced, until its weights are loaded."""
 
     def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
-        """Refuse a checkpoint that was written by a later version.
+        """Refuse a checkpoint of a later version, or one with output biases.
 
         Raises:
-            ValueError: a later version wrote it.
+            ValueError: it is one.
         """
+        if self.quantization_config.facts.get("output_bias"):
+            raise ValueError(OUTPUT_BIAS)
         found = self.quantization_config.format_version
         if found > FORMAT_VERSION:
             raise ValueError(
@@ -678,8 +668,7 @@ class HeaprQuantizer(HfQuantizer):
         check_widths(every, {n: len(m.down_proj) for n, m in modules.items()}, model)
         for path, widths in every.items():
             parent, _, name = path.rpartition(".")
-            biased = self.quantization_config.output_bias
-            ragged = RaggedExperts(modules[path], widths, output_bias=biased)
+            ragged = RaggedExperts(modules[path], widths)
             if self.quantization_config.quantised:
                 quantise(ragged, self.quantization_config.quantised)
             block: Any = model.get_submodule(parent)

@@ -31,8 +31,8 @@ _PAIRED = (
 )
 _MADE = (
     "Masked: the dense model without the pruned atoms. With other weights, what is "
-    "evaluated is what Export writes, before output biases and distillation; compress "
-    "chooses the estimator itself."
+    "evaluated is what Export writes, before distillation; compress chooses the "
+    "estimator itself."
 )
 
 

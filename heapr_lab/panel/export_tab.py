@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
 
 _EVALUATED = (
-    "Evaluate measures these weights, before output biases and distillation; the card "
-    "gives the perplexities of what is written."
+    "Evaluate measures these weights, before distillation; the card gives the "
+    "perplexities of what is written."
 )
 
 _WRITTEN_BEFORE = "Out of date: what is below was written with other settings."
@@ -51,12 +51,6 @@ class ExportTab(ipw.VBox):
         """
         self.session, self.weights, self.own = session, bar.weights, bar.own
         self.folder = ipw.Text("pruned", description="folder", continuous_update=False)
-        self.bias = ipw.Checkbox(
-            value=False,
-            description="an output bias for each expert (not uniform)",
-            indent=False,
-            layout={"width": "auto"},
-        )
         self.distill = ipw.IntSlider(
             0, 0, 400, 25, description="distil [steps]", continuous_update=False,
             style=WHOLE_LABEL,
@@ -71,11 +65,9 @@ class ExportTab(ipw.VBox):
         if session.workbench is None:
             self.job.button.disabled = True
             self.job.text.value = status("a table without a model cannot be exported")
-        weights = [self.bias, self.distill]
-        row = ipw.HBox([self.folder, *weights], layout={"flex_flow": "row wrap"})
+        row = ipw.HBox([self.folder, self.distill], layout={"flex_flow": "row wrap"})
         super().__init__([row, self.note, self.job, self.command, self.code])
-        for control in weights:
-            control.observe(self.refresh, names="value")
+        self.distill.observe(self.refresh, names="value")
         self.folder.observe(self.refresh_code, names="value")
         self.code.observe(self.refresh_code, names="selected_index")
         self.folder.observe(self.command.check, names="value")
@@ -84,7 +76,7 @@ class ExportTab(ipw.VBox):
     def _asked(self) -> tuple[object, ...]:
         """The settings that what is written depends on."""
         chosen = self.session.selection, self.session.way
-        return *chosen, self.folder.value, self.bias.value, self.distill.value
+        return *chosen, self.folder.value, self.distill.value
 
     @property
     def _calibration(self) -> Calibration:
@@ -139,7 +131,6 @@ class ExportTab(ipw.VBox):
             session.selection,
             weights=self.weights.value,
             folder=self.folder.value,
-            output_bias=self.bias.value,
             distill=self.distill.value,
         )
 
@@ -164,8 +155,7 @@ class ExportTab(ipw.VBox):
             self.session.table,
             way.calibration(self.session.calibration),
         )
-        after = export.Afterwards(self.bias.value, self.distill.value)
-        after.refuse(selection.structure)
+        after = export.Afterwards(self.distill.value)
         trained_on = after.windows(bench, calibration, report) if after else None
         made = self.session.made(selection, way, report=report)
         made = replace(made, after=after, trained_on=trained_on)

@@ -38,7 +38,6 @@ def python_of_model(
     *,
     weights: str,
     folder: str,
-    output_bias: bool = False,
     distill: int = 0,
 ) -> str:
     """The lines that prune a model and write it to `folder`; the mask is `keep`.
@@ -49,7 +48,6 @@ def python_of_model(
         selection: how its atoms are selected.
         weights: how they are made, a name in `presets.WEIGHTS`.
         folder: of the checkpoint.
-        output_bias: whether `add_output_bias` follows.
         distill: steps of `distill_layers`; 0 for none.
     """
     if weights == "compress":  # which chooses the estimator
@@ -58,8 +56,7 @@ def python_of_model(
         f"bench = hl.open_workbench({_opened(opening)})",
         _assigned("calibration", calibration),
         _assigned("selection", selection),
-        *_smaller(weights, selection.estimator, fitted=output_bias or distill > 0),
-        *["hl.add_output_bias(smaller, bench.model, windows)"] * output_bias,
+        *_smaller(weights, selection.estimator, fitted=distill > 0),
         *_distilled(distill),
         f"hl.save_pruned(smaller, {folder!r}, tokenizer=bench.tokenizer)",
     )

@@ -14,7 +14,6 @@ import pandas as pd
 from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
 from heapr_lab.checkpoints.stored_type import round_experts, stored_dtype
 from heapr_lab.checkpoints.uniform import uniform_width
-from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.sources import (
@@ -35,7 +34,6 @@ from heapr_lab.refinement.compensation import (
 )
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.layer_distillation import distill_layers
-from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.storage.hashing import without_nan
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
@@ -50,33 +48,19 @@ Report = Callable[[int, int, str], None]
 class Afterwards:
     """What is done to the weights of a pruned model, after they were chosen."""
 
-    output_bias: bool = False
-    """Whether experts are given an output bias, by `add_output_bias`."""
     distill: int = 0
     """Steps of `distill_layers`; 0 for none."""
     n_sequences: int | None = None
-    """Windows that both are fitted to; None takes those of the calibration."""
+    """Windows that it learns from; None takes those of the calibration."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return self.output_bias or self.distill > 0
-
-    def refuse(self, structure: str) -> None:
-        """Check that a checkpoint of this structure can have the result.
-
-        Raises:
-            SpecError: it is a stock one, and biases are asked for.
-        """
-        if self.output_bias and structure == "uniform":
-            raise SpecError(
-                "a uniform checkpoint is a stock one, which has no place for output "
-                "biases: choose another structure, or leave them out"
-            )
+        return self.distill > 0
 
     def windows(
         self, bench: Workbench, calibration: Calibration, report: Report
     ) -> CalibrationSet:
-        """The windows that both are fitted to: of `calibration`, but as many as asked.
+        """The windows to learn from: of `calibration`, but as many as asked.
 
         Raises:
             CorpusError: the corpus has fewer windows.
@@ -126,7 +110,6 @@ def choose(
             the dtype of the files; raised before anything is run.
         CorpusError: there is too little text; likewise.
     """
-    after.refuse(setting.selection.structure)
     trained_on = after.windows(bench, setting.calibration, report) if after else None
     found = _chosen(
         bench,
@@ -423,18 +406,9 @@ def _trained(
     report: Report,
 ) -> dict[str, Any]:
     """Change the weights of `pruned` as `after` says; facts for the manifest."""
-    facts = {}
-    if after.output_bias:
-        layer = _part(report, f"output bias on {windows.label}: layer")
-        add_output_bias(pruned, bench.model, windows, progress=layer)
-        facts["output_bias"] = pruned.heapr_output_bias
-    if after.distill:
-        step = _part(report, f"distillation on {windows.label}: step")
-        distill_layers(
-            pruned, bench.model, windows, n_steps=after.distill, progress=step
-        )
-        facts["distillation"] = pruned.heapr_distillation
-    return {name: _records(frame) for name, frame in facts.items()}
+    step = _part(report, f"distillation on {windows.label}: step")
+    distill_layers(pruned, bench.model, windows, n_steps=after.distill, progress=step)
+    return {"distillation": _records(pruned.heapr_distillation)}
 
 
 def _records(frame: pd.DataFrame) -> Any:

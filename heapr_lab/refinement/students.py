@@ -66,7 +66,7 @@ def _students(pruned: nn.Module, dense: nn.Module) -> dict[str, RaggedExperts]:
     """
     backend_of(pruned).require_loaded(
         remedy="make it from a dense model that is loaded with stream=False "
-        "(--no-stream) to fit biases or distil",
+        "(--no-stream) to distil",
     )
     found = trainable_experts(pruned)
     expected = {layer.name: layer.n_experts for layer in find_experts(dense)}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.ragged_experts import FORMAT_VERSION
+from heapr_lab.models.ragged_experts import FORMAT_VERSION, OUTPUT_BIAS
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 
@@ -33,10 +33,7 @@ def widths_by_layer(settings: Mapping[str, Any]) -> Widths:
             f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
         )
     if settings.get("output_bias"):
-        raise SpecError(
-            "the experts of the checkpoint have output biases (--bias), for which "
-            "engines have no place: prune without, or use transformers"
-        )
+        raise SpecError(OUTPUT_BIAS)
     if settings.get("quantised"):
         raise SpecError(
             f"the weights of the checkpoint's experts are {settings['quantised']}, "

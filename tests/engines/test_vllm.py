@@ -479,7 +479,7 @@ def test_widths_of_another_checkpoint(structure: str, tmp_path: Path) -> None:
 
 
 def test_experts_that_vllm_cannot_carry(tmp_path: Path) -> None:
-    """Output biases of ours are refused by name, not left out."""
+    """Output biases of earlier versions are refused by name, not left out."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["output_bias"] = True

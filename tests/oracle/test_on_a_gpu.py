@@ -175,9 +175,6 @@ def benched(side: Side) -> float:
 
 
 CALLS: dict[str, Callable[[Side], Any]] = {
-    "add_output_bias": lambda side: heapr_lab.add_output_bias(
-        side.pruned(), side.model, side.windows
-    ),
     "collect_statistics": lambda side: [
         side.table.frame,
         heapr_lab.collect_statistics(side.model, side.windows, labels="model").frame,

@@ -25,7 +25,6 @@ from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.generation import continuations
 from heapr_lab.refinement.layer_distillation import distill_layers
-from heapr_lab.refinement.output_bias import add_output_bias
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -184,16 +183,14 @@ def test_the_dense_model_stays_what_it_was(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     """Training weights that are on disk, and writing text; the message says what to do.
 
-    Biases of a streamed model were fitted to weights that were dropped, and its logits
-    were not finite.
+    What was fitted of a streamed model was dropped, and its logits were not finite.
     """
     _, model = both("qwen3_moe", tmp_path)
     table = collect_statistics(model, WINDOWS)
     pruned = prune(model, select(table, ratio=0.4))
     refused: dict[str, Callable[[], object]] = {
         "to write text": lambda: continuations(model, WINDOWS.ids, n_new=2),
-        "to fit biases": lambda: add_output_bias(pruned, model, WINDOWS),
-        "or distil": lambda: distill_layers(pruned, model, WINDOWS, n_steps=1),
+        "to distil": lambda: distill_layers(pruned, model, WINDOWS, n_steps=1),
     }
     for what, run in refused.items():
         with pytest.raises(SpecError, match=f"on disk.*stream=False.* {what}"):

@@ -4,6 +4,7 @@
 stood side by side: a tiny model, what was cached for it, and what was saved of it.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -77,6 +78,21 @@ def test_an_earlier_checkpoint_is_loaded(earlier: Path) -> None:
     ):
         expected = dense(ids).logits
         torch.testing.assert_close(pruned(ids).logits, expected)
+
+
+def test_output_biases_are_refused_by_name(earlier: Path) -> None:
+    """With what reads them, in one line: by transformers, in memory, and streamed."""
+    path = earlier / "ragged" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= {"output_bias": True, "format_version": 2}
+    path.write_text(json.dumps(config))
+    why = r"output biases, which heapr-lab 0\.1 of 2026-11"
+    with pytest.raises(ValueError, match=why):
+        AutoModelForCausalLM.from_pretrained(path.parent)
+    for stream in (False, True):
+        with pytest.raises(SpecError, match=why) as error:
+            load_model(path.parent, device="cpu", stream=stream)
+        assert "\n" not in str(error.value)
 
 
 def test_the_format_of_less_is_moe_is_refused_by_name(earlier: Path) -> None:

@@ -163,16 +163,16 @@ def test_the_method_is_the_best_that_the_inputs_allow(
 def test_prune_and_distil(folder: Path, tmp_path: Path, method: str) -> None:
     """The experts are trained before they are written; manifest and output say so."""
     base = ("prune", folder / "moe", "--ratio", 0.6, "--method", method, "--json")
-    after = ("--bias", "--distill", 5, "--distill-sequences", 10)
+    after = ("--distill", 5, "--distill-sequences", 10)
     out = tmp_path / "d"
     facts = json.loads(run(*base, *after, "--out", out, *text_of(folder)))
-    assert (facts["output_bias"], facts["distillation_steps"]) == (True, 5)
+    assert facts["distillation_steps"] == 5
     manifest = json.loads((tmp_path / "d" / "heapr_manifest.json").read_text())
     assert "distilled from the dense ones in 5 steps" in manifest["weights"]
     n_windows = {"best": 12, "paper": 10}[method]  # own text comes with the best
-    assert manifest["weights"].count(f"{n_windows} windows of") == 2
+    assert manifest["weights"].count(f"{n_windows} windows of") == 1
     assert len(manifest["distillation"]) == 2
-    for row in (*manifest["distillation"], *manifest["output_bias"]):
+    for row in manifest["distillation"]:
         assert row["after"] <= row["before"]
     (change,) = manifest["perplexity"].values()
     evaluated = ("--corpora", folder / "text.txt", *TINY, "--json")
@@ -192,8 +192,6 @@ def test_distillation_needs_weights_and_text(folder: Path, tmp_path: Path) -> No
     more = ("--distill", 5, "--distill-sequences", 999, "--out", tmp_path / "x")
     message = refused("prune", folder / "moe", "--ratio", 0.4, *more, *text_of(folder))
     assert "999 were requested" in message
-    stock = ("--bias", "--structure", "uniform", "--out", tmp_path / "x")
-    assert "choose another" in one_line(*base[:-2], *stock)
 
 
 def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) -> None:

@@ -110,29 +110,16 @@ def test_the_model_is_exported(panel: Explorer, tmp_path: Path, weights: str) ->
 
 
 def test_what_comes_after_is_written(panel: Explorer, tmp_path: Path) -> None:
-    """Biases and distillation are in the manifest."""
+    """Distillation is in the manifest."""
     panel.controls.ratio.value = "0.4"
     tab = panel.export
     tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
-    tab.bias.value, tab.distill.value = True, 25
+    tab.distill.value = 25
     tab.job.button.click()
     tab.job.wait(60)
     assert tab.job.error.value == ""
     manifest = read_json(tmp_path / "pruned" / "heapr_manifest.json")
-    assert len(manifest["output_bias"]) == len(manifest["distillation"]) == 2
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
-    assert any(name.endswith("down_bias") for name, _ in loaded.named_parameters())
-
-
-def test_a_stock_checkpoint_has_no_biases(panel: Explorer, tmp_path: Path) -> None:
-    """They are refused before anything is run, and nothing is written."""
-    panel.controls.structure.value = "uniform"
-    tab = panel.export
-    tab.folder.value, tab.bias.value = str(tmp_path / "pruned"), True
-    tab.job.button.click()
-    tab.job.wait(60)
-    assert "no place for output biases" in tab.job.error.value
-    assert not (tmp_path / "pruned").exists()
+    assert len(manifest["distillation"]) == 2
 
 
 def test_unchanged_weights_need_no_text(

@@ -265,7 +265,7 @@ def test_what_was_written_is_marked_when_settings_change(
     for control, other in (
         (panel.controls.ratio, "0.6"),
         (panel.weights.weights, "compensated"),
-        (tab.bias, True),
+        (tab.distill, 25),
         (tab.folder, "elsewhere"),
     ):
         before = control.value

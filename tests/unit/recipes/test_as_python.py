@@ -174,14 +174,14 @@ def test_checkpoints_have_the_same_weights(
     selection = Selection(0.4, "camera", "layer")
     code = python_of_model(
         opened(), calibration, selection, weights=weights, folder="a folder",
-        output_bias=after, distill=25 * after,
+        distill=25 * after,
     )  # fmt: skip
     keep = mask_of(code)
     assert keep == KeepMask.read("a folder/heapr_keep.parquet")
     setting = Setting(selection, calibration)
     table = bench.table_of(setting)
     made = choose(
-        bench, table, setting, weights=weights, after=Afterwards(after, 25 * after),
+        bench, table, setting, weights=weights, after=Afterwards(25 * after),
         report=lambda *_: None,
     )  # fmt: skip
     assert made.keep.fingerprint == keep.fingerprint

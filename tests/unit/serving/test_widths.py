@@ -23,7 +23,7 @@ def test_by_layer() -> None:
     ("change", "message"),
     [
         ({"format_version": 99}, "format version 99.*upgrade"),
-        ({"output_bias": True}, "output biases.*prune without"),
+        ({"output_bias": True}, "output biases, which heapr-lab 0"),
         ({"widths": {"model.experts": [1]}}, "no numbered layer"),
         (
             {"widths": WIDTHS | {"vision.layers.1.experts": [1]}},
