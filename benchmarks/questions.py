@@ -12,13 +12,13 @@ import pandas as pd
 from benchmarks import advice
 from benchmarks.figures import methods, quality, real
 from benchmarks.index import BENCHMARKS, results_of
+from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.experiments import answers
 from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNDECIDED, UNTESTED
 from heapr_lab.experiments.prose import listed, value_range
 from heapr_lab.figures.files import table_markdown
 from heapr_lab.figures.style import look
 from heapr_lab.storage import paths
-from heapr_lab.storage.provenance import read_provenance
 
 _SAYS = {
     AGREES: "agrees",
