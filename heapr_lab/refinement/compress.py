@@ -3,10 +3,10 @@
 Three of every four windows are fitted to: the scores, the sums of one more forward
 pass, two masks, and the compensation of what each removes. The masks are those of the
 Fisher information, which lose less on pretrained weights, and those of elimination
-within the sums, which lose less on models from scratch. They are compared with HEAPr as
-published, its mask with unchanged weights, on windows that no fit has seen; the best is
-returned, and HEAPr's where no paired difference is in favour of another by more than
-two standard errors. So it is never worse than the paper's by more than noise. What is
+within the sums, which lose less on models from scratch. HEAPr as published, its mask
+with unchanged weights, gives way to the first and that to the second only where the
+paired difference, over windows that no fit has seen, is in favour by more than two
+standard errors. So it is never worse than the paper's by more than noise. What is
 reported is measured on further windows, which have no part in either.
 
 Source: this project.
@@ -193,13 +193,17 @@ def _losses(
 
 
 def _chosen(judged: dict[str, list[Losses]]) -> str:
-    """The best of those in favour of which the windows that decide are, or `PAPER`."""
-    means = {PAPER: 0.0}
+    """The last in favour of which the windows that decide are, against the one before.
+
+    So `PAPER` stays where nothing is better by more than noise, and of two ways that
+    are both better the first, unless the second is better than that as well.
+    """
+    best = PAPER
     for name, (deciding, _) in judged.items():
-        difference, error = paired_difference(deciding, judged[PAPER][0])
+        difference, error = paired_difference(deciding, judged[best][0])
         if difference < -_STANDARD_ERRORS * error:
-            means[name] = difference
-    return min(means, key=lambda name: means[name])
+            best = name
+    return best
 
 
 def _report(judged: dict[str, list[Losses]], dense: Losses) -> pd.DataFrame:
