@@ -159,7 +159,7 @@ def _pretrained(committed: Committed) -> str:
 
 def _gains(committed: Committed) -> str:
     table = quality.models_table(committed.measured["quality_models"])
-    rows = table.set_index("variant").loc[list(advice.COMPENSATED)]
+    rows = table.set_index("variant").loc[list(advice.COUNTED)]
     own, worst = rows[f"{_MIDDLE:.0%} [× HEAPr] ↓".replace("%", " %")], rows[_WORST]
     other = rows["other text, 40, 60 % [× HEAPr] ↓"]
     said = "; ".join(

@@ -12,8 +12,8 @@ PAPER = "heapr"
 DRAWN = (
     "heapr + compensation",
     "fisher",
-    "fisher + compensation",
     "elimination + compensation",
+    "compress",
 )
 """Variants in the figure; the table has all."""
 OWN_TEXT = "compress + own text"

@@ -26,8 +26,7 @@ _NAMES = {
 }
 MODEL = "smolmoe"
 """The pretrained MoE; `smollm2` is a dense model as one expert a layer."""
-DEFAULTS = ("fisher + compensation", "elimination + compensation")
-"""What the default, `compress`, takes on pretrained weights, today and before."""
+DEFAULT = "compress"
 FITTED_TO = "wikitext2"
 FRONT_RATIOS = (0.2, 0.25, 0.4)
 """Of the table in README.md."""
@@ -63,12 +62,6 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def default_of(rows: pd.DataFrame) -> str:
-    """The method that `compress` is, in results that may be of an earlier version."""
-    measured = {*rows["method"]}
-    return next((name for name in DEFAULTS if name in measured), DEFAULTS[0])
-
-
 def first_states(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the pretrained MoE, calibrated on the first draw of WikiText-2."""
     return rows[of_model(rows) & rows["fitted_to"].eq(FITTED_TO)]
@@ -84,10 +77,10 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     A row for the dense model and for each ratio, method by method.
     """
-    own, ours = first_states(rows), default_of(rows)
-    shown = own["method"].isin([ours, "heapr"]) & own["ratio"].isin(FRONT_RATIOS)
+    own = first_states(rows)
+    shown = own["method"].isin([DEFAULT, "heapr"]) & own["ratio"].isin(FRONT_RATIOS)
     own = own[shown | own["method"].eq("dense")]
-    names = {"heapr": "HEAPr", ours: f"default: {ours}"}
+    names = {"heapr": "HEAPr", DEFAULT: f"default: {DEFAULT}"}
     own = own.assign(method=own["method"].replace(names))
     own = own.sort_values(["ratio", "method"], key=_in_order, ignore_index=True)
     table = pd.DataFrame(
@@ -142,12 +135,11 @@ def plot_real(
     """
     ax = own_axes(ax)
     own = first_states(data)
-    ours = default_of(own)
     value = "against_dense" if shown == "accuracy" else f"delta_nll {shown}"
     error = value.replace("delta_nll", "delta_nll_stderr")
     error = "against_dense_stderr" if shown == "accuracy" else error
     ax.axhline(0.0, color=REFERENCE_GREY, linewidth=0.8)
-    for place, name in enumerate((ours, *_DRAWN)):
+    for place, name in enumerate((DEFAULT, *_DRAWN)):
         rows = own[own["method"].eq(name)].sort_values("ratio")
         drawn = look(name)
         ax.errorbar(

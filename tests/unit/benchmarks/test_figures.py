@@ -141,10 +141,9 @@ def test_where_heapr_loses_nothing_there_is_no_quotient() -> None:
 def test_gains_are_drawn_with_their_intervals() -> None:
     """The quotients of the table by model, a panel each; none without a loss."""
     rows = measured_models()
-    rows["variant"] = rows["variant"].replace("compress", "fisher + compensation")
     figure = quality.figure_models(quality.models_data(rows))
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["a", "b"]
-    drawn = [lines_of(ax)["Fisher, compensated"] for ax in figure.axes]
+    drawn = [lines_of(ax)["compress"] for ax in figure.axes]
     assert drawn[0].tolist() == pytest.approx(np.array([[20, 0.5], [40, 0.3]]))
     assert np.isnan(drawn[1][0, 1])
     assert drawn[1][1].tolist() == pytest.approx([40, 0.5])

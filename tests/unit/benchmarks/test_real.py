@@ -50,7 +50,7 @@ def test_every_state_has_its_numbers_with_their_errors() -> None:
 
 def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     """Other draws, corpora and controls are in the whole table alone."""
-    ours = real.DEFAULTS[0]
+    ours = real.DEFAULT
     rows = pd.DataFrame(
         [
             _row("dense", 0.0),
@@ -65,7 +65,7 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
         ]
     )
     front = real.real_front_table(rows)
-    default = "default: fisher + compensation"
+    default = "default: compress"
     methods = ["dense", "HEAPr", default, "HEAPr", default]
     assert front["method"].tolist() == methods
     assert front["atoms removed"].tolist() == ["0%", "25%", "25%", "40%", "40%"]
@@ -76,15 +76,6 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     dense = rows["method"].eq("dense")
     more = rows.assign(items=dense.map({True: 400, False: 100}))
     assert "100 to 400 items each" in real.measured_on(more)
-
-
-def test_the_default_has_one_name_today_and_one_before() -> None:
-    """Results of an earlier version are read; without either the first is named."""
-    assert (
-        real.default_of(pd.DataFrame({"method": [real.DEFAULTS[1]]}))
-        == (real.DEFAULTS[1])
-    )
-    assert real.default_of(pd.DataFrame({"method": ["heapr"]})) == real.DEFAULTS[0]
 
 
 def test_the_figure_has_at_most_five_series_with_intervals() -> None:
