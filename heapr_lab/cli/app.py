@@ -28,6 +28,7 @@ from heapr_lab.cli import (
 )
 from heapr_lab.cli.console import say
 from heapr_lab.cli.failures import line_of, line_of_interrupt
+from heapr_lab.cli.grouped import GroupedCommand
 
 
 class _Commands(TyperGroup):
@@ -95,7 +96,7 @@ def _common(
 
 app.command(epilog=options.PLAN_EXAMPLES)(plan.plan)
 app.command(epilog=options.SCORE_EXAMPLES)(score.score)
-app.command(epilog=options.PRUNE_EXAMPLES)(prune.prune)
+app.command(cls=GroupedCommand, epilog=options.PRUNE_EXAMPLES)(prune.prune)
 app.command(epilog=options.CONVERT_EXAMPLES)(exports.convert)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
 app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)

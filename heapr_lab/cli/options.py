@@ -33,7 +33,7 @@ PRUNE_EXAMPLES = """\b
 Examples:
   heapr-lab prune lab --ratio 0.25 --out mask.parquet
   heapr-lab prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned
-  heapr-lab prune lab --importance importance.parquet --ratio 0.4 --scope layer
+  heapr-lab prune lab --importance importance.parquet --ratio 40%
   heapr-lab prune lab --ratio 0.3 --structure aligned --multiple 16 --of model
   heapr-lab prune lab --ratio 0.4 --method paper --out as_published
   heapr-lab prune lab --ratio 0.4 --distill 100 --out distilled
@@ -139,17 +139,28 @@ Model = Annotated[
 ModelOption = Annotated[
     str, typer.Option("--model", help=NAME_HELP, callback=model_name)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object.", rich_help_panel="Output"),
+]
 Profile = Annotated[
     str | None,
     typer.Option(
         help="Amount of text: small, lab or paper [default: the model's].",
         callback=profile_name,
+        rich_help_panel="Text",
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Device = Annotated[
+    str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel="Machine")
+]
 Dtype = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16, ...", callback=dtype_name)
+    str,
+    typer.Option(
+        help="auto, float32, bfloat16, ...",
+        callback=dtype_name,
+        rich_help_panel="Machine",
+    ),
 ]
 Stream = Annotated[
     bool | None,
@@ -157,6 +168,7 @@ Stream = Annotated[
         "--stream/--no-stream",
         help="Keep decoder layers on disk and read them one at a time [default: where "
         "the scores do not fit].",
+        rich_help_panel="Machine",
     ),
 ]
 HostMemory = Annotated[
@@ -169,13 +181,27 @@ HostMemory = Annotated[
     ),
 ]
 SeqLen = Annotated[
-    int | None, typer.Option(min=2, help="Tokens per window [default: the profile's].")
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens per window [default: the profile's].",
+        rich_help_panel="Text",
+    ),
 ]
 Corpus = Annotated[
-    str, typer.Option(help="Calibration text: a corpus, a file, or a mixture of them.")
+    str,
+    typer.Option(
+        help="Calibration text: a corpus, a file, or a mixture of them.",
+        rich_help_panel="Text",
+    ),
 ]
 Sequences = Annotated[
-    int | None, typer.Option(min=1, help="Number of windows [default: the profile's].")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of windows [default: the profile's].",
+        rich_help_panel="Text",
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed for drawing the windows.")]
 OwnText = Annotated[
@@ -192,6 +218,7 @@ OwnTextOrMethods = Annotated[
         help="Windows that the model writes itself, for each of the corpus, so that "
         "what the corpus does not show is not pruned away [default: 0.25 where "
         "--method best writes a checkpoint, else 0].",
+        rich_help_panel="Text",
     ),
 ]
 Workers = Annotated[
@@ -211,12 +238,16 @@ EstimatorOrMethods = Annotated[
         help="heapr, heapr_total, fisher, weighted, shrunk, elimination, "
         "elimination_shrunk, taylor, camera, magnitude, frequency or random [default: "
         "the method's].",
+        rich_help_panel="Method",
     ),
 ]
 Importance = Annotated[
     Path | None,
     typer.Option(
-        exists=True, dir_okay=False, help="A table of `score` [default: the cache]."
+        exists=True,
+        dir_okay=False,
+        help="A table of `score` [default: the cache].",
+        rich_help_panel="Method",
     ),
 ]
 Mask = Annotated[
@@ -230,13 +261,19 @@ Tasks = Annotated[
     ),
 ]
 Ratio = Annotated[
-    float | None, typer.Option(help="Share to prune, in [0, 1): 0.25, not 25.")
+    str | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Share to prune, in [0, 1): 0.25 or 25%, not 25.",
+        rich_help_panel="How much",
+    ),
 ]
 MaxRise = Annotated[
     float | None,
     typer.Option(
         help="Instead of --ratio: prune as much as possible while perplexity, before "
-        "compensation, rises by at most this share; 0.02 is 2 %."
+        "compensation, rises by at most this share; 0.02 is 2 %.",
+        rich_help_panel="How much",
     ),
 ]
 MethodName = Annotated[
@@ -244,7 +281,8 @@ MethodName = Annotated[
     typer.Option(
         help="best: elimination and compensation, or HEAPr where held-out calibration "
         "windows see no gain (with --estimator, compensated weights; with "
-        "--importance, weights unchanged); paper: HEAPr as published."
+        "--importance, weights unchanged); paper: HEAPr as published.",
+        rich_help_panel="Method",
     ),
 ]
 Distill = Annotated[
@@ -252,30 +290,26 @@ Distill = Annotated[
     typer.Option(
         min=0,
         help="Steps in which each layer's experts are then trained to return what the "
-        "dense ones return; 100 is a good start. Not with --importance.",
+        "dense ones return, on the calibration; 100 is a good start. Not with "
+        "--importance.",
+        rich_help_panel="Method",
     ),
 ]
-DistillSequences = Annotated[
-    int | None,
-    typer.Option(
-        min=2,
-        help="Windows that --distill uses [default: those of the "
-        "calibration]; four times as many are worth it.",
-    ),
-]
-Scope = Annotated[str, typer.Option(help="global or layer.")]
-Granularity = Annotated[str, typer.Option(help="atom or expert.")]
 Engine = Annotated[
     str | None,
     typer.Option(
         "--for",
         help="Choose structure and multiple for an engine: transformers, vllm, sglang, "
         "tensorrt-llm, llama.cpp or llama.cpp-q4_k.",
+        rich_help_panel="Shape",
     ),
 ]
 Structure = Annotated[
     str | None,
-    typer.Option(help="ragged, aligned, per_layer or uniform [default: ragged]."),
+    typer.Option(
+        help="ragged, aligned, per_layer or uniform [default: ragged].",
+        rich_help_panel="Shape",
+    ),
 ]
 Multiple = Annotated[
     int | None,
@@ -283,26 +317,23 @@ Multiple = Annotated[
         min=1,
         help="Widths are multiples of it [default for aligned and uniform: the "
         "largest power of two up to d_inter / 8].",
+        rich_help_panel="Shape",
     ),
 ]
 Of = Annotated[
     str,
     typer.Option(
         help="What the ratio counts: routed atoms (atoms), or parameters of the whole "
-        "model (model)."
+        "model (model).",
+        rich_help_panel="How much",
     ),
-]
-ExcludeLayers = Annotated[
-    str, typer.Option(help="Layers that are not pruned, such as 0,5-7.")
-]
-MinAtoms = Annotated[int, typer.Option(min=0, help="Minimum atoms per expert.")]
-ProtectUnrouted = Annotated[
-    bool,
-    typer.Option("--protect-unrouted", help="Keep experts that received no tokens."),
 ]
 PrunedOut = Annotated[
     Path | None,
-    typer.Option(help="FILE.parquet for only the mask, else a checkpoint folder."),
+    typer.Option(
+        help="FILE.parquet for only the mask, else a checkpoint folder.",
+        rich_help_panel="Output",
+    ),
 ]
 Quantised = Annotated[
     str,
@@ -310,13 +341,5 @@ Quantised = Annotated[
         "--quantise",
         help="To what weights of experts are rounded: int8, a scale for each row, or "
         "int4, one for 32 weights.",
-    ),
-]
-CardCorpora = Annotated[
-    str | None,
-    typer.Option(
-        "--perplexity",
-        help="Corpora whose perplexity is in the checkpoint's card, separated by "
-        "commas [default: the calibration corpus, or none with --importance].",
     ),
 ]

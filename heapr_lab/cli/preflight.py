@@ -1,9 +1,9 @@
-"""Checks made before a model is loaded: of paths, corpora, tasks and layers."""
+"""Checks made before a model is loaded: of paths, corpora and tasks."""
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from heapr_lab.errors import SpecError
@@ -134,28 +134,3 @@ def check_tasks(names: Iterable[str]) -> None:
         from heapr_lab.tasks.harness import check_tasks as check_harness
 
         check_harness(of_harness)
-
-
-# --- layers -----------------------------------------------------------------------
-
-
-def check_layers(source: Path, layers: Sequence[int]) -> None:
-    """Make sure that a model has routed experts in `layers`, without its weights.
-
-    Args:
-        source: folder of the model.
-        layers: those that are not to be pruned.
-
-    Raises:
-        SpecError: a layer has no routed experts, or no other layer has any.
-        LayoutError: its experts cannot be pruned.
-    """
-    if not layers:
-        return
-    from heapr_lab.models.experts import find_experts
-    from heapr_lab.models.folders import read_config, skeleton_of
-    from heapr_lab.pruning.options import Selection
-
-    skeleton = skeleton_of(read_config(source))
-    found = tuple(layer.layer for layer in find_experts(skeleton))
-    Selection(0.0, exclude_layers=tuple(layers)).groups(found)

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heapr_lab.cli import options, preflight
-from heapr_lab.cli.console import names_in, print_facts, say
+from heapr_lab.cli.console import print_facts, say
 from heapr_lab.cli.opening import open_bench
 from heapr_lab.cli.prune_checks import (
     check_after,
     check_amount,
     check_out,
-    check_searchable,
     is_folder,
     own_share,
 )
@@ -39,32 +38,23 @@ def prune(
     model: options.Model,
     ratio: options.Ratio = None,
     max_rise: options.MaxRise = None,
-    importance: options.Importance = None,
+    of: options.Of = "atoms",
     method: options.MethodName = "best",
-    distill: options.Distill = 0,
-    distill_sequences: options.DistillSequences = None,
     estimator: options.EstimatorOrMethods = None,
-    scope: options.Scope = "global",
-    granularity: options.Granularity = "atom",
+    distill: options.Distill = 0,
+    importance: options.Importance = None,
     engine: options.Engine = None,
     structure: options.Structure = None,
     multiple: options.Multiple = None,
-    of: options.Of = "atoms",
-    exclude_layers: options.ExcludeLayers = "",
-    min_atoms: options.MinAtoms = 0,
-    protect_unrouted: options.ProtectUnrouted = False,
-    out: options.PrunedOut = None,
-    perplexity: options.CardCorpora = None,
     corpus: options.Corpus = "pydocs",
-    own_text: options.OwnTextOrMethods = None,
     n_sequences: options.Sequences = None,
     seq_len: options.SeqLen = None,
-    seed: options.Seed = 0,
+    own_text: options.OwnTextOrMethods = None,
     profile: options.Profile = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     stream: options.Stream = None,
-    host_memory: options.HostMemory = None,
+    out: options.PrunedOut = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Select the atoms to keep, report the savings, and write the smaller model.
@@ -76,32 +66,27 @@ def prune(
     published.
     """
     from heapr_lab.checkpoints.engines import widths_for
-    from heapr_lab.pruning.options import Selection, parse_layers
+    from heapr_lab.pruning.options import Selection, read_ratio
     from heapr_lab.recipes.presets import find_method
     from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.settings import Setting
 
     preset = find_method(method)
-    check_amount(ratio, max_rise, table_alone=importance is not None)
+    check_amount(ratio, max_rise, of=of, table_alone=importance is not None)
     structure, multiple = widths_for(engine, structure, multiple)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
-        ratio or 0.0,
+        read_ratio(ratio or "0"),
         estimator=estimator or preset.estimator_for(importance),
-        scope=scope,
-        granularity=granularity,
         structure=structure,
         multiple=1 if unset else multiple,
         of=of,
-        exclude_layers=parse_layers(exclude_layers, name="--exclude-layers"),
-        min_atoms=min_atoms,
-        protect_unrouted=protect_unrouted,
     )
     weights = preset.weights_for(importance, estimator=estimator)
     fitted = weights == "compress" and is_folder(out)
     own = own_share(own_text, importance, default=preset.own_text if fitted else 0.0)
-    calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own)
-    opening = model, profile, seq_len, device, dtype, stream, host_memory
+    calibration = Calibration(corpus, n_sequences, own_text=own)
+    opening = model, profile, seq_len, device, dtype, stream, None
     from heapr_lab.recipes.export import Afterwards
 
     request = Request(
@@ -110,12 +95,11 @@ def prune(
         max_rise=max_rise,
         setting=Setting(selection, calibration),
         weights=weights,
-        after=Afterwards(distill, distill_sequences),
+        after=Afterwards(distill),
         default_multiple=unset,
         default_own_text=own_text is None,
         importance=importance,
         out=out,
-        corpora=perplexity,
         seq_len=seq_len,
         engine=engine,
         open_bench=functools.cache(lambda: open_bench(*opening)),
@@ -140,7 +124,6 @@ class Request:
     default_own_text: bool
     importance: Path | None
     out: Path | None
-    corpora: str | None
     seq_len: int | None
     engine: str | None
     open_bench: "Callable[[], Workbench]"
@@ -223,8 +206,8 @@ class Request:
         """Check what needs no model; returns the corpora of the card.
 
         Raises:
-            SpecError: a layer or a corpus cannot be used, --max-rise is given with a
-                mixture, or the engine computes another model.
+            SpecError: a corpus cannot be used, --max-rise is given with a mixture, or
+                the engine computes another model.
         """
         from heapr_lab.checkpoints.engines import check_computed
         from heapr_lab.models.folders import read_config
@@ -232,20 +215,17 @@ class Request:
 
         corpus = self.setting.calibration.corpus
         check_computed(self.engine, read_config(source))
-        preflight.check_layers(source, self.setting.selection.exclude_layers)
         parts = corpora_of(corpus)
         if self.max_rise is not None and len(parts) > 1:
             raise SpecError(
                 f"--max-rise measures on the calibration corpus, and {corpus!r} is a "
                 "mixture: give --ratio, or one corpus"
             )
-        if self.importance is None:
-            preflight.check_corpora([corpus], split="train")
-        measured = names_in(self.corpora or "")
-        if self.corpora is None and self.importance is None:
-            measured = list(parts)  # a mixture has no test split
-        preflight.check_corpora(measured, split="test")
-        return measured
+        if self.importance is not None:
+            return []
+        preflight.check_corpora([corpus], split="train")
+        preflight.check_corpora(parts, split="test")  # a mixture has none
+        return list(parts)
 
     def _table(self, source: Path) -> "ImportanceTable":
         from heapr_lab.checkpoints.same_model import own_table
@@ -279,16 +259,10 @@ class Request:
             )
 
     def _searched(self, setting: "Setting") -> "Setting":
-        """`setting` with the ratio that meets the limit, if there is one.
-
-        Raises:
-            SpecError: the search does not support the selection, or no ratio is fast
-                enough.
-        """
+        """`setting` with the ratio that meets the limit, if there is one."""
         from heapr_lab.inspection.budgets import ratio_for_loss
 
         if self.max_rise is not None:
-            check_searchable(setting, option="--max-rise")
             corpus, rise = setting.calibration.corpus, self.max_rise
             return ratio_for_loss(self.open_bench(), setting, corpus, rise=rise)[0]
         return setting

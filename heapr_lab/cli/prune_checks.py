@@ -8,23 +8,22 @@ from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
     from heapr_lab.recipes.export import Afterwards
-    from heapr_lab.workbench.settings import Setting
-
-_SEARCHED = ("estimator", "scope", "granularity", "structure", "multiple")
-"""The fields of a selection that a search over ratios supports."""
 
 
 def check_amount(
-    ratio: float | None, max_rise: float | None, *, table_alone: bool
+    ratio: str | None, max_rise: float | None, *, of: str, table_alone: bool
 ) -> None:
     """Make sure that the amount to prune is given once, and can be determined.
 
     Raises:
-        SpecError: it is given twice or not at all, or depends on a model that is not
-            run where there is a table alone.
+        SpecError: it is given twice or not at all, counts something else than atoms
+            where it is searched for, or depends on a model that is not run where there
+            is a table alone.
     """
     if table_alone and max_rise is not None:
         raise SpecError("--max-rise runs the model: leave --importance out")
+    if max_rise is not None and of != "atoms":
+        raise SpecError("--max-rise finds a ratio of atoms: leave --of out")
     given = sum(value is not None for value in (ratio, max_rise))
     if given != 1:
         raise SpecError(
@@ -61,24 +60,6 @@ def check_after(after: "Afterwards", out: Path | None, *, table_alone: bool) -> 
 def is_folder(out: Path | None) -> bool:
     """Whether `out` is the folder of a checkpoint, and not the file of a mask."""
     return out is not None and out.suffix != ".parquet"
-
-
-def check_searchable(setting: "Setting", *, option: str) -> None:
-    """Make sure that a search over ratios supports the selection.
-
-    Raises:
-        SpecError: it has other settings than `_SEARCHED`.
-    """
-    from heapr_lab.pruning.options import Selection
-
-    asked = setting.selection
-    plain = Selection(asked.ratio, **{name: getattr(asked, name) for name in _SEARCHED})
-    beyond = [name for name, value in vars(asked).items() if value != vars(plain)[name]]
-    if beyond:
-        raise SpecError(
-            f"{option} supports {', '.join(_SEARCHED)}, not {', '.join(beyond)}: give "
-            "--ratio instead"
-        )
 
 
 def check_out(out: Path | None, *, to_folder: bool) -> None:

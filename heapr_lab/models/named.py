@@ -87,7 +87,7 @@ def check_there(name: str) -> None:
     if name in _FOLDERS or Path(name).is_dir():
         return
     if name.startswith((".", "~", os.sep)):
-        raise SpecError(f"there is no folder {name}: expected {what_is_expected()}")
+        raise SpecError(f"no such folder: {name}; expected {what_is_expected()}")
     from huggingface_hub import hf_hub_download
 
     from heapr_lab import hub

@@ -1,7 +1,6 @@
 """The controls of the panel: a labelled control for each setting of a selection."""
 
 from collections.abc import Callable, Sequence
-from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 import ipywidgets as ipw
@@ -10,7 +9,13 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.help import label_of
-from heapr_lab.pruning.options import BUDGETS, CHOICES, Selection, parse_layers
+from heapr_lab.pruning.options import (
+    BUDGETS,
+    CHOICES,
+    Selection,
+    parse_layers,
+    read_ratio,
+)
 from heapr_lab.pruning.selection import default_multiple
 
 _LAST_STEP: Final = 99
@@ -254,38 +259,6 @@ class Controls(ipw.VBox):
         self.multiple.disabled = self.structure.value == "ragged"
         self.rise.disabled = not self.to_target
         self.slider.disabled = self.ratio.disabled = self.to_target
-
-
-def read_ratio(text: str) -> float:
-    """A ratio in [0, 1) as people write it: a fraction, or per cent with the sign.
-
-    Raises:
-        SpecError: the text is anything else, or the ratio is not in [0, 1).
-
-    Example:
-        >>> read_ratio("0.333"), read_ratio("33.3 %"), read_ratio("0,4")
-        (0.333, 0.333, 0.4)
-    """
-    number, percent = text.strip().replace(",", "."), False
-    if number.endswith("%"):
-        number, percent = number[:-1].strip(), True
-    try:
-        value = Decimal(number) / (100 if percent else 1)
-    except InvalidOperation:
-        value = Decimal("NaN")
-    if not value.is_finite() or not 0 <= value < 1:
-        raise SpecError(
-            f"the ratio is {text!r}, expected a fraction from 0 to below 1, such as "
-            f"0.40, or per cent with the sign, such as 40%{_meant(value, percent)}"
-        )
-    return float(value)
-
-
-def _meant(value: Decimal, percent: bool) -> str:
-    """A suggestion for a number that was probably meant as per cent."""
-    if percent or not value.is_finite() or not 1 <= value < 100:
-        return ""
-    return f": write {value / 100:.2f} or {value:g}% if you mean that"
 
 
 def ratio_text(ratio: float) -> str:

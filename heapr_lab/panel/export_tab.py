@@ -156,7 +156,7 @@ class ExportTab(ipw.VBox):
             way.calibration(self.session.calibration),
         )
         after = export.Afterwards(self.distill.value)
-        trained_on = after.windows(bench, calibration, report) if after else None
+        trained_on = export.windows_of(bench, calibration, report) if after else None
         made = self.session.made(selection, way, report=report)
         made = replace(made, after=after, trained_on=trained_on)
         if way.weights == "compress":  # which has measured on its own windows

@@ -10,7 +10,7 @@ import pandas as pd
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
-from heapr_lab.panel.controls import read_ratio, several_of
+from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.session import (
     MASKED,
@@ -21,7 +21,7 @@ from heapr_lab.panel.session import (
     setting_text,
 )
 from heapr_lab.progress import duration
-from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.options import Selection, read_ratio
 
 DIFFERENCES = ("dataset", "removed", "setting", "against", "difference", "stderr")
 """Columns of `differences`."""

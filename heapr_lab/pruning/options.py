@@ -8,6 +8,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, Self
 
@@ -91,6 +92,38 @@ def layer_numbers(values: Iterable[Any], *, name: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
+def read_ratio(text: str) -> float:
+    """A ratio in [0, 1) as people write it: a fraction, or per cent with the sign.
+
+    Raises:
+        SpecError: the text is anything else, or the ratio is not in [0, 1).
+
+    Example:
+        >>> read_ratio("0.333"), read_ratio("33.3 %"), read_ratio("0,4")
+        (0.333, 0.333, 0.4)
+    """
+    number, percent = text.strip().replace(",", "."), False
+    if number.endswith("%"):
+        number, percent = number[:-1].strip(), True
+    try:
+        value = Decimal(number) / (100 if percent else 1)
+    except InvalidOperation:
+        value = Decimal("NaN")
+    if not value.is_finite() or not 0 <= value < 1:
+        raise SpecError(
+            f"the ratio is {text!r}, expected a fraction from 0 to below 1, such as "
+            f"0.40, or per cent with the sign, such as 40%{_meant(value, percent)}"
+        )
+    return float(value)
+
+
+def _meant(value: Decimal, percent: bool) -> str:
+    """A suggestion for a number that was probably meant as per cent."""
+    if percent or not value.is_finite() or not 1 <= value < 100:
+        return ""
+    return f": write {value / 100:.2f} or {value:g}% if you mean that"
+
+
 def parse_layers(text: str, *, name: str) -> tuple[int, ...]:
     """The layers in a list of numbers and ranges as people write it, ascending.
 
@@ -102,7 +135,7 @@ def parse_layers(text: str, *, name: str) -> tuple[int, ...]:
         SpecError: a part is neither, or a range runs backwards.
 
     Example:
-        >>> parse_layers("5-7, 0", name="--exclude-layers")
+        >>> parse_layers("5-7, 0", name="layers not pruned")
         (0, 5, 6, 7)
     """
     found: set[int] = set()

@@ -50,24 +50,10 @@ class Afterwards:
 
     distill: int = 0
     """Steps of `distill_layers`; 0 for none."""
-    n_sequences: int | None = None
-    """Windows that it learns from; None takes those of the calibration."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         return self.distill > 0
-
-    def windows(
-        self, bench: Workbench, calibration: Calibration, report: Report
-    ) -> CalibrationSet:
-        """The windows to learn from: of `calibration`, but as many as asked.
-
-        Raises:
-            CorpusError: the corpus has fewer windows.
-        """
-        if self.n_sequences is not None:
-            calibration = replace(calibration, n_sequences=self.n_sequences)
-        return _windows(bench, calibration, report)
 
 
 @dataclass(frozen=True)
@@ -110,7 +96,7 @@ def choose(
             the dtype of the files; raised before anything is run.
         CorpusError: there is too little text; likewise.
     """
-    trained_on = after.windows(bench, setting.calibration, report) if after else None
+    trained_on = windows_of(bench, setting.calibration, report) if after else None
     found = _chosen(
         bench,
         table,
@@ -138,7 +124,7 @@ def _chosen(
         uniform_width(keep, stored_dtype(bench.model))
     if weights == "unchanged":
         return Chosen(with_model(keep, table))
-    windows = _windows(bench, setting.calibration, report)
+    windows = windows_of(bench, setting.calibration, report)
     if weights == "compress":
         best = fit_compression(
             bench.model,
@@ -155,7 +141,7 @@ def _chosen(
     return Chosen(keep, fitted, windows)
 
 
-def _windows(
+def windows_of(
     bench: Workbench, calibration: Calibration, report: Report
 ) -> CalibrationSet:
     """The calibration windows, with progress while the model writes some of them."""

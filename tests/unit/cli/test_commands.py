@@ -163,13 +163,12 @@ def test_the_method_is_the_best_that_the_inputs_allow(
 def test_prune_and_distil(folder: Path, tmp_path: Path, method: str) -> None:
     """The experts are trained before they are written; manifest and output say so."""
     base = ("prune", folder / "moe", "--ratio", 0.6, "--method", method, "--json")
-    after = ("--distill", 5, "--distill-sequences", 10)
     out = tmp_path / "d"
-    facts = json.loads(run(*base, *after, "--out", out, *text_of(folder)))
+    facts = json.loads(run(*base, "--distill", 5, "--out", out, *text_of(folder)))
     assert facts["distillation_steps"] == 5
     manifest = json.loads((tmp_path / "d" / "heapr_manifest.json").read_text())
     assert "distilled from the dense ones in 5 steps" in manifest["weights"]
-    n_windows = {"best": 12, "paper": 10}[method]  # own text comes with the best
+    n_windows = {"best": 10, "paper": 8}[method]  # own text comes with the best
     assert manifest["weights"].count(f"{n_windows} windows of") == 1
     assert len(manifest["distillation"]) == 2
     for row in manifest["distillation"]:
@@ -189,9 +188,6 @@ def test_distillation_needs_weights_and_text(folder: Path, tmp_path: Path) -> No
     assert "--out" in one_line(*base)
     table = ("--importance", folder / "table.parquet", "--out", tmp_path / "x")
     assert "leave --importance out" in one_line(*base, *table)
-    more = ("--distill", 5, "--distill-sequences", 999, "--out", tmp_path / "x")
-    message = refused("prune", folder / "moe", "--ratio", 0.4, *more, *text_of(folder))
-    assert "999 were requested" in message
 
 
 def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) -> None:
@@ -246,6 +242,16 @@ def test_prune_to_a_perplexity(folder: Path, tmp_path: Path) -> None:
     assert "give --ratio or --max-rise" in message
     table = ("--importance", folder / "table.parquet")
     assert "runs the model" in refused("prune", folder / "moe", "--max-rise", 1, *table)
+    counted = ("--max-rise", 0.1, "--of", "model")
+    assert "leave --of out" in one_line("prune", folder / "moe", *counted)
+
+
+def test_a_ratio_in_per_cent(folder: Path) -> None:
+    """With the sign it is a share; without it, the message says what to write."""
+    found = [prune(folder, "--ratio", text)["atoms_kept"] for text in ("40%", 0.4)]
+    assert found[0] == found[1]
+    message = one_line("prune", folder / "moe", "--ratio", 25)
+    assert "write 0.25 or 25% if you mean that" in message
 
 
 def test_what_is_wrong_is_refused_before_the_model_is_loaded(
@@ -388,7 +394,7 @@ def test_foreign_mask_is_refused(folder: Path) -> None:
 def test_errors_are_one_line(folder: Path) -> None:
     """A model that does not exist: one line on standard error, exit status 2."""
     message = refused("score", folder / "nothing", *text_of(folder))
-    assert message.startswith("heapr-lab: there is no folder")
+    assert message.startswith("heapr-lab: no such folder: ")
     assert message.count("\n") == 0
 
 

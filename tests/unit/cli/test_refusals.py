@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import TINY, invoke, one_line, run, text_of
+from commands import TINY, invoke, one_line, refused, run, text_of
 from tiny_folder import write_model
 
 from heapr_lab.cli.app import app
@@ -176,11 +176,9 @@ def test_float64_scores_prunes_and_evaluates(folder: Path, tmp_path: Path) -> No
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 2**70])
 def test_a_seed_of_more_than_64_bits(folder: Path, seed: int) -> None:
-    """Refused by `score` and `prune`."""
+    """Refused before anything is drawn."""
     more = ("--seed", seed, *text_of(folder))
     assert f"seed is {seed}" in one_line("score", folder / "moe", *more)
-    more = ("--ratio", 0.3, *more)
-    assert f"seed is {seed}" in one_line("prune", folder / "moe", *more)
 
 
 def test_a_window_longer_than_any_text(folder: Path) -> None:
@@ -223,8 +221,6 @@ def test_a_corpus_that_is_not_there(folder: Path, corpus: str, said: str) -> Non
         assert said in one_line("evaluate", model, "--corpora", corpus, *profile)
         task = ("--corpora", "", "--tasks", f"continuation:{corpus}")
         assert said in one_line("evaluate", model, *task, *profile)
-        table = ("--importance", folder / "table.parquet", "--ratio", 0.3)
-        assert said in one_line("prune", model, *table, "--perplexity", corpus)
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -257,33 +253,29 @@ def test_nothing_to_measure(folder: Path, more: tuple[str, ...]) -> None:
     assert "nothing to measure: give --corpora" in message
 
 
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    [
-        ("foo", "--exclude-layers: cannot read 'foo'; give layer numbers"),
-        ("0,1.7", "--exclude-layers: cannot read '1.7'"),
-        ("-1", "cannot read '-1'"),
-        ("²", "cannot read '²'"),
-        ("9" * 5000, "cannot read '999"),
-        ("1-0", "the range '1-0' runs backwards; give the lower number first, 0-1"),
-        ("7", "no routed experts in layers 7; layers with routed experts: 0, 1"),
-        ("0,1", "names every layer"),
-        ("0-1", "names every layer"),
-    ],
-)
-def test_layers_that_are_not_there(folder: Path, layers: str, said: str) -> None:
-    """Known from the configuration, without a weight."""
-    chosen = ("--ratio", 0.3, "--exclude-layers", layers, *text_of(folder))
-    assert said in one_line("prune", folder / "moe", *chosen)
+WITHDRAWN = (
+    "bias", "distill-sequences", "exclude-layers", "granularity", "host-memory",
+    "min-atoms", "perplexity", "protect-unrouted", "scope", "seed",
+)  # fmt: skip
+"""Options that `prune` had once."""
 
 
-def test_a_layer_that_is_there_is_left_alone(folder: Path, tmp_path: Path) -> None:
-    """Spaces around the commas do not matter."""
-    out = tmp_path / "mask.parquet"
-    chosen = ("--importance", folder / "table.parquet", "--ratio", 0.3)
-    run("prune", folder / "moe", *chosen, "--exclude-layers", " 0 ,", "--out", out)
-    assert KeepMask.read(out).by_layer(0).all()
+@pytest.mark.parametrize("name", WITHDRAWN)
+def test_an_option_that_was_withdrawn(name: str) -> None:
+    """The parser names it, and nothing is pruned without it."""
+    message = refused("prune", "lab", "--ratio", 0.25, f"--{name}", 1)
+    assert f"No such option: --{name}" in message
+
+
+def test_the_options_of_prune_stand_in_groups() -> None:
+    """At most twenty, each below the name of its group."""
+    text = run("prune", "--help")
+    groups = ["How much", "Method", "Shape", "Text", "Machine", "Output"]
+    places = [text.index(f"\n{name}:\n") for name in groups]
+    assert places == sorted(places)
+    options = re.findall(r"^  (--[a-z-]+)", text[: text.index("\nOptions:\n")], re.M)
+    assert len(options) <= 20
+    assert text.index("--ratio SHARE") < places[1] < text.index("--method ")
 
 
 # --- before torch is imported -------------------------------------------------------
@@ -295,12 +287,9 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("prune", "lab", "--ratio", "much"),
     ("prune", "lab"),
     (*RATIO, "--method", "magic"),
-    (*RATIO, "--scope", "nowhere"),
     (*RATIO, "--structure", "round"),
     (*RATIO, "--for", "abacus"),
-    (*RATIO, "--exclude-layers", "foo"),
-    (*RATIO, "--min-atoms", "-1"),
-    (*RATIO, "--seed", str(2**63)),
+    ("score", "lab", "--seed", str(2**63)),
     (*RATIO, "--profile", "huge"),
     (*RATIO, "--dtype", "int8"),
     (*RATIO, "--nonsense"),

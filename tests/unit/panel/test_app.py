@@ -59,7 +59,7 @@ def test_what_is_not_there_is_said_before_anything_is_served(tmp_path: Path) -> 
         source(str(tmp_path / "none.parquet"), tmp_path)
     with pytest.raises(CacheError):
         source(str(tmp_path / "bad.parquet"), tmp_path)
-    with pytest.raises(SpecError, match="there is no folder"):
+    with pytest.raises(SpecError, match="no such folder"):
         source(str(tmp_path / "none"), tmp_path)
     with pytest.raises(SpecError, match="profile is 'huge'"):
         app.panel_source(

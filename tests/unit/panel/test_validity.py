@@ -11,12 +11,11 @@ from random_tables import random_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.controls import read_ratio
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.pictures import ChoicePicture, LossPicture
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
-from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.options import Selection, read_ratio
 
 
 def press(job: Any) -> str:

@@ -86,9 +86,9 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> None:
     """Its selection and calibration, read back, select the same atoms."""
     command(
-        "prune", root / "moe", "--ratio", 0.3, "--scope", "layer", "--min-atoms", 1,
+        "prune", root / "moe", "--ratio", 0.3,
         "--estimator", "fisher", "--corpus", root / "text.txt", "--n-sequences", 4,
-        "--seed", 2, "--seq-len", SEQ_LEN, "--profile", "small",
+        "--seq-len", SEQ_LEN, "--profile", "small",
         "--out", tmp_path / "pruned",
     )  # fmt: skip
     manifest = manifest_of(tmp_path / "pruned")
@@ -98,8 +98,8 @@ def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> Non
     setting = Setting(Selection.from_dict(chosen), calibration)
     keep = bench_of(root).keep(setting)
     assert keep.fingerprint == manifest["keep_fingerprint"]
-    assert setting.selection == Selection(0.3, "fisher", scope="layer", min_atoms=1)
-    assert setting.calibration.seed == 2
+    assert setting.selection == Selection(0.3, "fisher")
+    assert setting.calibration.n_sequences == 4
 
 
 # --- operations ------------------------------------------------------------------
