@@ -6,8 +6,8 @@ Fisher information, which lose less on pretrained weights, and those of eliminat
 within the sums, which lose less on models from scratch. They are compared with HEAPr as
 published, its mask with unchanged weights, on windows that no fit has seen; the best is
 returned, and HEAPr's where no paired difference is in favour of another by more than
-two standard errors. So it is never worse than the paper's by more than noise. What is
-reported is measured on further windows, which have no part in either.
+two standard errors. What is reported is measured on further windows, which have no part
+in either.
 
 Source: this project.
 """
