@@ -1,5 +1,6 @@
 """The pages that nobody writes: the command line's help, terms, notebooks, results."""
 
+import itertools
 import re
 import shutil
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 import typer.main
 from typer.testing import CliRunner
 
+from heapr_lab import methods
 from heapr_lab.cli.app import app
 from heapr_lab.panel.glossary import GLOSSARY, Term
 from heapr_lab.storage import paths
@@ -104,6 +106,23 @@ def _said(term: Term) -> str:
     links = [f"[{term.page.removesuffix('.md')}]({term.page})"] if term.page else []
     places = ", ".join([*links, *filter(None, [term.paper])])
     return f"{term.text} ({places})" if places else term.text
+
+
+def deviations_block() -> str:
+    """How our methods differ from their papers, those that share a text together."""
+    ours = {
+        name: method
+        for name, method in ((name, methods.get(name)) for name in methods.names())
+        if method.rule.__module__.startswith("heapr_lab.")
+    }
+    lines = ["\n"]
+    for said, group in itertools.groupby(ours, key=lambda name: ours[name].deviations):
+        names = list(group)
+        cited = "; ".join(dict.fromkeys(ours[name].citation for name in names))
+        listed = ", ".join(f"`{name}`" for name in names)
+        lines.append(" ".join([f"* {listed} ({cited}).", *said]))
+        lines.append("\n")
+    return "".join(lines)
 
 
 def measured_pages() -> dict[str, str]:

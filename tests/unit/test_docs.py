@@ -1,6 +1,7 @@
 """The site says what is there, and every command and cell of its tutorial runs."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -23,12 +24,16 @@ from tiny_folder import write_model
 from typer.testing import CliRunner
 
 import heapr_lab
+from benchmarks.quality import PASSES
+from benchmarks.readme import fill_blocks
+from heapr_lab import methods
 from heapr_lab.cli.app import app
 from heapr_lab.panel.help import label_of
 from heapr_lab.storage import paths
 from heapr_lab.text import corpora, pydocs
 from heapr_lab.workbench import settings
 
+UPDATE = os.environ.get("HEAPR_UPDATE_README") == "1"
 ROOT = paths.project_dir()
 DOCS = ROOT / "docs"
 TUTORIAL = run_tutorial.TUTORIAL.read_text("utf-8")
@@ -145,6 +150,25 @@ def test_the_sizes_are_those_of_the_code() -> None:
 
 
 # --- the other pages --------------------------------------------------------------
+
+
+def test_what_is_generated_inside_pages() -> None:
+    """Deviations are those of the registry; passes those that the benchmark counts."""
+    made = {
+        "comparing.md": {"deviations": pages.deviations_block()},
+        "method.md": {
+            "passes": str(PASSES["compress"]),
+            "scores": str(PASSES["statistics"]),
+        },
+    }
+    for name, found in made.items():
+        if UPDATE:
+            fill_blocks(DOCS / name, found)
+        text = (DOCS / name).read_text("utf-8")
+        for block, content in found.items():
+            assert f"<!-- {block} -->{content}<!-- end -->" in text
+    deviations = made["comparing.md"]["deviations"]
+    assert all(f"`{name}`" in deviations for name in methods.names())
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:

@@ -118,3 +118,15 @@ def test_the_page_shows_what_was_measured() -> None:
         fill_blocks(PAGE, {"throughput": block})
     assert f"<!-- throughput -->{block}<!-- end -->" in PAGE.read_text("utf-8")
     assert block.count("batch") == 6
+
+
+def test_what_the_page_says_of_ragged_widths_and_bfloat16() -> None:
+    """Ragged decoding gains least at every ratio; in bfloat16 all gain less."""
+    shown = [BENCHMARKS[name] for name in ("serving", "serving_bfloat16")]
+    gains = [
+        row.table(row.rows()).set_index(["mode", "ratio"]).filter(like="÷ dense")
+        for row in shown
+    ]
+    decode = gains[0][gains[0].index.get_level_values("mode").str.startswith("decode")]
+    assert decode.idxmin(axis="columns").eq("ragged ÷ dense ↑").all()
+    assert gains[1].lt(gains[0]).to_numpy().all()
