@@ -7,13 +7,18 @@ import pandas as pd
 
 from benchmarks.figures import real
 from benchmarks.index import results_of, rows_beside
-from heapr_lab.experiments.intervals import accuracy_difference, loss_difference
+from heapr_lab.experiments.intervals import (
+    accuracy_difference,
+    loss_difference,
+    of_error,
+)
 
 COUNTED = ("compress", "fisher + compensation", "elimination + compensation")
 """The default, and the two that it chooses from besides HEAPr's own mask."""
 _ERRORS = 2.0
 """Standard errors that a difference exceeds to count."""
 _METHODS = ("heapr", "heapr-expert", "reap", "evoesap")
+_USUAL = (0.4, 0.6)
 _MIXTURE = "0.5*pydocs + 0.5*wikitext2"
 
 
@@ -51,6 +56,34 @@ def pretrained_table() -> pd.DataFrame:
         right = accuracy_difference(items, default, "heapr", ratio)
         row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
         found.append(row)
+    return pd.DataFrame(found)
+
+
+def uses_table() -> pd.DataFrame:
+    """What it gains to count the tokens of an expert, with 95 % intervals.
+
+    `heapr_total` less HEAPr where both remove as many atoms.
+    """
+    rows = pd.concat([results_of("quality"), results_of("quality_models")])
+    own = rows[rows["variant"].eq("heapr_total") & rows["seed"].eq(0)]
+    found = [
+        {
+            "model": row["model"],
+            "calibrated on": row["calibration"],
+            "loss on": row["test"],
+            "removed": f"{row['ratio']:.0%}",
+            "Δloss [nats per token] ↓": of_error(
+                row["against_paper"], row["stderr"]
+            ).said(),
+        }
+        for row in own.to_dict("records")
+        if row["ratio"] in _USUAL and row["calibration"] != _MIXTURE
+    ]
+    windows = real.first_states(rows_beside("real", "windows"))
+    for corpus, part in windows.groupby("corpus", sort=False):
+        gap = loss_difference(part, "heapr_total", "heapr", 0.25)
+        row = (real.MODEL, real.FITTED_TO, corpus, "25%", gap.said() if gap else "–")
+        found.append(dict(zip(found[0], row, strict=True)))
     return pd.DataFrame(found)
 
 

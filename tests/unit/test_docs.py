@@ -24,8 +24,9 @@ from tiny_folder import write_model
 from typer.testing import CliRunner
 
 import heapr_lab
+from benchmarks import advice
 from benchmarks.quality import PASSES
-from benchmarks.readme import fill_blocks
+from benchmarks.readme import as_block, fill_blocks
 from heapr_lab import methods
 from heapr_lab.cli.app import app
 from heapr_lab.panel.help import label_of
@@ -159,6 +160,7 @@ def test_what_is_generated_inside_pages() -> None:
         "method.md": {
             "passes": str(PASSES["compress"]),
             "scores": str(PASSES["statistics"]),
+            "uses": as_block(advice.uses_table()),
         },
     }
     for name, found in made.items():
