@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib import font_manager
 from matplotlib.axes import Axes
@@ -295,7 +296,8 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
     """
     figure_with(ax).draw_without_rendering()  # which places the Axes
     lines = [line for line in ax.get_lines() if line.get_transform() == ax.transData]
-    marks = ax.transData.transform([xy for line in lines for xy in line.get_xydata()])
+    points = [np.asarray(line.get_xydata()) for line in lines]
+    marks = ax.transData.transform(np.vstack([np.empty((0, 2)), *points]))
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in marks]
     for name, point in names.items():
         for x, y, align, vertical in _SIDES:
