@@ -152,8 +152,8 @@ def copy_notebooks(source: Path, target: Path) -> None:
     for path in notebooks:
         shutil.copy2(path, target)
     names = "\n".join(path.stem for path in notebooks)
-    text = (source / "README.md").read_text("utf-8") + _TOCTREE.format(names=names)
-    _write(target / "index.md", text)
+    text = (source / "README.md").read_text("utf-8").replace("](../docs/", "](../")
+    _write(target / "index.md", text + _TOCTREE.format(names=names))
 
 
 def _write(path: Path, text: str) -> None:

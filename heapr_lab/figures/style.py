@@ -296,8 +296,8 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
     """
     figure_with(ax).draw_without_rendering()  # which places the Axes
     lines = [line for line in ax.get_lines() if line.get_transform() == ax.transData]
-    points = [(x, y) for line in lines for x, y in np.asarray(line.get_xydata())]
-    marks = ax.transData.transform(points)
+    points = [np.asarray(line.get_xydata()) for line in lines]
+    marks = ax.transData.transform(np.vstack([np.empty((0, 2)), *points]))
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in marks]
     for name, point in names.items():
         for x, y, align, vertical in _SIDES:
