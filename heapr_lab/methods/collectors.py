@@ -19,6 +19,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.methods.single_experts import expert_output
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import ExpertsLayer, describe
+from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.models.identity import weights_state
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress
@@ -251,7 +252,7 @@ def _sums(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float
     for outputs, weights in parts:
         if not len(outputs):
             continue
-        f, p = outputs.to(_wide(outputs)), weights.double()
+        f, p = outputs.to(accumulating_dtype(outputs)), weights.double()
         norms = f.norm(dim=1).double()
         sums["tokens"] += len(f)
         sums["sum_p"] += float(p.sum())
@@ -260,7 +261,3 @@ def _sums(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float
         sums["sum_p_norm"] += float((p * norms).sum())
         sums["peak"] = max(sums["peak"], float(f.abs().max()))
     return sums
-
-
-def _wide(values: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)

@@ -31,6 +31,7 @@ from heapr_lab.methods.low_rank import (
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.pruning.options import exact_ratio
 
 Stacks = dict[str, torch.Tensor]
@@ -43,17 +44,15 @@ def squared_gradients(request: Request) -> dict[int, Stacks]:
 
     def add(found: WeightGradients) -> None:
         own = found.layer.apart(found.up_rows, axis=1) | {"down": found.down}
-        squares = {name: g.to(_wide(g)).square() for name, g in own.items()}
+        squares = {
+            name: g.to(accumulating_dtype(g)).square() for name, g in own.items()
+        }
         before = sums.get(found.layer.layer, dict.fromkeys(squares, 0))
         sums[found.layer.layer] = {k: before[k] + new for k, new in squares.items()}
 
     calibration = request.calibration
     visit_gradients(request.model, calibration, add, progress=request.progress)
     return sums
-
-
-def _wide(gradient: torch.Tensor) -> torch.dtype:
-    return torch.float64 if gradient.dtype == torch.float64 else torch.float32
 
 
 def base_of(

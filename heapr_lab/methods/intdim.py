@@ -14,6 +14,7 @@ from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.gradients import WeightGradients, visit_gradients
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import find_experts
+from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
 
@@ -34,8 +35,10 @@ def mean_absolute_gradients(request: Request) -> Scores:
 
     def add(own: WeightGradients) -> None:
         layer = own.layer
-        rows = layer.by_atom(own.up_rows.abs().mean(2, dtype=_wide(own.up_rows)))
-        down = own.down.abs().mean(1, dtype=_wide(own.down))  # (E, I)
+        rows = layer.by_atom(
+            own.up_rows.abs().mean(2, dtype=accumulating_dtype(own.up_rows))
+        )
+        down = own.down.abs().mean(1, dtype=accumulating_dtype(own.down))  # (E, I)
         parts = torch.cat([rows, down[..., None]], dim=-1)  # (E, I, 3), or 2
         sums[layer.layer] += parts.mean(-1).double().cpu()
 
@@ -43,10 +46,6 @@ def mean_absolute_gradients(request: Request) -> Scores:
     visit_gradients(request.model, calibration, add, progress=request.progress)
     n_windows = calibration.n_sequences
     return {layer: (own / n_windows).numpy() for layer, own in sums.items()}
-
-
-def _wide(gradient: torch.Tensor) -> torch.dtype:
-    return torch.float64 if gradient.dtype == torch.float64 else torch.float32
 
 
 def _of_experts(scores: Scores, ratio: Fraction) -> Scores:

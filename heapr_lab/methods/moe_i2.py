@@ -140,7 +140,7 @@ def low_rank(
     own = composition_of(layer)
     most = (layer.d_expert * layer.d_inter - 1) // (layer.d_expert + layer.d_inter)
     found = {
-        (name, e): torch.linalg.svd(_wide(p.dense.tensors[e]), full_matrices=False)
+        (name, e): _svd(p.dense.tensors[e])
         for e in kept
         for name, p in own.projections.items()
     }
@@ -160,8 +160,10 @@ def low_rank(
     return Composition(made["up"], made["down"], made.get("gate"))
 
 
-def _wide(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.to(accumulating_dtype(matrix))
+def _svd(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """U, the singular values, and Vᵀ, in at least float32."""
+    wide = matrix.to(accumulating_dtype(matrix))
+    return tuple(torch.linalg.svd(wide, full_matrices=False))
 
 
 def _units(request: Request, kept: Mapping[int, Subset]) -> dict[int, int]:

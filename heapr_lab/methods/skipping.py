@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.grouped_linear import accumulating_dtype
 
 Thresholds = tuple[float, ...]
 """β_j of the ranks 2 to K; empty where nothing is skipped."""
@@ -39,7 +40,7 @@ def skipped(
 
 def scaled(top_k_weights: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:
     """The weights with 0 where slots are `gone`, and each token's sum of before."""
-    weights = top_k_weights.to(_wide(top_k_weights))
+    weights = top_k_weights.to(accumulating_dtype(top_k_weights))
     left = weights.masked_fill(gone, 0)
     scale = weights.sum(-1, keepdim=True) / left.sum(-1, keepdim=True)
     touched = gone.any(-1, keepdim=True)
@@ -71,9 +72,5 @@ def _by_rank(index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _ratios(ranked: torch.Tensor) -> torch.Tensor:
     """p_j / p_1 of the ranks 2 to K, (T, K - 1); 1 where p_1 is 0, as all are equal."""
-    p = ranked.to(_wide(ranked))
+    p = ranked.to(accumulating_dtype(ranked))
     return torch.where(p[:, :1] > 0, p[:, 1:] / p[:, :1], 1.0)
-
-
-def _wide(weights: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(weights.dtype, torch.float32)

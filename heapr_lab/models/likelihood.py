@@ -24,6 +24,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.backend import backend_of
+from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.text.calibration import token_windows
 
 logger = logging.getLogger(__name__)
@@ -197,7 +198,8 @@ def iter_log_probs(
     head = _head(model)
     rows = states.flatten(0, -2)
     for part in rows.split(chunk_tokens or _chunk_tokens(model)):
-        yield _wide(head(part)).log_softmax(-1)
+        logits = head(part)
+        yield logits.to(accumulating_dtype(logits)).log_softmax(-1)
 
 
 @torch.no_grad()
@@ -240,14 +242,11 @@ def _nll(
     rows: torch.Tensor,
     targets: torch.Tensor,
 ) -> torch.Tensor:
-    logits = _wide(head(rows))
+    logits = head(rows)
+    logits = logits.to(accumulating_dtype(logits))
     return nn.functional.cross_entropy(
         logits, targets.to(logits.device), reduction="none"
     )
-
-
-def _wide(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _check_finite(nll: torch.Tensor) -> None:
