@@ -2,7 +2,7 @@
 
 The experts of a token are ranked by their weights p_1 ≥ … ≥ p_K, equal ones by their
 numbers, so that the order of the slots does not matter. The expert of rank j is skipped
-where p_j / p_1 < β_j, and the weights of the others are scaled to the sum of before.
+where p_j / p_1 < β_j, and the others' weights are scaled so that the sum is the same.
 
 Source: NAEE (Lu et al. 2024, arXiv:2402.14800), which has K = 2.
 
@@ -38,7 +38,7 @@ def skipped(
 
 
 def scaled(top_k_weights: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:
-    """The weights with 0 where slots are `gone`, and each token's sum of before."""
+    """The weights with 0 where slots are `gone`, and each token's sum unchanged."""
     weights = top_k_weights.to(_wide(top_k_weights))
     left = weights.masked_fill(gone, 0)
     scale = weights.sum(-1, keepdim=True) / left.sum(-1, keepdim=True)
