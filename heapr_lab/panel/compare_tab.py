@@ -169,7 +169,7 @@ class CompareTab(ipw.VBox):
         self.show_pins([], rows=[])
 
     def undo(self, _button: ipw.Button | None = None) -> None:
-        """Show the previous pins and methods; once more shows the present ones again."""
+        """Show the previous pins and methods; once more shows these again."""
         pins, rows = self._before
         self.show_pins(pins, rows=rows)
 
