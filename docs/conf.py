@@ -21,6 +21,9 @@ author = "the authors of heapr-lab"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 
+# Links to headings have the names that GitHub gives them.
+myst_heading_anchors = 3
+
 # Notebooks are shown as they were committed, their widgets as the text beside them.
 nb_execution_mode = "off"
 nb_ipywidgets_js: dict[str, Any] = {}

@@ -22,6 +22,10 @@ PAGES = {
     "../notebooks/README.md": "notebooks/index.md",
 }
 """What is a page here of the files that pages link to."""
+_NOT_HERE = re.compile(
+    r"\[([^]]+)\]\(\.\./(?:data/\w+/README|README|figures/\w+_table)\.md(?:#[\w-]+)?\)"
+)
+"""Links to Markdown files that are no pages: cards, the README, tables."""
 _WIDTH = 88
 _HEAD = """\
 # Command line
@@ -137,10 +141,11 @@ def measured_pages() -> dict[str, str]:
 
 
 def linked_pages(text: str) -> str:
-    """A page as the site has it: links to its own pages, none to cards of models."""
+    """A page as the site has it: links to its own pages, none to what it lacks."""
     for target, page in PAGES.items():
         text = re.sub(rf"\]\({re.escape(target)}(#[\w-]+)?\)", rf"]({page}\1)", text)
-    return re.sub(r"\[([^]]+)\]\(\.\./data/\w+/README\.md\)", r"\1", text)
+    text = re.sub(r"\]\(\.\./notebooks/(\w+\.ipynb)\)", r"](notebooks/\1)", text)
+    return _NOT_HERE.sub(r"\1", text)
 
 
 def copy_notebooks(source: Path, target: Path) -> None:

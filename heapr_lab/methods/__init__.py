@@ -1,5 +1,7 @@
 """Compression methods, ours and those of other papers, behind one protocol.
 
+For example::
+
     method = methods.get("reap")
     found = method.fit(model, calibration, ratio=0.25)
     with found.apply(model):

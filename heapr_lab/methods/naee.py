@@ -218,8 +218,8 @@ NAEE = Method(
         "The layer-wise variant: each layer is measured on the dense model's inputs.",
         "Dynamic skipping is the option skipping. Each expert of a token but the best "
         "is compared to the best with the median of its own rank, and the weights of "
-        "those left are scaled to the sum of before; the paper has two experts of a "
-        "token, whose weights sum to 1.",
+        "those left are scaled so that their sum stays the same; the paper has two "
+        "experts of a token, whose weights sum to 1.",
     ),
     options={"most_subsets": 2000, "most_tokens": 4096, "skipping": False},
 )

@@ -37,7 +37,7 @@ _BUTTONS = {
     "Load": "show the settings of the pin that is chosen",
     "Remove": "remove the pin that is chosen",
     "Clear": "remove all pins and methods",
-    "Undo": "go back to the pins and methods of before",
+    "Undo": "go back to the previous pins and methods",
 }
 _SET_BY_CONTROLS = (
     "ratio",
@@ -169,7 +169,7 @@ class CompareTab(ipw.VBox):
         self.show_pins([], rows=[])
 
     def undo(self, _button: ipw.Button | None = None) -> None:
-        """Show the pins and methods of before; once more shows those of now again."""
+        """Show the previous pins and methods; once more shows these again."""
         pins, rows = self._before
         self.show_pins(pins, rows=rows)
 

@@ -75,7 +75,7 @@ class SessionBar(ipw.VBox):
         )
         self.undo_button = ipw.Button(
             description="Undo", layout={"display": "none"},
-            tooltip="go back to the session, or the file, of before",
+            tooltip="go back to the previous session, or the previous file",
         )  # fmt: skip
         self.message = ipw.HTML(status(""))
         self.undo_button.on_click(self._press_undo)

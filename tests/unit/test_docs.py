@@ -224,6 +224,30 @@ def test_the_pages_link_to_what_is_there() -> None:
             assert link in made or (DOCS / link).exists(), link
 
 
+def test_headings_that_are_linked_to_are_there() -> None:
+    """As GitHub names them: lower case, no punctuation, hyphens for blanks."""
+    read = {path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}
+    read |= pages.measured_pages()
+    for text in read.values():
+        own = pages.linked_pages(text)
+        for page, anchor in re.findall(r"\]\((\w+\.md)#([\w-]+)\)", own):
+            headings = re.findall(r"^#+ (.*)$", read[page], re.M)
+            names = [re.sub(r"[^\w\- ]", "", line.lower()) for line in headings]
+            assert anchor in {name.replace(" ", "-") for name in names}, anchor
+
+
+def test_links_to_what_is_no_page_are_text() -> None:
+    """Cards, tables and the README; notebooks and measurements are pages."""
+    said = (
+        "[a](../README.md#x) [b](../figures/9_cost_table.md) [c](../data/x/README.md)"
+    )
+    assert pages.linked_pages(said) == "a b c"
+    said = "[a](../notebooks/00_tour.ipynb) [b](../benchmarks/README.md#x)"
+    assert (
+        pages.linked_pages(said) == "[a](notebooks/00_tour.ipynb) [b](benchmarks.md#x)"
+    )
+
+
 def test_the_ten_lines_of_the_readme_run(
     tiny_lab: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
