@@ -103,18 +103,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2_moe": {},
     "exaone_moe": {},
     "flex_olmo": {},
-    "glm4_moe_lite": {},
+    "glm4_moe_lite": LATENT,
     "granitemoe_swa": {},
     "granitemoeshared": {},
     "hy_v3": {},
-    "hy_v4": {},
+    "hy_v4": LATENT | _INDEXED,
     "jamba": {},
     "kolibri1": {},
     "laguna": {},
     "mellum": {},
     "minimax": {},
     "minimax_m2": {},
-    "qwen3_5_moe_text": {},
+    "qwen3_5_moe_text": LINEAR_ATTENTION,
     "solar_open": _GROUPED,
     "deepseek_v32": _LATENT_ATTENTION | _INDEXED,
     "deepseek_v4": {
@@ -213,7 +213,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": _LATENT_ATTENTION
     | _INDEXED
-    | {"shared_experts_intermediate_size": 8},
+    | {
+        "shared_experts_intermediate_size": 8,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        **{f"swa_{name}": value for name, value in (LATENT | {"head_dim": 8}).items()},
+    },
 }
 REPRESENTATIVES = (
     "qwen2_moe",  # shared experts

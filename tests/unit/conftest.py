@@ -1,15 +1,33 @@
 """What several files of unit tests start from: a tiny model, a panel, a table."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import run, text_of
-from tiny_folder import write_model, write_text
+from families import tiny_model
+from tiny_folder import write_model, write_text, write_tokenizer
+from torch import nn
+from transformers import AutoTokenizer
 
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
+
+
+@pytest.fixture(scope="session")
+def model() -> nn.Module:
+    """A tiny qwen2_moe in float64: 4 experts of 8 atoms in each of 2 layers."""
+    return tiny_model("qwen2_moe")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One token for each byte, and a special one, 0."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

@@ -181,23 +181,6 @@ def test_the_model_is_left_as_it_was() -> None:
     check()
 
 
-def test_dropout_does_not_disturb() -> None:
-    """A model in training mode with dropout is measured as in eval mode."""
-    model = tiny_model("qwen2_moe", attention_dropout=0.5)
-    expected = collect_statistics(model, WINDOWS, batch_size=5)
-    again = collect_statistics(model.train(), WINDOWS, batch_size=5)
-    pd.testing.assert_frame_equal(again.frame, expected.frame)
-
-
-def test_it_measures_where_gradients_are_off() -> None:
-    """Called under no_grad, as notebooks do, it measures all the same."""
-    model = tiny_model("qwen2_moe")
-    expected = collect_statistics(model, WINDOWS, batch_size=5)
-    with torch.no_grad():
-        got = collect_statistics(model, WINDOWS, batch_size=5)
-    pd.testing.assert_frame_equal(got.frame, expected.frame)
-
-
 # --- interrupted passes -----------------------------------------------------------
 
 
@@ -254,22 +237,6 @@ def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
     state.write_bytes(content[: len(content) // 2])
     with pytest.raises(CacheError, match=r"pass\.state"):
         collect_statistics(model, WINDOWS, batch_size=1, state=state)
-
-
-def test_the_state_is_not_saved_more_often_than_every_minute(tmp_path: Path) -> None:
-    """A pass shorter than the interval writes no state at all."""
-    assert resuming._SAVE_SECONDS == 60
-    assert resuming._SAVE_SHARE == 0.02
-    state = tmp_path / "pass.state"
-    with pytest.raises(InterruptError):
-        collect_statistics(
-            tiny_model("qwen2_moe"),
-            WINDOWS,
-            batch_size=1,
-            state=state,
-            progress=interrupt_at(5),
-        )
-    assert not state.exists()
 
 
 KILLED = """
@@ -331,14 +298,6 @@ def test_non_finite_gradients_name_layer_and_windows() -> None:
     text = r"non-finite gradients in layer \d on windows 0 to 1: use bfloat16"
     with pytest.raises(HeaprLabError, match=text):
         collect_statistics(model, WINDOWS, batch_size=2)
-
-
-def test_expert_parallel_models_are_refused_by_name() -> None:
-    """A rank that sees only its own experts cannot measure."""
-    model = tiny_model("mixtral")
-    find_experts(model)[1].module._is_expert_parallel = True
-    with pytest.raises(LayoutError, match=r"layers\.1\S*\.experts is expert-parallel"):
-        collect_statistics(model, WINDOWS)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])

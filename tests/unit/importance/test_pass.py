@@ -29,12 +29,6 @@ from heapr_lab.text.calibration import CalibrationSet
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """A tiny qwen2_moe in float64."""
-    return tiny_model("qwen2_moe")
-
-
 # --- coverage ---------------------------------------------------------------------
 
 
@@ -148,38 +142,6 @@ def test_the_models_own_labels(model: nn.Module) -> None:
     assert np.allclose(data.column("sum_h2"), table.column("sum_h2"))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "size"), [(4096, 5), (18, 2), (17, 1), (1, 1), (9 * 4, 4)]
-)
-def test_the_batch_size_by_default(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tokens: int, size: int
-) -> None:
-    """Windows of about 4096 tokens on a CPU; at least one, at most all."""
-    assert collect.TOKENS_PER_BATCH == {"cpu": 2048, "cuda": 32768}
-    monkeypatch.setattr(collect, "TOKENS_PER_BATCH", {"cpu": tokens})
-    table = collect_statistics(model, WINDOWS)
-    assert table.metadata["provenance"]["batch_size"] == size
-
-
-def test_out_of_memory_makes_the_batches_smaller(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The table is that of the smaller ones."""
-    sizes: list[int] = []
-    loss = collect._Pass.loss
-
-    def cramped(self: Any, windows: slice) -> torch.Tensor:
-        sizes.append(windows.stop - windows.start)
-        if sizes[-1] > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return loss(self, windows)
-
-    monkeypatch.setattr(collect._Pass, "loss", cramped)
-    table = collect_statistics(model, WINDOWS)
-    assert sizes == [5, 2, 2, 1]
-    assert table.metadata["provenance"]["batch_size"] == 2
-
-
 # --- what is written down ---------------------------------------------------------
 
 
@@ -242,6 +204,26 @@ def test_rows_are_in_order_with_small_types() -> None:
     ]
     assert frame.index.tolist() == list(range(64))
     assert {str(kind) for kind in frame.dtypes[4:]} == {"float32"}
+
+
+def test_no_window_counts_twice(model: nn.Module) -> None:
+    """Tables whose sets share windows do not merge, alone or merged before."""
+    other = CalibrationSet.from_ids(tiny_ids(n_sequences=3, seed=7))
+    some = CalibrationSet.from_ids(WINDOWS.ids[[4, 1]])
+    table, apart, some = (collect_statistics(model, w) for w in (WINDOWS, other, some))
+    with pytest.raises(SpecError, match="2 of 2 windows would count twice"):
+        table.merge(some)
+    with pytest.raises(SpecError, match="2 of 5 windows would count twice"):
+        apart.merge(some).merge(table)
+
+
+def test_windows_that_are_written_to_are_other_windows(model: nn.Module) -> None:
+    """The fingerprint is that of the ids as they are when it is asked for."""
+    windows = CalibrationSet.from_ids(tiny_ids())
+    first = collect_statistics(model, windows)
+    windows.ids[1, 2] = (windows.ids[1, 2] + 1) % 48
+    after = collect_statistics(model, windows)
+    assert after.metadata["spec_hash"] != first.metadata["spec_hash"]
 
 
 # --- states -----------------------------------------------------------------------

@@ -1,261 +1,247 @@
-"""An importance table is sorted, typed, unchanging, and survives files and merging."""
+"""An importance table: its rows, what it tells of itself, files and its card."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.storage import files
 
 
-def rows(**columns: object) -> pd.DataFrame:
-    """One layer of two experts with two atoms each."""
-    return pd.DataFrame(
-        {
-            "layer": [2, 2, 2, 2],
-            "expert": [0, 0, 1, 1],
-            "atom": [0, 1, 0, 1],
-            "tokens": [4, 4, 0, 0],
-            "sum_h2": np.array([1.0, 2.0, 0.0, 0.0], dtype=np.float32),
-            "sum_g2": np.array([8.0, 16.0, 0.0, 0.0], dtype=np.float32),
-            "max_abs_h": np.array([1.0, 5.0, 0.0, 0.0], dtype=np.float32),
-            "w_down_sq": np.array([1.0, 2.0, 3.0, 4.0], dtype=np.float32),
-            **columns,
-        }
-    )
-
-
-# --- rows -----------------------------------------------------------------------
-
-
-def test_rows_are_sorted_and_typed() -> None:
-    """Rows in any order are sorted, keep their labels, and have the small types."""
-    frame = rows().iloc[[3, 0, 2, 1]]
-    table = ImportanceTable.from_frame(frame)
-    assert table.frame.index.tolist() == [0, 1, 2, 3]
-    kinds = ["int16", "int16", "int32", "int64"]
-    assert table.frame.dtypes.astype(str).tolist()[:4] == kinds
-    # heapr ½ · 1/4 · 8/4 and ½ · 2/4 · 16/4; a score finds its row of the user's frame.
-    assert table.score("heapr")[frame.index].tolist() == [0.0, 0.25, 0.0, 1.0]
-
-
-def test_score_is_on_the_index_of_the_frame() -> None:
-    """Scores are named and lie on the index that the frame came with."""
-    index = pd.Index(list("abcd"), name="key")
-    scores = ImportanceTable.from_frame(rows().set_index(index)).score("heapr")
-    assert scores.index.equals(index)
-    assert scores.name == "heapr"
-    assert scores.tolist() == [0.25, 1.0, 0.0, 0.0]
-
-
-def test_sums_keep_their_precision() -> None:
-    """float32 and float64 sums stay what they are; whole numbers become float64."""
-    frame = rows(sum_h2=[1, 2, 0, 0], sum_g2=np.arange(4, dtype=np.float64))
-    kinds = ImportanceTable.from_frame(frame).frame.dtypes
-    assert [str(kinds[n]) for n in ("sum_h2", "sum_g2", "max_abs_h")] == [
-        "float64",
-        "float64",
-        "float32",
+def table(*shapes: tuple[int, int], **metadata: Any) -> ImportanceTable:
+    """Layers 1, 3, 5 … of these many experts and atoms; the first expert unrouted."""
+    rows = [
+        {"layer": 2 * i + 1, "expert": expert, "atom": atom}
+        for i, (n_experts, d_inter) in enumerate(shapes)
+        for expert in range(n_experts)
+        for atom in range(d_inter)
     ]
+    frame = pd.DataFrame(rows)
+    frame["tokens"] = 10 * frame["expert"]
+    for name in ("sum_h2", "sum_g2"):
+        frame[name] = (frame["tokens"] * (1 + frame["atom"])).astype(np.float64)
+    return ImportanceTable.from_frame(frame, **metadata)
+
+
+def test_rows_are_sorted_and_keep_their_labels() -> None:
+    """A score finds its row of the frame that was given, whatever its order."""
+    frame = table((2, 2)).frame.iloc[[3, 0, 2, 1]]
+    found = ImportanceTable.from_frame(frame)
+    assert found.frame.index.tolist() == [0, 1, 2, 3]
+    assert found.frame["atom"].tolist() == [0, 1, 0, 1]
+    # ½ · 1 · 1 and ½ · 2 · 2 of the second expert
+    assert found.score("heapr")[frame.index].tolist() == [2.0, 0.0, 0.5, 0.0]
+    index = pd.Index(list("abcd"), name="key")
+    scores = ImportanceTable.from_frame(found.frame.set_index(index)).score("heapr")
+    assert scores.index.equals(index)
 
 
 def test_table_does_not_change() -> None:
     """Neither the frame it was made of nor what it hands out changes it."""
-    frame = rows()
-    table = ImportanceTable.from_frame(frame, N=3)
+    frame = table((1, 2)).frame
+    found = ImportanceTable.from_frame(frame)
     frame.loc[0, "sum_h2"] = 99.0
-    handed_out = table.frame
+    handed_out = found.frame
     handed_out.loc[0, "sum_h2"] = 99.0
-    table.metadata["N"] = 99
-    assert table.frame.loc[0, "sum_h2"] == 1.0
-    assert table.metadata == {"N": 3}
+    assert found.frame.loc[0, "sum_h2"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("frame", "message"),
-    [
-        (rows().drop(columns="atom"), "lacks column atom"),
-        (rows().iloc[:0], "has 0 rows"),
-        (rows(atom=[0, 0, 0, 1]), r"1 rows are repeated, first .* \(2, 0, 0\)"),
-        (rows(expert=[0, 0, -1, -1]), "count from 0"),
-        (rows(tokens=[1.5, 1, 1, 1]), "column tokens must hold whole numbers"),
-        (rows(layer=2**16 + 2), "column layer must hold whole numbers that fit int16"),
-    ],
-)
-def test_bad_rows_are_refused(frame: pd.DataFrame, message: str) -> None:
-    """What cannot be a table is an error that says why."""
-    with pytest.raises(SpecError, match=message):
-        ImportanceTable.from_frame(frame)
+def test_shapes_of_unequal_layers() -> None:
+    """Each layer's own; what is handed out can be changed without harm."""
+    found = table((2, 3), (1, 4), (3, 1))
+    assert found.shapes() == {1: (2, 3), 3: (1, 4), 5: (3, 1)}
+    assert {type(n) for shape in found.shapes().values() for n in shape} == {int}
+    found.shapes().clear()
+    assert len(found.shapes()) == found.n_layers == 3
+    assert found.n_atoms == 6 + 4 + 3
+    with pytest.raises(SpecError, match="layer 1 has 3 rows, expected 2 experts × 2"):
+        ImportanceTable.from_frame(table((2, 2)).frame.iloc[:3]).shapes()
 
 
-def test_shapes() -> None:
-    """Shapes are read off the rows; an expert that lacks atoms is an error."""
-    table = ImportanceTable.from_frame(rows())
-    assert table.shapes() == {2: (2, 2)}
-    assert (table.n_layers, table.n_atoms) == (1, 4)
-    with pytest.raises(SpecError, match="layer 2 has 3 rows, expected 2 experts × 2"):
-        ImportanceTable.from_frame(rows().iloc[:3]).shapes()
-
-
-def test_unrouted_experts() -> None:
-    """Tokens are read once per expert, and experts without any are named."""
-    table = ImportanceTable.from_frame(rows())
-    assert table.expert_tokens().to_numpy().tolist() == [[2, 0, 4], [2, 1, 0]]
-    assert table.unrouted().to_numpy().tolist() == [[2, 1]]
-
-
-def test_neighbouring_experts_of_two_layers_are_two() -> None:
-    """Where the expert's number stays and only the layer changes, there are two."""
-    frame = pd.DataFrame(
-        {"layer": [0, 1], "expert": [0, 0], "atom": [0, 0], "tokens": [5, 7]}
+def test_experts_of_unequal_layers() -> None:
+    """One row for each, also where the number of the expert stays the same."""
+    found = table((2, 2), (1, 2), (1, 2), N=5)
+    assert found.expert_tokens().to_dict("list") == {
+        "layer": [1, 1, 3, 5],
+        "expert": [0, 1, 0, 0],
+        "tokens": [0, 10, 0, 0],
+    }
+    unrouted = found.unrouted()
+    assert unrouted.to_dict("list") == {"layer": [1, 3, 5], "expert": [0, 0, 0]}
+    assert unrouted.index.tolist() == [0, 1, 2]
+    assert repr(found) == (
+        "ImportanceTable(3 layers, 4 experts, 8 atoms, 5 predicted tokens (N), "
+        "3 unrouted experts)"
     )
-    table = ImportanceTable.from_frame(frame)
-    assert table.expert_tokens()["tokens"].tolist() == [5, 7]
 
 
-def test_missing_parts_are_named() -> None:
-    """Columns and an architecture that the table lacks are errors."""
-    table = ImportanceTable.from_frame(rows())
-    with pytest.raises(SpecError, match="no column sum_hg2"):
-        table.column("sum_hg2")
+def test_large_numbers_have_commas_and_what_is_unknown_is_left_out() -> None:
+    """In the summary of a table without tokens and N."""
+    frame = table((1, 1000)).frame.drop(columns="tokens")
+    assert repr(ImportanceTable.from_frame(frame)) == (
+        "ImportanceTable(1 layers, 1 experts, 1,000 atoms)"
+    )
+    assert "1,234 predicted" in repr(ImportanceTable.from_frame(frame, N=1234))
+
+
+def test_what_cannot_have_been_measured_is_no_table() -> None:
+    """Neither values nor a specification that was edited."""
+    with pytest.raises(SpecError, match="column sum_h2 has -1"):
+        ImportanceTable.from_frame(table((1, 1)).frame.assign(sum_h2=-1.0))
+    with pytest.raises(SpecError, match="one of them was edited"):
+        table((1, 1), spec={"a": 1}, spec_hash="0" * 64)
+
+
+def test_the_architecture_is_that_of_the_metadata() -> None:
+    """As it was given."""
+    shape = LayerShape(n_experts=1, d_inter=2, d_expert=8)
+    given = Architecture(1000, 2, 8, {1: shape}, 50, 16)
+    assert table((1, 2), architecture=given.to_dict()).architecture == given
     with pytest.raises(SpecError, match="no architecture"):
-        _ = table.architecture
+        _ = table((1, 2)).architecture
 
 
-def test_memo_computes_once_and_forgets_the_oldest() -> None:
-    """A value is computed once while it is among the latest few."""
-    table = ImportanceTable.from_frame(rows())
-    computed: list[int] = []
-
-    def ask(key: int) -> int:
-        return table.memo(key, lambda: computed.append(key) or key)
-
-    assert [ask(0), ask(0)] == [0, 0]
-    assert computed == [0]
-    for key in range(1, 9):
-        ask(key)
-    ask(8)
-    ask(0)
-    assert computed == [*range(9), 0]
+def test_estimators_that_the_columns_suffice_for() -> None:
+    """Those that divide by N need it."""
+    found = table((1, 2))
+    suffice = {
+        name for name, one in ESTIMATORS.items() if set(one.needs) <= set(found.frame)
+    }
+    per_token = {name for name in suffice if ESTIMATORS[name].per_predicted_token}
+    assert per_token
+    assert set(found.estimators) == suffice - per_token
+    assert set(table((1, 2), N=3).estimators) == suffice
+    assert [n for n in ESTIMATORS if n in found.estimators] == [*found.estimators]
 
 
-# --- files ----------------------------------------------------------------------
+def test_scores_are_remembered_by_their_options() -> None:
+    """In whatever order these are given; others are other scores."""
+    found = table((1, 50))
+    assert found.scores("random", seed=1) is found.scores("random", seed=1)
+    assert (found.scores("random", seed=1) != found.scores("random", seed=2)).any()
+    np.testing.assert_array_equal(found.scores(), found.score("heapr").to_numpy())
+    assert found.score().name == "heapr"
+    assert found.scores("random", seed=1).tolist() == (
+        found.score("random", seed=1).tolist()
+    )
+
+
+def test_the_latest_eight_values_are_remembered() -> None:
+    """The oldest goes for a ninth."""
+    found = table((1, 1))
+    first = [found.memo(key, object) for key in range(8)]
+    again = [found.memo(key, object) for key in range(8)]
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    found.memo("ninth", object)
+    assert found.memo(1, object) is first[1]
+    assert found.memo(0, object) is not first[0]
+    assert found.memo("nothing", lambda: None) is None
+    assert found.memo("nothing", object) is None
+
+
+def test_metadata_are_handed_out_as_copies() -> None:
+    """Also what lies within them; plain data, as a file would hold them."""
+    found = table((1, 1), spec={"sizes": (1, 2)})
+    assert found.metadata == {"spec": {"sizes": [1, 2]}}
+    found.metadata["spec"]["sizes"].append(3)
+    assert found.metadata == {"spec": {"sizes": [1, 2]}}
+
+
+def test_a_column_that_is_missing_is_named_with_those_that_are_not() -> None:
+    """So that one sees what there is."""
+    said = "no column sum_p, it has layer, expert, atom, tokens, sum_h2, sum_g2; read"
+    with pytest.raises(SpecError, match=said):
+        table((1, 1)).column("sum_p")
+
+
+# --- files ------------------------------------------------------------------------
 
 
 def test_file_round_trip(tmp_path: Path) -> None:
-    """What is written is read, whole or by column."""
+    """What is written is read."""
     path = tmp_path / "table.parquet"
-    table = ImportanceTable.from_frame(rows(), N=3, spec={"model": "toy", "n": [1]})
-    table.write(path)
+    written = table((2, 3), N=3, spec={"model": "toy", "n": [1]})
+    written.write(path)
     read = ImportanceTable.read(path)
-    pd.testing.assert_frame_equal(read.frame, table.frame)
-    assert read.metadata == table.metadata
-    part = ImportanceTable.read(path, columns=["sum_h2"])
-    assert list(part.frame) == ["layer", "expert", "atom", "sum_h2"]
+    pd.testing.assert_frame_equal(read.frame, written.frame)
+    assert read.metadata == written.metadata
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     """A truncated file, a foreign one, and another kind of table are errors."""
-    path = tmp_path / "table.parquet"
-    ImportanceTable.from_frame(rows()).write(path)
+    path, own = tmp_path / "table.parquet", table((1, 2))
+    own.write(path)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(CacheError, match=r"table\.parquet cannot be read"):
         ImportanceTable.read(path)
-    rows().to_parquet(path)
+    own.frame.to_parquet(path)
     with pytest.raises(CacheError, match="was not written by heapr_lab"):
         ImportanceTable.read(path)
-    files.write_frame(path, rows(), {"kind": "Evaluation"})
-    with pytest.raises(CacheError, match="holds Evaluation, expected an Importance"):
+    for kind, said in (("Evaluation", "Evaluation"), (None, "another kind of table")):
+        files.write_frame(path, own.frame, {"kind": kind} if kind else {})
+        with pytest.raises(CacheError, match=f"holds {said}, expected an Importance"):
+            ImportanceTable.read(path)
+    files.write_frame(path, own.frame.assign(atom=0), {"kind": "ImportanceTable"})
+    with pytest.raises(CacheError, match="is damaged: 1 rows are repeated"):
         ImportanceTable.read(path)
-    files.write_frame(path, rows(atom=0), {"kind": "ImportanceTable"})
-    with pytest.raises(CacheError, match="is damaged: 2 rows are repeated"):
-        ImportanceTable.read(path)
 
 
-# --- merging --------------------------------------------------------------------
-
-
-def test_merge_by_hand() -> None:
-    """Sums and N add, maxima take the larger, norms and the architecture stay."""
-    other = rows(
-        tokens=[1, 1, 2, 2],
-        sum_h2=np.float32(3.0),
-        max_abs_h=np.array([2.0, 2.0, 2.0, 2.0], dtype=np.float32),
-    )
-    a = ImportanceTable.from_frame(
-        rows(),
-        N=3,
-        spec={"model": "toy", "calibration": "A"},
-        provenance={"device": "cpu"},
-    )
-    b = ImportanceTable.from_frame(
-        other, N=4, spec={"model": "toy", "calibration": "B"}
-    )
-    c = ImportanceTable.from_frame(
-        other, N=4, spec={"model": "toy", "calibration": "C"}
-    )
-    merged = a.merge(b)
-    assert merged.frame["tokens"].tolist() == [5, 5, 2, 2]
-    assert merged.frame["sum_h2"].tolist() == [4.0, 5.0, 3.0, 3.0]
-    assert merged.frame["sum_h2"].dtype == np.float32
-    assert merged.frame["max_abs_h"].tolist() == [2.0, 5.0, 2.0, 2.0]
-    assert merged.frame["w_down_sq"].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert merged.metadata["N"] == 7
-    spec = merged.metadata["spec"]
-    assert spec["model"] == "toy"
-    assert [part["calibration"] for part in spec["merged"]] == ["A", "B"]
-    assert len(merged.merge(c).metadata["spec"]["merged"]) == 3
+def test_columns_that_are_read(tmp_path: Path) -> None:
+    """The keys come first, and once."""
+    path = tmp_path / "t.parquet"
+    table((1, 2)).write(path)
+    some = ImportanceTable.read(str(path), columns=["sum_g2", "atom"])
+    assert list(some.frame) == ["layer", "expert", "atom", "sum_g2"]
+    assert some.metadata == {}
 
 
 @pytest.mark.parametrize(
-    ("frame", "metadata", "message"),
+    ("name", "value", "expected"),
     [
-        (rows().drop(columns="sum_g2"), {"N": 1}, "only one of them has sum_g2"),
-        (rows().iloc[:2], {"N": 1}, "different rows: 4 and 2 atoms"),
-        (rows(atom=[0, 1, 0, 2]), {"N": 1}, "row 3 has atom 1 in one and 2 in the"),
-        (rows(w_down_sq=1.0), {"N": 1}, "w_down_sq differs in 3 of 4 rows"),
-        (rows(), {}, "only one of the tables has N"),
-        (
-            rows(),
-            {"N": 1, "spec": {"model": "other"}},
-            "differ in model: toy and other",
-        ),
-        (
-            rows(),
-            {"N": 1, "architecture": {"d_model": 4}},
-            "different architectures: they differ in d_model",
-        ),
+        ("N", 0, "has N=0, expected a positive number"),
+        ("N", -1, "has N=-1, expected a positive number"),
+        ("N", "7", "has N=7, expected a positive number"),
+        ("N", None, "has N=None, expected a positive number"),
+        ("spec", [], r"has spec=\[\], expected a dict"),
+        ("spec_hash", 5, "has spec_hash=5, expected a str"),
+        ("architecture", "a" * 50, f"has architecture={'a' * 40}, expected a dict"),
+        ("provenance", 0, "has provenance=0, expected a dict"),
     ],
 )
-def test_merging_what_differs_is_refused(
-    frame: pd.DataFrame, metadata: dict[str, object], message: str
+def test_metadata_of_other_kinds(
+    tmp_path: Path, name: str, value: object, expected: str
 ) -> None:
-    """Tables of other atoms, weights or models do not add up."""
-    table = ImportanceTable.from_frame(rows(), N=1, spec={"model": "toy"})
-    with pytest.raises(SpecError, match=message):
-        table.merge(ImportanceTable.from_frame(frame, **metadata))
+    """A file that holds them is damaged, and what is wrong in it is told."""
+    path = tmp_path / "t.parquet"
+    metadata = {"kind": "ImportanceTable", name: value}
+    files.write_frame(path, table((1, 1)).frame, metadata)
+    with pytest.raises(CacheError, match=rf"t\.parquet is damaged: its .*{expected}"):
+        ImportanceTable.read(str(path))
 
 
-def test_merging_needs_a_rule() -> None:
-    """A column that is neither a sum nor a maximum is not guessed at."""
-    table = ImportanceTable.from_frame(rows(mine=1.0))
-    with pytest.raises(SpecError, match="cannot merge column mine"):
-        table.merge(table)
+def test_the_least_number_of_tokens(tmp_path: Path) -> None:
+    """Is one."""
+    table((1, 1), N=1).write(tmp_path / "t.parquet")
+    assert ImportanceTable.read(tmp_path / "t.parquet").metadata == {"N": 1}
 
 
-# --- display --------------------------------------------------------------------
+# --- display ----------------------------------------------------------------------
 
 
-def test_display_is_a_summary() -> None:
-    """The card counts layers, experts, atoms, tokens and unrouted experts."""
-    table = ImportanceTable.from_frame(rows(), N=1234)
-    html = table._repr_html_()
-    for text in ("2</td>", "1,234", "unrouted experts", "var(--jp-", "0  0  0.125"):
-        assert text in html
-    assert "<script" not in html
-    assert "4 atoms" in repr(table)
-    broken = ImportanceTable.from_frame(rows(sum_h2=1e300, sum_g2=1e300))
-    assert "not finite" in broken._repr_html_()
+def test_the_card_has_quartiles_where_they_can_be_computed() -> None:
+    """Least, quartiles and largest heapr score to three digits."""
+    html = table((2, 5))._repr_html_()
+    assert ">Importance table<" in html
+    # ½ (a + 1)² for atoms a of the second expert, and five noughts
+    assert ">heapr score (min, quartiles, max)<" in html
+    assert "0  0  0.25  3.88  12.5" in html
+    bare = ImportanceTable.from_frame(table((1, 2)).frame.drop(columns="sum_g2"))
+    assert "heapr score" not in bare._repr_html_()
+    broken = table((1, 1)).frame.assign(tokens=1, sum_h2=1e300, sum_g2=1e300)
+    assert "not finite" in ImportanceTable.from_frame(broken)._repr_html_()

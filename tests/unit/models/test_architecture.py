@@ -5,10 +5,8 @@ import pandas as pd
 import pytest
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.savings import savings_of
 
 # Layer 1: gated, d_expert 4: an atom has 12 parameters and costs 24 operations.
 # Layer 3: no gate, 1 bias an atom, d_expert 5: 11 parameters and 20 operations.
@@ -62,25 +60,6 @@ def test_pruned_flops_follow_the_routing() -> None:
     assert MODEL.routed_flops_per_token(KEEP) == pytest.approx(24 + 60)
     nowhere = TOKENS.assign(tokens=[0, 0, 12, 12])
     assert MODEL.routed_flops_per_token(KEEP, nowhere) == pytest.approx(24 + 60)
-
-
-def test_summary_compares_before_and_after() -> None:
-    """One row with the counts before and after, and the shares saved."""
-    frame = pd.concat(
-        TOKENS[TOKENS["layer"] == layer].merge(
-            pd.DataFrame({"atom": range(shape.d_inter)}), how="cross"
-        )
-        for layer, shape in MODEL.layers.items()
-    )
-    table = ImportanceTable.from_frame(frame, architecture=MODEL.to_dict())
-    row = savings_of(KEEP, table, seq_len=8).iloc[0]
-    assert (row["parameters_before"], row["parameters_after"]) == (1000, 941)
-    assert row["parameter_reduction"] == pytest.approx(0.059)
-    assert (row["bytes_before"], row["bytes_after"]) == (2000, 1882)
-    assert row["flops_before"] == pytest.approx(512)
-    assert row["flops_after"] == pytest.approx(512 - 56)
-    assert row["flops_reduction"] == pytest.approx(56 / 512)
-    assert row["routed_flops_reduction"] == pytest.approx(56 / 152)
 
 
 def test_dict_round_trip() -> None:

@@ -5,9 +5,11 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from families import D_VOCAB, FAMILIES, tiny_model
+import torch
+from families import D_VOCAB, FAMILIES, tiny_ids, tiny_model
 from tiny_folder import write_tokenizer
 from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
@@ -15,9 +17,13 @@ from wrappers import WRAPPERS
 
 from benchmarks.readme import fill_blocks
 from heapr_lab.errors import LayoutError
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import find_experts
 from heapr_lab.models.families import REFUSED
+from heapr_lab.models.folders import build
 from heapr_lab.models.loading import load_model
 from heapr_lab.storage import paths
+from heapr_lab.text.calibration import CalibrationSet
 
 PAGE = paths.project_dir() / "docs" / "families.md"
 HEADS: tuple[Mapping[str, object], ...] = (
@@ -30,6 +36,15 @@ HEADS: tuple[Mapping[str, object], ...] = (
 """Model types by what they are loaded as, the first that has one of a module counts."""
 OWN = {"deepseek": "DeepseekForCausalLM"}
 """Not in transformers."""
+DBRX = {
+    "d_model": 16,
+    "n_heads": 2,
+    "n_layers": 1,
+    "max_seq_len": 64,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 8, "moe_num_experts": 2, "moe_top_k": 1},
+}
+LLAMA4 = {"intermediate_size_mlp": 8, "num_experts_per_tok": 1}
 OTHERS = ("dbrx", "llama4", "llama4_text", "mistral3", "kimi_k25", "internvl")
 """Without the experts interface, or around a language model of another module."""
 
@@ -101,10 +116,23 @@ def test_every_family_is_proven_or_refused() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_the_refused_are_refused_by_name(name: str, tmp_path: Path) -> None:
     """From config.json alone, before any weight is read, with the reason."""
-    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    config = AutoConfig.for_model(name)
+    config.save_pretrained(tmp_path)
     said = f"model_type {name!r} is not supported: {REFUSED[name]}"
-    with pytest.raises(LayoutError, match=re.escape(said)):
-        load_model(tmp_path, device="cpu")
+    for attempt in (lambda: load_model(tmp_path, device="cpu"), lambda: build(config)):
+        with pytest.raises(LayoutError, match=re.escape(said)):
+            attempt()
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("dbrx", DBRX), ("llama4_text", LLAMA4)])
+def test_own_experts_are_refused(family: str, sizes: dict[str, Any]) -> None:
+    """A model that was loaded elsewhere is refused with the same sentence."""
+    model = tiny_model(family, dtype=torch.float32, **sizes)
+    assert model(tiny_ids()).logits.isfinite().all()
+    with pytest.raises(LayoutError, match=f"'{family}'.*transformers' experts interf"):
+        find_experts(model)
+    with pytest.raises(LayoutError, match=f"'{family}'"):
+        collect_statistics(model, CalibrationSet.from_ids(tiny_ids()))
 
 
 def test_the_page_has_every_family() -> None:

@@ -1,6 +1,5 @@
 """Maps of routed tokens against loops over rows, forward and backward."""
 
-import pytest
 import torch
 
 from heapr_lab.models.grouped_linear import (
@@ -27,48 +26,6 @@ def routed(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Random values with a gradient."""
     return torch.randn(*shape, dtype=dtype).requires_grad_()
-
-
-def assert_same_gradients(
-    found: torch.Tensor, expected: torch.Tensor, leaves: list[torch.Tensor]
-) -> None:
-    """The same result, and gradients of a random direction."""
-    torch.testing.assert_close(found, expected)
-    direction = torch.randn_like(found)
-    got = torch.autograd.grad(found, leaves, direction)
-    want = torch.autograd.grad(expected, leaves, direction)
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_gathered_linear(with_bias: bool) -> None:
-    """Each row is its token's, with its expert's matrix; a token has several rows."""
-    rows, experts, tokens = routed()
-    x, weight, bias = leaf(T, D), leaf(E, WIDTH, D), leaf(E, WIDTH)
-    own = bias if with_bias else None
-    found = gathered_linear(x, weight, own, rows=rows, experts=experts, tokens=tokens)
-    expected = torch.stack(
-        [
-            weight[e] @ x[t] + (bias[e] if with_bias else 0)
-            for t, e in zip(rows.tolist(), experts.tolist(), strict=True)
-        ]
-    )
-    assert_same_gradients(found, expected, [x, weight, bias][: 2 + with_bias])
-
-
-def test_scattered_linear() -> None:
-    """The weighted sum over a token's rows, and the norms before the weights."""
-    rows, experts, tokens = routed()
-    h, weight, p = leaf(T * K, WIDTH), leaf(E, D, WIDTH), leaf(T * K)
-    found, norms = scattered_linear(h, weight, p, rows=rows, tokens=tokens, n_tokens=T)
-    expected = torch.zeros(T, D, dtype=torch.float64)
-    for k, (t, e) in enumerate(zip(rows.tolist(), experts.tolist(), strict=True)):
-        out = weight[e] @ h[k]
-        torch.testing.assert_close(norms[k], out.norm())
-        expected = expected.index_add(0, torch.tensor([t]), (p[k] * out)[None])
-    assert_same_gradients(found, expected, [h, weight, p])
-    assert not norms.requires_grad
 
 
 def test_a_token_without_rows_is_zero() -> None:

@@ -11,7 +11,6 @@ from families import tiny_ids, tiny_model
 from torch import nn
 
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.memory import (
     halving_batches,
@@ -21,12 +20,6 @@ from heapr_lab.models.memory import (
 from heapr_lab.text.calibration import CalibrationSet
 
 N_WINDOWS = 7
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """A tiny model in float64."""
-    return tiny_model("qwen2_moe")
 
 
 @pytest.fixture
@@ -153,18 +146,6 @@ def test_the_first_batch_is_that_of_the_device(model: nn.Module) -> None:
     assert starting_batch_size(model, 5, 101, tokens=tokens) == 1
     elsewhere = tiny_model("qwen2_moe").to("meta")  # offloaded: it runs from the CPU
     assert starting_batch_size(elsewhere, 50, 9, tokens=tokens) == 11
-
-
-def test_perplexity_goes_on_with_smaller_batches(
-    model: nn.Module, room_for_two: list[int]
-) -> None:
-    """Windows that went through are not run again; the number is the same."""
-    ids = tiny_ids(n_sequences=N_WINDOWS)
-    expected = evaluate_perplexity(model, ids, batch_size=1)
-    room_for_two.clear()
-    found = evaluate_perplexity(model, ids)
-    assert room_for_two == [7, 3, *[1] * 7]
-    assert found.nll == pytest.approx(expected.nll, rel=1e-12)
 
 
 def test_statistics_are_measured_with_smaller_batches(

@@ -184,13 +184,16 @@ def test_a_copy_made_beside_a_pass(model: nn.Module) -> None:
 
 
 def test_it_measures_in_inference_mode(model: nn.Module) -> None:
-    """The block changes nothing, with windows that were made in it, too."""
+    """And under no_grad; with windows that were made in the block, too."""
     expected = collect_statistics(model, WINDOWS, batch_size=2)
     with torch.inference_mode():
         windows = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
         got = collect_statistics(model, windows, batch_size=2)
         nll = evaluate_perplexity(model, windows.ids).nll
     assert windows.ids.is_inference()
+    with torch.no_grad():
+        without = collect_statistics(model, WINDOWS, batch_size=2)
+    pd.testing.assert_frame_equal(without.frame, expected.frame)
     pd.testing.assert_frame_equal(got.frame, expected.frame)
     assert nll == evaluate_perplexity(model, WINDOWS.ids).nll
 

@@ -34,11 +34,6 @@ LAYERS = {
 """Layers with experts; experts, atoms of each, their width, and experts of a token."""
 
 
-def test_each_has_a_configuration_here() -> None:
-    """As some others do."""
-    assert {path.name for path in CONFIGS.iterdir()} >= PAPER_MODELS.keys()
-
-
 @pytest.mark.parametrize("name", PAPER_MODELS)
 def test_sizes_are_the_published_ones(name: str) -> None:
     """Counted on a model without weights, which transformers builds by itself."""

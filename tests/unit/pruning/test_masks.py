@@ -242,27 +242,6 @@ def test_the_card_of_a_mask_says_what_is_kept(keep: KeepMask) -> None:
 # --- counts and arrays ---
 
 
-def test_mask_counts() -> None:
-    """Counts, widths and ratios of a mask written out."""
-    keep = KeepMask.from_arrays({5: [[True, False]], 2: [[True, True], [False, False]]})
-    assert keep.layers == (2, 5)
-    assert (keep.n_atoms, keep.n_kept, keep.n_removed) == (6, 3, 3)
-    assert keep.achieved_ratio == 0.5
-    assert keep.layer_ratios().to_dict() == {2: 0.5, 5: 0.5}
-    assert keep.widths().loc[2].tolist() == [2, 0]
-    assert keep.widths().loc[5].isna().tolist() == [False, True]
-
-
-def test_mask_does_not_change() -> None:
-    """A mask copies what it is made of and hands out read-only arrays."""
-    array = np.ones((1, 2), bool)
-    keep = KeepMask.from_arrays({0: array})
-    array[0, 0] = False
-    assert keep.n_removed == 0
-    with pytest.raises(ValueError, match="read-only"):
-        keep.by_layer(0)[0, 0] = False
-
-
 def test_fingerprint_tells_masks_apart() -> None:
     """Masks are equal by what they keep: bits, shapes and layers, not settings."""
     keep = KeepMask.from_arrays({0: [[True, False]]})
@@ -292,13 +271,3 @@ def test_absent_layers_are_errors() -> None:
         KeepMask.from_arrays({})
     with pytest.raises(SpecError, match="has no layer 3; it has 0"):
         KeepMask.from_arrays({0: [[True]]}).by_layer(3)
-
-
-def test_mask_display_is_a_summary() -> None:
-    """The card says what stays, how it was selected, and draws a bar per layer."""
-    html = select(make_table(TWO_LAYERS), ratio=0.25)._repr_html_()
-    for text in ("25.00%", "12 of 16", "heapr, global, atom, ragged", "var(--jp-"):
-        assert text in html
-    assert html.count("layer 0") == html.count("layer 1") == 1
-    assert "width:50.0%" in html
-    assert "12 of 16" in repr(select(make_table(TWO_LAYERS), ratio=0.25))

@@ -138,24 +138,3 @@ def test_negative_scores_of_steps() -> None:
         table, ratio=0.25, estimator="taylor", structure="aligned", multiple=2
     )
     assert keep.widths().loc[4].tolist() == [2, 0]
-
-
-def test_positions_take_the_smallest_type_that_holds_them() -> None:
-    """An atom that stays is after all others: at the largest number of the type."""
-    for of, size, kind in (("atoms", 1, np.int32), ("model", 2**40, np.int64)):
-        shape = LayerShape(n_experts=2, d_inter=3, d_expert=size)
-        large = Architecture(30 * size, 2, size, {1: shape}, 0, 0)
-        table = ImportanceTable.from_frame(
-            table_of({1: SCORES[1]}, {1: [1, 1]}).frame,
-            architecture=large.to_dict(),
-        )
-        ranking = rank_atoms(
-            table, Selection(0.5, estimator="magnitude", min_atoms=1, of=of)
-        )
-        most = np.iinfo(kind).max
-        assert ranking.positions.dtype == kind
-        step = 1 if of == "atoms" else 3 * size
-        # Scores 3, 1, 2 and 6, 5, 4, of which 3 and 6 stay.
-        assert ranking.positions.tolist() == [most, 0, step, most, 3 * step, 2 * step]
-        assert ranking.totals == (6 * step,)
-        assert ranking.removable == (4 * step,)

@@ -15,14 +15,6 @@ from heapr_lab.storage.hashing import digest
 # --- ragged atoms ---------------------------------------------------------------
 
 
-def test_global_removes_the_lowest_of_all() -> None:
-    """A quarter of 16 atoms goes, all in the layer of low scores."""
-    assert kept(make_table(TWO_LAYERS), ratio=0.25) == {
-        0: [[0, 1, 0, 0], [1, 1, 1, 0]],
-        1: [[1, 1, 1, 1], [1, 1, 1, 1]],
-    }
-
-
 def test_layer_removes_the_same_from_each() -> None:
     """A quarter of each layer's 8 atoms goes."""
     assert kept(make_table(TWO_LAYERS), ratio=0.25, scope="layer") == {
@@ -70,14 +62,6 @@ def test_ratio_must_be_a_number(ratio: Any) -> None:
         select(make_table(TWO_LAYERS), ratio=ratio)
 
 
-def test_ties_go_by_layer_expert_atom() -> None:
-    """Of equal scores the first rows go."""
-    assert kept(make_table({0: [[1, 1], [1, 1]], 1: [[1, 1]]}), ratio=0.5) == {
-        0: [[0, 0], [0, 1]],
-        1: [[1, 1]],
-    }
-
-
 def test_unrouted_atoms_go_first() -> None:
     """An expert without tokens scores 0 and goes, unless it is protected."""
     table = make_table({0: [[3, 4], [9, 9]]}, extra={"tokens": [1, 1, 0, 0]})
@@ -94,13 +78,6 @@ def test_scores_that_are_not_finite_are_refused() -> None:
 # --- whole experts --------------------------------------------------------------
 
 
-def test_experts_go_by_the_sum_of_their_atoms() -> None:
-    """Sums 16, 20, 42, 58: at least 0.3 of the atoms is the two first experts."""
-    keep = select(make_table(TWO_LAYERS), ratio=0.3, granularity="expert")
-    assert keep.widths().to_numpy().tolist() == [[0, 0], [4, 4]]
-    assert keep.achieved_ratio == 0.5
-
-
 def test_experts_layer_by_layer() -> None:
     """With scope layer the lowest expert of each layer goes."""
     keep = select(
@@ -110,39 +87,6 @@ def test_experts_layer_by_layer() -> None:
 
 
 # --- widths ---------------------------------------------------------------------
-
-
-def test_aligned_widths_by_hand() -> None:
-    """Steps of two from the top; the cheapest per atom go first."""
-    # Expert 0: 1, 2 | 3, 9 and expert 1: 4, 4 | 5, 5. Means 1.5, 6, 4, 5.
-    table = make_table({0: [[9, 1, 2, 3], [4, 5, 4, 5]]})
-    settings = {"structure": "aligned", "multiple": 2}
-    assert kept(table, ratio=0.25, **settings) == {0: [[1, 0, 0, 1], [1, 1, 1, 1]]}
-    assert kept(table, ratio=0.5, **settings) == {0: [[1, 0, 0, 1], [0, 1, 0, 1]]}
-    # 0.6 of 8 atoms is 4.8: three steps go, the third is of mean 5.
-    assert kept(table, ratio=0.6, **settings) == {0: [[1, 0, 0, 1], [0, 0, 0, 0]]}
-
-
-def test_aligned_leaves_the_remainder_at_the_bottom() -> None:
-    """Width 5 with multiple 2 shrinks to 4, 2 and 0."""
-    table = make_table({0: [[1, 2, 3, 4, 5]]})
-    widths = [
-        int(select(table, ratio=r, structure="aligned", multiple=2).widths().loc[0, 0])
-        for r in (0, 0.2, 0.3, 0.6, 0.7)
-    ]
-    assert widths == [5, 4, 2, 2, 0]
-
-
-def test_per_layer_widths() -> None:
-    """Each layer has one width, and each expert keeps its own best."""
-    # Layer 0 sorted: 1, 3, 4, 8 and 2, 5, 6, 7: steps cost 1.5, 4, 5, 7.5 an atom.
-    table = make_table(TWO_LAYERS)
-    assert kept(table, ratio=0.2, structure="per_layer") == {
-        0: [[0, 1, 0, 1], [0, 1, 1, 0]],
-        1: [[1, 1, 1, 1], [1, 1, 1, 1]],
-    }
-    by_two = select(table, ratio=0.1, structure="per_layer", multiple=2)
-    assert by_two.widths().to_numpy().tolist() == [[2, 2], [4, 4]]
 
 
 def test_steps_of_different_sizes_may_remove_more_than_was_asked() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_ids, tiny_model
-from keeps import full_keep, logits_of, random_keep
+from keeps import logits_of, random_keep
 from torch import nn
 
 from heapr_lab.errors import SpecError
@@ -14,7 +14,6 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import (
     check_table,
     keeps_of,
@@ -145,16 +144,6 @@ def test_masks_come_as_tensors_in_the_order_of_the_layers(model: nn.Module) -> N
         assert np.array_equal(kept.numpy(), keep.by_layer(number))
         kept[:] = False
     assert keep == random_keep(model)
-
-
-def test_a_mask_of_another_shape_is_named(model: nn.Module) -> None:
-    """The layer and both shapes are in the message; the right shapes pass."""
-    layers = layers_of(model)
-    assert len(keeps_of(layers, full_keep(model))) == 2
-    text = r"layer 1 has shape \(8, 4\), expected \(4, 8\): the mask was made for"
-    arrays = {**full_keep(model).arrays, 1: np.ones((8, 4), bool)}
-    with pytest.raises(SpecError, match=text):
-        keeps_of(layers, KeepMask(arrays))
 
 
 def test_a_table_is_of_the_model_it_was_measured_on(model: nn.Module) -> None:

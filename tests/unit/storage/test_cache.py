@@ -1,10 +1,6 @@
 """Files are whole or absent, what is foreign is refused, and results are made once."""
 
 import json
-import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -50,18 +46,6 @@ def test_cache_dir_without_setting_is_the_users_cache_folder(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert paths.cache_dir() == tmp_path / ".cache" / "heapr_lab"
-
-
-def test_cache_path_depends_on_every_field_of_the_key() -> None:
-    """Another value, field or kind is another path; the order of fields is not."""
-    paths = {
-        store.cache_path(kind, key, extension="json")
-        for kind in ("a", "b")
-        for key in ({"x": 1}, {"x": 2}, {"x": 1, "y": None})
-    }
-    assert len(paths) == 6
-    left = store.cache_path("a", {"x": 1, "y": 2}, extension="json")
-    assert left == store.cache_path("a", {"y": 2, "x": 1}, extension="json")
 
 
 # --- parquet --------------------------------------------------------------------
@@ -177,22 +161,6 @@ def test_an_exception_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_kill_while_writing_leaves_nothing_that_looks_finished(
-    tmp_path: Path,
-) -> None:
-    """After a process dies half-way through a write, the name does not exist."""
-    path = tmp_path / "x.parquet"
-    code = (
-        "import os, sys\nfrom heapr_lab.storage import files\n"
-        "with files.replacing(sys.argv[1]) as temporary:\n"
-        "    temporary.write_text('half')\n    os._exit(9)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
-    assert done.returncode == 9
-    assert not path.exists()
-    assert [rest.name.startswith(".partial-") for rest in tmp_path.iterdir()] == [True]
-
-
 def test_the_right_to_write_passes_on(tmp_path: Path) -> None:
     """After the block, also after one that failed; other outputs are free."""
 
@@ -273,13 +241,6 @@ def test_a_result_is_computed_once_per_key(cache: Path) -> None:
     assert files.read_json(path.with_name(f"{path.name}.key.json")) == {"x": 4}
 
 
-def test_a_failed_computation_stores_nothing() -> None:
-    """After an exception the next asking computes, and finds no lock held."""
-    with pytest.raises(ZeroDivisionError):
-        store.cached_json("answers", {"x": 4}, lambda: 1 // 0)
-    assert cached_answer({"x": 4}, []) == 40
-
-
 def test_a_truncated_result_is_refused_and_never_replaced() -> None:
     """A damaged file under a result's name is named, not recomputed over."""
     cached_answer({"x": 4}, [])
@@ -309,70 +270,3 @@ def test_a_result_of_another_key_is_refused() -> None:
     files.write_json(path.with_name(f"{path.name}.key.json"), {"x": 3})
     with pytest.raises(CacheError, match=r'found {"x":3}, expected {"x":4}'):
         cached_answer({"x": 4}, [])
-
-
-COMPUTE_SLOWLY = """
-import sys, time
-from pathlib import Path
-from heapr_lab.storage import cache
-
-def compute():
-    with Path(sys.argv[1]).open("a") as file:
-        file.write("computed\\n")
-    time.sleep(0.5)
-    return 42
-
-print("ready", flush=True)
-sys.stdin.readline()
-print(cache.cached_json("slow", {"x": 1}, compute))
-"""
-
-
-def test_two_processes_that_ask_at_once_compute_once(tmp_path: Path) -> None:
-    """The second waits for the first, and both get the result."""
-    counter = tmp_path / "counter"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", COMPUTE_SLOWLY, str(counter)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=dict(os.environ),
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    answers = []
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in processes:
-        answers.append(process.communicate(timeout=60)[0])
-    assert answers == ["42\n", "42\n"]
-    assert counter.read_text() == "computed\n"
-
-
-def test_two_threads_that_ask_at_once_compute_once() -> None:
-    """The lock holds between threads of one process too."""
-    made: list[int] = []
-    inside = threading.Event()
-    answers: list[int] = []
-
-    def compute() -> int:
-        made.append(1)
-        inside.wait(0.3)  # nobody sets it: time for the other to come and wait
-        return 42
-
-    def ask() -> None:
-        answers.append(store.cached_json("slow", {"x": 2}, compute))
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert answers == [42, 42]
-    assert made == [1]

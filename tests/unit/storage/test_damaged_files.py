@@ -138,32 +138,6 @@ def test_a_mask_without_rows_or_columns(
         KeepMask.read(mask)
 
 
-@pytest.mark.parametrize(
-    "name", ["N", "spec", "spec_hash", "architecture", "provenance"]
-)
-@pytest.mark.parametrize("value", [None, [1], -5, 0.5])
-def test_a_table_with_metadata_of_another_kind(
-    table: Path, name: str, value: Any
-) -> None:
-    """The file, the name and the value are named."""
-
-    def change(header: dict[str, Any]) -> dict[str, Any]:
-        header["metadata"][name] = value
-        return header
-
-    change_header(table, change)
-    with pytest.raises(CacheError, match=rf"table\.parquet is damaged: .*{name}="):
-        ImportanceTable.read(table)
-
-
-@pytest.mark.parametrize("name", ["layer", "sum_hg2"])
-def test_a_table_with_texts_for_numbers(table: Path, name: str) -> None:
-    """The column is named."""
-    change_rows(table, lambda frame: frame.assign(**{name: "x"}))
-    with pytest.raises(CacheError, match=rf"table\.parquet is damaged: column {name}"):
-        ImportanceTable.read(table)
-
-
 def test_columns_that_cannot_be_described(table: Path) -> None:
     """What pandas has written of them was damaged."""
     rows = pq.read_table(table)
@@ -174,19 +148,6 @@ def test_columns_that_cannot_be_described(table: Path) -> None:
             CacheError, match=r"table\.parquet is damaged: the description"
         ):
             files.read_frame(table)
-
-
-def test_only_files_of_the_cache_are_made_again(
-    mask: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody is told to delete a file that nothing would make again."""
-    mask.write_bytes(mask.read_bytes()[:-20])
-    with pytest.raises(CacheError, match="give another file, or make it again") as own:
-        KeepMask.read(mask)
-    assert "delete" not in str(own.value)
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
-    with pytest.raises(CacheError, match="delete it, and it will be made again"):
-        KeepMask.read(mask)
 
 
 def test_json_that_is_nested_deeply(tmp_path: Path) -> None:

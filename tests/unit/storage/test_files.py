@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from heapr_lab.errors import CacheError
 from heapr_lab.storage import files
@@ -159,28 +159,11 @@ def test_frames_of_few_rows(
     assert layout(tmp_path / "x.parquet")["x"][1] == dictionary
 
 
-def test_row_groups_are_long(tmp_path: Path) -> None:
-    """A group is 2²⁰ rows."""
-    path = tmp_path / "x.parquet"
-    frame = pd.DataFrame({"x": np.zeros(2**20 + 1, dtype=np.int8)})
-    files.write_frame(path, frame, {})
-    sizes = pq.ParquetFile(path).metadata
-    assert [sizes.row_group(i).num_rows for i in range(2)] == [2**20, 1]
-    assert sizes.num_row_groups == 2
-
-
 def test_json_is_for_reading(tmp_path: Path) -> None:
     """Indented, in letters rather than escapes, and ended by a new line."""
     files.write_json(tmp_path / "x.json", {"b": "ℓ", "a": 1})
     text = (tmp_path / "x.json").read_text("utf-8")
     assert text == '{\n  "a": 1,\n  "b": "ℓ"\n}\n'
-
-
-def test_states_are_plain_safetensors(tmp_path: Path) -> None:
-    """Any reader of safetensors finds the arrays, whatever their order in memory."""
-    array = np.arange(6.0).reshape(2, 3).T
-    files.save_state(tmp_path / "s.safetensors", {"x": array}, {})
-    np.testing.assert_array_equal(load_file(tmp_path / "s.safetensors")["x"], array)
 
 
 # --- reading --------------------------------------------------------------------

@@ -81,17 +81,6 @@ def test_a_lock_makes_its_folder(folder: Path) -> None:
         pass
 
 
-def test_a_result_without_its_key_is_foreign() -> None:
-    """Nothing says what it was made for."""
-    answer(1)
-    path = cache.cache_path("answers", {"x": 1}, extension="json")
-    path.with_name(f"{path.name}.key.json").unlink()
-    with pytest.raises(
-        CacheError, match=r"is foreign: expected .*\.json\.key\.json beside it"
-    ):
-        answer(1)
-
-
 def test_the_key_is_written_before_the_result() -> None:
     """So that a result that is there always has its key."""
     path = cache.cache_path("answers", {"x": 1}, extension="json")
