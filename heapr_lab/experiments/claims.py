@@ -231,8 +231,9 @@ def _over_models(evidence: Evidence) -> Finding:
         values=f"delta_nll {evidence.calibrated_on}",
     )
     names = [name for name in RIVALS if name in losses]
-    gaps = {name: interval_of(losses[name] - losses["heapr"]) for name in names}
-    return _against_rivals(gaps, f"{len(losses)} models")
+    more = {name: (losses[name] - losses["heapr"]).dropna() for name in names}
+    gaps = {name: interval_of(own) for name, own in more.items()}
+    return _against_rivals(gaps, f"up to {len(losses)} models")
 
 
 def _against_rivals(gaps: Mapping[str, Interval], over: str) -> Finding:
