@@ -6,13 +6,15 @@ loss is searched for: each trial is a pruned model, whose evaluation is cached.
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pandas as pd
-from scipy.optimize import brentq
 
 from heapr_lab.errors import SpecError
 from heapr_lab.workbench.settings import Setting
-from heapr_lab.workbench.workbench import Workbench
+
+if TYPE_CHECKING:
+    from heapr_lab.workbench.workbench import Workbench
 
 
 def largest_ratio(
@@ -47,12 +49,14 @@ def largest_ratio(
         return math.cbrt(losses[ratio]) - math.cbrt(limit)
 
     if excess(highest) > 0:
+        from scipy.optimize import brentq  # slow, and needed only here
+
         brentq(excess, 0.0, highest, xtol=tolerance)
     return max(ratio for ratio, loss in losses.items() if loss <= limit)
 
 
 def ratio_for_loss(
-    bench: Workbench,
+    bench: "Workbench",
     setting: Setting,
     corpus: str,
     *,
