@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import logits_of
-from merging_by_hand import (
+from methods_by_hand import (
     CLOSE,
     FAMILIES,
     IDS,
@@ -25,7 +25,6 @@ from merging_by_hand import (
     mean_by_hand,
     outputs_of,
     replaced,
-    sets,
 )
 from text_models import experts_calls
 from torch import nn
@@ -62,22 +61,6 @@ def ordered_atoms(own: Any, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 # --- MC-SMoE ----------------------------------------------------------------------
-
-
-def test_dominant_experts_by_hand() -> None:
-    """The most used of each layer, though rarely used, then the largest shares."""
-    rows = [(0, 2, 0.5), (0, 1, 0.3), (0, 0, 0.2), (1, 0, 0.1), (1, 1, 0.05)]
-    frame = pd.DataFrame(rows, columns=["layer", "expert", "share"])
-    assert mc_smoe.dominant(frame, 2) == {0: [2], 1: [0]}
-    assert mc_smoe.dominant(frame, 4) == {0: [2, 1, 0], 1: [0]}
-
-
-def test_joined_by_hand() -> None:
-    """Experts 0 and 3 go to the leader, 1 or 2, of their larger cosine."""
-    cosines = np.array(
-        [[1, 0.1, 0.2, 0.9], [0.1, 1, 0, 0.5], [0.2, 0, 1, -1], [0.9, 0.5, -1, 1]]
-    )
-    assert sets(mc_smoe.joined(cosines, [2, 1])) == sets([[0, 2], [1, 3]])
 
 
 def squares(one: Any, other: Any) -> float:
@@ -173,6 +156,14 @@ def of_rank(matrix: Any, rank: int) -> torch.Tensor:
     return wide @ vectors @ vectors.T
 
 
+def test_dominant_experts_by_hand() -> None:
+    """The most used of each layer, though rarely used, then the largest shares."""
+    rows = [(0, 2, 0.5), (0, 1, 0.3), (0, 0, 0.2), (1, 0, 0.1), (1, 1, 0.05)]
+    frame = pd.DataFrame(rows, columns=["layer", "expert", "share"])
+    assert mc_smoe.dominant(frame, 2) == {0: [2], 1: [0]}
+    assert mc_smoe.dominant(frame, 4) == {0: [2, 1, 0], 1: [0]}
+
+
 def test_ranks_that_cannot_be_are_refused() -> None:
     """They would store more than whole matrices, or too little for the ratio."""
     model = tiny_model("qwen2_moe", **SIX)
@@ -263,6 +254,20 @@ def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
     return found
 
 
+def test_components_are_scaled_by_their_singular_values() -> None:
+    """To their signs, which distances do not have; unscaled ones would be others."""
+    layer = find_experts(tiny_model("qwen3_moe", **FOUR_ATOMS))[0]
+    atoms = ream._atoms(layer)
+    expected = normalize(components_by_hand(layer), dim=2)
+    found = ream.components(atoms).double()
+    near = torch.cdist(found[0], found[1])
+    by_hand = torch.cdist(expected[0], expected[1])
+    torch.testing.assert_close(near, by_hand, rtol=1e-3, atol=1e-4)
+    rows = normalize(torch.cat(atoms), dim=1)
+    unscaled = normalize(rows - rows.mean(0), dim=1).unflatten(0, (6, -1))
+    assert (near - torch.cdist(unscaled[0], unscaled[1])).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 4, 8])
 def test_the_saliency_of_ream(size: int, family: str) -> None:
@@ -330,20 +335,6 @@ def test_ream_by_hand(family: str) -> None:
         torch.testing.assert_close(logits_of(model, IDS), expected, **IN_SINGLE)
     assert (expected - logits_of(model, IDS)).abs().max() > 1e-3
     assert not composed_experts(found.materialise(model))  # an ordinary checkpoint
-
-
-def test_components_are_scaled_by_their_singular_values() -> None:
-    """To their signs, which distances do not have; unscaled ones would be others."""
-    layer = find_experts(tiny_model("qwen3_moe", **FOUR_ATOMS))[0]
-    atoms = ream._atoms(layer)
-    expected = normalize(components_by_hand(layer), dim=2)
-    found = ream.components(atoms).double()
-    near = torch.cdist(found[0], found[1])
-    by_hand = torch.cdist(expected[0], expected[1])
-    torch.testing.assert_close(near, by_hand, rtol=1e-3, atol=1e-4)
-    rows = normalize(torch.cat(atoms), dim=1)
-    unscaled = normalize(rows - rows.mean(0), dim=1).unflatten(0, (6, -1))
-    assert (near - torch.cdist(unscaled[0], unscaled[1])).abs().max() > 0.1
 
 
 def test_large_groups_are_filled_first() -> None:

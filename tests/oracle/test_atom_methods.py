@@ -87,23 +87,6 @@ def test_intdim_by_loops(family: str) -> None:
         assert removed(fitted(name, model, 0.3)) == expected
 
 
-def test_intdim_sums_sizes_and_not_gradients() -> None:
-    """|gradient| of each window: of all text at once the score would be another."""
-    model = tiny_model("qwen2_moe")
-    windows = [CalibrationSet.from_ids(ids[None]) for ids in IDS]
-    alone = [gradient_scores(model, own) for own in windows]
-    np.testing.assert_allclose(gradient_scores(model, WINDOWS), np.mean(alone, axis=0))
-
-
-def gradient_scores(model: nn.Module, windows: CalibrationSet) -> np.ndarray:
-    """The scores of the first layer, as the three methods share them."""
-    shared = Measurements(model, windows)
-    methods.get("intdim-g").fit(model, windows, ratio=0.3, shared=shared)
-    found = shared.once("intdim", lambda: pytest.fail("measured again"))
-    scores: np.ndarray = found[0]
-    return scores
-
-
 # --- MoE-Slimming -----------------------------------------------------------------
 
 
@@ -309,25 +292,6 @@ def test_enp_keeps_no_expert_whole() -> None:
 
 
 # --- experts without tokens -------------------------------------------------------
-
-
-def heapr_of_the_authors(h: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> Any:
-    """Their two hooks for one expert: sums over its tokens, over their number."""
-    tokens = torch.tensor(float(len(h)))
-    covariance = g.T @ g / tokens
-    return (h**2).sum(0) * ((w.T @ covariance) * w.T).sum(1) / tokens
-
-
-def test_what_the_authors_code_does_with_dead_experts() -> None:
-    """Called with no token, their atoms score 0/0, which sorts above all others."""
-    draw = torch.Generator().manual_seed(0)
-    w = torch.randn(3, 2, generator=draw)
-    h, g = (torch.randn(5, n, generator=draw) for n in (2, 3))
-    alive = heapr_of_the_authors(h, g, w)
-    dead = heapr_of_the_authors(h[:0], g[:0], w)
-    skipped = torch.full((2,), -1.0)
-    for other, kept in ((dead, {2, 3}), (skipped, {0, 1})):
-        assert {*torch.cat([alive, other]).topk(2).indices.tolist()} == kept
 
 
 def test_dead_experts_lose_their_atoms_first() -> None:

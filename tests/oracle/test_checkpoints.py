@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ import torch
 from families import FAMILIES, tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
 from safetensors import safe_open
-from stored_tensors import same_tensors, tensors_in
+from safetensors.torch import load_file, save_file
+from stored_tensors import SINGLE, same_tensors, tensors_in
 from tiny_folder import write_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
@@ -207,12 +210,32 @@ ids = torch.load(sys.argv[2], weights_only=True)
 with torch.no_grad():
     torch.save(model(ids, use_cache=False).logits, sys.argv[3])
 model.save_pretrained(sys.argv[4])
+for folder in sys.argv[5:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    except ValueError as error:
+        print(error)
 """
+
+
+def with_holes(folder: Path, into: Path) -> list[Path]:
+    """Two copies of a checkpoint: without the first router, and without widths."""
+    copies = [shutil.copytree(folder, into / name) for name in ("router", "widths")]
+    tensors = load_file(folder / SINGLE)
+    del tensors[min(name for name in tensors if "router" in name or ".gate." in name)]
+    save_file(tensors, copies[0] / SINGLE, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["widths"] = {}
+    (copies[1] / "config.json").write_text(json.dumps(config))
+    return copies
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
 def test_it_loads_where_heapr_lab_is_not(family: str, tmp_path: Path) -> None:
-    """With the module that the checkpoint carries, and saves with it again."""
+    """With the module that the checkpoint carries, and saves with it again.
+
+    What lacks a weight or its widths, the module refuses.
+    """
     model, keep = saved(tmp_path / "out", family, "ragged")
     with masking(model, keep):
         expected = logits_of(model, IDS)
@@ -227,6 +250,7 @@ sys.meta_path.insert(0, Hidden())
 {LOAD}
 """
     arguments = [tmp_path / n for n in ("out", "ids.pt", "logits.pt", "again")]
+    arguments += with_holes(tmp_path / "out", tmp_path)
     cache = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -234,6 +258,9 @@ sys.meta_path.insert(0, Hidden())
         env={**os.environ, **cache, "PYTHONPATH": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    router, widths = done.stdout.splitlines()
+    assert re.search(r"lacks \d of its weights \(model\.layers\.0", router)
+    assert "no widths of 'model.layers.0.mlp.experts'" in widths
     got = torch.load(tmp_path / "logits.pt", weights_only=True)
     torch.testing.assert_close(got, expected, **CLOSE)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="float32")

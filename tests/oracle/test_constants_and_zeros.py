@@ -5,27 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model
+from methods_by_hand import FAMILIES, IDS, SIX, fitted
 from oracles.token_by_token import matrices, run
 from text_models import experts_calls
 from torch import nn
 
-from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import find_experts
-from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
-
-IDS = tiny_ids(n_sequences=6, seq_len=10)
-WINDOWS = CalibrationSet.from_ids(IDS)
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2")
-SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
-
-
-def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
-    """What the method finds."""
-    return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
 
 
 def lowest(scores: dict[Any, float], number: int) -> set[Any]:
@@ -116,23 +105,6 @@ def test_the_scores_of_mone() -> None:
         assert gone == by_hand
         chosen.append(gone)
     assert len({*map(frozenset, chosen)}) > 1
-
-
-def test_a_running_variance_depends_on_the_batches() -> None:
-    """What is stated of the authors' update: the first batch's spread has no part."""
-    rows = np.random.default_rng(0).normal(size=(12, 3))
-    whole, running = np.var(rows, axis=0, ddof=1), []
-    for size in (3, 6):
-        n, mean, variance = 0, np.zeros(3), np.zeros(3)
-        for own in np.split(rows, 12 // size):
-            mean = (n * mean + own.sum(0)) / (n + size)
-            if n:
-                variance *= (n - 1) / (n + size - 1)
-                variance += ((own - mean) ** 2).sum(0) / (n + size)
-            n += size
-        running.append(variance)
-    assert abs(running[0] - running[1]).max() > 0.1
-    assert all((own < whole).all() for own in running)
 
 
 def test_mone_may_replace_every_expert_of_a_layer() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model
+from methods_by_hand import IDS, SIX, WINDOWS, fitted
 from oracles.token_by_token import atom_activations
 from oracles.token_by_token import matrices as by_hand
 from text_models import experts_calls
@@ -28,10 +29,7 @@ from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 
-IDS = tiny_ids(n_sequences=6, seq_len=10)
-WINDOWS = CalibrationSet.from_ids(IDS)
 FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss")
-SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
 DAMPING = 1e-6
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 IN_SINGLE = {"rtol": 1e-4, "atol": 1e-5}
@@ -39,11 +37,6 @@ IN_SINGLE = {"rtol": 1e-4, "atol": 1e-5}
 NAMES = ("gate", "up", "down")
 
 Inputs = dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor, float]]]
-
-
-def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
-    """What the method finds."""
-    return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
 
 
 def inputs_by_hand(model: nn.Module) -> Inputs:
@@ -312,18 +305,6 @@ def test_d2_moe_has_room_for_its_base() -> None:
         assert 0.5 <= found.achieved_ratio < 0.5 + 4 * 2 * 24 / dense
     with pytest.raises(SpecError, match="base_ratio must be in"):
         fitted("d2-moe", model, 0.5, base_ratio=1.0)
-
-
-def test_labels_that_are_shifted_twice() -> None:
-    """What is stated of the authors' loss: a model shifts the labels that it is given.
-
-    So the shifted text as labels gives the loss of the token after the next.
-    """
-    model: Any = tiny_model("mixtral")
-    found = model(IDS[:, :-1], labels=IDS[:, 1:]).loss
-    logits = model(IDS[:, :-1]).logits[:, :-1].flatten(0, 1)
-    after_next = torch.nn.functional.cross_entropy(logits, IDS[:, 2:].flatten())
-    assert float(found.detach()) == pytest.approx(float(after_next.detach()))
 
 
 # --- MoE-SVD ----------------------------------------------------------------------

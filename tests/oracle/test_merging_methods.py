@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_model
-from merging_by_hand import (
+from methods_by_hand import (
     CLOSE,
     FAMILIES,
     IDS,
@@ -224,15 +224,6 @@ def test_sub_moe_by_hand(family: str) -> None:
             }
             new |= {(k, e): whole for e in group}
     check(fitted("sub-moe-like", model, 0.5), model, replaced(model, new))
-
-
-def test_a_reshaped_factor_is_not_the_mean_of_experts() -> None:
-    """What is stated of REAP's version: of two equal experts it makes another one."""
-    one = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
-    torch.testing.assert_close(by_decomposition([one, one], np.array([0.5, 0.5])), one)
-    u, s, v = torch.linalg.svd(torch.cat([one, one], dim=1), full_matrices=False)
-    reshaped = u @ torch.diag(s) @ v.reshape(2, 3, 4).mean(0)
-    assert (reshaped - one).norm() > 0.5 * one.norm()
 
 
 def by_decomposition(experts: list[torch.Tensor], shares: np.ndarray) -> torch.Tensor:

@@ -7,36 +7,24 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model
+from methods_by_hand import FAMILIES, IDS, SIX, WINDOWS, fitted
 from oracles.token_by_token import matrices, run, statistics
-from text_models import atoms_by_hand, experts_calls
+from text_models import atoms_by_hand
 from torch import nn
 
-from heapr_lab import methods
 from heapr_lab.errors import LayoutError
 from heapr_lab.methods import experts, naee
-from heapr_lab.methods.camera import camera_scores
 from heapr_lab.methods.collectors import Measurements, expert_statistics
-from heapr_lab.methods.compression import AtomCompression, ExpertDropping
+from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.single_experts import expert_output
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.expert_calls import iter_expert_calls
-from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
-
-IDS = tiny_ids(n_sequences=6, seq_len=10)
-WINDOWS = CalibrationSet.from_ids(IDS)
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2")
-SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
-
-
-def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
-    """What the method finds."""
-    return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
 
 
 def without(scores: dict[Any, float], number: int) -> set[Any]:
@@ -362,26 +350,3 @@ def test_camera_is_sequential(family: str) -> None:
         for _, expert, atom in gone:
             keep[layer][expert, atom] = False
     assert removed(found) == expected
-
-
-def test_sequential_camera_differs_from_the_other() -> None:
-    """So the test above could tell them apart."""
-    model = tiny_model("mixtral")
-    one = fitted("camera-p", model, 0.5)
-    assert one.keep != fitted("camera-p", model, 0.5, sequential=False).keep
-
-
-def test_the_formulas_of_camera_differ() -> None:
-    """By hand: w² (½ s + ½ m²) and w (√s + ½ m)."""
-    parts = np.array([[25.0]]), np.array([[4.0]]), np.array([[9.0]])
-    assert camera_scores(*parts, alpha=0.5, formula="code").item() == 184.5
-    assert camera_scores(*parts, alpha=0.5, formula="paper").item() == 21.0
-
-
-def test_calls_are_those_of_the_model() -> None:
-    """What NAEE and the statistics start from is what the experts were called with."""
-    model = tiny_model("deepseek_v2")
-    expected = experts_calls(model, IDS)
-    for layer, calls in iter_expert_calls(model, IDS):
-        torch.testing.assert_close(calls.hidden_states, expected[layer.layer][0])
-    assert isinstance(fitted("reap", model, 0.25), ExpertDropping)

@@ -7,9 +7,7 @@ import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 
-from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import (
-    Perplexity,
     evaluate_divergence,
     evaluate_perplexity,
     kl_divergence,
@@ -87,62 +85,6 @@ def test_batches_change_nothing(model, batch_size):
     assert result.n_tokens == 7 * 8
 
 
-def test_progress_ends_with_all_windows(model):
-    """The callback hears of each batch, the short last one too."""
-    heard = []
-    evaluate_perplexity(
-        model,
-        tiny_ids(n_sequences=5),
-        batch_size=2,
-        progress=lambda done, total: heard.append((done, total)),
-    )
-    assert heard == [(2, 5), (4, 5), (5, 5)]
-
-
-def test_smaller_batches_where_memory_runs_out(model):
-    """An automatic batch shrinks until it fits; a batch size asked for does not."""
-    ids = tiny_ids(n_sequences=7)
-    sizes = []
-
-    def small(_module, args):
-        sizes.append(len(args[0]))
-        if len(args[0]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    expected = evaluate_perplexity(model, ids)
-    hook = model.get_input_embeddings().register_forward_pre_hook(small)
-    try:
-        assert evaluate_perplexity(model, ids).nll == pytest.approx(expected.nll)
-        assert sizes == [7, 3, 1, 1, 1, 1, 1, 1, 1]
-        with pytest.raises(torch.OutOfMemoryError):
-            evaluate_perplexity(model, ids, batch_size=4)
-    finally:
-        hook.remove()
-
-
-def test_hopeless_models_are_infinitely_perplexed():
-    """The exponential of a nll beyond 709 nats is inf, not an error."""
-    model = tiny_model("qwen2_moe")
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1e6)
-    assert evaluate_perplexity(model, tiny_ids()).value == math.inf
-
-
-def test_no_windows(model):
-    """Nothing to evaluate on is an error."""
-    with pytest.raises(SpecError, match=r"shape \(0, 9\)"):
-        evaluate_perplexity(model, tiny_ids()[:0])
-    with pytest.raises(SpecError, match="whole number from 1, got 0"):
-        evaluate_perplexity(model, tiny_ids(), batch_size=0)
-
-
-def test_kl_by_hand():
-    """Of (1/2, 1/2) and (1/4, 3/4): 1/2 ln 2 + 1/2 ln 2/3 = 0.143841 nats."""
-    p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
-    assert kl_divergence(p, q).item() == pytest.approx(0.143841, abs=1e-6)
-    assert kl_divergence(p, p).item() == 0
-
-
 def test_kl_where_nothing_is_possible():
     """A token that neither model allows adds nothing."""
     log_p = torch.tensor([0.0, -math.inf])
@@ -172,11 +114,3 @@ def test_divergence_from_whole_logits(model, batch_size):
     assert agreement < 1
     assert result.kl == pytest.approx(kl, rel=1e-9)
     assert result.top1_agreement == pytest.approx(agreement)
-
-
-def test_results_are_shown_readably():
-    """A notebook shows the numbers with their units."""
-    shown = Perplexity(value=20.08553, nll=3.0, n_tokens=12345)._repr_html_()
-    assert "20.09" in shown
-    assert "nats per token" in shown
-    assert "12,345" in shown

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 from families import tiny_ids
 from keeps import random_keep
 from text_models import (
     FAMILIES,
-    SINGLE,
     TEXT,
     atoms_by_hand,
     experts_calls,
@@ -47,23 +45,6 @@ def test_routing(tokenizer: Any, family: str) -> None:
     )
 
 
-def test_routing_is_the_routers_own(tokenizer: Any) -> None:
-    """Of qwen2_moe: the largest two of the softmax of x · W_routerᵀ, in every layer."""
-    model = model_of("qwen2_moe", norm_topk_prob=False)
-    passage = read_passage(model, tokenizer, text=TEXT)
-    calls = experts_calls(model, passage.ids)
-    found = routing(model, passage).set_index(["layer", "position"])
-    for number, (x, _, _) in calls.items():
-        weight = model.model.layers[number].mlp.gate.weight.detach()
-        for place in range(len(passage.tokens)):
-            shares = (x[place] @ weight.T).softmax(-1)
-            p, experts = shares.topk(2)
-            own = found.loc[(number, place)]
-            assert own["expert"].tolist() == experts.tolist()
-            # the family's router takes its softmax in float32
-            np.testing.assert_allclose(own["p"], p, **SINGLE)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_atoms_of_token(tokenizer: Any, family: str) -> None:
     """The longest of all p · h_k · w_down_k of one token, and their shares."""
@@ -81,15 +62,6 @@ def test_atoms_of_token(tokenizer: Any, family: str) -> None:
     pd.testing.assert_frame_equal(
         found, expected[list(found)], check_dtype=False, rtol=1e-9
     )
-
-
-def test_a_token_is_served_by_all_its_atoms(tokenizer: Any) -> None:
-    """Asked for more atoms than there are, the shares of all add up to one."""
-    model = model_of("qwen2_moe")
-    passage = read_passage(model, tokenizer, text=TEXT)
-    found = atoms_of_token(model, passage, layer=0, position=0, n=1000)
-    assert len(found) == 2 * find_experts(model)[0].d_inter
-    assert found["share"].sum() == pytest.approx(1)
 
 
 def test_traces_are_of_the_dense_model(tokenizer: Any) -> None:

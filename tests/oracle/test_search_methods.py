@@ -8,32 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model
 from keeps import logits_of
+from methods_by_hand import FAMILIES, IDS, SIX, fitted
 from oracles.token_by_token import run
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods import eep, evoesap, evolution, moe_i2, naee
 from heapr_lab.methods.dropping import drop_experts, dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement.expert_calls import iter_expert_calls
-from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
-
-IDS = tiny_ids(n_sequences=6, seq_len=10)
-WINDOWS = CalibrationSet.from_ids(IDS)
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2")
-SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
-
-
-def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
-    """What the method finds."""
-    return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
 
 
 def rejected(model: nn.Module, small: nn.Module) -> float:

@@ -45,26 +45,3 @@ def test_what_cannot_be_stepped_through_is_refused() -> None:
         pytest.raises(LayoutError, match="cannot be run one by one"),
     ):
         LayerByLayer(model, list(WINDOWS.ids.split(4)), find_experts(model))
-
-
-def test_without_steps_there_is_a_pass_for_each_group(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The same sums, from a forward for each group of layers; it says so."""
-    model = tiny_model("qwen2_moe")
-    expected = grams.collect_grams(model, WINDOWS)
-
-    def refuse(*_: object) -> None:
-        raise LayoutError("no")
-
-    monkeypatch.setattr(grams, "_AT_ONCE", 1)
-    monkeypatch.setattr(grams, "LayerByLayer", refuse)
-    done: list[tuple[int, int]] = []
-    walked = grams.iter_grams(
-        model, WINDOWS, span="expert", progress=lambda *now: done.append(now)
-    )
-    for layer, own in walked:
-        assert torch.equal(own.sums, expected[layer.layer].sums)
-    assert "2 forward passes are used instead of one" in caplog.text
-    assert done == sorted(done)
-    assert done[-1] == (8, 8)

@@ -273,25 +273,6 @@ def test_the_state_of_another_pass_is_refused(model: Any, tmp_path: Path) -> Non
     assert found.frame.equals(whole.frame)
 
 
-@pytest.mark.parametrize("damage", ["cut", "a bit", "exchanged"])
-def test_a_damaged_state_is_named(damage: str, model: Any, tmp_path: Path) -> None:
-    """The file, and what to do, for each after which the table would be another."""
-    state = tmp_path / "pass.state"
-    interrupted(model, state, 6, batch_size=2)
-    path = tmp_path / "pass.sweeps" / "from-0-out-0-1.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 1 << 6
-    match damage:
-        case "cut":
-            path.write_bytes(path.read_bytes()[:-3])
-        case "a bit":
-            path.write_bytes(content)
-        case "exchanged":
-            path.write_bytes(path.with_name("from-0-out-0-0.safetensors").read_bytes())
-    with pytest.raises(CacheError, match=path.name):
-        collect_statistics(model, WINDOWS, batch_size=2, state=state)
-
-
 def test_a_checkpoint_that_changed_is_another_pass(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -27,8 +27,11 @@ from heapr_lab.evaluation.perplexity import (
 )
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models import loading
+from heapr_lab.models.experts import describe
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
+from heapr_lab.models.safetensors_headers import read_source
+from heapr_lab.models.sizes import shapes_in, sizes_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
@@ -81,11 +84,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - REFUSED))
 def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
-    """Statistics and their key, losses, divergences, sums, solves; all but bit for bit.
+    """Sizes, statistics and their key, losses, divergences, sums, solves; to rounding.
 
     The last batch is smaller than the others.
     """
     model, streamed = both(written(family, tmp_path))
+    sizes = sizes_of(shapes_in(read_source(tmp_path)[0]), model.config.to_dict())
+    assert sizes.atoms == {k: own.n_atoms for k, own in describe(model).layers.items()}
     tolerance = 1e-4 if family in ROUNDED else 1e-9
     table, again = (
         collect_statistics(own, WINDOWS, batch_size=2) for own in (model, streamed)
@@ -262,20 +267,6 @@ def test_a_model_that_nobody_has_is_gone(tmp_path: Path) -> None:
 # --- how it could go wrong in silence --------------------------------------------
 
 
-def test_files_that_change_are_refused(tmp_path: Path) -> None:
-    """Layers of two checkpoints are never mixed; the state of the weights shows it."""
-    folder = written("qwen3_moe", tmp_path)
-    _, model = both(folder)
-    file = sorted(folder.glob("*.safetensors"))[-1]
-    bytes_before = file.read_bytes()
-    file.write_bytes(bytes_before)
-    with pytest.raises(HeaprLabError, match=f"{file.name} has changed"):
-        evaluate_perplexity(model, WINDOWS.ids)
-    file.unlink()
-    with pytest.raises(SpecError, match=file.name):
-        load_model(folder, device="cpu", stream=True)
-
-
 WIDTHS = "model.layers.0.mlp.experts"
 DAMAGE: dict[str, dict[str, Any]] = {
     "no widths": {"widths": None},
@@ -289,6 +280,20 @@ DAMAGE: dict[str, dict[str, Any]] = {
     "of another kind": {"quantised": [1]},
     "with biases": {"output_bias": True},
 }
+
+
+def test_files_that_change_are_refused(tmp_path: Path) -> None:
+    """Layers of two checkpoints are never mixed; the state of the weights shows it."""
+    folder = written("qwen3_moe", tmp_path)
+    _, model = both(folder)
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    bytes_before = file.read_bytes()
+    file.write_bytes(bytes_before)
+    with pytest.raises(HeaprLabError, match=f"{file.name} has changed"):
+        evaluate_perplexity(model, WINDOWS.ids)
+    file.unlink()
+    with pytest.raises(SpecError, match=file.name):
+        load_model(folder, device="cpu", stream=True)
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)

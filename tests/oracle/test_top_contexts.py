@@ -1,6 +1,5 @@
 """The inputs that activate an atom most are those that a loop over all finds."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,16 +7,14 @@ import pandas as pd
 import pytest
 import torch
 from families import tiny_ids
-from keeps import full_keep
-from text_models import CLOSE, FAMILIES, TEXT, atoms_by_hand, experts_calls, model_of
+from text_models import CLOSE, FAMILIES, atoms_by_hand, experts_calls, model_of
 from tiny_folder import D_VOCAB
 
 from heapr_lab.inspection.activations import (
     atoms_at_tokens,
-    atoms_of_token,
     top_contexts,
 )
-from heapr_lab.inspection.passages import Passage, read_passage, token_losses
+from heapr_lab.inspection.passages import Passage
 from heapr_lab.inspection.routing import routing
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
@@ -137,20 +134,3 @@ def test_contexts_of_an_expert_without_tokens(tokenizer: Any) -> None:
         found = top_contexts(model, windows, tokenizer=tokenizer, **asked)
         assert len(found) == counts.get(expert, 0)
     assert counts.sum() == 4  # two tokens in two experts each
-
-
-def test_the_end_of_the_path_is_a_frame(tokenizer: Any, tmp_path: Path) -> None:
-    """Every trace can be written to a table as it is."""
-    model = model_of("qwen2_moe")
-    passage = read_passage(model, tokenizer, text=TEXT)
-    windows = CalibrationSet.from_ids(tiny_ids())
-    asked: dict[str, Any] = {"layer": 0, "expert": 0, "atom": 0}
-    for frame in (
-        token_losses(model, passage, keep=full_keep(model)),
-        routing(model, passage),
-        atoms_of_token(model, passage, layer=0, position=1),
-        contexts := top_contexts(model, windows, tokenizer=tokenizer, **asked),
-        atoms_at_tokens(model, windows, contexts, layer=0),
-    ):
-        frame.to_parquet(tmp_path / "trace.parquet")
-        assert frame.index.equals(pd.RangeIndex(len(frame)))

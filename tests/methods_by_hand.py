@@ -1,4 +1,4 @@
-"""What methods that merge experts measure and make, by loops over tokens."""
+"""What compression methods measure and make, by loops over tokens and experts."""
 
 import copy
 from typing import Any
