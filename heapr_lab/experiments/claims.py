@@ -64,7 +64,14 @@ class Evidence:
     draws: pd.DataFrame = field(default_factory=pd.DataFrame)
     """From `paper.calibration_results`."""
     rivals: pd.DataFrame = field(default_factory=pd.DataFrame)
-    """Rows of `benchmarks/methods.py`: model, variant, ratio, `delta_nll CORPUS`."""
+    """Rows of `benchmarks/methods.py`: model, seed, variant, ratio, `delta_nll
+    CORPUS`."""
+
+    def windows_on(self, *, calibrated: bool) -> pd.DataFrame:
+        """The windows of the calibrated corpus, or those of all other text."""
+        return self.windows[
+            self.windows["corpus"].eq(self.calibrated_on).eq(calibrated)
+        ]
 
 
 @dataclass(frozen=True)
@@ -212,8 +219,7 @@ def _first_of_rivals(evidence: Evidence) -> Finding | None:
     """How much more each rival loses than HEAPr, over models or else over windows."""
     if not evidence.rivals.empty:
         return _over_models(evidence)
-    same = evidence.windows["corpus"].eq(evidence.calibrated_on)
-    own = evidence.windows[same]
+    own = evidence.windows_on(calibrated=True)
     ratios = sorted(own.loc[own["method"].isin(RIVALS), "ratio"].unique())
     gaps = {
         f"{name} at {ratio:.0%}": gap
@@ -224,16 +230,15 @@ def _first_of_rivals(evidence: Evidence) -> Finding | None:
 
 
 def _over_models(evidence: Evidence) -> Finding:
-    """The mean loss above HEAPr's over ratios, with its interval over models."""
+    """The mean loss above HEAPr's, on the same draws and ratios, over models."""
     losses = evidence.rivals.pivot_table(
-        index="model",
+        index=["model", "seed", "ratio"],
         columns="variant",
         values=f"delta_nll {evidence.calibrated_on}",
     )
-    names = [name for name in RIVALS if name in losses]
-    more = {name: (losses[name] - losses["heapr"]).dropna() for name in names}
-    gaps = {name: interval_of(own) for name, own in more.items()}
-    return _against_rivals(gaps, f"up to {len(losses)} models")
+    more = losses.sub(losses["heapr"], axis="index").groupby("model").mean()
+    gaps = {name: interval_of(more[name].dropna()) for name in RIVALS if name in more}
+    return _against_rivals(gaps, f"up to {len(more)} models")
 
 
 def _against_rivals(gaps: Mapping[str, Interval], over: str) -> Finding:
@@ -246,7 +251,7 @@ def _against_rivals(gaps: Mapping[str, Interval], over: str) -> Finding:
 def _nearly_lossless(evidence: Evidence) -> Finding | None:
     """No more lost than on the paper's model that loses most at up to 25 %."""
     most, drop = float(np.log1p(published_rises().max())), _largest_drop()
-    own = evidence.windows[evidence.windows["corpus"].eq(evidence.calibrated_on)]
+    own = evidence.windows_on(calibrated=True)
     said, verdicts = [], []
     for ratio in RATIOS[:2]:
         loss = loss_difference(own, "heapr", "dense", ratio, of=0.0)
@@ -309,12 +314,12 @@ def _ordered(*pairs: tuple[str, str]) -> Callable[[Evidence], Finding | None]:
 
 def _gaps_by_text(evidence: Evidence, method: str, other: str) -> dict[str, Interval]:
     """By ratio and text, how much more `method` loses than `other`."""
-    same = evidence.windows["corpus"].eq(evidence.calibrated_on)
-    parts = {"": evidence.windows[same], " on other text": evidence.windows[~same]}
     return {
         f"at {ratio:.0%}{where}": gap
-        for where, part in parts.items()
-        for ratio, gap in gaps_of(part, method, other, RATIOS).items()
+        for where, calibrated in (("", True), (" on other text", False))
+        for ratio, gap in gaps_of(
+            evidence.windows_on(calibrated=calibrated), method, other, RATIOS
+        ).items()
     }
 
 

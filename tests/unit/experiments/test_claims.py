@@ -183,7 +183,13 @@ def test_a_corpus_matters_where_draws_do_not_explain_it() -> None:
 def test_rivals_lose_more_on_every_model(least: float, verdict: str) -> None:
     """The interval is over models."""
     rows = [
-        {"model": model, "variant": name, "ratio": 0.2, "delta_nll text": loss + model}
+        {
+            "model": model,
+            "seed": 0,
+            "variant": name,
+            "ratio": 0.2,
+            "delta_nll text": loss + model,
+        }
         for model in range(3)
         for name, loss in (("heapr", 0.0), ("naee", least), ("hc-smoe", 0.6))
     ]
@@ -191,6 +197,10 @@ def test_rivals_lose_more_on_every_model(least: float, verdict: str) -> None:
     assert verdicts(rivals=measured)[2] == verdict
     missing = measured["model"].eq(2) & measured["variant"].eq("naee")
     assert verdicts(rivals=measured[~missing])[2] == verdict
+    heapr = measured["variant"].eq("heapr")
+    worse = measured[heapr].assign(seed=1, **{"delta_nll text": 9.0})
+    drawn_again = pd.concat([measured, worse])  # where no rival was measured
+    assert verdicts(rivals=drawn_again)[2] == verdict
 
 
 @pytest.mark.parametrize(
