@@ -130,8 +130,8 @@ def profile_name(name: str | None) -> str | None:
 
 
 NAME_HELP = (
-    "A hub id or a model of the paper, a local folder, `lab` or `smollm2`; a dense "
-    "Llama with `as-moe:` before its name."
+    "A hub id or a model of the paper, a local folder, `lab`, `smolmoe` or `smollm2`; "
+    "a dense Llama with `as-moe:` before its name."
 )
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help=NAME_HELP, callback=model_name)
@@ -279,8 +279,8 @@ MaxRise = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="best: elimination and compensation, or HEAPr where held-out calibration "
-        "windows see no gain (with --estimator, compensated weights; with "
+        help="best: one of two masks with compensated weights, or HEAPr where held-out "
+        "calibration windows see no gain (with --estimator, compensated weights; with "
         "--importance, weights unchanged); paper: HEAPr as published.",
         rich_help_panel="Method",
     ),
