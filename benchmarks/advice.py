@@ -64,7 +64,7 @@ def uses_table() -> pd.DataFrame:
 
     `heapr_total` less HEAPr where both remove as many atoms.
     """
-    rows = pd.concat([results_of("quality"), results_of("quality_models")])
+    rows = results_of("quality")
     own = rows[rows["variant"].eq("heapr_total") & rows["seed"].eq(0)]
     found = [
         {

@@ -160,7 +160,7 @@ def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.errorbar(100 * ratios, values, yerr=errors, **look(name).keywords())
     ax.set_xlabel("atomic experts removed [%]")
     ax.set_ylabel("Δloss ÷ that of HEAPr ↓")
-    ax.set_xlim(15, 85)
+    ax.set_xlim(5, 85)
     ax.set_ylim(bottom=0)
     return ax
 

@@ -26,7 +26,7 @@ _NAMES = {
 }
 MODEL = "smolmoe"
 """The pretrained MoE; `smollm2` is a dense model as one expert a layer."""
-DEFAULT, PAPER = "compress", "heapr"
+DEFAULT = "compress"
 FITTED_TO = "wikitext2"
 FRONT_RATIOS = (0.2, 0.25, 0.4)
 """Of the table in README.md."""
@@ -60,11 +60,6 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     table["windows of 512 tokens"] = rows["windows"]
     table["items of a task"] = rows["items"]
     return table
-
-
-def default_of(rows: pd.DataFrame) -> str:
-    """The method in results that is the default."""
-    return DEFAULT if DEFAULT in {*rows["method"]} else PAPER
 
 
 def first_states(rows: pd.DataFrame) -> pd.DataFrame:
