@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import atom_sizes
 from heapr_lab.pruning.selection import select
 
@@ -86,16 +85,12 @@ class Choice(NamedTuple):
 
     atoms: int
     parameters: int
-    flops: int
     score: float
 
 
 def by_expert(table: ImportanceTable) -> dict[tuple[int, int], np.ndarray]:
-    """What atoms count and score, (d_inter, 4) like `Choice`, of every expert."""
+    """What atoms count and score, (d_inter, 3) like `Choice`, of every expert."""
     units = [atom_sizes(table, unit=u) for u in ("atoms", "parameters")]
-    tokens = table.expert_tokens().groupby("layer")["tokens"]
-    layers = table.architecture.layers
-    units.append({k: layers[k].atom_flops * own.to_numpy() for k, own in tokens})
     frame = table.frame.assign(score=table.score("fisher"))
     return {
         (layer, expert): np.column_stack(
@@ -123,8 +118,8 @@ def choices(table: ImportanceTable, settings: dict[str, Any]) -> list[Choice]:
     sharing: dict[Any, list[np.ndarray]] = {}
     for (layer, expert), rows in by_expert(table).items():
         # [n]: what goes with the n lowest atoms
-        lowest = np.cumsum(rows[rows[:, 3].argsort()], axis=0)
-        lowest = np.vstack([np.zeros((1, 4)), lowest])
+        lowest = np.cumsum(rows[rows[:, 2].argsort()], axis=0)
+        lowest = np.vstack([np.zeros((1, 3)), lowest])
         widths = len(rows) - np.arange(len(lowest))
         allowed = (widths % multiple == 0) | (widths == len(rows))
         if structure == "uniform":
@@ -135,7 +130,7 @@ def choices(table: ImportanceTable, settings: dict[str, Any]) -> list[Choice]:
     options = [sum(experts) for experts in sharing.values()]
     found = options[0]
     for more in options[1:]:
-        found = (found[:, None] + more[None]).reshape(-1, 4)
+        found = (found[:, None] + more[None]).reshape(-1, 3)
     return [Choice(*map(int, row)) for row in found]
 
 
@@ -198,15 +193,3 @@ def test_at_least_the_share_of_the_model_goes(
     """Exactly counted."""
     got = selected(table, ratio=ratio, of="model", **settings)
     assert Fraction(got.parameters, table.architecture.n_parameters) >= ratio
-
-
-@given(tables(), ratios, st.sampled_from(KINDS))
-def test_operations_are_counted_atom_by_atom(
-    table: ImportanceTable, ratio: Fraction, settings: dict[str, Any]
-) -> None:
-    """What a mask saves of them, as accounting has it."""
-    keep = select(table, ratio=ratio, **settings)
-    got = removed(table, dict(keep.arrays))
-    total = removed(table, {k: ~m for k, m in KeepMask.full(table).arrays.items()})
-    saved = table.architecture.routed_flops_saved(keep, table.expert_tokens())
-    assert saved == pytest.approx(got.flops / total.flops)

@@ -1,10 +1,7 @@
 """Invariants of scores, selections and files, on tables that hypothesis makes."""
 
-import itertools
 import math
-import tempfile
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,40 +103,6 @@ def test_rounded_structures_remove_enough(
             assert widths <= {0, d_inter}
 
 
-@given(tables(), ratios, st.integers(1, 4))
-def test_aligned_experts_keep_their_best(
-    table: ImportanceTable, ratio: float, multiple: int
-) -> None:
-    """No atom that goes outscores an atom of its expert that stays."""
-    keep = select(table, ratio=ratio, structure="aligned", multiple=multiple)
-    scores, start = table.score("heapr").to_numpy(), 0
-    for layer, shape in table.shapes().items():
-        stop = start + shape[0] * shape[1]
-        for kept, own in zip(
-            keep.by_layer(layer), scores[start:stop].reshape(shape), strict=True
-        ):
-            assert own[~kept].max(initial=-1) <= own[kept].min(initial=np.inf)
-        start = stop
-
-
-@given(st.lists(st.integers(0, 9), min_size=12, max_size=12), st.integers(0, 5))
-def test_aligned_is_the_best_choice_of_widths(g2: list[int], steps: int) -> None:
-    """No other widths in steps of two with as many atoms gone remove less score."""
-    expert, atom = np.indices((3, 4)).reshape(2, -1)
-    keys = {"layer": 0, "expert": expert, "atom": atom, "tokens": 1, "sum_h2": 2.0}
-    table = ImportanceTable.from_frame(pd.DataFrame({**keys, "sum_g2": g2}))
-    keep = select(
-        table, ratio=Fraction(steps, 6), structure="aligned", multiple=2
-    ).by_layer(0)
-    ascending = np.sort(np.reshape(g2, (3, 4)), axis=1)
-    losses = [
-        sum(int(ascending[i, :gone].sum()) for i, gone in enumerate(choice))
-        for choice in itertools.product((0, 2, 4), repeat=3)
-        if sum(choice) == 2 * steps
-    ]
-    assert np.reshape(g2, (3, 4))[~keep].sum() == min(losses)
-
-
 @given(tables(n_layers=1), ratios, st.sampled_from(["atom", "expert"]))
 def test_one_layer_global_is_layer(
     table: ImportanceTable, ratio: float, granularity: str
@@ -166,12 +129,6 @@ def test_experts_go_in_the_order_of_their_sums(
     assert highest <= lowest * (1 + ROUNDING)
 
 
-@given(tables(), st.sampled_from(["heapr", "heapr_total", "fisher", "camera"]))
-def test_scores_are_not_negative(table: ImportanceTable, estimator: str) -> None:
-    """Scores that are sums of squares are at least 0."""
-    assert (table.score(estimator) >= 0).all()
-
-
 @given(tables(), st.randoms(use_true_random=False))
 def test_relabelling_experts_permutes_scores(
     table: ImportanceTable, random: Any
@@ -184,18 +141,6 @@ def test_relabelling_experts_permutes_scores(
     renamed = frame.assign(expert=np.array(numbers)[frame["expert"]])
     scores = ImportanceTable.from_frame(renamed, N=8).score("heapr")
     pd.testing.assert_series_equal(scores.sort_index(), table.score("heapr"))
-
-
-@given(tables())
-def test_parquet_round_trip(table: ImportanceTable) -> None:
-    """A table comes back from its file as it was, and so do its masks."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "table.parquet"
-        table.write(path)
-        read = ImportanceTable.read(path)
-    pd.testing.assert_frame_equal(read.frame, table.frame)
-    assert read.metadata == table.metadata
-    assert select(read, ratio=0.5) == select(table, ratio=0.5)
 
 
 @given(tables(), ratios)

@@ -67,13 +67,6 @@ def test_a_new_estimator_is_a_formula_and_a_row(edited: Path) -> None:
     assert (edited / "energy.png").stat().st_size > 5_000
 
 
-def test_the_example_is_not_there_without_the_edit() -> None:
-    """The package itself has no such estimator: the example adds it."""
-    from heapr_lab.importance.estimators import ESTIMATORS
-
-    assert "energy" not in ESTIMATORS
-
-
 def test_every_file_it_names_is_there() -> None:
     """Paths between backticks exist, and say what the text says they hold."""
     named = set(re.findall(r"`((?:heapr_lab|tests|benchmarks)/[\w./]+)`", TEXT))

@@ -59,18 +59,6 @@ def test_files_are_those_of_the_pruned_model(family: str, tmp_path: Path) -> Non
     check_masked(out, model, keep)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe"])
-def test_uniform_files_have_the_names_of_the_source(
-    family: str, tmp_path: Path
-) -> None:
-    """Only narrower: a stock model."""
-    model, source = source_of(tmp_path, family)
-    keep = widths_keep(model, 4, structure="uniform")
-    out = prune_folder(source, keep, tmp_path / "out")
-    assert tensors_in(out).keys() == tensors_in(source).keys()
-    check_masked(out, model, keep)
-
-
 @pytest.mark.parametrize(
     ("family", "old", "new"),
     [
@@ -237,17 +225,6 @@ def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in expected.iterdir()
     }
-
-
-def test_a_file_cut_short_is_written_again(tmp_path: Path) -> None:
-    """Its hash tells."""
-    model, source = source_of(tmp_path)
-    keep, out = random_keep(model), tmp_path / "out"
-    first = interrupted(source, keep, out)
-    whole = first.read_bytes()
-    first.write_bytes(whole[:-4])
-    prune_folder(source, keep, out)
-    assert (out / first.name).read_bytes() == whole
 
 
 @pytest.mark.parametrize("text", ["[]", "7", "{"])

@@ -7,9 +7,9 @@ import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep
 from sacrebleu.metrics import CHRF
-from tiny_folder import D_VOCAB, write_tokenizer
+from tiny_folder import D_VOCAB
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from heapr_lab.errors import SpecError
 from heapr_lab.inspection.agreement import evaluate_agreement
@@ -18,14 +18,6 @@ from heapr_lab.refinement.generation import continuations
 
 PROMPTS = tiny_ids(n_sequences=5)[:, :6]
 N_NEW = 7
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One token for each byte."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def model_of(family: str = "qwen2_moe", *, end: int | None = None) -> Any:

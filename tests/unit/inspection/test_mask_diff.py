@@ -1,6 +1,5 @@
 """Two masks compared: counts, chance, ranks and single atoms, against Python sets."""
 
-import itertools
 import math
 import statistics
 import warnings
@@ -323,22 +322,3 @@ def test_the_model_is_that_of_the_table() -> None:
     spec = {"model": {"weights": "1"}}
     known = ImportanceTable.from_frame(table.frame, spec=spec)
     assert ScoredMask.select("A", known, Selection(0.5)).model == spec["model"]
-
-
-def test_chance_by_every_mask_there_is() -> None:
-    """All masks of three atoms in one layer and one of two in another."""
-    a = KeepMask({0: [[False, False, True]], 1: [[False, True]]})
-    b_rows = [
-        [*first, *second]
-        for first in itertools.product([True, False], repeat=3)
-        for second in itertools.product([True, False], repeat=2)
-        if sum(first) == 2 and sum(second) == 1
-    ]
-    found = [
-        overlap_in_all(overlap(a, KeepMask.from_rows(a, rows))).iloc[0]
-        for rows in b_rows
-    ]
-    both = [row["both"] for row in found]
-    assert len(found) == 6
-    assert found[0]["expected"] == pytest.approx(statistics.mean(both))
-    assert found[0]["sd"] == pytest.approx(statistics.pstdev(both))

@@ -14,19 +14,24 @@ FOLDER = paths.lab_model_dir()
 MEGABYTE = 1_000_000
 
 
-def test_the_weights_are_small() -> None:
-    """One safetensors file in bfloat16, at most 16 MB."""
-    found = list(FOLDER.glob("*.safetensors"))
-    assert len(found) == 1
-    assert found[0].stat().st_size <= 16 * MEGABYTE
-    assert files.read_json(FOLDER / "config.json")["dtype"] == "bfloat16"
+@pytest.mark.parametrize(
+    ("recipe", "megabytes"),
+    [("bundled", 16), ("unbalanced", 10), ("fine", 10), ("upcycled", 10)],
+)
+def test_the_weights_are_small(recipe: str, megabytes: int) -> None:
+    """One safetensors file in bfloat16, so that it can be in the repository."""
+    folder = paths.lab_model_dir(recipe)
+    (file,) = folder.glob("*.safetensors")
+    assert file.stat().st_size <= megabytes * MEGABYTE
+    assert files.read_json(folder / "config.json")["dtype"] == "bfloat16"
 
 
-def test_no_expert_is_idle() -> None:
-    """On held-out text every routed expert has at least a quarter of its fair share."""
-    loads = files.read_json(FOLDER / "training.json")["evaluation"]["expert_load"]
-    pooled = {row["corpus"]: row for row in loads}["all of them"]
-    assert pooled["smallest"] >= 0.25
+@pytest.mark.parametrize(
+    ("recipe", "share"), [("bundled", 0.25), ("fine", 0.05), ("upcycled", 0.25)]
+)
+def test_no_expert_is_idle(recipe: str, share: float) -> None:
+    """On held-out text every routed expert has this part of its fair share."""
+    assert pooled_load(recipe)["smallest"] >= share
 
 
 def test_the_card_says_what_was_measured() -> None:
@@ -59,29 +64,20 @@ def test_the_unbalanced_model_is_unbalanced() -> None:
     assert load["smallest"] < 0.05
 
 
-def test_the_fine_grained_model_uses_all_its_experts() -> None:
-    """None is idle."""
-    assert pooled_load("fine")["smallest"] >= 0.05
-    card = (paths.lab_model_dir("fine") / "README.md").read_text()
-    assert "3 MoE layers" in card
-    assert "64 routed experts of 48 atomic experts each, top-6, 2 shared" in card
-
-
-@pytest.mark.parametrize("recipe", ["unbalanced", "fine", "upcycled"])
-def test_their_weights_are_small(recipe: str) -> None:
-    """At most 10 MB, so that they can be in the repository."""
-    (file,) = paths.lab_model_dir(recipe).glob("*.safetensors")
-    assert file.stat().st_size <= 10 * MEGABYTE
-    card = (paths.lab_model_dir(recipe) / "README.md").read_text()
-    balance = "by nothing" if recipe == "unbalanced" else "by a load-balancing loss"
-    assert f"routers balanced {balance}" in card
-
-
-def test_the_upcycled_model_uses_all_its_experts() -> None:
-    """Copies of one expert have taken different tokens, and none is idle."""
-    assert pooled_load("upcycled")["smallest"] >= 0.25
-    card = (paths.lab_model_dir("upcycled") / "README.md").read_text()
-    assert "of which all began the second as copies, with noise" in card
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("unbalanced", "routers balanced by nothing"),
+        ("fine", "routers balanced by a load-balancing loss"),
+        ("fine", "(3 MoE layers"),
+        ("fine", "64 routed experts of 48 atomic experts each, top-6, 2 shared"),
+        ("upcycled", "routers balanced by a load-balancing loss"),
+        ("upcycled", "of which all began the second as copies, with noise"),
+    ],
+)
+def test_a_card_says_what_the_model_is(recipe: str, words: str) -> None:
+    """Its experts, and how its routers were balanced."""
+    assert words in (paths.lab_model_dir(recipe) / "README.md").read_text()
 
 
 def test_upcycled_experts_still_point_the_same_way() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from heapr_lab.errors import CacheError, CorpusError, SpecError
 from heapr_lab.lab_model import train
-from heapr_lab.lab_model.recipes import DECAY_MIXTURE, MIXTURE, RECIPES, TrainSpec
+from heapr_lab.lab_model.recipes import DECAY_MIXTURE, MIXTURE, TrainSpec
 from heapr_lab.lab_model.run_folder import begin_from
 from heapr_lab.lab_model.train import (
     balance_losses,
@@ -368,24 +368,6 @@ def test_the_learning_rate_warms_up_stays_and_decays() -> None:
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert set(rates[4:81]) == {1.0}
     assert rates[81:] == pytest.approx([step / 20 for step in range(19, 0, -1)])
-
-
-def test_the_length_does_not_matter_before_the_decay() -> None:
-    """The first 75 of 100 steps are those of a run of 200."""
-    short = TrainSpec(n_steps=100, decay_fraction=0.25)
-    long = TrainSpec(n_steps=200, decay_fraction=0.25)
-    for step in range(75):
-        assert learning_rate_at(step, short) == learning_rate_at(step, long)
-
-
-def test_the_wide_recipe_is_of_another_family() -> None:
-    """Qwen3-MoE: no shared expert, and experts of 256 atoms."""
-    small = dataclasses.replace(RECIPES["wide"][0], d_vocab=300, n_layers=1)
-    model = build_lab_model(small)
-    assert type(model).__name__ == "Qwen3MoeForCausalLM"
-    (layer,) = find_experts(model)
-    assert (layer.n_experts, layer.d_inter) == (16, 256)
-    assert not any("shared" in name for name, _ in model.named_parameters())
 
 
 def test_an_unknown_family_is_refused() -> None:

@@ -28,12 +28,6 @@ from heapr_lab.text.calibration import CalibrationSet
 WINDOWS = CalibrationSet.from_ids(tiny_ids())
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """A tiny Qwen2-MoE."""
-    return tiny_model("qwen2_moe")
-
-
 def test_each_measurement_takes_one_pass(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,33 +201,3 @@ def test_savings_are_counted_where_they_are(model: nn.Module) -> None:
     removed = [s.parameters[0] - s.parameters[1] for s in (atoms, whole)]
     assert removed == [2 * 16 * 48, 2 * 2 * (8 * 48 + 16)]
     assert whole.bytes[0] - whole.bytes[1] == 8 * removed[1]
-
-
-STATED = {
-    "heapr": ("calls them with no token, they score 0/0", "all of them are kept"),
-    "camera-p": ("alpha is 0.9", "in their code it is 1 by default"),
-    "reap": ("since March 2026", "renormalised where the configuration has norm_topk_"),
-    "mone": ("which the paper calls the frequency", "updates them batch by batch"),
-    "mc-smoe": ("those of Mixtral not at all: there ours is an improvement",),
-    "sub-moe-like": ("could not be obtained", "reshapes V"),
-    "ream": ("draws the tokens anew for every expert", "runs the text again"),
-    "moe-svd-like": ("could not be obtained", "This is in the method's favour"),
-    "d2-moe": ("its loss is that of the token after the next",),
-    "tenp-like": ("does not say how many experts stay whole in which layer",),
-}
-"""What was found when the authors' code or papers were read."""
-
-
-@pytest.mark.parametrize("name", STATED)
-def test_what_differs_from_the_authors_code_is_stated(name: str) -> None:
-    """Also where it is in a method's favour, or theirs does what they do not say."""
-    text = " ".join(methods.get(name).deviations)
-    assert all(part in text for part in STATED[name])
-
-
-def test_no_code_is_said_not_to_be_public() -> None:
-    """What could not be obtained may be public."""
-    for name in methods.names():
-        text = " ".join(methods.get(name).deviations)
-        assert "public" not in text
-        assert ("Built from" in text) <= name.endswith("-like")

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_ids, tiny_model
+from oracles.features import features_of
 from torch import nn
 
-from heapr_lab.errors import CoverageError, LayoutError, SpecError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.hooks import observed
 from heapr_lab.refinement import activation_grams
 from heapr_lab.refinement.activation_grams import (
     LayerGrams,
@@ -30,38 +30,11 @@ BLOCK_BYTES = 2 * 8 * N_EXPERTS * D_INTER**2
 
 
 @pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """A tiny qwen2_moe of two layers, in float64."""
-    return tiny_model("qwen2_moe")
-
-
-class Features:
-    """The matrix φ of every token: p · h of its experts, and 0 for all others."""
-
-    def __init__(self) -> None:
-        self.calls: list[torch.Tensor] = []
-
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
-        """One window."""
-        phi = torch.zeros(IDS.shape[1], N_EXPERTS, D_INTER, dtype=torch.float64)
-        experts = torch.repeat_interleave(torch.arange(N_EXPERTS), torch.tensor(tokens))
-        for i, (row, expert) in enumerate(zip(rows, experts, strict=True)):
-            phi[row, expert] = p[i] * h[i]
-        self.calls.append(phi)
-
-
-@pytest.fixture(scope="module")
 def phi(model: nn.Module) -> dict[int, torch.Tensor]:
     """φ of each layer, (windows, tokens, E, I)."""
-    layers = find_experts(model)
-    seen = [Features() for _ in layers]
-    with torch.no_grad(), observed(layers, seen):
-        for window in IDS:
-            model(window[None])
-    pairs = zip(layers, seen, strict=True)
-    return {layer.layer: torch.stack(own.calls) for layer, own in pairs}
+    return {
+        k: own.unflatten(0, IDS.shape) for k, own in features_of(model, IDS).items()
+    }
 
 
 def expected(phi: torch.Tensor, span: str) -> torch.Tensor:
@@ -176,14 +149,6 @@ def test_too_little_to_sum(model: nn.Module) -> None:
         collect_grams(model, outside)
 
 
-def test_a_layer_that_takes_no_part() -> None:
-    """It is named, with how often it did."""
-    model = tiny_model("qwen2_moe")
-    model.model.layers[1].mlp.forward = lambda x: x
-    with pytest.raises(CoverageError, match="layer 1 took part in 0 of 2 forwards"):
-        collect_grams(model, WINDOWS)
-
-
 def test_activations_of_low_precision_are_multiplied_in_single(
     phi: dict[int, torch.Tensor],
 ) -> None:
@@ -212,17 +177,6 @@ def walked(model: nn.Module, span: str) -> tuple[dict[int, LayerGrams], list[Any
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for the sums of one layer."""
     monkeypatch.setattr(activation_grams, "_AT_ONCE", BLOCK_BYTES)
-
-
-@pytest.mark.parametrize("span", ["expert", "layer"])
-def test_one_pass_where_all_sums_fit(
-    model: nn.Module, phi: dict[int, torch.Tensor], span: str
-) -> None:
-    """The layers in their order."""
-    found, told = walked(model, span)
-    assert [*found] == [0, 1]
-    assert told == [(4, N_WINDOWS), (6, N_WINDOWS)]
-    assert_right(found, phi, span)
 
 
 @pytest.mark.usefixtures("small")

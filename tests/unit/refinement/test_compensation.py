@@ -29,12 +29,6 @@ COUPLED = [[2.0, 1.0], [1.0, 2.0]]
 """Products of two atoms over the tokens of one part."""
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """A tiny qwen2_moe: 4 experts of 8 atoms in each of 2 layers."""
-    return tiny_model("qwen2_moe")
-
-
 @pytest.fixture
 def layer() -> ExpertsLayer:
     """Four experts of eight atoms; the first two columns of the first are (1, 2)."""
@@ -242,18 +236,6 @@ def test_the_pruned_model_has_the_report_and_says_what_was_done(
     report = found.report.assign(changed=[False, False])
     stayed = Compensation(found.downs, report, found.settings)
     assert describe_weights(stayed, WINDOWS) == said.format(", except in layers 0, 1")
-
-
-def test_a_compensation_is_shown_in_a_line(model: nn.Module) -> None:
-    """Layers, span, and the mean errors without and with it."""
-    report = fit_compensation(model, random_keep(model), WINDOWS).report
-    report = report.assign(dropped=[0.1, 0.3], compensated=[0.05, 0.1])
-    shown = Compensation({}, report, {"span": "layer"})
-    assert repr(shown) == (
-        "Compensation(layers 2, span layer, error of the output, dropped → compensated "
-        "0.2 → 0.075)"
-    )
-    assert "<strong>Compensation</strong>" in shown._repr_html_()
 
 
 def test_fingerprints_tell_weights_apart() -> None:

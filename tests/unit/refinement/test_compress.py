@@ -37,12 +37,6 @@ FISHER, ELIMINATION = COMPENSATED
 
 
 @pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """A tiny qwen2_moe: 4 experts of 8 atoms in each of 2 layers."""
-    return tiny_model("qwen2_moe")
-
-
-@pytest.fixture(scope="module")
 def fitted(model: nn.Module) -> CalibratedModel:
     """Its statistics and sums."""
     return CalibratedModel(model, FIT)

@@ -1,6 +1,5 @@
 """Costs of elimination by hand, and what a table says of how they were found."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +24,6 @@ from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=4, seq_len=12))
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """A tiny qwen2_moe: 4 experts of 8 atoms in each of 2 layers."""
-    return tiny_model("qwen2_moe")
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +57,6 @@ def grams_of(*blocks: list[list[float]], span: str = "expert") -> LayerGrams:
 COUPLED = [[2.0, 1.0], [1.0, 2.0]]
 
 
-def test_what_goes_first_leaves_its_part_to_the_other(layer: ExpertsLayer) -> None:
-    """Columns (1, 2): 8/3, then (2 + 1/3)² · 3 = 49/3; in all wᵀ(C + λ S²)w."""
-    with torch.no_grad():
-        layer.down[0, 5, :2] = torch.tensor([1.0, 2.0])
-    # The first expert's output has the energy 2 · 1 + 2 · 4 = 10: its rate is 1/2.
-    base = torch.zeros(4, 8)
-    base[0, 3] = 5.0
-    costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.5, n_steps=8)
-    expected = torch.zeros(4, 8, dtype=torch.float64)
-    expected[0, :2] = torch.tensor([8 / 3, 49 / 3], dtype=torch.float64) / 2
-    torch.testing.assert_close(costs, expected)
-
-
 def test_later_atoms_never_cost_less(layer: ExpertsLayer) -> None:
     """Columns (1, -1): 8/3, then (1 - 1/3)² · 3 = 4/3, which is raised to 8/3."""
     with torch.no_grad():
@@ -95,19 +75,6 @@ def test_atoms_of_one_step_cost_what_they_do_at_its_start(layer: ExpertsLayer) -
     base[0, 3] = 10.0  # as much as the energy
     costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.5, n_steps=1)
     assert costs[0, :2].tolist() == pytest.approx([32 / 3, 8 / 3])
-
-
-def test_each_expert_has_its_own_rate(layer: ExpertsLayer) -> None:
-    """Loss for each unit of error; an expert without output has none to lose."""
-    with torch.no_grad():
-        layer.down[:2, 5, 0] = torch.tensor([1.0, 3.0])
-    base = torch.zeros(4, 8)
-    base[:3, 0] = torch.tensor([6.0, 6.0, 6.0])
-    blocks = [[[1.0]], [[2.0]], [[5.0]]]
-    costs = layer_costs(layer, grams_of(*blocks), base, ridge=0.5, n_steps=8)
-    # ‖w‖² · 3/2 C, of which each unit costs 6 / (‖w‖² C).
-    assert costs[:, 0].tolist() == pytest.approx([9.0, 9.0, 0.0, 0.0])
-    assert costs[:, 1:].count_nonzero() == 0
 
 
 def test_a_share_of_the_atoms_goes_in_each_step(layer: ExpertsLayer) -> None:
@@ -267,19 +234,6 @@ def test_normalised_experts_are_refused_together() -> None:
         eliminate(model, table, WINDOWS, span="layer")
 
 
-def test_sums_of_both_parts_count(layer: ExpertsLayer) -> None:
-    """Held-out tokens are no others here."""
-    with torch.no_grad():
-        layer.down[0, 5, :2] = torch.tensor([1.0, 2.0])
-    base = torch.zeros(4, 8)
-    base[0, 3] = 5.0
-    grams = grams_of(COUPLED)
-    apart = replace(grams, sums=grams.sums[[1, 0]])
-    found = [layer_costs(layer, own, base, n_steps=8) for own in (grams, apart)]
-    assert torch.equal(*found)
-    assert found[0].any()
-
-
 @pytest.mark.parametrize("price", ["fisher", "shrunk"])
 def test_scores_of_an_earlier_version_are_not_read(
     model: nn.Module,
@@ -304,3 +258,15 @@ def test_scores_of_an_earlier_version_are_not_read(
     assert read.score("heapr").equals(made.score("heapr"))
     with pytest.raises(SpecError, match=f"needs column {column}"):
         read.score(column)
+
+
+def test_a_table_of_another_model_of_the_same_shapes(
+    model: nn.Module, table: ImportanceTable
+) -> None:
+    """Elimination compares identities, not only shapes."""
+    twin = tiny_model("qwen2_moe", seed=1)
+    with pytest.raises(SpecError, match="another model: it differs in weights"):
+        eliminate(twin, table, WINDOWS)
+    assert eliminate(model, table, WINDOWS).n_atoms == table.n_atoms
+    bare = ImportanceTable.from_frame(table.frame, N=table.metadata["N"])
+    assert eliminate(model, bare, WINDOWS).n_atoms == table.n_atoms

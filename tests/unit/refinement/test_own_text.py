@@ -9,8 +9,7 @@ import torch
 from commands import one_line, run, text_of
 from families import tiny_model
 from keeps import logits_of
-from tiny_folder import D_VOCAB, write_tokenizer
-from transformers import AutoTokenizer
+from tiny_folder import D_VOCAB
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
@@ -21,14 +20,6 @@ from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One token for each byte, and a special one, 0."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def model_of(*, end: int | None = None) -> Any:
