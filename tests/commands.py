@@ -33,7 +33,7 @@ def refused(*arguments: object) -> str:
     """The message of a command that has to be refused without a traceback."""
     result = invoke(*arguments)
     assert result.exit_code == 2, result.output
-    assert result.stdout == ""
+    assert result.stdout == "", result.stdout
     assert "Traceback" not in result.stderr
     lines = result.stderr.splitlines()
     return "\n".join(line for line in lines if line and not line.startswith(BAR))

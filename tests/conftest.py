@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,13 @@ def pytest_runtest_setup() -> None:
     """Random numbers of torch do not depend on the tests that ran before."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+def pytest_runtest_teardown() -> None:
+    """What a test has asked for later does not happen, and print, in another test."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
 
 
 @pytest.fixture(autouse=True, scope="session")
