@@ -121,7 +121,7 @@ class Measured:
 
     def windows(self, own_text: bool = False) -> CalibrationSet:
         """The calibration windows; with more that the model writes itself if asked."""
-        share = METHODS["best"].own_text if own_text else 0.0
+        share = METHODS["best"].recipe.own_text if own_text else 0.0
         asked = dataclasses.replace(self.calibration, own_text=share)
         return self.bench.calibration_set(asked)
 
@@ -203,7 +203,7 @@ class Measured:
         else:
             keep, downs = self._made(variant, selection)
         if variant.own_text:  # more windows, and writing them
-            share = METHODS["best"].own_text
+            share = METHODS["best"].recipe.own_text
             cost["passes"] = (1 + share) * cost["passes"] + share
         return keep, downs, cost | {"seconds": time.perf_counter() - began}
 

@@ -12,8 +12,8 @@ from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts, say
 from heapr_lab.cli.opening import open_bench
 from heapr_lab.cli.prune_checks import (
-    check_after,
     check_amount,
+    check_distilled,
     check_out,
     is_folder,
     own_share,
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from heapr_lab.importance.table import ImportanceTable
-    from heapr_lab.recipes.export import Afterwards, Chosen, Report
+    from heapr_lab.recipes.making import PruningResult, Report
     from heapr_lab.recipes.presets import Method
+    from heapr_lab.recipes.weights import WeightRecipe
     from heapr_lab.refinement.calibrated import CalibratedModel
     from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
@@ -68,6 +69,7 @@ def prune(
     from heapr_lab.checkpoints.engines import widths_for
     from heapr_lab.pruning.options import Selection, read_ratio
     from heapr_lab.recipes.presets import find_method
+    from heapr_lab.recipes.weights import MASKED
     from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.settings import Setting
 
@@ -82,20 +84,21 @@ def prune(
         multiple=1 if unset else multiple,
         of=of,
     )
-    weights = preset.weights_for(importance, estimator=estimator)
-    fitted = weights == "compress" and is_folder(out)
-    own = own_share(own_text, importance, default=preset.own_text if fitted else 0.0)
+    recipe = preset.recipe_for(importance, estimator=estimator)
+    if not is_folder(out):
+        recipe = MASKED  # of a mask alone
+    own = own_share(own_text, importance, default=recipe.own_text)
+    share = own if recipe.chooses else 0.0
+    recipe = replace(recipe, own_text=share, distill=distill)
+    check_distilled(recipe, out, table_alone=importance is not None)
     calibration = Calibration(corpus, n_sequences, own_text=own)
     opening = model, profile, seq_len, device, dtype, stream, None
-    from heapr_lab.recipes.export import Afterwards
-
     request = Request(
         model=model,
         method=preset,
         max_rise=max_rise,
         setting=Setting(selection, calibration),
-        weights=weights,
-        after=Afterwards(distill),
+        recipe=recipe,
         default_multiple=unset,
         default_own_text=own_text is None,
         importance=importance,
@@ -116,10 +119,8 @@ class Request:
     max_rise: float | None
     setting: "Setting"
     """The ratio is 0 if it is searched for; the multiple is 1 if it is set later."""
-    weights: str
-    """A name in `presets.WEIGHTS`."""
-    after: "Afterwards"
-    """What is done to the weights of a checkpoint before it is written."""
+    recipe: "WeightRecipe"
+    """How weights are made."""
     default_multiple: bool
     default_own_text: bool
     importance: Path | None
@@ -128,20 +129,10 @@ class Request:
     engine: str | None
     open_bench: "Callable[[], Workbench]"
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be done to the weights, before a model is found."""
-        alone = self.importance is not None
-        check_after(self.after, self.out, table_alone=alone)
-
     @property
     def to_folder(self) -> bool:
         """Whether a checkpoint is written."""
         return is_folder(self.out)
-
-    @property
-    def made_of(self) -> str:
-        """How the weights are made: `weights`, where they matter."""
-        return self.weights if self.to_folder else "unchanged"
 
     def _is_streamed(self) -> bool:
         """Whether the model is, where it would write text of its own."""
@@ -155,7 +146,10 @@ class Request:
         say("a streamed model writes no text of its own: fitted to the corpus alone")
         plain = dataclasses.replace(self.setting.calibration, own_text=0.0)
         setting = dataclasses.replace(self.setting, calibration=plain)
-        return dataclasses.replace(self, setting=setting, default_own_text=False)
+        recipe = dataclasses.replace(self.recipe, own_text=0.0)
+        return dataclasses.replace(
+            self, setting=setting, recipe=recipe, default_own_text=False
+        )
 
     def run(self, *, in_words: bool) -> dict[str, Any]:
         """Check, select and write; returns the facts to print."""
@@ -169,7 +163,7 @@ class Request:
         measured = self._check(source)
         if self.default_own_text and self._is_streamed():
             return self._without_own_text().run(in_words=in_words)
-        if self.importance is None and self.after:
+        if self.importance is None and self.recipe.distill:
             backend_of(self.open_bench().model).require_loaded(
                 remedy="leave --distill out, or give --no-stream",
             )
@@ -193,7 +187,7 @@ class Request:
                 "estimator", self.setting.selection.estimator
             ),
             "compensated": made.compensation is not None,
-            "distillation_steps": self.after.distill,
+            "distillation_steps": self.recipe.distill,
             **_held_out(made.report, in_words=in_words),
             "atoms": made.keep.n_atoms,
             "atoms_kept": made.keep.n_kept,
@@ -230,16 +224,16 @@ class Request:
     def _table(self, source: Path) -> "ImportanceTable":
         from heapr_lab.checkpoints.same_model import own_table
 
-        if self.made_of == "compress":
+        if self.recipe.chooses:
             fitted: CalibratedModel = self.open_bench().fitted(self.setting.calibration)
             return fitted.table()
         if self.importance is None:
             return self.open_bench().table_of(self.setting)
         return own_table(self.importance, source, name=self.model)
 
-    def _choose(self, table: "ImportanceTable") -> "Chosen":
+    def _choose(self, table: "ImportanceTable") -> "PruningResult":
         from heapr_lab.pruning.selection import default_multiple, select
-        from heapr_lab.recipes.export import Chosen, choose, with_model
+        from heapr_lab.recipes.making import PruningResult, make, with_model
 
         setting = self.setting
         if self.default_multiple:
@@ -247,16 +241,9 @@ class Request:
             setting = replace(setting, selection=selection)
         setting = self._searched(setting)
         if self.importance is not None:
-            return Chosen(with_model(select(table, setting.selection), table))
+            return PruningResult(with_model(select(table, setting.selection), table))
         with _reported() as report:
-            return choose(
-                self.open_bench(),
-                table,
-                setting,
-                weights=self.made_of,
-                after=self.after,
-                report=report,
-            )
+            return make(self.open_bench(), table, setting, self.recipe, report=report)
 
     def _searched(self, setting: "Setting") -> "Setting":
         """`setting` with the ratio that meets the limit, if there is one."""
@@ -270,7 +257,7 @@ class Request:
     def _write(
         self,
         out: Path,
-        made: "Chosen",
+        made: "PruningResult",
         table: "ImportanceTable",
         *,
         source: Path,
@@ -288,7 +275,7 @@ class Request:
             table, made, source=read_source(source), seq_len=self.seq_len
         )
         with _reported() as report:
-            if is_dequantised(source) or made.compensation is not None or made.after:
+            if is_dequantised(source) or made.differs:
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
                     corpora=corpora, report=report,

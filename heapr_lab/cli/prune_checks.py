@@ -7,7 +7,7 @@ from heapr_lab.cli import preflight
 from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
-    from heapr_lab.recipes.export import Afterwards
+    from heapr_lab.recipes.weights import WeightRecipe
 
 
 def check_amount(
@@ -43,15 +43,17 @@ def own_share(asked: float | None, importance: Path | None, *, default: float) -
     return default if asked is None else asked
 
 
-def check_after(after: "Afterwards", out: Path | None, *, table_alone: bool) -> None:
+def check_distilled(
+    recipe: "WeightRecipe", out: Path | None, *, table_alone: bool
+) -> None:
     """Make sure that there are weights to train, and text.
 
     Raises:
         SpecError: only a table is given, or no checkpoint is written.
     """
-    if after and table_alone:
+    if recipe.distill and table_alone:
         raise SpecError("--distill runs the model: leave --importance out")
-    if after and not is_folder(out):
+    if recipe.distill and not is_folder(out):
         raise SpecError(
             "--distill changes weights: give the folder of a checkpoint as --out"
         )

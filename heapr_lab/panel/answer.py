@@ -14,13 +14,9 @@ import pandas as pd
 
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.looks import MEASURED, STALE, badge
-from heapr_lab.panel.session import (
-    MASKED,
-    NotKnownError,
-    PruningSession,
-    setting_text,
-)
+from heapr_lab.panel.session import NotKnownError, PruningSession, setting_text
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.weights import MASKED
 
 _ARROW = " → "
 _MINUS = "−"
@@ -169,7 +165,7 @@ def _accuracy(session: PruningSession) -> Answer:
 
 
 def _chosen(session: PruningSession) -> tuple[Selection, str]:
-    return session.selection, session.way.text
+    return session.selection, session.recipe.text
 
 
 def _pairs(points: pd.DataFrame) -> list[tuple[object, str]]:
@@ -195,9 +191,9 @@ def _nearest(session: PruningSession, column: str) -> pd.Series | None:
 def _settings(session: PruningSession, row: pd.Series) -> str:
     """What a point that is not of the current settings is of, as short as possible."""
     if row.selection == session.selection:
-        return f"{row.weights}, not yet {session.way.text},"
+        return f"{row.weights}, not yet {session.recipe.text},"
     same_rules = setting_text(row.selection, row.weights) == setting_text(
-        session.selection, session.way.text
+        session.selection, session.recipe.text
     )
     rules = "" if same_rules else f", {setting_text(row.selection, row.weights)}"
     return f"for {float(row.ratio):.4g}{rules},"

@@ -149,7 +149,7 @@ class CompareTab(ipw.VBox):
         """Save the current selection; it replaces a pin of the same label."""
         label = self.label.value.strip() or _next_label(self.pins)
         try:
-            pin = Pin(label, self.session.selection, self.session.way)
+            pin = Pin(label, self.session.selection, self.session.recipe)
         except SpecError as error:
             self.message.value = alert(str(error))
             return
@@ -195,7 +195,7 @@ class CompareTab(ipw.VBox):
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
         self.exported.value = status("")  # the files are of other rows
-        self.diff.offer([(pin.label, pin.selection, pin.way) for pin in self.pins])
+        self.diff.offer([(pin.label, pin.selection, pin.recipe) for pin in self.pins])
         if not self.pins and not self.runs.rows:
             self._show_nothing(_NOTHING_YET)
             return
@@ -223,7 +223,7 @@ class CompareTab(ipw.VBox):
         rows: list[dict[str, Any]] = []
         for pin in self.pins:
             row = {"label": pin.label, **_settings(pin.selection)}
-            row |= {"weights": pin.way.text, "achieved_ratio": math.nan}
+            row |= {"weights": pin.recipe.text, "achieved_ratio": math.nan}
             keep = self._known(pin)
             if keep is not None:
                 row |= {"achieved_ratio": keep.achieved_ratio, **self._saved(keep)}
@@ -233,7 +233,7 @@ class CompareTab(ipw.VBox):
     def _known(self, pin: Pin) -> KeepMask | None:
         """The mask of a pin; None if its weights choose it and were not made."""
         try:
-            return self.session.keep_of(pin.selection, pin.way)
+            return self.session.keep_of(pin.selection, pin.recipe)
         except NotKnownError:
             return None
 
@@ -290,7 +290,7 @@ class CompareTab(ipw.VBox):
             "importance": self.session.table.metadata.get("spec_hash"),
             "model": (self.session.table.metadata.get("spec") or {}).get("model"),
             "pins": [
-                {"label": p.label, "weights": p.way.text, **p.selection.to_dict()}
+                {"label": p.label, "weights": p.recipe.text, **p.selection.to_dict()}
                 for p in self.pins
             ],
             "methods": [row["label"] for row in self.runs.rows],
@@ -338,7 +338,7 @@ def _measured(points: pd.DataFrame, pin: Pin) -> dict[str, float]:
     """Δloss and accuracy of exactly this selection and these weights, by dataset."""
     found: dict[str, float] = {}
     for row in points.to_dict("records"):
-        if (row["selection"], row["weights"]) != (pin.selection, pin.way.text):
+        if (row["selection"], row["weights"]) != (pin.selection, pin.recipe.text):
             continue
         if pd.notna(row["delta_nll"]):
             found[f"Δloss {row['dataset']}"] = float(row["delta_nll"])

@@ -15,9 +15,10 @@ from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.looks import PICTURE, STALE, badge, beside
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
-from heapr_lab.panel.session import MASKED, PruningSession, Step, named
+from heapr_lab.panel.session import PruningSession, Step, named
 from heapr_lab.panel.sweep import SweepSection, differences
 from heapr_lab.progress import duration, time_left_text
+from heapr_lab.recipes.weights import MASKED
 
 _SHOWN = ["dataset", "weights", "estimator", "scope", "granularity", "structure"]
 _SHOWN += ["achieved_ratio"]
@@ -143,8 +144,8 @@ class EvaluateTab(ipw.VBox):
         self._check()
 
     def _evaluate(self, report: Report) -> None:
-        selection, way = self.session.selection, self.session.way
-        name = named(selection, way)
+        selection, recipe = self.session.selection, self.session.recipe
+        name = named(selection, recipe)
 
         def tell(step: Step) -> None:
             left = time_left_text(step.seconds_left)
@@ -154,7 +155,7 @@ class EvaluateTab(ipw.VBox):
             tuple(self.corpora.value),
             tasks=tuple(self.tasks.value),
             selection=selection,
-            way=way,
+            recipe=recipe,
             progress=tell,
             on_masked=self.show_points,
         )
@@ -171,10 +172,10 @@ class EvaluateTab(ipw.VBox):
             return
         with contextlib.suppress(HeaprLabError):  # of which Evaluate speaks
             asked = [*self.corpora.value], [*self.tasks.value]
-            models = {None, MASKED, session.way}
+            models = {None, MASKED, session.recipe}
             n_windows = sum(
-                session.n_windows(*asked, session.selection, way or MASKED)
-                for way in models
+                session.n_windows(*asked, session.selection, recipe or MASKED)
+                for recipe in models
             )
             self.job.text.value = status(f"at most {duration(each * n_windows)}")
 

@@ -10,11 +10,11 @@ import ipywidgets as ipw
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
-from heapr_lab.panel.session import PruningSession, Way, named
+from heapr_lab.panel.session import PruningSession, named
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
-from heapr_lab.recipes.presets import WEIGHTS
+from heapr_lab.recipes.weights import WEIGHTS, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
@@ -75,13 +75,18 @@ class ExportTab(ipw.VBox):
 
     def _asked(self) -> tuple[object, ...]:
         """The settings that what is written depends on."""
-        chosen = self.session.selection, self.session.way
+        chosen = self.session.selection, self.session.recipe
         return *chosen, self.folder.value, self.distill.value
+
+    @property
+    def _recipe(self) -> WeightRecipe:
+        """How weights are made that are written."""
+        return replace(self.session.recipe, distill=self.distill.value)
 
     @property
     def _calibration(self) -> Calibration:
         """What weights are fitted to: that of the table, with text of the model."""
-        return self.session.way.calibration(self.session.calibration)
+        return self.session.recipe.calibration(self.session.calibration)
 
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write."""
@@ -94,8 +99,8 @@ class ExportTab(ipw.VBox):
                 "Nothing can be written: these settings are infeasible."
             )
             return
-        way = self.session.way
-        text = f"{named(selection, way)}: {WEIGHTS[way.weights]}"
+        recipe = self.session.recipe
+        text = f"{named(selection, recipe)}: {WEIGHTS[recipe.weights]}"
         self.note.value = status(f"To be written: {text}. {_EVALUATED}")
 
     def refresh_code(self, _change: Any = None) -> None:
@@ -129,9 +134,8 @@ class ExportTab(ipw.VBox):
             bench.opening,
             _with_counts(self._calibration, bench),
             session.selection,
-            weights=self.weights.value,
+            self._recipe,
             folder=self.folder.value,
-            distill=self.distill.value,
         )
 
     def _export(self, report: Report) -> None:
@@ -139,27 +143,22 @@ class ExportTab(ipw.VBox):
 
         self.command.show("", None)
         settings = self._asked()
-        selection, way = self.session.selection, self.session.way
+        selection, recipe = self.session.selection, self._recipe
         folder = Path(self.folder.value).expanduser()
         check_new(folder)
-        self._write(folder, selection, way, report)
+        self._write(folder, selection, recipe, report)
         self.command.show(self._written_text(folder), settings)
 
     def _write(
-        self, folder: Path, selection: Selection, way: Way, report: Report
+        self, folder: Path, selection: Selection, recipe: WeightRecipe, report: Report
     ) -> None:
         from heapr_lab.recipes import export
 
         bench: Any = self.session.workbench
-        table, calibration = (
-            self.session.table,
-            way.calibration(self.session.calibration),
-        )
-        after = export.Afterwards(self.distill.value)
-        trained_on = export.windows_of(bench, calibration, report) if after else None
-        made = self.session.made(selection, way, report=report)
-        made = replace(made, after=after, trained_on=trained_on)
-        if way.weights == "compress":  # which has measured on its own windows
+        table = self.session.table
+        made = self.session.made(selection, recipe, report=report)
+        if recipe.chooses:  # which has measured on its own windows
+            calibration = recipe.calibration(self.session.calibration)
             table = bench.fitted(calibration).table()
         facts = export.facts_of(table, made, source=bench.source)
         export.write_checkpoint(

@@ -27,10 +27,11 @@ from heapr_lab.panel.passage_html import (
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import Pin, PruningSession, Way, edit_of, named
+from heapr_lab.panel.session import Pin, PruningSession, edit_of, named
 from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.weights import WeightRecipe
 
 if TYPE_CHECKING:
     from heapr_lab.inspection.passages import Passage
@@ -229,9 +230,9 @@ class InspectTab(ipw.VBox):
         self.why.check()
 
     def _asked_made(self, *controls: ipw.Widget) -> tuple[Any, ...]:
-        """The selection, the way of its weights and the values of `controls`."""
+        """The selection, the recipe of its weights and the values of `controls`."""
         selection, *values = self._asked(*controls)
-        return selection, self.session.way, *values
+        return selection, self.session.recipe, *values
 
     def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
         """The current selection and the values of `controls`."""
@@ -268,9 +269,9 @@ class InspectTab(ipw.VBox):
         from heapr_lab.inspection.passages import continue_text
 
         bench, asked = self._bench, self._asked_made(self.text, self.n_tokens)
-        selection, way, _, n_tokens = asked
+        selection, recipe, _, n_tokens = asked
         prompt = self._passage(room=n_tokens)
-        keep, downs, pruned = self._made(selection, way, report)
+        keep, downs, pruned = self._made(selection, recipe, report)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
             return continue_text(
@@ -294,8 +295,8 @@ class InspectTab(ipw.VBox):
         from heapr_lab.inspection.passages import token_losses
 
         asked, passage = self._asked_made(self.text), self._passage()
-        selection, way, _ = asked
-        keep, downs, pruned = self._made(selection, way, report)
+        selection, recipe, _ = asked
+        keep, downs, pruned = self._made(selection, recipe, report)
         report(0, 2, "dense")
         self.losses = token_losses(
             self._bench.model,
@@ -361,13 +362,13 @@ class InspectTab(ipw.VBox):
         )
 
     def _made(
-        self, selection: Selection, way: Way, report: Report
+        self, selection: Selection, recipe: WeightRecipe, report: Report
     ) -> tuple[KeepMask, Any, str]:
         """The mask, the new W_down, if any, and both as text."""
-        keep, downs = edit_of(self.session.made(selection, way, report=report))
+        keep, downs = edit_of(self.session.made(selection, recipe, report=report))
         assert keep is not None  # which only the dense model has not
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        return keep, downs, f"{removed} ({named(selection, way)})"
+        return keep, downs, f"{removed} ({named(selection, recipe)})"
 
     def _pruned(self, selection: Selection) -> tuple[KeepMask, str]:
         """The mask of a selection, and both as text.
@@ -376,7 +377,7 @@ class InspectTab(ipw.VBox):
         """
         keep = self.session.keep_of(selection)
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        text = named(selection, self.session.way)
+        text = named(selection, self.session.recipe)
         return keep, f"{removed} ({text}), masked, not compensated"
 
 

@@ -188,7 +188,7 @@ class MapSection(ipw.VBox):
         if variable == KEPT:
             return kept, f"{KEPT} of the atoms"
         pin = self._pinned()
-        before = kept_share(table, self._keep_of(pin.selection, pin.way))
+        before = kept_share(table, self._keep_of(pin.selection, pin.recipe))
         return kept - before, f"{KEPT}, minus that of pin {pin.label}"
 
     def _pinned(self) -> Pin:

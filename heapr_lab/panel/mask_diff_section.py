@@ -19,8 +19,9 @@ from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Job, Report, ResultView
 from heapr_lab.panel.mask_diff_html import mask_diff_html
 from heapr_lab.panel.passage_html import contexts_html
-from heapr_lab.panel.session import MASKED, PruningSession, Way
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 
 _N_ATOMS: Final = 20
@@ -42,7 +43,7 @@ class Side:
     selection: Selection
     calibration: Calibration | None
     """What it is measured on; None if that is the session's table."""
-    way: Way
+    recipe: WeightRecipe
     """How its weights are made, which may choose the mask."""
 
 
@@ -68,7 +69,7 @@ class MaskDiffSection(ipw.VBox):
         """
         self.session = session
         self._corpora = corpora
-        self._pins: dict[str, tuple[Selection, Way]] = {}
+        self._pins: dict[str, tuple[Selection, WeightRecipe]] = {}
         self._build_masks()
         self._build_contexts()
         parts = [self.a, self.b, self.compare, self.compared]
@@ -114,9 +115,9 @@ class MaskDiffSection(ipw.VBox):
 
     # --- what can be compared -------------------------------------------------------
 
-    def offer(self, pins: Sequence[tuple[str, Selection, Way]]) -> None:
-        """Offer these pins, (label, selection, way), in place of those so far."""
-        self._pins = {f"pin {label}": (one, way) for label, one, way in pins}
+    def offer(self, pins: Sequence[tuple[str, Selection, WeightRecipe]]) -> None:
+        """Offer these pins, (label, selection, recipe), in place of those so far."""
+        self._pins = {f"pin {label}": (one, recipe) for label, one, recipe in pins}
         names = (_CURRENT, *self._pins, *self._calibrations())
         for box, first in ((self.a, 0), (self.b, 1)):
             if box.options != names:
@@ -133,7 +134,7 @@ class MaskDiffSection(ipw.VBox):
     def _calibrations(self) -> dict[str, Calibration]:
         """The other corpora, by their names in the lists; none without a model."""
         own = self.session.calibration
-        if self.session.workbench is None or self.session.way.chooses:
+        if self.session.workbench is None or self.session.recipe.chooses:
             return {}
         return {
             f"{_CURRENT}, on {corpus}": replace(own, corpus=corpus)
@@ -151,11 +152,11 @@ class MaskDiffSection(ipw.VBox):
 
     def _side(self, name: str) -> Side:
         if name in self._pins:
-            selection, way = self._pins[name]
+            selection, recipe = self._pins[name]
         else:
-            selection, way = self.session.selection, self.session.way
-        way = way if way.chooses else MASKED
-        return Side(name, selection, self._calibrations().get(name), way)
+            selection, recipe = self.session.selection, self.session.recipe
+        recipe = recipe if recipe.chooses else MASKED
+        return Side(name, selection, self._calibrations().get(name), recipe)
 
     def _note(self, sides: Sequence[Side]) -> str:
         """What else the numbers need to be understood; often empty."""
@@ -211,7 +212,7 @@ class MaskDiffSection(ipw.VBox):
             )
         found = ScoredMask.select(side.label, table, side.selection)
         if side.calibration is None:
-            keep = self.session.keep_of(side.selection, side.way)
+            keep = self.session.keep_of(side.selection, side.recipe)
             found = replace(found, keep=keep)
         return found
 

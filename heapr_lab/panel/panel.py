@@ -197,7 +197,7 @@ class Explorer(ipw.VBox):
     def _copied(self) -> dict[str, str]:
         """The picture and the numbers as they are, and all evaluated points."""
         return copy_bundle(
-            f"{self._drawn}; weights: {self.session.way.text}",
+            f"{self._drawn}; weights: {self.session.recipe.text}",
             views=[
                 self.error.value,
                 self.answers.value,
@@ -231,7 +231,7 @@ class Explorer(ipw.VBox):
         """Show the settings of a pin."""
         table, selection = self.session.table, pin.selection
         self.controls.show(Controls(table, selection, lambda: None))
-        self.weights.show(pin.way)
+        self.weights.show(pin.recipe)
         self._shown_again()
 
     def _shown_again(self) -> None:
@@ -247,7 +247,7 @@ class Explorer(ipw.VBox):
     def _show(self) -> None:
         session = self.session
         session.choose(self.controls.selection)
-        scope, chooses = session.selection.scope, session.way.chooses
+        scope, chooses = session.selection.scope, session.recipe.chooses
         self.controls.show_use(scope, estimator=not chooses)
         if self.controls.to_target:
             self._show_target()
@@ -358,7 +358,7 @@ class Explorer(ipw.VBox):
             self.layers.value = ""
 
     def _on_points(self) -> None:
-        if self.controls.to_target or self.session.way.chooses:
+        if self.controls.to_target or self.session.recipe.chooses:
             self.refresh()
         elif not self.error.value:
             self._show_numbers()

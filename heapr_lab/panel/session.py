@@ -25,81 +25,28 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of, summed_scores
 from heapr_lab.pruning.selection import select
-from heapr_lab.recipes.presets import WEIGHTS
+from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
-    from heapr_lab.recipes.export import Chosen, Report
+    from heapr_lab.recipes.making import PruningResult, Report
     from heapr_lab.workbench.workbench import Workbench
 
 _TASK_WINDOWS = 32
 """Windows that a task counts as, for the time left."""
 _SHOWN = ("ratio", "scope", "granularity", "structure")
-PASSES = {"compress": 4, "compensated": 1, "unchanged": 0}
-"""About how many forward passes over the calibration windows each kind of weights takes
-to make."""
 
 
 class NotKnownError(SpecError):
     """Weights that choose their own mask have not been made yet."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """How the weights that stay are made, in evaluations and in what is exported."""
-
-    weights: str = "unchanged"
-    """A name in `presets.WEIGHTS`."""
-    own_text: float = 0.0
-    """Of `compress`: windows that the model writes itself, as in `Calibration`."""
-
-    def __post_init__(self) -> None:
-        if self.weights not in WEIGHTS:
-            raise SpecError(
-                f"weights are {self.weights!r}, expected one of {', '.join(WEIGHTS)}"
-            )
-        if not 0 <= self.own_text <= 1:
-            raise SpecError(
-                f"own_text is {self.own_text}, expected a share from 0 to 1"
-            )
-
-    @property
-    def text(self) -> str:
-        """The way in points, tables and legends."""
-        if self.weights == "unchanged":
-            return "masked"
-        own = f", own text {self.own_text:.0%}" if self.own_text else ""
-        return f"{self.weights}{own}"
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the mask is chosen with the weights, whatever the estimator."""
-        return self.weights == "compress"
-
-    def asked(self, selection: Selection) -> Selection:
-        """What of a selection matters: no estimator, if another may be chosen."""
-        if not self.chooses:
-            return selection
-        return replace(selection, estimator="heapr", estimator_options=())
-
-    def calibration(self, measured_on: Calibration) -> Calibration:
-        """What weights are fitted to: that of the table, with text of the model."""
-        if not self.chooses:
-            return measured_on
-        return replace(measured_on, own_text=self.own_text)
-
-
-MASKED = Way()
-"""The dense weights, masked."""
-
-
-@dataclass(frozen=True)
-class Pin:
+class Pin(msgspec.Struct, frozen=True):
     """A selection saved for comparison."""
 
     label: str
     selection: Selection
-    way: Way = MASKED
+    recipe: WeightRecipe = msgspec.field(default=MASKED, name="way")
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -109,7 +56,7 @@ class Point(msgspec.Struct, frozen=True):
     """None for the dense model."""
     estimator: str
     weights: str
-    """The `text` of a `Way`."""
+    """The `text` of a `WeightRecipe`."""
     ratio: float
     scope: str
     granularity: str
@@ -130,13 +77,13 @@ POINT_COLUMNS = Point.__struct_fields__
 """Columns of `PruningSession.points`."""
 
 
-def named(selection: Selection, way: Way) -> str:
+def named(selection: Selection, recipe: WeightRecipe) -> str:
     """A pruned model as text: its selection, and how its weights are made."""
-    return _text_of(selection.text, selection, way.text)
+    return _text_of(selection.text, selection, recipe.text)
 
 
 def setting_text(selection: Selection | None, weights: str) -> str:
-    """A selection without its ratio, and the `text` of a `Way`: a curve's name."""
+    """A selection without its ratio, and the `text` of a recipe: a curve's name."""
     if selection is None:
         return "dense"
     return _text_of(selection.rules_text, selection, weights)
@@ -200,7 +147,7 @@ class PruningSession:
         self.workbench = workbench
         self.calibration = calibration or Calibration()
         self.file = file
-        self.way = MASKED
+        self.recipe = MASKED
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self.windows: dict[tuple[Selection | None, str, str], tuple[float, ...]] = {}
         """Mean losses of single windows, by selection, weights and corpus."""
@@ -209,8 +156,10 @@ class PruningSession:
         self._selection = Selection(0.25)
         self._rejected: SpecError | None = None
         self._making, self._adding = threading.Lock(), threading.Lock()
-        self._last_made: tuple[tuple[Selection, Way], Chosen] | None = None
-        self._chosen: dict[tuple[Selection, Way], KeepMask] = {}
+        self._last_made: tuple[tuple[Selection, WeightRecipe], PruningResult] | None = (
+            None
+        )
+        self._chosen: dict[tuple[Selection, WeightRecipe], KeepMask] = {}
         """Masks that were chosen with the weights."""
         # Of the selection that is shown, each is computed once.
         self._last_ranked = functools.lru_cache(maxsize=1)(
@@ -251,7 +200,7 @@ class PruningSession:
         """
         if self._rejected is not None:
             raise self._rejected
-        return self.way.asked(self._selection)
+        return self.recipe.asked(self._selection)
 
     def reject(self, why: Exception) -> None:
         """Have no selection until the next `choose`: the settings are infeasible.
@@ -276,26 +225,29 @@ class PruningSession:
 
     @property
     def keep(self) -> KeepMask:
-        """The mask of the selection, with the weights of `way`."""
-        if self.way.chooses:
+        """The mask of the selection, with the weights of `recipe`."""
+        if self.recipe.chooses:
             return self.keep_of(self.selection)
         return self._last_ranked(self.selection)
 
-    def keep_of(self, selection: Selection, way: Way | None = None) -> KeepMask:
-        """The mask of any selection, with weights of any way, by default of `way`.
+    def keep_of(
+        self, selection: Selection, recipe: WeightRecipe | None = None
+    ) -> KeepMask:
+        """The mask of any selection, with weights of any recipe; by default, this one.
 
         Raises:
             SpecError: the selection is infeasible.
             NotKnownError: the weights choose the mask, and have not been made.
         """
-        way = way or self.way
-        if not way.chooses:
+        recipe = recipe or self.recipe
+        if not recipe.chooses:
             return select(self.table, selection)
-        found = self._chosen.get((way.asked(selection), way))
+        found = self._chosen.get((recipe.asked(selection), recipe))
         if found is None:
-            select(self.table, way.asked(selection))
+            select(self.table, recipe.asked(selection))
             raise NotKnownError(
-                f"not known yet: {way.text} chooses the atoms itself; Evaluate does so"
+                f"not known yet: {recipe.text} chooses the atoms itself; Evaluate does "
+                "so"
             )
         return found
 
@@ -350,7 +302,7 @@ class PruningSession:
         points = self._points_alike()
         if points.empty:
             return points
-        if self.way.chooses:
+        if self.recipe.chooses:
             same = points["ratio"].eq(self.selection.ratio)
         else:
             keep = self.keep
@@ -360,7 +312,7 @@ class PruningSession:
 
     def evaluated(self) -> set[str]:
         """The corpora and tasks with a point of the current settings."""
-        asked = self.selection, self.way.text
+        asked = self.selection, self.recipe.text
         rows = zip(self.points["selection"], self.points["weights"], strict=True)
         found = self.points["dataset"][np.array([row == asked for row in rows], bool)]
         return {*found, *self.measured()["dataset"]}
@@ -372,10 +324,10 @@ class PruningSession:
         last = points.drop_duplicates("ratio", keep="last").set_index("ratio")
         return last["delta_nll"].astype(float).sort_index()
 
-    def loss_of(self, selection: Selection, way: Way, corpus: str) -> float:
-        """The measured Δloss of a selection with weights of `way`, on a corpus."""
+    def loss_of(self, selection: Selection, recipe: WeightRecipe, corpus: str) -> float:
+        """The measured Δloss of a selection with weights of `recipe`, on a corpus."""
         points = self.points[self.points["dataset"].eq(corpus)]
-        asked = way.asked(selection), way.text
+        asked = recipe.asked(selection), recipe.text
         rows = zip(points["selection"], points["weights"], strict=True)
         (loss,) = points["delta_nll"][[row == asked for row in rows]]
         return float(loss)
@@ -384,7 +336,7 @@ class PruningSession:
         """Points with a loss and the same settings, except for the ratio."""
         same = replace(self.selection, ratio=0.0)
         points = self.points[self.points["nll"].notna()]
-        points = points[points["weights"].eq(self.way.text)]
+        points = points[points["weights"].eq(self.recipe.text)]
         alike = [
             s is not None and replace(s, ratio=0.0) == same for s in points.selection
         ]
@@ -402,21 +354,21 @@ class PruningSession:
         *,
         tasks: Sequence[str] = (),
         selection: Selection | None = None,
-        way: Way | None = None,
+        recipe: WeightRecipe | None = None,
         progress: Callable[[Step], None] | None = None,
         on_masked: Callable[[], None] | None = None,
     ) -> pd.DataFrame:
         """Measure perplexity on the test splits of `corpora`, and accuracy of `tasks`.
 
-        The dense model is measured, and the pruned one with weights of `way`; earlier
-        results of the dense and of the masked model come from the cache. It may run in
-        any thread.
+        The dense model is measured, and the pruned one with weights of `recipe`;
+        earlier results of the dense and of the masked model come from the cache. It may
+        run in any thread.
 
         Args:
             corpora: names or paths.
             tasks: of the harness, or `continuation`.
             selection: by default the current one.
-            way: by default the current one.
+            recipe: by default the current one.
             progress: called for each step; an exception it raises ends the work.
             on_masked: called once there are points of the masked model, which is then
                 measured first, before other weights are made.
@@ -429,26 +381,28 @@ class PruningSession:
             SpecError: there is no model, or there are no corpora and no tasks.
         """
         parts = self._parts(corpora, tasks)
-        way = way or self.way
-        selection = way.asked(selection or self.selection)
+        recipe = recipe or self.recipe
+        selection = recipe.asked(selection or self.selection)
         ranked = select(self.table, selection)
-        first = [MASKED] if way != MASKED and on_masked is not None else []
-        ways = [*first, way] if ranked.n_removed else []
-        to_make = [self._windows_to_make(selection, one) for one in ways]
+        first = [MASKED] if recipe != MASKED and on_masked is not None else []
+        recipes = [*first, recipe] if ranked.n_removed else []
+        to_make = [self._windows_to_make(selection, one) for one in recipes]
         each = sum(part.n_windows for part in parts)
-        clock = _Clock((1 + len(ways)) * each + sum(to_make), progress)
+        clock = _Clock((1 + len(recipes)) * each + sum(to_make), progress)
         score = summed_scores(self.table, ranked, selection.estimator)
         point = functools.partial(_point, selection, score=score)
-        rows = [point(None, row, way=way) for row in _measured(parts, None, clock)]
+        rows = [
+            point(None, row, recipe=recipe) for row in _measured(parts, None, clock)
+        ]
         new = self._with_differences(rows)
-        for one, n_windows in zip(ways, to_make, strict=True):
+        for one, n_windows in zip(recipes, to_make, strict=True):
             made = self.made(selection, one, report=clock.making(n_windows))
             clock.end(n_windows)
-            named = "pruned" if one == way else "masked"
+            named = "pruned" if one == recipe else "masked"
             found = _measured(parts, made, clock, named=named)
-            rows += [point(made, row, way=one) for row in found]
+            rows += [point(made, row, recipe=one) for row in found]
             new = self._with_differences(rows)
-            if one != way and on_masked is not None:
+            if one != recipe and on_masked is not None:
                 self._add(new)
                 on_masked()
         self._add(new)
@@ -474,26 +428,26 @@ class PruningSession:
         losses = [_loss_part(bench, corpus) for corpus in corpora]
         return losses + [_accuracy_part(bench, task) for task in tasks]
 
-    def _windows_to_make(self, selection: Selection, way: Way) -> int:
+    def _windows_to_make(self, selection: Selection, recipe: WeightRecipe) -> int:
         """The work of making weights, in windows of an evaluation."""
-        if self._last_made is not None and self._last_made[0] == (selection, way):
+        if self._last_made is not None and self._last_made[0] == (selection, recipe):
             return 0
         assert self.workbench is not None
-        asked = way.calibration(self.calibration)
+        asked = recipe.calibration(self.calibration)
         n_sequences = asked.n_sequences or self.workbench.profile.n_sequences
-        return PASSES[way.weights] * (n_sequences + asked.n_own(n_sequences))
+        return recipe.n_passes * (n_sequences + asked.n_own(n_sequences))
 
     def n_windows(
         self,
         corpora: Sequence[str],
         tasks: Sequence[str],
         selection: Selection | None = None,
-        way: Way = MASKED,
+        recipe: WeightRecipe = MASKED,
     ) -> int:
         """The work of evaluating one model, the dense one by default, in windows."""
         assert self.workbench is not None
         sizes = [self.workbench.test_windows(name).n_sequences for name in corpora]
-        made = 0 if selection is None else self._windows_to_make(selection, way)
+        made = 0 if selection is None else self._windows_to_make(selection, recipe)
         return sum(sizes) + _TASK_WINDOWS * len(tasks) + made
 
     def _with_differences(self, rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -517,30 +471,31 @@ class PruningSession:
             elif len(dense.get(row["dataset"], ())) == len(own):
                 row["stderr"] = paired_difference(own, dense[row["dataset"]])[1]
 
-    def made(self, selection: Selection, way: Way, *, report: "Report") -> "Chosen":
+    def made(
+        self, selection: Selection, recipe: WeightRecipe, *, report: "Report"
+    ) -> "PruningResult":
         """The mask of `selection`, or of `compress`, and the new weights, if any.
 
         What was made last is kept, so that it is exported as it was evaluated.
         """
-        from heapr_lab.recipes import export
+        from heapr_lab.recipes.making import make
         from heapr_lab.workbench.settings import Setting
 
         assert self.workbench is not None
-        key = selection, way
-        setting = Setting(selection, way.calibration(self.calibration))
-        make = functools.partial(
-            export.choose, self.workbench, self.table, setting, weights=way.weights
-        )
-        if way == MASKED:
-            return make(report=report)
+        setting = Setting(selection, self.calibration)
+        work = functools.partial(make, self.workbench, self.table, setting)
+        if recipe.weights == "unchanged":
+            return work(recipe, report=report)
+        fitted = replace(recipe, distill=0)
+        key = selection, fitted
         with self._making:  # a second tab waits for what the first one makes
             if self._last_made is None or self._last_made[0] != key:
                 self._last_made = None  # weights are not held beside the next ones
-                found = make(report=report)
+                found = work(fitted, report=report)
                 self._last_made = key, found
-                if way.chooses:
+                if recipe.chooses:
                     self._chosen[key] = found.keep
-            return self._last_made[1]
+            return replace(self._last_made[1], recipe=recipe)
 
     def _add(self, new: pd.DataFrame) -> None:
         asked = ["dataset", "selection", "weights"]
@@ -552,7 +507,7 @@ class PruningSession:
 
 def _measured(
     parts: Sequence["_Part"],
-    made: "Chosen | None",
+    made: "PruningResult | None",
     clock: "_Clock",
     *,
     named: str = "dense",
@@ -566,10 +521,10 @@ def _measured(
 
 def _point(
     selection: Selection,
-    mask: "Chosen | None",
+    mask: "PruningResult | None",
     measured: dict[str, Any],
     *,
-    way: Way,
+    recipe: WeightRecipe,
     score: float,
 ) -> dict[str, Any]:
     shown = Selection(0.0) if mask is None else selection
@@ -577,14 +532,14 @@ def _point(
         **measured,
         "selection": None if mask is None else selection,
         "estimator": "dense" if mask is None else _estimator_of(mask, selection),
-        "weights": "dense" if mask is None else way.text,
+        "weights": "dense" if mask is None else recipe.text,
         **{name: getattr(shown, name) for name in _SHOWN},
         "achieved_ratio": 0.0 if mask is None else mask.keep.achieved_ratio,
         "summed_score": 0.0 if mask is None else score,
     }
 
 
-def _estimator_of(made: "Chosen", selection: Selection) -> str:
+def _estimator_of(made: "PruningResult", selection: Selection) -> str:
     """The one that chose the mask; with `compress` it may be another than asked for."""
     return str(made.keep.settings.get("estimator", selection.estimator))
 
@@ -596,14 +551,14 @@ class _Part:
     dataset: str
     n_windows: int
     """Size, for the time that is left."""
-    measure: "Callable[[Chosen | None, _Clock], dict[str, Any]]"
+    measure: "Callable[[PruningResult | None, _Clock], dict[str, Any]]"
     """Columns of `points` of one pruned model, or of the dense one."""
 
 
 def _loss_part(bench: "Workbench", corpus: str) -> _Part:
     windows = bench.test_windows(corpus)
 
-    def measure(mask: "Chosen | None", clock: _Clock) -> dict[str, Any]:
+    def measure(mask: "PruningResult | None", clock: _Clock) -> dict[str, Any]:
         keep, downs = edit_of(mask)
         found = bench.perplexity(keep, windows, downs=downs, progress=clock.parts)
         return {
@@ -617,7 +572,7 @@ def _loss_part(bench: "Workbench", corpus: str) -> _Part:
 
 
 def _accuracy_part(bench: "Workbench", task: str) -> _Part:
-    def measure(mask: "Chosen | None", clock: _Clock) -> dict[str, Any]:
+    def measure(mask: "PruningResult | None", clock: _Clock) -> dict[str, Any]:
         progress, (keep, downs) = clock.share_of(_TASK_WINDOWS), edit_of(mask)
         found = bench.task_accuracy(keep, task, downs=downs, progress=progress)
         return {"accuracy": found["value"], "stderr": found["stderr"]}
@@ -625,7 +580,7 @@ def _accuracy_part(bench: "Workbench", task: str) -> _Part:
     return _Part(task, _TASK_WINDOWS, measure)
 
 
-def edit_of(made: "Chosen | None") -> tuple[KeepMask | None, Any]:
+def edit_of(made: "PruningResult | None") -> tuple[KeepMask | None, Any]:
     """The mask and the new W_down; None where the model is dense, or only masked."""
     if made is None:
         return None, None

@@ -52,7 +52,7 @@ class SessionBar(ipw.VBox):
             controls: which show the selection.
             comparison: whose pins are saved.
             inspection: whose text and numbers are.
-            weights: whose way is saved.
+            weights: whose recipe is saved.
             refresh: called after a file was opened.
         """
         self._session, self._controls = session, controls
@@ -106,7 +106,7 @@ class SessionBar(ipw.VBox):
             self._texts_of(session.points),
             session.calibration,
             session.selection,
-            session.way,
+            session.recipe,
             tuple(self._comparison.pins),
             points_of(session.points),
             self._inspected(),
@@ -119,7 +119,7 @@ class SessionBar(ipw.VBox):
                 tests=self._opened.tests,
                 texts=self._opened.texts,
                 inspected=self._opened.inspected,
-                way=self._opened.way,
+                recipe=self._opened.recipe,
             )
         return found
 
@@ -182,7 +182,7 @@ class SessionBar(ipw.VBox):
         for name, value in inspected.items():
             getattr(self._inspection, name).value = value
         if self._session.workbench is not None:
-            self._weights.show(saved.way)
+            self._weights.show(saved.recipe)
         self._controls.show(fresh)
         self._opened = saved
         self._refresh()

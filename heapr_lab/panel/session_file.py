@@ -11,8 +11,9 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.session import POINT_COLUMNS, Pin, Point, Way
+from heapr_lab.panel.session import POINT_COLUMNS, Pin, Point
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.storage.files import replacing
 from heapr_lab.text.calibration_spec import Calibration
 
@@ -64,7 +65,7 @@ class SavedSession(msgspec.Struct, frozen=True):
     """Hash of the test data of each corpus and task of the points, where known."""
     calibration: Calibration
     selection: Selection
-    way: Way
+    recipe: WeightRecipe = msgspec.field(name="way")
     """How weights are made."""
     pins: tuple[Pin, ...]
     points: tuple[Point, ...]
@@ -76,6 +77,11 @@ class SavedSession(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         find_estimator(self.measured_for)
+        for recipe in (self.recipe, *(pin.recipe for pin in self.pins)):
+            if recipe.own_text > 1:
+                raise SpecError(
+                    f"own_text is {recipe.own_text}, expected a share from 0 to 1"
+                )
 
     def frame(self) -> pd.DataFrame:
         """The points as `PruningSession` has them: NaN where nothing was measured."""
@@ -158,9 +164,24 @@ def read_session(path: Path | str) -> SavedSession:
         saved = msgspec.json.decode(data, type=SavedSession)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{path} cannot be opened: {error}") from error
-    if msgspec.json.decode(msgspec.json.encode(saved)) != msgspec.json.decode(data):
+    if _has_more(msgspec.json.decode(data), msgspec.to_builtins(saved)):
         raise SpecError(f"{path} cannot be opened: it has parts that no session has")
     return saved
+
+
+def _has_more(data: Any, known: Any) -> bool:
+    """Whether JSON has a part, or a value of one, that is not in what was read of it.
+
+    Files of before a part had a default may lack it.
+    """
+    if isinstance(data, dict) and isinstance(known, dict):
+        return any(
+            name not in known or _has_more(own, known[name])
+            for name, own in data.items()
+        )
+    if isinstance(data, list | tuple) and isinstance(known, list | tuple):
+        return len(data) != len(known) or any(map(_has_more, data, known))
+    return bool(data != known)
 
 
 def _head(path: Path) -> _Head:

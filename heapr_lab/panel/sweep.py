@@ -12,16 +12,10 @@ from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report, status
-from heapr_lab.panel.session import (
-    MASKED,
-    PruningSession,
-    Step,
-    Way,
-    named,
-    setting_text,
-)
+from heapr_lab.panel.session import PruningSession, Step, named, setting_text
 from heapr_lab.progress import duration
 from heapr_lab.pruning.options import Selection, read_ratio
+from heapr_lab.recipes.weights import MASKED, WeightRecipe
 
 DIFFERENCES = ("dataset", "removed", "setting", "against", "difference", "stderr")
 """Columns of `differences`."""
@@ -69,12 +63,12 @@ class Sweep:
     selections: tuple[Selection, ...]
     corpora: tuple[str, ...]
     tasks: tuple[str, ...] = ()
-    way: Way = MASKED
+    recipe: WeightRecipe = MASKED
 
     def missing(self, session: PruningSession) -> list["Missing"]:
         """Selections with the corpora and tasks that they have no point of."""
         points = session.points
-        own = points[points["weights"].eq(self.way.text)]
+        own = points[points["weights"].eq(self.recipe.text)]
         known = set(zip(own["selection"], own["dataset"], strict=True))
         parts = [
             Missing(
@@ -82,7 +76,7 @@ class Sweep:
                 tuple(name for name in self.corpora if (one, name) not in known),
                 tuple(name for name in self.tasks if (one, name) not in known),
             )
-            for one in dict.fromkeys(map(self.way.asked, self.selections))
+            for one in dict.fromkeys(map(self.recipe.asked, self.selections))
         ]
         return [part for part in parts if part.corpora or part.tasks]
 
@@ -95,7 +89,7 @@ class Sweep:
         return each * (
             dense
             + sum(
-                session.n_windows(one.corpora, one.tasks, one.selection, self.way)
+                session.n_windows(one.corpora, one.tasks, one.selection, self.recipe)
                 for one in missing
             )
         )
@@ -123,14 +117,14 @@ class Sweep:
 
             def tell(step: Step, number: int = number, part: Missing = part) -> None:
                 share = step.done / max(1, step.total)
-                text = f"{named(part.selection, self.way)}: {step.label}; selection"
+                text = f"{named(part.selection, self.recipe)}: {step.label}; selection"
                 report(number + share, len(missing), text)
 
             session.evaluate(
                 part.corpora,
                 tasks=part.tasks,
                 selection=part.selection,
-                way=self.way,
+                recipe=self.recipe,
                 progress=tell,
             )
             on_points()
@@ -139,7 +133,7 @@ class Sweep:
 
 def sweep_of(
     current: Selection,
-    way: Way,
+    recipe: WeightRecipe,
     *,
     ratios: Sequence[float],
     estimators: Sequence[str],
@@ -157,9 +151,9 @@ def sweep_of(
         raise SpecError("no estimator is selected; select one, such as heapr")
     if not corpora and not tasks:
         raise SpecError("no corpus and no task are selected; select one above")
-    names = [current.estimator] if way.chooses else estimators
+    names = [current.estimator] if recipe.chooses else estimators
     selections = [_with(current, ratio, name) for name in names for ratio in ratios]
-    return Sweep(tuple(selections), tuple(corpora), tuple(tasks), way)
+    return Sweep(tuple(selections), tuple(corpora), tuple(tasks), recipe)
 
 
 def _with(current: Selection, ratio: float, estimator: str) -> Selection:
@@ -262,7 +256,7 @@ class SweepSection(ipw.VBox):
         """
         return sweep_of(
             self.session.selection,
-            self.session.way,
+            self.session.recipe,
             ratios=read_ratios(self.ratios.value),
             estimators=self.estimators.value,
             corpora=self._corpora.value,

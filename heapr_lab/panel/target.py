@@ -46,13 +46,13 @@ class Target:
         Raises:
             SpecError: there is no model.
         """
-        way = session.way
+        recipe = session.recipe
 
         def loss_at(ratio: float) -> float:
             one = replace(selection, ratio=round(ratio, 2))
-            sweep = Sweep((one,), (self.corpus,), way=way)
+            sweep = Sweep((one,), (self.corpus,), recipe=recipe)
             sweep.run(session, report=report, on_points=on_points)
-            return session.loss_of(one, way, self.corpus)
+            return session.loss_of(one, recipe, self.corpus)
 
         highest = _feasible(session.table, selection)
         return round(largest_ratio(loss_at, self.rise, highest=highest), 2)

@@ -1,11 +1,12 @@
 """A panel's settings as Python: the lines that do the same. No torch."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.opening import Opening
 
@@ -35,10 +36,9 @@ def python_of_model(
     opening: Opening,
     calibration: Calibration,
     selection: Selection,
+    recipe: WeightRecipe,
     *,
-    weights: str,
     folder: str,
-    distill: int = 0,
 ) -> str:
     """The lines that prune a model and write it to `folder`; the mask is `keep`.
 
@@ -46,33 +46,31 @@ def python_of_model(
         opening: how the model is opened.
         calibration: what it is measured on, and weights are fitted to.
         selection: how its atoms are selected.
-        weights: how they are made, a name in `presets.WEIGHTS`.
+        recipe: how its weights are made.
         folder: of the checkpoint.
-        distill: steps of `distill_layers`; 0 for none.
     """
-    if weights == "compress":  # which chooses the estimator
-        selection = replace(selection, estimator="heapr", estimator_options=())
+    selection = recipe.asked(selection)
     return _program(
         f"bench = hl.open_workbench({_opened(opening)})",
         _assigned("calibration", calibration),
         _assigned("selection", selection),
-        *_smaller(weights, selection.estimator, fitted=distill > 0),
-        *_distilled(distill),
+        *_smaller(recipe, selection.estimator),
+        *_distilled(recipe.distill),
         f"hl.save_pruned(smaller, {folder!r}, tokenizer=bench.tokenizer)",
     )
 
 
-def _smaller(weights: str, estimator: str, *, fitted: bool) -> Iterator[str]:
-    """The lines that make `keep` and `smaller`; `windows` too, if more is `fitted`."""
-    if fitted or weights != "unchanged":
+def _smaller(recipe: WeightRecipe, estimator: str) -> Iterator[str]:
+    """The lines that make `keep` and `smaller`; `windows` too, if weights change."""
+    if recipe.fits:
         yield "windows = bench.calibration_set(calibration)"
-    if weights == "compress":
+    if recipe.chooses:
         yield "smaller = hl.compress(bench.model, windows, selection)"
         yield "keep = smaller.heapr_keep"
         return
     yield f"table = bench.importance(calibration, estimator={estimator!r})"
     yield "keep = hl.select(table, selection)"
-    if weights == "compensated":
+    if recipe.weights == "compensated":
         yield "smaller = hl.compensate(bench.model, keep, windows)"
     else:
         yield "smaller = hl.prune(bench.model, keep)"

@@ -4,16 +4,12 @@ Weights are written in the dtype of the files of the dense model, in whatever dt
 was loaded, and perplexities are measured with the weights that are written.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.checkpoints.stored_type import round_experts, stored_dtype
-from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.sources import (
@@ -21,139 +17,20 @@ from heapr_lab.models.sources import (
     dtype_name,
     weights_bytes,
 )
-from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
-from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking, prune
-from heapr_lab.recipes.reloading import Check, reload_check
-from heapr_lab.refinement.compensation import (
-    Compensation,
-    describe_weights,
-    fit_compensation,
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.recipes.making import (
+    PruningResult,
+    Report,
+    part_of,
+    pruned_model,
+    records,
 )
-from heapr_lab.refinement.compress import fit_compression
-from heapr_lab.refinement.layer_distillation import distill_layers
-from heapr_lab.storage.hashing import without_nan
+from heapr_lab.recipes.reloading import Check, reload_check
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
-from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
-
-Report = Callable[[int, int, str], None]
-"""Called with (done, total, description); an exception that it raises ends the work."""
-
-
-@dataclass(frozen=True)
-class Afterwards:
-    """What is done to the weights of a pruned model, after they were chosen."""
-
-    distill: int = 0
-    """Steps of `distill_layers`; 0 for none."""
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to do."""
-        return self.distill > 0
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The kept atoms, and the compensation of the pruned ones, if any."""
-
-    keep: KeepMask
-    compensation: Compensation | None = None
-    windows: CalibrationSet | None = None
-    """The windows that weights are fitted to, if any are."""
-    report: pd.DataFrame | None = None
-    """That of `compress`, if it chose."""
-    after: Afterwards = Afterwards()
-    trained_on: CalibrationSet | None = None
-    """The windows that `after` needs, if anything is done."""
-
-
-def choose(
-    bench: Workbench,
-    table: ImportanceTable,
-    setting: Setting,
-    *,
-    weights: str,
-    after: Afterwards = Afterwards(),
-    report: Report,
-) -> Chosen:
-    """The kept atoms of the model of `bench`, and the compensation of the others.
-
-    Args:
-        bench: the dense model.
-        table: of `bench`, measured on the setting's calibration.
-        setting: how atoms are selected; weights are fitted to its calibration, on which
-            `compress` also chooses the estimator.
-        weights: how they are made, a name in `presets.WEIGHTS`.
-        after: what will be done to the weights before they are written.
-        report: called with the progress.
-
-    Raises:
-        SpecError: the selection is infeasible, or its uniform width is not supported in
-            the dtype of the files; raised before anything is run.
-        CorpusError: there is too little text; likewise.
-    """
-    trained_on = windows_of(bench, setting.calibration, report) if after else None
-    found = _chosen(
-        bench,
-        table,
-        setting,
-        weights=weights,
-        report=report,
-    )
-    return replace(found, after=after, trained_on=trained_on)
-
-
-def _chosen(
-    bench: Workbench,
-    table: ImportanceTable,
-    setting: Setting,
-    *,
-    weights: str,
-    report: Report,
-) -> Chosen:
-    """As `choose`, without what is done afterwards."""
-    selection = setting.selection
-    if weights == "compress":  # which chooses the estimator
-        selection = replace(selection, estimator="heapr", estimator_options=())
-    keep = select(table, selection)
-    if structure_of(keep) == "uniform":
-        uniform_width(keep, stored_dtype(bench.model))
-    if weights == "unchanged":
-        return Chosen(with_model(keep, table))
-    windows = windows_of(bench, setting.calibration, report)
-    if weights == "compress":
-        best = fit_compression(
-            bench.model,
-            windows,
-            selection,
-            fitted=bench.fitted(setting.calibration),
-            progress=_part(report, f"compression on {windows.label}: window"),
-        )
-        keep = with_model(best.keep, table)
-        return Chosen(keep, best.compensation, windows, best.report)
-    keep = with_model(keep, table)
-    step = _part(report, f"compensation on {windows.label}: window")
-    fitted = fit_compensation(bench.model, keep, windows, progress=step)
-    return Chosen(keep, fitted, windows)
-
-
-def windows_of(
-    bench: Workbench, calibration: Calibration, report: Report
-) -> CalibrationSet:
-    """The calibration windows, with progress while the model writes some of them."""
-    progress = _part(report, f"own text of {bench.name}: token")
-    return bench.calibration_set(calibration, progress=progress)
-
-
-def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
-    """`keep` with the identity of its model, which is checked when it is used."""
-    identity = (table.metadata.get("spec") or {}).get("model")
-    return replace(keep, settings={**keep.settings, "model": identity})
-
 
 # --- facts about a checkpoint --------------------------------------------------------
 
@@ -198,7 +75,7 @@ def savings(
 
 def facts_of(
     table: ImportanceTable,
-    made: Chosen,
+    made: PruningResult,
     *,
     source: Source | None,
     seq_len: int | None = None,
@@ -218,7 +95,7 @@ def facts_of(
         "savings": {k: v for k, v in saved.items() if not k.startswith("bytes_")},
     }
     if made.report is not None:
-        facts["held_out"] = _records(made.report)
+        facts["held_out"] = records(made.report)
     return facts if source is None else facts | {"bytes_before": source.n_bytes}
 
 
@@ -306,14 +183,14 @@ def slice_checkpoint(
         out,
         base=base,
         facts=facts,
-        progress=_part(report, "slicing: layer"),
+        progress=part_of(report, "slicing: layer"),
         check=check,
     )
 
 
 def write_checkpoint(
     out: Path,
-    made: Chosen,
+    made: PruningResult,
     bench: Workbench,
     *,
     facts: dict[str, Any],
@@ -325,7 +202,7 @@ def write_checkpoint(
 
     Args:
         out: a new folder.
-        made: the kept atoms, and the compensation of the others.
+        made: the kept atoms, and how their weights are made.
         bench: the dense model, which is not changed.
         facts: the result of `facts_of`.
         corpora: corpora on whose test splits the card's perplexities are measured, with
@@ -337,16 +214,8 @@ def write_checkpoint(
     Raises:
         CacheError: the files, loaded again, have another loss; nothing is left.
     """
-    compensation = made.compensation
-    downs = None if compensation is None else compensation.downs
-    pruned: Any = prune(bench.model, made.keep, downs=downs)
-    if compensation is not None:
-        assert made.windows is not None
-        pruned.__dict__["heapr_weights"] = describe_weights(compensation, made.windows)
-        errors = _records(compensation.report)
-        facts = facts | {"compensation": compensation.settings, "errors": errors}
-    if made.trained_on is not None:
-        facts = facts | _trained(pruned, bench, made.trained_on, made.after, report)
+    pruned, errors = pruned_model(bench, made, report)
+    facts = facts | errors
     source, stored = bench.source, stored_dtype(bench.model)
     round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, report) for name in corpora}
@@ -384,24 +253,6 @@ def _check(
     return reported
 
 
-def _trained(
-    pruned: Any,
-    bench: Workbench,
-    windows: CalibrationSet,
-    after: Afterwards,
-    report: Report,
-) -> dict[str, Any]:
-    """Change the weights of `pruned` as `after` says; facts for the manifest."""
-    step = _part(report, f"distillation on {windows.label}: step")
-    distill_layers(pruned, bench.model, windows, n_steps=after.distill, progress=step)
-    return {"distillation": _records(pruned.heapr_distillation)}
-
-
-def _records(frame: pd.DataFrame) -> Any:
-    """The rows of a table for the manifest, with null for what was not measured."""
-    return without_nan(frame.to_dict("records"))
-
-
 def perplexity_change(
     bench: Workbench, keep: KeepMask, corpus: str
 ) -> tuple[float, float]:
@@ -417,13 +268,8 @@ def _perplexities(
     """Perplexity on the test split of `corpus`, of the dense model and of `pruned`."""
     windows = bench.test_windows(corpus)
     name = f"perplexity on {corpus}, {{}}: window".format
-    dense = bench.perplexity(None, windows, progress=_part(report, name("dense")))
+    dense = bench.perplexity(None, windows, progress=part_of(report, name("dense")))
     after = evaluate_perplexity(
-        pruned, windows.ids, progress=_part(report, name("as written"))
+        pruned, windows.ids, progress=part_of(report, name("as written"))
     )
     return dense.value, after.value
-
-
-def _part(report: Report, text: str) -> Progress:
-    """`report` as the progress of one part of the work."""
-    return lambda done, total: report(done, total, text)

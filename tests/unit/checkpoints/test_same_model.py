@@ -16,7 +16,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.selection import select
-from heapr_lab.recipes.export import with_model
+from heapr_lab.recipes.making import with_model
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 

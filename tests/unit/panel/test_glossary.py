@@ -8,7 +8,7 @@ import pytest
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.glossary import GLOSSARY, TERMS, find_term, search_terms
 from heapr_lab.pruning.options import CHOICES
-from heapr_lab.recipes.presets import WEIGHTS
+from heapr_lab.recipes.weights import WEIGHTS
 from heapr_lab.storage import paths
 
 DOCS = paths.project_dir() / "docs"

@@ -11,8 +11,9 @@ from random_tables import random_table
 from heapr_lab.panel.expert_values import kept_share
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.session import PruningSession, Way
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.weights import WeightRecipe
 
 SHAPE = 2, 4, 16
 
@@ -173,13 +174,13 @@ def test_layers_without_this_expert() -> None:
 def test_a_mask_that_is_not_known_yet_is_not_shown(opened: Explorer) -> None:
     """Nor is another in its place; it is shown once the weights have chosen it."""
     section, session = opened.inspection.map, opened.session
-    way = Way("compress")
+    recipe = WeightRecipe("compress")
     chosen = session.keep_of(replace(session.selection, estimator="random"))
-    session.way = way
+    session.recipe = recipe
     section.refresh()
     assert "not known yet: compress chooses" in section.note.value
     assert section.view.layout.display == "none"
-    session._chosen[session.selection, way] = chosen
+    session._chosen[session.selection, recipe] = chosen
     section.refresh()
     assert section.note.value == ""
     assert (section._drawn == kept_share(session.table, chosen)).all()

@@ -19,9 +19,10 @@ from heapr_lab.panel.jobs import Job, ResultView
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.session import MASKED, PruningSession, Way
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
 
@@ -53,7 +54,7 @@ def session(bench: Workbench, corpora: tuple[str, str, str]) -> PruningSession:
 def section(session: PruningSession, corpora: tuple[str, str, str]) -> MaskDiffSection:
     """The section with one pin."""
     made = MaskDiffSection(session, corpora=corpora)
-    made.offer([("A <b>", Selection(0.25), Way())])
+    made.offer([("A <b>", Selection(0.25), WeightRecipe())])
     return made
 
 
@@ -126,18 +127,18 @@ def test_masks_that_weights_choose_are_compared_once_they_are_known(
     """Of the switch and of a pin; the switch makes the result old only then."""
     section.b.value = "pin A <b>"
     press(section.compare)
-    section.session.way = Way("compensated")
+    section.session.recipe = WeightRecipe("compensated")
     section.check()
     assert not stale(section.compared)
-    section.session.way = Way("compress")
+    section.session.recipe = WeightRecipe("compress")
     section.check()
     assert stale(section.compared)
     assert "not known yet" in failed(section.compare)
-    section.session.way = MASKED
-    section.offer([("A <b>", Selection(0.25), Way("compress"))])
+    section.session.recipe = MASKED
+    section.offer([("A <b>", Selection(0.25), WeightRecipe("compress"))])
     assert "not known yet" in failed(section.compare)
     chosen = section.session.keep_of(Selection(0.4, "random"))
-    section.session._chosen[Selection(0.25), Way("compress")] = chosen
+    section.session._chosen[Selection(0.25), WeightRecipe("compress")] = chosen
     press(section.compare)
     a = section.session.keep
     assert section.alone is not None
@@ -238,10 +239,12 @@ def test_results_go_out_of_date(section: MaskDiffSection) -> None:
     section.session.choose(HALF)
     section.check()
     assert not any(map(stale, shown))
-    section.offer([("A <b>", Selection(0.3), Way())])
+    section.offer([("A <b>", Selection(0.3), WeightRecipe())])
     assert section.b.value == "pin A <b>"
     assert all(map(stale, shown))
-    section.offer([("A <b>", Selection(0.25), Way()), ("B", HALF, Way())])
+    section.offer(
+        [("A <b>", Selection(0.25), WeightRecipe()), ("B", HALF, WeightRecipe())]
+    )
     assert not any(map(stale, shown))
     section.a.value = "pin B"
     assert all(map(stale, shown))
@@ -249,7 +252,7 @@ def test_results_go_out_of_date(section: MaskDiffSection) -> None:
 
 def test_a_pin_of_the_same_mask_is_all_in_common(section: MaskDiffSection) -> None:
     """No atom is offered, and text says so in place of the table."""
-    section.offer([("A", HALF, Way())])
+    section.offer([("A", HALF, WeightRecipe())])
     section.b.value = "pin A"
     press(section.compare)
     assert "removes 100.0% of" in section.compared.value
@@ -282,11 +285,11 @@ def test_chance_of_whole_experts_is_said_to_vary_more(
     section: MaskDiffSection,
 ) -> None:
     """Its deviation is that of single atoms."""
-    section.offer([("A", replace(HALF, granularity="expert"), Way())])
+    section.offer([("A", replace(HALF, granularity="expert"), WeightRecipe())])
     section.b.value = "pin A"
     press(section.compare)
     assert "chance varies more" in section.compared.value
-    section.offer([("A", Selection(0.25), Way())])
+    section.offer([("A", Selection(0.25), WeightRecipe())])
     press(section.compare)
     assert "chance varies more" not in section.compared.value
 

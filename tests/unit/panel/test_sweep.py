@@ -15,10 +15,11 @@ from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.pictures import LossPicture
-from heapr_lab.panel.session import PruningSession, Way
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import Sweep, differences, read_ratios, sweep_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import masking
+from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
 
@@ -124,19 +125,19 @@ def test_only_what_is_missing_is_measured(
     """A second sweep with a further ratio and corpus measures only these."""
     options: Any = {"estimators": ("heapr",)}
     first = sweep_of(
-        Selection(0.1), Way(), ratios=RATIOS, corpora=corpora[:1], **options
+        Selection(0.1), WeightRecipe(), ratios=RATIOS, corpora=corpora[:1], **options
     )
     assert first.run(session, report=quiet, on_points=quiet) == 2
     assert first.missing(session) == []
     more = sweep_of(
-        Selection(0.1), Way(), ratios=(0.25, 0.75), corpora=corpora, **options
+        Selection(0.1), WeightRecipe(), ratios=(0.25, 0.75), corpora=corpora, **options
     )
     asked = [
         (part.selection.ratio, [Path(name).name for name in part.corpora])
         for part in more.missing(session)
     ]
     assert asked == [(0.25, ["second.txt"]), (0.75, ["text.txt", "second.txt"])]
-    assert len(replace(more, way=Way("compensated")).missing(session)) == 2
+    assert len(replace(more, recipe=WeightRecipe("compensated")).missing(session)) == 2
 
 
 def test_a_cancelled_sweep_goes_on_where_it_was(
@@ -171,7 +172,7 @@ def test_the_time_is_that_of_evaluations_so_far(
     n_test = profile.n_test or 0
     dense, left = 2 * n_test, 3 * n_test
     assert sweep.seconds(session) == 2.0 * (dense + left)
-    compensated = replace(sweep, way=Way("compensated"))
+    compensated = replace(sweep, recipe=WeightRecipe("compensated"))
     making = 2 * profile.n_sequences
     assert compensated.seconds(session) == 2.0 * (dense + 4 * n_test + making)
 
@@ -196,18 +197,23 @@ def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
 def test_estimators_that_compare_within_layers_have_that_scope() -> None:
     """And `compress` has no estimators of its own."""
     options: Any = {"ratios": RATIOS, "corpora": ("a",)}
-    found = sweep_of(Selection(0.1), Way(), estimators=("heapr", "camera"), **options)
+    found = sweep_of(
+        Selection(0.1), WeightRecipe(), estimators=("heapr", "camera"), **options
+    )
     assert [(one.estimator, one.scope, one.ratio) for one in found.selections] == [
         ("heapr", "global", 0.25), ("heapr", "global", 0.5),
         ("camera", "layer", 0.25), ("camera", "layer", 0.5),
     ]  # fmt: skip
     alone = sweep_of(
-        Selection(0.1), Way("compress"), estimators=("heapr", "camera"), **options
+        Selection(0.1),
+        WeightRecipe("compress"),
+        estimators=("heapr", "camera"),
+        **options,
     )
     assert len(alone.selections) == 2
     for missing in ({"estimators": ()}, {"estimators": ("heapr",), "corpora": ()}):
         with pytest.raises(SpecError, match="select one"):
-            sweep_of(Selection(0.1), Way(), **(options | missing))
+            sweep_of(Selection(0.1), WeightRecipe(), **(options | missing))
 
 
 def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:

@@ -15,11 +15,12 @@ from heapr_lab.inspection.passages import token_losses
 from heapr_lab.panel.answer import answers
 from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.session import MASKED, POINT_COLUMNS, PruningSession, Step, Way
+from heapr_lab.panel.session import POINT_COLUMNS, PruningSession, Step
 from heapr_lab.panel.session_file import read_session, write_session
-from heapr_lab.recipes import export as exporting
+from heapr_lab.recipes import making
 from heapr_lab.recipes.presets import DEFAULT, METHODS
 from heapr_lab.recipes.reloading import load_like
+from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.storage.files import read_json
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
@@ -43,12 +44,12 @@ def test_the_mask_of_the_first_weights_is_known(bench: Workbench, root: Path) ->
     table = bench.importance(text)
     session = PruningSession(table, workbench=bench, calibration=text)
     panel = Explorer(session, corpora=(), tasks=())
-    assert session.way == MASKED
+    assert session.recipe == MASKED
     assert panel.weights.weights.layout.display is None
     panel.weights.weights.value = "compress"
-    assert session.way == Way("compress", METHODS[DEFAULT].own_text)
+    assert session.recipe == WeightRecipe("compress", METHODS[DEFAULT].recipe.own_text)
     alone = Explorer(PruningSession(table))
-    assert alone.session.way == MASKED
+    assert alone.session.recipe == MASKED
     assert alone.weights.weights.layout.display == "none"
 
 
@@ -82,15 +83,15 @@ def test_what_is_evaluated_is_what_is_exported(
 def test_weights_are_made_once(
     panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For all corpora and for Export; again for another ratio or another way."""
+    """For all corpora and for Export; again for another ratio or another recipe."""
     fitted: list[float] = []
-    original = exporting.fit_compensation
+    original = making.fit_compensation
 
     def fit(model: Any, keep: Any, *args: Any, **options: Any) -> Any:
         fitted.append(round(keep.achieved_ratio, 2))
         return original(model, keep, *args, **options)
 
-    monkeypatch.setattr(exporting, "fit_compensation", fit)
+    monkeypatch.setattr(making, "fit_compensation", fit)
     panel.weights.weights.value = "compensated"
     panel.controls.ratio.value = "0.5"
     press(panel.evaluation.job)
@@ -179,7 +180,7 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     assert any("masked, not yet compress" in text for text in masked)
     assert panel.picture.layout.display is None
     assert panel.comparison.frame()["flops_reduction"].notna().all()
-    made = session.made(session.selection, session.way, report=lambda *_args: None)
+    made = session.made(session.selection, session.recipe, report=lambda *_args: None)
     assert session.keep == made.keep
     assert made.report is not None
     (chosen,) = made.report.loc[made.report["chosen"], "made"]
@@ -203,7 +204,11 @@ def test_points_of_compress_are_of_their_ratio(panel: Explorer) -> None:
     session = panel.session
     score = 1.0
     row = dict.fromkeys(POINT_COLUMNS, 1.0) | {"dataset": "text", "summed_score": score}
-    row |= {"weights": session.way.text, "selection": session.selection, "ratio": 0.5}
+    row |= {
+        "weights": session.recipe.text,
+        "selection": session.selection,
+        "ratio": 0.5,
+    }
     session.points = pd.DataFrame([row])
     assert len(session.measured()) == 1
     row |= {"selection": replace(session.selection, ratio=0.25), "ratio": 0.25}
@@ -212,7 +217,7 @@ def test_points_of_compress_are_of_their_ratio(panel: Explorer) -> None:
 
 
 def test_points_of_each_way_stay_apart(panel: Explorer) -> None:
-    """Curves stand beside each other; numbers are of the way that is shown."""
+    """Curves stand beside each other; numbers are of the recipe that is shown."""
     for weights in ("unchanged", "compensated"):
         panel.weights.weights.value = weights
         for ratio in ("0.25", "0.5"):
@@ -256,9 +261,12 @@ def test_pins_and_files_keep_the_way(panel: Explorer, tmp_path: Path) -> None:
     panel.weights.weights.value = "unchanged"
     panel.comparison.clear()
     panel.files.restore(read_session(tmp_path / "session.json"))
-    assert panel.session.way == Way("compress", 0.4)
+    assert panel.session.recipe == WeightRecipe("compress", 0.4)
     assert panel.weights.weights.value == "compress"
-    assert [pin.way.text for pin in panel.comparison.pins] == ["compensated", "masked"]
+    assert [pin.recipe.text for pin in panel.comparison.pins] == [
+        "compensated",
+        "masked",
+    ]
     pd_frame = panel.comparison.frame().set_index("label")
     assert pd_frame[name].to_dict() == frame[name].to_dict()
 
@@ -272,7 +280,7 @@ def test_export_says_what_the_switch_does(panel: Explorer) -> None:
 
 
 def test_inspect_follows_the_switch(panel: Explorer) -> None:
-    """Losses of tokens are of the same weights; another way puts them out of date."""
+    """Losses of tokens are of the same weights; another recipe outdates them."""
     tab, session = panel.inspection, panel.session
     tab.text.value = "the sum of the elements"
     panel.controls.ratio.value = "0.5"
@@ -282,7 +290,7 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     assert "ragged, compensated)" in tab.compared.value
     bench: Any = session.workbench
     passage = tab._passage()
-    made = session.made(session.selection, session.way, report=lambda *_args: None)
+    made = session.made(session.selection, session.recipe, report=lambda *_args: None)
     assert made.compensation is not None
     downs = made.compensation.downs
     expected = token_losses(bench.model, passage, keep=made.keep, downs=downs)

@@ -14,8 +14,9 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
-from heapr_lab.recipes.export import Afterwards, choose, facts_of, write_checkpoint
-from heapr_lab.recipes.presets import WEIGHTS
+from heapr_lab.recipes.export import facts_of, write_checkpoint
+from heapr_lab.recipes.making import make
+from heapr_lab.recipes.weights import MASKED, WEIGHTS, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.opening import Opening
 from heapr_lab.workbench.settings import Setting
@@ -89,9 +90,7 @@ def same_mask(opening: Opening, calibration: Calibration, selection: Selection) 
     bench = open_workbench(opening.model, **opening.given())
     expected = bench.keep(Setting(selection, calibration))
     assert 0 < expected.n_removed < expected.n_atoms
-    code = python_of_model(
-        opening, calibration, selection, weights="unchanged", folder="smaller"
-    )
+    code = python_of_model(opening, calibration, selection, MASKED, folder="smaller")
     before_files = code.partition("smaller =")[0]
     assert mask_of(before_files).fingerprint == expected.fingerprint
     return code
@@ -134,7 +133,11 @@ def test_defaults_are_left_out() -> None:
     """What everyone has need not be said."""
     opening, calibration = Opening("lab"), Calibration(own_text=0.25)
     code = python_of_model(
-        opening, calibration, Selection(0.25), weights="compress", folder="pruned"
+        opening,
+        calibration,
+        Selection(0.25),
+        WeightRecipe("compress"),
+        folder="pruned",
     )
     assert code.splitlines() == [
         "import heapr_lab as hl",
@@ -170,20 +173,16 @@ def test_checkpoints_have_the_same_weights(
     weights: str, after: bool, inside: Path, bench: Workbench
 ) -> None:
     """The code writes the atoms and the numbers that Export writes."""
-    calibration = texts(own_text=0.5 if weights == "compress" else 0.0)
+    own_text = 0.5 if weights == "compress" else 0.0
+    calibration = texts(own_text=own_text)
+    recipe = WeightRecipe(weights, own_text, distill=25 * after)
     selection = Selection(0.4, "camera", "layer")
-    code = python_of_model(
-        opened(), calibration, selection, weights=weights, folder="a folder",
-        distill=25 * after,
-    )  # fmt: skip
+    code = python_of_model(opened(), calibration, selection, recipe, folder="a folder")
     keep = mask_of(code)
     assert keep == KeepMask.read("a folder/heapr_keep.parquet")
     setting = Setting(selection, calibration)
     table = bench.table_of(setting)
-    made = choose(
-        bench, table, setting, weights=weights, after=Afterwards(25 * after),
-        report=lambda *_: None,
-    )  # fmt: skip
+    made = make(bench, table, setting, recipe, report=lambda *_: None)
     assert made.keep.fingerprint == keep.fingerprint
     facts = facts_of(table, made, source=bench.source)
     write_checkpoint(

@@ -15,7 +15,9 @@ from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes import export, reloading
+from heapr_lab.recipes.making import make
 from heapr_lab.recipes.reloading import load_like
+from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -41,9 +43,7 @@ def write(
     setting = Setting(Selection(0.5, structure=structure), Calibration(text))
     table = bench.importance(setting.calibration)
     silent: Any = lambda *_args, **_options: None  # noqa: E731
-    made = export.choose(
-        bench, table, setting, weights=weights, after=export.Afterwards(), report=silent
-    )
+    made = make(bench, table, setting, WeightRecipe(weights), report=silent)
     facts = export.facts_of(table, made, source=bench.source)
     export.write_checkpoint(
         out, made, bench, facts=facts, corpora=corpora, report=silent

@@ -1,0 +1,139 @@
+"""Make the weights of a pruned model, as a recipe says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from heapr_lab.checkpoints.save import structure_of
+from heapr_lab.checkpoints.stored_type import stored_dtype
+from heapr_lab.checkpoints.uniform import uniform_width
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.progress import Progress
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.recipes.weights import MASKED, WeightRecipe
+from heapr_lab.refinement.compensation import (
+    Compensation,
+    describe_weights,
+    fit_compensation,
+)
+from heapr_lab.refinement.compress import fit_compression
+from heapr_lab.refinement.layer_distillation import distill_layers
+from heapr_lab.storage.hashing import without_nan
+from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench
+
+Report = Callable[[int, int, str], None]
+"""Called with (done, total, description); an exception that it raises ends the work."""
+
+
+@dataclass(frozen=True)
+class PruningResult:
+    """The kept atoms, and the compensation of the pruned ones, if any."""
+
+    keep: KeepMask
+    recipe: WeightRecipe = MASKED
+    windows: CalibrationSet | None = None
+    """The windows that weights are fitted to, if any are."""
+    compensation: Compensation | None = None
+    report: pd.DataFrame | None = None
+    """That of `compress`, if it chose."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether other weights are written than slices of the dense ones."""
+        return self.compensation is not None or self.recipe.distill > 0
+
+
+def make(
+    bench: Workbench,
+    table: ImportanceTable,
+    setting: Setting,
+    recipe: WeightRecipe,
+    *,
+    report: Report,
+) -> PruningResult:
+    """The kept atoms of the model of `bench`, and the compensation of the others.
+
+    Args:
+        bench: the dense model.
+        table: of `bench`, measured on the setting's calibration.
+        setting: how atoms are selected; weights are fitted to its calibration, on which
+            `compress` also chooses the estimator.
+        recipe: how the kept weights are made.
+        report: called with the progress.
+
+    Raises:
+        SpecError: the selection is infeasible, or its uniform width is not supported in
+            the dtype of the files; raised before anything is run.
+        CorpusError: there is too little text; likewise.
+    """
+    selection = recipe.asked(setting.selection)
+    keep = select(table, selection)
+    if structure_of(keep) == "uniform":
+        uniform_width(keep, stored_dtype(bench.model))
+    made = PruningResult(with_model(keep, table), recipe)
+    if not recipe.fits:
+        return made
+    calibration = recipe.calibration(setting.calibration)
+    writing = part_of(report, f"own text of {bench.name}: token")
+    windows = bench.calibration_set(calibration, progress=writing)
+    made = replace(made, windows=windows)
+    if recipe.chooses:
+        best = fit_compression(
+            bench.model,
+            windows,
+            selection,
+            fitted=bench.fitted(calibration),
+            progress=part_of(report, f"compression on {windows.label}: window"),
+        )
+        keep = with_model(best.keep, table)
+        chosen = {"compensation": best.compensation, "report": best.report}
+        return replace(made, keep=keep, **chosen)
+    if recipe.weights == "compensated":
+        step = part_of(report, f"compensation on {windows.label}: window")
+        fitted = fit_compensation(bench.model, made.keep, windows, progress=step)
+        return replace(made, compensation=fitted)
+    return made
+
+
+def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
+    """`keep` with the identity of its model, which is checked when it is used."""
+    identity = (table.metadata.get("spec") or {}).get("model")
+    return replace(keep, settings={**keep.settings, "model": identity})
+
+
+def pruned_model(
+    bench: Workbench, made: PruningResult, report: Report
+) -> tuple[Any, dict[str, Any]]:
+    """The pruned copy of the model of `bench`, and the facts on its weights."""
+    compensation, windows = made.compensation, made.windows
+    downs = None if compensation is None else compensation.downs
+    pruned: Any = prune(bench.model, made.keep, downs=downs)
+    facts: dict[str, Any] = {}
+    if compensation is not None:
+        assert windows is not None
+        pruned.__dict__["heapr_weights"] = describe_weights(compensation, windows)
+        errors = records(compensation.report)
+        facts |= {"compensation": compensation.settings, "errors": errors}
+    if made.recipe.distill:
+        assert windows is not None
+        step = part_of(report, f"distillation on {windows.label}: step")
+        n_steps = made.recipe.distill
+        distill_layers(pruned, bench.model, windows, n_steps=n_steps, progress=step)
+        facts |= {"distillation": records(pruned.heapr_distillation)}
+    return pruned, facts
+
+
+def records(frame: pd.DataFrame) -> Any:
+    """The rows of a table for the manifest, with null for what was not measured."""
+    return without_nan(frame.to_dict("records"))
+
+
+def part_of(report: Report, text: str) -> Progress:
+    """`report` as the progress of one part of the work."""
+    return lambda done, total: report(done, total, text)

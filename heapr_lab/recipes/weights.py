@@ -1,0 +1,80 @@
+"""How the kept weights of a pruned model are made. No torch."""
+
+from dataclasses import dataclass, replace
+
+from heapr_lab.errors import SpecError
+from heapr_lab.pruning.options import Selection
+from heapr_lab.text.calibration_spec import Calibration
+
+WEIGHTS = {
+    "compress": "compensated, or HEAPr's where held-out windows see no gain",
+    "compensated": "W_down compensated for the pruned atoms",
+    "unchanged": "as they are",
+}
+"""How the kept weights are made, and as text."""
+_PASSES = {"compress": 4, "compensated": 1, "unchanged": 0}
+
+
+@dataclass(frozen=True)
+class WeightRecipe:
+    """How the kept weights are made, in evaluations and in what is written.
+
+    Raises:
+        SpecError: an unknown kind of weights, or a negative number.
+    """
+
+    weights: str = "unchanged"
+    """A name in `WEIGHTS`."""
+    own_text: float = 0.0
+    """Of `compress`: windows that the model writes itself, as in `Calibration`."""
+    distill: int = 0
+    """Steps of `distill_layers` before a checkpoint is written; 0 for none."""
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise SpecError(
+                f"weights are {self.weights!r}, expected one of {', '.join(WEIGHTS)}"
+            )
+        if not self.own_text >= 0:
+            raise SpecError(f"own_text is {self.own_text}, expected at least 0")
+        if self.distill < 0:
+            raise SpecError(f"distill is {self.distill}, expected at least 0 steps")
+
+    @property
+    def text(self) -> str:
+        """The recipe in points, tables and legends, where nothing is distilled."""
+        if self.weights == "unchanged":
+            return "masked"
+        own = f", own text {self.own_text:.0%}" if self.own_text else ""
+        return f"{self.weights}{own}"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the mask is chosen with the weights, whatever the estimator."""
+        return self.weights == "compress"
+
+    @property
+    def fits(self) -> bool:
+        """Whether any weights are fitted to text."""
+        return self.weights != "unchanged" or self.distill > 0
+
+    @property
+    def n_passes(self) -> int:
+        """About how many forward passes over the calibration windows it takes."""
+        return _PASSES[self.weights]
+
+    def asked(self, selection: Selection) -> Selection:
+        """What of a selection matters: no estimator, if another may be chosen."""
+        if not self.chooses:
+            return selection
+        return replace(selection, estimator="heapr", estimator_options=())
+
+    def calibration(self, measured_on: Calibration) -> Calibration:
+        """What weights are fitted to: that of the table, with text of the model."""
+        if not self.chooses:
+            return measured_on
+        return replace(measured_on, own_text=self.own_text)
+
+
+MASKED = WeightRecipe()
+"""The dense weights, masked."""
