@@ -23,6 +23,7 @@ from heapr_lab import Calibration, CalibrationSet, Setting, Workbench, methods
 from heapr_lab.evaluation.perplexity import evaluate_perplexity, window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.inspection.activations import atoms_of_token
+from heapr_lab.inspection.agreement import evaluate_agreement
 from heapr_lab.inspection.attribution import attribute_loss
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.inspection.routing import routing
@@ -31,6 +32,8 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compress import compress
+from heapr_lab.refinement.elimination import eliminate
+from heapr_lab.tasks.harness import continuation_task
 from heapr_lab.tasks.items import task_items
 from heapr_lab.workbench.settings import PROFILES
 
@@ -161,7 +164,7 @@ def in_panel(side: Side) -> pd.DataFrame:
 def on_tasks(side: Side) -> pd.DataFrame:
     """Accuracy on four items."""
     corpus = heapr_lab.load_corpus(side.text, split="test")
-    task = heapr_lab.continuation_task(corpus, n_items=4)
+    task = continuation_task(corpus, n_items=4)
     return heapr_lab.run_tasks(side.model, side.tokenizer, [task])
 
 
@@ -185,14 +188,6 @@ CALLS: dict[str, Callable[[Side], Any]] = {
     "compress": lambda side: heapr_lab.compress(side.model, side.windows, ratio=0.5),
     "distill_layers": lambda side: heapr_lab.distill_layers(
         side.pruned(), side.model, side.windows, n_steps=3
-    ),
-    "eliminate": lambda side: (
-        heapr_lab.eliminate(side.model, side.table, side.windows).frame
-    ),
-    "evaluate_agreement": lambda side: (
-        heapr_lab.evaluate_agreement(
-            side.model, side.pruned(), IDS, side.tokenizer, n_new=4
-        ).teacher_forced
     ),
     "evaluate_divergence": lambda side: (
         heapr_lab.evaluate_divergence(side.model, side.keep, IDS).kl
@@ -249,6 +244,12 @@ def passage_of(side: Side) -> Any:
 
 
 INSPECTED: dict[str, Callable[[Side], Any]] = {
+    "agreement": lambda side: (
+        evaluate_agreement(
+            side.model, side.pruned(), IDS, side.tokenizer, n_new=4
+        ).teacher_forced
+    ),
+    "elimination": lambda side: eliminate(side.model, side.table, side.windows).frame,
     "atoms of a token": lambda side: atoms_of_token(
         side.model, passage_of(side), layer=0, position=3
     ),
@@ -260,11 +261,7 @@ INSPECTED: dict[str, Callable[[Side], Any]] = {
     "items of tasks": lambda side: task_items(
         side.model,
         side.tokenizer,
-        [
-            heapr_lab.continuation_task(
-                heapr_lab.load_corpus(side.text, split="test"), n_items=4
-            )
-        ],
+        [continuation_task(heapr_lab.load_corpus(side.text, split="test"), n_items=4)],
         n_items=2,
     ),
 }
