@@ -13,8 +13,17 @@ Progress = Callable[[int, int], None]
 """Called with (done, total) during the work; an exception it raises ends the work."""
 
 
+StartPart = Callable[[str, str], Progress]
+"""Begins a part of the work, by its label and unit, and gives what it reports to."""
+
+
 def no_report(_done: int, _total: int) -> None:
     """A `Progress` that does nothing."""
+
+
+def no_parts(_label: str, _unit: str) -> Progress:
+    """A `StartPart` whose parts report nothing."""
+    return no_report
 
 
 def noted(progress: Progress, text: str) -> None:
@@ -132,6 +141,18 @@ def progress_bar(
         desc=label, unit=unit, disable=silent(), leave=False, file=sys.stderr
     ) as bar:
         yield _Bar(bar, also or no_report)
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[StartPart]:
+    """A bar for each part of the work, removed when the next one begins."""
+    with contextlib.ExitStack() as shown:
+
+        def start(label: str, unit: str) -> Progress:
+            shown.close()
+            return shown.enter_context(progress_bar(label, unit))
+
+        yield start
 
 
 class _Bar:

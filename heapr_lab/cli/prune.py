@@ -1,9 +1,8 @@
 """`heapr-lab prune`: select atoms, report the savings, write the smaller model."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from heapr_lab.importance.table import ImportanceTable
-    from heapr_lab.recipes.making import PruningResult, Report
+    from heapr_lab.recipes.making import PruningResult
     from heapr_lab.recipes.presets import Method
     from heapr_lab.recipes.weights import WeightRecipe
     from heapr_lab.refinement.calibrated import CalibratedModel
@@ -232,6 +231,7 @@ class Request:
         return own_table(self.importance, source, name=self.model)
 
     def _choose(self, table: "ImportanceTable") -> "PruningResult":
+        from heapr_lab.progress import progress_bars
         from heapr_lab.pruning.selection import default_multiple, select
         from heapr_lab.recipes.making import PruningResult, make, with_model
 
@@ -242,8 +242,8 @@ class Request:
         setting = self._searched(setting)
         if self.importance is not None:
             return PruningResult(with_model(select(table, setting.selection), table))
-        with _reported() as report:
-            return make(self.open_bench(), table, setting, self.recipe, report=report)
+        with progress_bars() as part:
+            return make(self.open_bench(), table, setting, self.recipe, part=part)
 
     def _searched(self, setting: "Setting") -> "Setting":
         """`setting` with the ratio that meets the limit, if there is one."""
@@ -267,6 +267,7 @@ class Request:
         from heapr_lab.models.folders import has_tokenizer
         from heapr_lab.models.named import LAB
         from heapr_lab.models.sources import is_dequantised, read_source
+        from heapr_lab.progress import progress_bars
         from heapr_lab.recipes import export
 
         named = self.model == LAB or not Path(self.model).is_dir()
@@ -274,41 +275,23 @@ class Request:
         facts = export.facts_of(
             table, made, source=read_source(source), seq_len=self.seq_len
         )
-        with _reported() as report:
+        with progress_bars() as part:
             if is_dequantised(source) or made.differs:
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
-                    corpora=corpora, report=report,
+                    corpora=corpora, part=part,
                 )  # fmt: skip
             else:
                 bench = self.open_bench() if corpora else None
                 export.slice_checkpoint(
                     out, source, made.keep, base=base, facts=facts,
-                    bench=bench, corpora=corpora, report=report,
+                    bench=bench, corpora=corpora, part=part,
                 )  # fmt: skip
         if not has_tokenizer(source):
             say(
                 f"there is no tokenizer in {source}, and so none in {out}: copy the "
                 "tokenizer of the base model there before evaluating it"
             )
-
-
-@contextlib.contextmanager
-def _reported() -> "Iterator[Report]":
-    """A progress bar for each part of the work."""
-    from heapr_lab.progress import Progress, progress_bar
-
-    with contextlib.ExitStack() as bars:
-        shown: dict[str, Progress] = {}
-
-        def report(done: int, total: int, text: str) -> None:
-            if text not in shown:
-                bars.close()
-                label, _, unit = text.partition(": ")
-                shown[text] = bars.enter_context(progress_bar(label, unit or "step"))
-            shown[text](done, total)
-
-        yield report
 
 
 def _held_out(report: "pd.DataFrame | None", *, in_words: bool) -> dict[str, Any]:

@@ -9,7 +9,14 @@ import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
+from heapr_lab.panel.jobs import (
+    Job,
+    Report,
+    ResultView,
+    alert,
+    parts_of,
+    status,
+)
 from heapr_lab.panel.session import PruningSession, named
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
@@ -155,14 +162,14 @@ class ExportTab(ipw.VBox):
         from heapr_lab.recipes import export
 
         bench: Any = self.session.workbench
-        table = self.session.table
-        made = self.session.made(selection, recipe, report=report)
+        table, part = self.session.table, parts_of(report)
+        made = self.session.made(selection, recipe, part=part)
         if recipe.chooses:  # which has measured on its own windows
             calibration = recipe.calibration(self.session.calibration)
             table = bench.fitted(calibration).table()
         facts = export.facts_of(table, made, source=bench.source)
         export.write_checkpoint(
-            folder, made, bench, facts=facts, corpora=self._corpora(), report=report
+            folder, made, bench, facts=facts, corpora=self._corpora(), part=part
         )
 
     def _corpora(self) -> list[str]:

@@ -16,7 +16,14 @@ from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.atom_contexts import find_companions, find_contexts, place_text
 from heapr_lab.panel.controls import WHOLE_LABEL, number_box
-from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
+from heapr_lab.panel.jobs import (
+    Job,
+    Report,
+    ResultView,
+    alert,
+    parts_of,
+    status,
+)
 from heapr_lab.panel.looks import folded
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
@@ -365,7 +372,8 @@ class InspectTab(ipw.VBox):
         self, selection: Selection, recipe: WeightRecipe, report: Report
     ) -> tuple[KeepMask, Any, str]:
         """The mask, the new W_down, if any, and both as text."""
-        keep, downs = edit_of(self.session.made(selection, recipe, report=report))
+        made = self.session.made(selection, recipe, part=parts_of(report))
+        keep, downs = edit_of(made)
         assert keep is not None  # which only the dense model has not
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
         return keep, downs, f"{removed} ({named(selection, recipe)})"

@@ -12,7 +12,7 @@ import ipywidgets as ipw
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.panel.help import widgets_in
 from heapr_lab.panel.looks import STALE
-from heapr_lab.progress import TimeLeft, time_left_text
+from heapr_lab.progress import StartPart, TimeLeft, time_left_text
 
 _OUT_OF_DATE = (
     "Out of date: made with other settings, or from another text, than those above; "
@@ -32,6 +32,15 @@ class Report(Protocol):
         `text` names the work; `left` is the time left, by default an estimate from the
         progress so far.
         """
+
+
+def parts_of(report: Report) -> StartPart:
+    """Reports each part of some work, by its label and unit."""
+    return lambda label, unit: functools.partial(_told, report, f"{label}: {unit}")
+
+
+def _told(report: Report, text: str, done: int, total: int) -> None:
+    report(done, total, text)
 
 
 class CancelledError(Exception):

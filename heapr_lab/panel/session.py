@@ -20,7 +20,14 @@ from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.progress import Parts, Progress, TimeLeft, time_left_text
+from heapr_lab.progress import (
+    Parts,
+    Progress,
+    StartPart,
+    TimeLeft,
+    no_parts,
+    time_left_text,
+)
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of, summed_scores
@@ -29,7 +36,7 @@ from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
-    from heapr_lab.recipes.making import PruningResult, Report
+    from heapr_lab.recipes.making import PruningResult
     from heapr_lab.workbench.workbench import Workbench
 
 _TASK_WINDOWS = 32
@@ -396,7 +403,7 @@ class PruningSession:
         ]
         new = self._with_differences(rows)
         for one, n_windows in zip(recipes, to_make, strict=True):
-            made = self.made(selection, one, report=clock.making(n_windows))
+            made = self.made(selection, one, part=clock.making(n_windows))
             clock.end(n_windows)
             named = "pruned" if one == recipe else "masked"
             found = _measured(parts, made, clock, named=named)
@@ -472,7 +479,7 @@ class PruningSession:
                 row["stderr"] = paired_difference(own, dense[row["dataset"]])[1]
 
     def made(
-        self, selection: Selection, recipe: WeightRecipe, *, report: "Report"
+        self, selection: Selection, recipe: WeightRecipe, *, part: StartPart = no_parts
     ) -> "PruningResult":
         """The mask of `selection`, or of `compress`, and the new weights, if any.
 
@@ -485,13 +492,13 @@ class PruningSession:
         setting = Setting(selection, self.calibration)
         work = functools.partial(make, self.workbench, self.table, setting)
         if recipe.weights == "unchanged":
-            return work(recipe, report=report)
+            return work(recipe, part=part)
         fitted = replace(recipe, distill=0)
         key = selection, fitted
         with self._making:  # a second tab waits for what the first one makes
             if self._last_made is None or self._last_made[0] != key:
                 self._last_made = None  # weights are not held beside the next ones
-                found = work(fitted, report=report)
+                found = work(fitted, part=part)
                 self._last_made = key, found
                 if recipe.chooses:
                     self._chosen[key] = found.keep
@@ -608,17 +615,17 @@ class _Clock:
         """Of those that were measured; None if there were none."""
         return self._left.seconds(self.parts.done + 1)
 
-    def making(self, n_windows: int) -> "Report":
+    def making(self, n_windows: int) -> StartPart:
         """Progress of weights whose making counts as `n_windows`."""
         furthest = 0
 
-        def report(done: float, total: float, label: str) -> None:
+        def report(label: str, done: int, total: int) -> None:
             nonlocal furthest  # what begins again does not take the bar back
-            furthest = max(furthest, int(n_windows * done / max(1, total)))
-            self._label = f"{label} {done:g} of {total:g}; in all"
+            furthest = max(furthest, n_windows * done // max(1, total))
+            self._label = f"{label} {done} of {total}; in all"
             self.parts(furthest, n_windows)
 
-        return report
+        return lambda label, unit: functools.partial(report, f"{label}: {unit}")
 
     def share_of(self, n_windows: int) -> Progress:
         """Progress of a part that counts as `n_windows`."""

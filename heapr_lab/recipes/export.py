@@ -17,13 +17,12 @@ from heapr_lab.models.sources import (
     dtype_name,
     weights_bytes,
 )
+from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.making import (
     PruningResult,
-    Report,
-    part_of,
     pruned_model,
     records,
 )
@@ -154,7 +153,7 @@ def slice_checkpoint(
     facts: dict[str, Any],
     bench: Workbench | None = None,
     corpora: Sequence[str] = (),
-    report: Report,
+    part: StartPart = no_parts,
 ) -> None:
     """Write the sliced model in `source` to `out`, a layer at a time.
 
@@ -166,7 +165,7 @@ def slice_checkpoint(
         facts: the result of `facts_of`.
         bench: the same model, opened; needed if there are `corpora`.
         corpora: as `write_checkpoint`; the model with the mask stands for the files.
-        report: called with the progress.
+        part: takes the progress of each part.
 
     Raises:
         CacheError: the files, loaded again, have another loss; nothing is left.
@@ -176,14 +175,14 @@ def slice_checkpoint(
         change = {name: perplexity_change(bench, keep, name) for name in corpora}
         facts = facts | {"perplexity": change}
         with masking(bench.model, keep):
-            check = _check(bench, bench.model, corpora, report)
+            check = _check(bench, bench.model, corpora, part)
     prune_folder(
         source,
         keep,
         out,
         base=base,
         facts=facts,
-        progress=part_of(report, "slicing: layer"),
+        progress=part("slicing", "layer"),
         check=check,
     )
 
@@ -196,7 +195,7 @@ def write_checkpoint(
     facts: dict[str, Any],
     corpora: Sequence[str],
     base: str | None = None,
-    report: Report,
+    part: StartPart = no_parts,
 ) -> None:
     """Write the pruned model of `bench` to the folder `out`.
 
@@ -209,20 +208,20 @@ def write_checkpoint(
             the weights that are written. On the first, the files are compared with the
             model in memory.
         base: name of the dense model; by default where it was loaded from.
-        report: called with the progress.
+        part: takes the progress of each part.
 
     Raises:
         CacheError: the files, loaded again, have another loss; nothing is left.
     """
-    pruned, errors = pruned_model(bench, made, report)
+    pruned, errors = pruned_model(bench, made, part)
     facts = facts | errors
     source, stored = bench.source, stored_dtype(bench.model)
     round_experts(pruned, stored)
-    change = {name: _perplexities(bench, pruned, name, report) for name in corpora}
+    change = {name: _perplexities(bench, pruned, name, part) for name in corpora}
     if change:
         facts = facts | {"perplexity": change}
-    check = _check(bench, pruned, corpora, report)
-    report(1, 1, f"writing {out} in {dtype_name(stored)}")
+    check = _check(bench, pruned, corpora, part)
+    part(f"writing {out} in {dtype_name(stored)}", "step")(0, 1)
     save_pruned(
         pruned,
         out,
@@ -236,18 +235,18 @@ def write_checkpoint(
 
 
 def _check(
-    bench: Workbench, pruned: Any, corpora: Sequence[str], report: Report
+    bench: Workbench, pruned: Any, corpora: Sequence[str], part: StartPart
 ) -> Check:
     """What loads the folder again, if there is held-out text to compare on."""
     if not corpora:
         return lambda _folder: {"reloaded": "not checked: no corpus to compare on"}
     corpus = corpora[0]
-    report(0, 1, f"loss on {corpus}, to compare with that of the files")
+    part(f"loss on {corpus}, to compare with that of the files", "step")(0, 1)
     windows = bench.test_windows(corpus)
     check = reload_check(pruned, windows, like=bench.model, corpus=corpus)
 
     def reported(folder: Path) -> dict[str, str]:
-        report(0, 1, "loading the files again")
+        part("loading the files again", "step")(0, 1)
         return check(folder)
 
     return reported
@@ -263,13 +262,13 @@ def perplexity_change(
 
 
 def _perplexities(
-    bench: Workbench, pruned: Any, corpus: str, report: Report
+    bench: Workbench, pruned: Any, corpus: str, part: StartPart
 ) -> tuple[float, float]:
     """Perplexity on the test split of `corpus`, of the dense model and of `pruned`."""
     windows = bench.test_windows(corpus)
-    name = f"perplexity on {corpus}, {{}}: window".format
-    dense = bench.perplexity(None, windows, progress=part_of(report, name("dense")))
+    name = f"perplexity on {corpus}, {{}}".format
+    dense = bench.perplexity(None, windows, progress=part(name("dense"), "window"))
     after = evaluate_perplexity(
-        pruned, windows.ids, progress=part_of(report, name("as written"))
+        pruned, windows.ids, progress=part(name("as written"), "window")
     )
     return dense.value, after.value

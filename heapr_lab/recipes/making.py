@@ -1,6 +1,5 @@
 """Make the weights of a pruned model, as a recipe says."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from heapr_lab.checkpoints.save import structure_of
 from heapr_lab.checkpoints.stored_type import stored_dtype
 from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.progress import Progress
+from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import prune
@@ -26,9 +25,6 @@ from heapr_lab.storage.hashing import without_nan
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
-
-Report = Callable[[int, int, str], None]
-"""Called with (done, total, description); an exception that it raises ends the work."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ def make(
     setting: Setting,
     recipe: WeightRecipe,
     *,
-    report: Report,
+    part: StartPart = no_parts,
 ) -> PruningResult:
     """The kept atoms of the model of `bench`, and the compensation of the others.
 
@@ -65,7 +61,7 @@ def make(
         setting: how atoms are selected; weights are fitted to its calibration, on which
             `compress` also chooses the estimator.
         recipe: how the kept weights are made.
-        report: called with the progress.
+        part: takes the progress of each part.
 
     Raises:
         SpecError: the selection is infeasible, or its uniform width is not supported in
@@ -80,7 +76,7 @@ def make(
     if not recipe.fits:
         return made
     calibration = recipe.calibration(setting.calibration)
-    writing = part_of(report, f"own text of {bench.name}: token")
+    writing = part(f"own text of {bench.name}", "token")
     windows = bench.calibration_set(calibration, progress=writing)
     made = replace(made, windows=windows)
     if recipe.chooses:
@@ -89,13 +85,13 @@ def make(
             windows,
             selection,
             fitted=bench.fitted(calibration),
-            progress=part_of(report, f"compression on {windows.label}: window"),
+            progress=part(f"compression on {windows.label}", "window"),
         )
         keep = with_model(best.keep, table)
         chosen = {"compensation": best.compensation, "report": best.report}
         return replace(made, keep=keep, **chosen)
     if recipe.weights == "compensated":
-        step = part_of(report, f"compensation on {windows.label}: window")
+        step = part(f"compensation on {windows.label}", "window")
         fitted = fit_compensation(bench.model, made.keep, windows, progress=step)
         return replace(made, compensation=fitted)
     return made
@@ -108,7 +104,7 @@ def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
 
 
 def pruned_model(
-    bench: Workbench, made: PruningResult, report: Report
+    bench: Workbench, made: PruningResult, part: StartPart
 ) -> tuple[Any, dict[str, Any]]:
     """The pruned copy of the model of `bench`, and the facts on its weights."""
     compensation, windows = made.compensation, made.windows
@@ -122,7 +118,7 @@ def pruned_model(
         facts |= {"compensation": compensation.settings, "errors": errors}
     if made.recipe.distill:
         assert windows is not None
-        step = part_of(report, f"distillation on {windows.label}: step")
+        step = part(f"distillation on {windows.label}", "step")
         n_steps = made.recipe.distill
         distill_layers(pruned, bench.model, windows, n_steps=n_steps, progress=step)
         facts |= {"distillation": records(pruned.heapr_distillation)}
@@ -132,8 +128,3 @@ def pruned_model(
 def records(frame: pd.DataFrame) -> Any:
     """The rows of a table for the manifest, with null for what was not measured."""
     return without_nan(frame.to_dict("records"))
-
-
-def part_of(report: Report, text: str) -> Progress:
-    """`report` as the progress of one part of the work."""
-    return lambda done, total: report(done, total, text)

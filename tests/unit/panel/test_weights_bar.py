@@ -180,7 +180,7 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     assert any("masked, not yet compress" in text for text in masked)
     assert panel.picture.layout.display is None
     assert panel.comparison.frame()["flops_reduction"].notna().all()
-    made = session.made(session.selection, session.recipe, report=lambda *_args: None)
+    made = session.made(session.selection, session.recipe)
     assert session.keep == made.keep
     assert made.report is not None
     (chosen,) = made.report.loc[made.report["chosen"], "made"]
@@ -290,7 +290,7 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     assert "ragged, compensated)" in tab.compared.value
     bench: Any = session.workbench
     passage = tab._passage()
-    made = session.made(session.selection, session.recipe, report=lambda *_args: None)
+    made = session.made(session.selection, session.recipe)
     assert made.compensation is not None
     downs = made.compensation.downs
     expected = token_losses(bench.model, passage, keep=made.keep, downs=downs)

@@ -182,12 +182,11 @@ def test_checkpoints_have_the_same_weights(
     assert keep == KeepMask.read("a folder/heapr_keep.parquet")
     setting = Setting(selection, calibration)
     table = bench.table_of(setting)
-    made = make(bench, table, setting, recipe, report=lambda *_: None)
+    made = make(bench, table, setting, recipe)
     assert made.keep.fingerprint == keep.fingerprint
     facts = facts_of(table, made, source=bench.source)
     write_checkpoint(
         inside / "exported", made, bench, facts=facts, corpora=(),
-        report=lambda *_: None,
     )  # fmt: skip
     own, exported = (
         load_file(inside / name / "model.safetensors")

@@ -42,12 +42,9 @@ def write(
     text = str(root / "text.txt")
     setting = Setting(Selection(0.5, structure=structure), Calibration(text))
     table = bench.importance(setting.calibration)
-    silent: Any = lambda *_args, **_options: None  # noqa: E731
-    made = make(bench, table, setting, WeightRecipe(weights), report=silent)
+    made = make(bench, table, setting, WeightRecipe(weights))
     facts = export.facts_of(table, made, source=bench.source)
-    export.write_checkpoint(
-        out, made, bench, facts=facts, corpora=corpora, report=silent
-    )
+    export.write_checkpoint(out, made, bench, facts=facts, corpora=corpora)
     found: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
     return found
 
@@ -109,14 +106,14 @@ def test_sliced_files_are_compared_with_the_mask(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str
 ) -> None:
     """And a wrong tensor leaves nothing, not even a folder to resume from."""
-    text, silent = str(root / "text.txt"), lambda *_args, **_options: None
+    text = str(root / "text.txt")
     bench = open_workbench(str(root / "moe"), profile="small")
     assert bench.source is not None
     setting = Setting(Selection(0.5, structure=structure), Calibration(text))
     keep = select(bench.importance(setting.calibration), setting.selection)
 
     def write_slices(out: Path) -> dict[str, Any]:
-        options: Any = {"base": "moe", "facts": {}, "report": silent}
+        options: Any = {"base": "moe", "facts": {}}
         export.slice_checkpoint(
             out, root / "moe", keep, bench=bench, corpora=[text], **options
         )
