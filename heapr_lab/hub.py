@@ -22,7 +22,7 @@ UNREACHABLE = "HEAPR_HUB_UNREACHABLE"
 
 
 @functools.cache
-def answers() -> bool:
+def is_reachable() -> bool:
     """Whether the hub can be reached; it takes at most 10 seconds to find out.
 
     With `HF_HUB_OFFLINE` set, no request is made.

@@ -120,7 +120,7 @@ def reproduce(
     """
     started = time.perf_counter()
     _check_publish(publish, name_or_path, profile, figures_dir)
-    hub.answers()  # once, for this process and those to come
+    hub.is_reachable()  # once, for this process and those to come
     open_bench = functools.partial(
         open_workbench, name_or_path, profile=profile, device=device, dtype=dtype
     )

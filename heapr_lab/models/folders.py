@@ -29,7 +29,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.fp8 import FP8, with_exact_blocks
 from heapr_lab.models.named import what_is_expected
-from heapr_lab.models.ragged_experts import refuse_holes
+from heapr_lab.models.ragged_experts import check_no_missing_weights
 from heapr_lab.models.safetensors_headers import names_in
 from heapr_lab.models.sizes import DEQUANTISED
 
@@ -248,7 +248,7 @@ def read_weights(source: str | Path, **options: Any) -> Any:
         )
     model, found = loaded
     try:
-        refuse_holes(
+        check_no_missing_weights(
             model,
             missing=found["missing_keys"],
             mismatched={name for name, *_ in found["mismatched_keys"]},

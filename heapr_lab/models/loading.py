@@ -217,7 +217,7 @@ def _resolve(name_or_path: str | Path) -> str:
     if named is not None:
         return str(named)
     if not Path(name).is_dir():
-        hub.answers()  # if it does not, only local files are used
+        hub.is_reachable()  # if it does not, only local files are used
     return hub_id(name)
 
 

@@ -92,7 +92,7 @@ def check_there(name: str) -> None:
 
     from heapr_lab import hub
 
-    hub.answers()  # if it does not, only local files are used
+    hub.is_reachable()  # if it does not, only local files are used
     try:
         hf_hub_download(name, "config.json")
     except (OSError, ValueError) as error:

@@ -766,7 +766,7 @@ def unmark(model: Any) -> None:
 _LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
 
 
-def refuse_holes(
+def check_no_missing_weights(
     model: Any,
     *,
     missing: Collection[str],
@@ -848,7 +848,7 @@ class RefusesHoles:
             missing = {name for name in missing if name.startswith(prefix)}
         mismatched = {name for name, *_ in loading_info.mismatched_keys}
         loading_info.mismatched_keys.clear()  # else an error without names is raised
-        refuse_holes(
+        check_no_missing_weights(
             self,
             missing=missing,
             mismatched=mismatched,

@@ -230,7 +230,7 @@ def _folder(name: str) -> Path:
     folder = folder_of(name) or (path.parent if path.name == "config.json" else path)
     try:
         if not folder.is_dir():
-            hub.answers()  # if it does not, only local files are used
+            hub.is_reachable()  # if it does not, only local files are used
             folder = Path(snapshot_download(hub_id(name), allow_patterns="config.json"))
         (folder / "config.json").stat()
     except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
 )
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.models.ragged_experts import refuse_holes
+from heapr_lab.models.ragged_experts import check_no_missing_weights
 from heapr_lab.models.safetensors_headers import Stored, StoredTensor
 
 
@@ -85,7 +85,7 @@ def check_whole(skeleton: Any, every: list[FoundTensor]) -> None:
     )
     try:
         skeleton._adjust_missing_and_unexpected_keys(keys)
-        refuse_holes(
+        check_no_missing_weights(
             skeleton,
             missing=keys.missing_keys,
             mismatched=[f.parameter for f in every if _differs(f, known)],

@@ -264,7 +264,7 @@ def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...]
     Raises:
         CorpusError: the hub cannot be reached, or lacks the data set.
     """
-    hub.answers()  # if it does not, `datasets` reads local files only
+    hub.is_reachable()  # if it does not, `datasets` reads local files only
     import datasets  # slow to import; it reads HF_HUB_OFFLINE then
 
     asked = name, Path.cwd()

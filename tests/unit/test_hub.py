@@ -50,7 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv(hub.UNREACHABLE, "")
-    hub.answers.cache_clear()
+    hub.is_reachable.cache_clear()
     with Server() as here:
         monkeypatch.setattr(
             constants, "ENDPOINT", f"http://127.0.0.1:{here.server_port}"
@@ -60,13 +60,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         yield here
         here.shutdown()
         serving.join()
-    hub.answers.cache_clear()
+    hub.is_reachable.cache_clear()
 
 
 def test_a_hub_that_answers_is_asked_once(server: Server) -> None:
     """The answer holds for the run, and leaves everything online."""
-    assert hub.answers()
-    assert hub.answers()
+    assert hub.is_reachable()
+    assert hub.is_reachable()
     assert len(server.asked) == 1
     assert not constants.is_offline_mode()
     assert os.environ["HF_HUB_OFFLINE"] == "0"
@@ -75,14 +75,14 @@ def test_a_hub_that_answers_is_asked_once(server: Server) -> None:
 def test_a_page_that_is_not_there_is_an_answer(server: Server) -> None:
     """A mirror need not have a front page."""
     server.status = 404
-    assert hub.answers()
+    assert hub.is_reachable()
 
 
 @pytest.mark.parametrize("status", [403, 407, 500, 503])
 def test_a_proxy_that_refuses_is_no_hub(server: Server, status: int) -> None:
     """The run goes on offline, in this process and in those that it starts."""
     server.status = status
-    assert not hub.answers()
+    assert not hub.is_reachable()
     assert constants.is_offline_mode()
     assert datasets.config.HF_HUB_OFFLINE
     assert os.environ["HF_HUB_OFFLINE"] == "1"
@@ -94,7 +94,7 @@ def test_nothing_is_tried_where_the_variable_says_so(
 ) -> None:
     """`HF_HUB_OFFLINE=1` needs no try."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert not hub.answers()
+    assert not hub.is_reachable()
     assert hub.offline_by_choice()
     assert server.asked == []
 
@@ -107,7 +107,7 @@ def test_a_hub_that_hangs_is_given_up(
     monkeypatch.setattr(hub, "_SECONDS", 0.3)
     server.seconds = 8.0
     started = time.perf_counter()
-    assert not hub.answers()
+    assert not hub.is_reachable()
     assert time.perf_counter() - started < 6
 
 
