@@ -230,6 +230,7 @@ class Results:
     items: pd.DataFrame
     """A frame of `task_items`."""
     sizes: dict[str, Any]
+    """Shares that are removed, seconds, and whether `windows` are `whole` splits."""
 
     def losses(self, corpus: str) -> list[float]:
         """The loss on each window of a corpus."""
@@ -241,8 +242,8 @@ class Results:
         """Whether it has as many windows and items as are asked for."""
         n_windows = self.windows.groupby("corpus").size().reindex(CORPORA).min()
         n_items = self.items.groupby("task").size().min()
-        enough = options.windows and n_windows >= options.windows
-        return bool(enough and n_items >= options.items)
+        asked = n_windows >= options.windows if options.windows else self.sizes["whole"]
+        return bool(asked and n_items >= options.items)
 
 
 def measured(pruner: Pruner, state: State, options: argparse.Namespace) -> Results:
@@ -271,6 +272,7 @@ def _read(
         model, pruner.tokenizer, n_items=options.items, seed=options.seed
     )
     sizes |= {
+        "whole": not options.windows,
         "seconds_text": round(read - began, 1),
         "seconds_tasks": round(time.process_time() - read, 1),
     }

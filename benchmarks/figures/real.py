@@ -39,8 +39,9 @@ _APART = 0.004
 def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Every state of `benchmarks/real.py`, best mean accuracy first at each ratio.
 
-    Perplexities are of as many windows, and accuracies of as many items of each task,
-    as the last columns say; ± is one standard error.
+    Losses are in nats per token, less those of the dense model on the same windows, of
+    which there are as many in each corpus as the last columns say; ± is one standard
+    error.
     """
     order = ["model", "ratio", "method", "fitted_to", "seed"]
     rows = rows.sort_values(order, kind="stable", ignore_index=True)
@@ -48,9 +49,8 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = rows[list(_NAMES)].rename(columns=_NAMES)
     table[[_NAMES[name] for name in shares]] = rows[shares].map("{:.1%}".format)
     for corpus in _measured(rows, "perplexity "):
-        table[f"perplexity {corpus} ↓"] = rows[f"perplexity {corpus}"].map(
-            "{:.2f}".format
-        )
+        names = (f"{name} {corpus}" for name in ("delta_nll", "delta_nll_stderr"))
+        table[f"Δloss {corpus} ↓"] = _with_error(rows, *names, form="{:.3f}")
     table["mean accuracy of seven ↑"] = _with_error(rows, "accuracy", "accuracy_stderr")
     table["less HEAPr's, item by item ↑"] = _with_error(
         rows, "against_heapr", "against_heapr_stderr"
@@ -77,9 +77,7 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     A row for the dense model and for each ratio, method by method.
     """
-    own = first_states(rows)
-    shown = own["method"].isin([DEFAULT, "heapr"]) & own["ratio"].isin(FRONT_RATIOS)
-    own = own[shown | own["method"].eq("dense")]
+    own = _front(rows)
     names = {"heapr": "HEAPr", DEFAULT: f"default: {DEFAULT}"}
     own = own.assign(method=own["method"].replace(names))
     own = own.sort_values(["ratio", "method"], key=_in_order, ignore_index=True)
@@ -97,29 +95,37 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def _front(rows: pd.DataFrame) -> pd.DataFrame:
+    own = first_states(rows)
+    shown = own["method"].isin([DEFAULT, "heapr"]) & own["ratio"].isin(FRONT_RATIOS)
+    return own[shown | own["method"].eq("dense")]
+
+
 def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
     return column.ne("HEAPr") if column.name == "method" else column
 
 
 def measured_on(rows: pd.DataFrame) -> str:
     """What the numbers of `real_front_table` are of, in a sentence."""
-    said = tested_on(rows)
+    said = tested_on(_front(rows))
     return f"{said[:1].upper()}{said[1:]}; ± is one standard error."
 
 
 def tested_on(rows: pd.DataFrame) -> str:
     """The windows and items of the pretrained MoE."""
     own = first_states(rows)
-    dense = own.query("method == 'dense'").iloc[0]
-    windows = " / ".join(str(dense["windows"]).split(", "))
-    fewest, most = own["items"].min(), own["items"].max()
-    items = f"{most} items each, the same for all"
-    if fewest < most:
-        items = f"{fewest} to {most} items each, the fewer among the more"
+    counts = own["windows"].str.split(", ", expand=True).astype(int)
+    windows = " / ".join(_span(counts[corpus]) for corpus in counts)
+    same = "the same for all" if own["items"].nunique() == 1 else "fewer among the more"
     return (
         f"perplexity of {windows} windows of 512 tokens; the paper's seven tasks, "
-        f"{items}"
+        f"{_span(own['items'])} items each, {same}"
     )
+
+
+def _span(counts: pd.Series) -> str:
+    fewest, most = counts.min(), counts.max()
+    return str(most) if fewest == most else f"{fewest} to {most}"
 
 
 @styled
@@ -172,10 +178,11 @@ def _measured(rows: pd.DataFrame, prefix: str) -> list[str]:
     ]
 
 
-def _with_error(rows: pd.DataFrame, value: str, error: str) -> pd.Series:
-    """Percentages and their standard errors as text; a dash where there are none."""
+def _with_error(
+    rows: pd.DataFrame, value: str, error: str, *, form: str = "{:.1%}"
+) -> pd.Series:
+    """Numbers and their standard errors as text; a dash where there are none."""
     pairs = zip(rows[value], rows[error], strict=True)
-    return pd.Series(
-        [f"{v:.1%} ± {e:.1%}" if pd.notna(v) else "–" for v, e in pairs],
-        index=rows.index,
-    )
+    said = f"{form} ± {form}".format
+    texts = [said(v, e) if pd.notna(v) and e else "–" for v, e in pairs]
+    return pd.Series(texts, index=rows.index)

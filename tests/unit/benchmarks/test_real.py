@@ -21,6 +21,10 @@ def _row(method: str, ratio: float, **others: object) -> dict[str, object]:
         "parameters_saved": ratio / 2,
         "perplexity wikitext2": 20 + 100 * ratio,
         "perplexity ptb": 50 + 100 * ratio,
+        "delta_nll wikitext2": ratio,
+        "delta_nll_stderr wikitext2": ratio / 10,
+        "delta_nll ptb": 2 * ratio,
+        "delta_nll_stderr ptb": ratio / 10,
         "accuracy": accuracy,
         "accuracy_stderr": 0.01,
         "accuracy piqa": accuracy,
@@ -38,7 +42,7 @@ def test_every_state_has_its_numbers_with_their_errors() -> None:
     assert table["method"].tolist() == ["dense", "fisher"]
     assert table["atoms removed"].tolist() == ["0.0%", "25.0%"]
     assert table["parameters removed"].tolist() == ["0.0%", "12.5%"]
-    assert table["perplexity ptb ↓"].tolist() == ["50.00", "75.00"]
+    assert table["Δloss ptb ↓"].tolist() == ["–", "0.500 ± 0.025"]
     assert table["mean accuracy of seven ↑"].tolist() == [
         "50.0% ± 1.0%",
         "47.5% ± 1.0%",
@@ -76,6 +80,8 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     dense = rows["method"].eq("dense")
     more = rows.assign(items=dense.map({True: 400, False: 100}))
     assert "100 to 400 items each" in real.measured_on(more)
+    whole = rows.assign(windows=dense.map({True: "595, 206, 54", False: "16, 16, 16"}))
+    assert "16 to 595 / 16 to 206 / 16 to 54 windows" in real.measured_on(whole)
 
 
 def test_the_figure_has_at_most_five_series_with_intervals() -> None:

@@ -39,7 +39,8 @@ def _results(
             for item in range(n_items)
         ]
     )
-    return Results(windows, items, {"achieved_ratio": 0.25, "parameters_saved": 0.1})
+    sizes = {"achieved_ratio": 0.25, "parameters_saved": 0.1, "whole": False}
+    return Results(windows, items, sizes)
 
 
 def _found() -> dict[State, Results]:
@@ -89,6 +90,9 @@ def test_states_with_more_items_are_paired_on_the_same() -> None:
 def test_a_state_is_measured_again_if_more_is_asked_for(
     windows: int, items: int, expected: bool
 ) -> None:
-    """Of windows or of items; all windows are counted by the cache alone."""
+    """Of windows or of items; 0 windows are all that there are."""
     asked = argparse.Namespace(windows=windows, items=items)
-    assert _results(1.0, 3).suffices(asked) is expected
+    found = _results(1.0, 3)
+    assert found.suffices(asked) is expected
+    found.sizes["whole"] = True
+    assert found.suffices(asked) is (expected or not windows)
