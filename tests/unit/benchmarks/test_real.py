@@ -82,6 +82,10 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     assert "100 to 400 items each" in real.measured_on(more)
     whole = rows.assign(windows=dense.map({True: "595, 206, 54", False: "16, 16, 16"}))
     assert "16 to 595 / 16 to 206 / 16 to 54 windows" in real.measured_on(whole)
+    columns = [f"delta_nll {corpus}" for corpus in ("wikitext2", "ptb")]
+    whole[columns] = math.log(2)
+    found = real.real_front_table(whole)["perplexity wikitext2 ↓"]
+    assert found.tolist()[:2] == ["20.0", "45.0 (dense 22.5)"]
 
 
 def test_the_figure_has_at_most_five_series_with_intervals() -> None:
