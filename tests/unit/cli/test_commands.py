@@ -14,7 +14,7 @@ from heapr_lab.storage.hashing import without_nan
 
 COMMANDS = (
     "plan", "score", "prune", "convert", "evaluate", "compare",
-    "generate", "figures", "reproduce", "train-lab-model",
+    "generate", "figures", "reproduce", "train-lab-model", "app",
 )  # fmt: skip
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
