@@ -13,8 +13,13 @@ from families import FAMILIES, tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
 from processes import run_each
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from stored_tensors import SINGLE, same_tensors, tensors_in
+from stored_tensors import (
+    SINGLE,
+    changed_json,
+    changed_tensors,
+    same_tensors,
+    tensors_in,
+)
 from tiny_folder import write_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
@@ -226,12 +231,10 @@ def with_holes(folder: Path) -> None:
     copies = [
         shutil.copytree(folder, folder.with_name(name)) for name in ("router", "widths")
     ]
-    tensors = load_file(folder / SINGLE)
-    del tensors[min(name for name in tensors if "router" in name or ".gate." in name)]
-    save_file(tensors, copies[0] / SINGLE, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["widths"] = {}
-    (copies[1] / "config.json").write_text(json.dumps(config))
+    with changed_tensors(copies[0]) as tensors:
+        del tensors[min(n for n in tensors if "router" in n or ".gate." in n)]
+    with changed_json(copies[1]) as config:
+        config["quantization_config"]["widths"] = {}
 
 
 def test_it_loads_where_heapr_lab_is_not(tmp_path: Path) -> None:
@@ -300,15 +303,15 @@ def test_folders_that_are_not_new_and_models_that_are_not_pruned(
 def test_a_newer_format_and_wrong_widths_are_refused(tmp_path: Path) -> None:
     """Before any weight is believed."""
     saved(tmp_path / "out", "qwen2_moe", "ragged")
-    path = tmp_path / "out" / "config.json"
-    config = json.loads(path.read_text())
-    newer = {**config["quantization_config"], "format_version": 99}
-    path.write_text(json.dumps({**config, "quantization_config": newer}))
+    with changed_json(tmp_path / "out") as config:
+        version = config["quantization_config"]["format_version"]
+        config["quantization_config"]["format_version"] = 99
     with pytest.raises(ValueError, match="upgrade heapr_lab"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    widths = {n: [8, *w[1:]] for n, w in newer["widths"].items()}
-    wrong = {**config["quantization_config"], "widths": widths}
-    path.write_text(json.dumps({**config, "quantization_config": wrong}))
+    with changed_json(tmp_path / "out") as config:
+        own = config["quantization_config"]
+        widths = {name: [8, *found[1:]] for name, found in own["widths"].items()}
+        own |= {"format_version": version, "widths": widths}
     with pytest.raises((ValueError, RuntimeError)):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 

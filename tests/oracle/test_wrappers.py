@@ -10,8 +10,7 @@ import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from oracles import token_by_token
-from safetensors.torch import save_file
-from stored_tensors import same_tensors, tensors_in
+from stored_tensors import changed_tensors, same_tensors, tensors_in
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from wrappers import NO_STOCK, NOT_STREAMED, WRAPPERS, tiny_wrapper
 
@@ -190,10 +189,9 @@ def test_streamed_is_in_memory(tmp_path, kind):
 def in_the_hubs_layout(tmp_path: Path) -> tuple[Any, Path]:
     """A tiny qwen3_vl_moe, and a folder with its experts transposed."""
     model, folder = source_of(tmp_path, "qwen3_vl_moe", moe_intermediate_size=12)
-    stored = tensors_in(folder)
-    for name in [n for n in stored if ".experts." in n]:
-        stored[name] = stored[name].mT.contiguous()
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with changed_tensors(folder) as stored:
+        for name in [n for n in stored if ".experts." in n]:
+            stored[name] = stored[name].mT
     return model, folder
 
 
