@@ -1,11 +1,14 @@
-"""Tiny models saved in files, and the tensors in them."""
+"""Tiny models saved in files, the tensors in them, and how a test changes these."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from families import tiny_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -34,3 +37,22 @@ def same_tensors(folder: Path, other: Path) -> None:
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype, name
         assert torch.equal(tensor, theirs[name]), name
+
+
+@contextmanager
+def changed_tensors(path: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a file, or of a folder's only one, written with the changes."""
+    path = path / SINGLE if path.is_dir() else path
+    tensors = load_file(path)
+    yield tensors
+    kept = {name: own.clone().contiguous() for name, own in tensors.items()}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+@contextmanager
+def changed_json(path: Path) -> Iterator[dict[str, Any]]:
+    """What a JSON file, or the config.json of a folder, holds, likewise."""
+    path = path / "config.json" if path.is_dir() else path
+    held = json.loads(path.read_text())
+    yield held
+    path.write_text(json.dumps(held))

@@ -100,7 +100,6 @@ class ChoicePicture:
         self._moving += [self._scores.removed, self._scores.cut]
         for artist in self._moving:
             artist.set_animated(True)
-        self._draw_background()
 
     def _draw_background(self) -> None:
         self._canvas.draw()

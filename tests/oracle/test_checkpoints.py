@@ -1,11 +1,8 @@
 """A saved model is the masked model, for every structure and layout of experts."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,15 @@ import pytest
 import torch
 from families import FAMILIES, tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
+from processes import run_each
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from stored_tensors import SINGLE, same_tensors, tensors_in
+from stored_tensors import (
+    SINGLE,
+    changed_json,
+    changed_tensors,
+    same_tensors,
+    tensors_in,
+)
 from tiny_folder import write_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
@@ -36,6 +39,7 @@ from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.storage.files import read_json
 
 pytestmark = pytest.mark.oracle
 
@@ -78,32 +82,30 @@ def saved(
     return model, keep
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "structure"),
+    [
+        *((family, "ragged") for family in FAMILIES),
+        *((f, s) for f in LAYOUTS for s in STRUCTURES if s != "ragged"),
+    ],
+)
 def test_what_is_loaded_is_the_masked_model(
     family: str, structure: str, tmp_path: Path
 ) -> None:
-    """In float32 to 1e-5, with experts of width 0 where the structure has them."""
-    model, keep = saved(tmp_path / "out", family, structure)
-    with masking(model, keep):
-        expected = logits_of(model, IDS)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
-    torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
-    ragged = [m for m in loaded.modules() if isinstance(m, RaggedExperts)]
-    assert len(ragged) == (0 if structure == "uniform" else len(keep.layers))
+    """In float32 to 1e-5, with experts of width 0 where the structure has them.
 
-
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in LAYOUTS])
-def test_every_other_family_too(family: str, tmp_path: Path) -> None:
-    """The ragged structure, and again after saving what was loaded."""
-    model, keep = saved(tmp_path / "one", family, "ragged")
+    Saved again, it has the same files.
+    """
+    model, keep = saved(tmp_path / "one", family, structure)
     with masking(model, keep):
         expected = logits_of(model, IDS)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype="float32")
     torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
+    ragged = [m for m in loaded.modules() if isinstance(m, RaggedExperts)]
+    assert len(ragged) == (0 if structure == "uniform" else len(keep.layers))
     loaded.save_pretrained(tmp_path / "two")
-    code = [] if family in OWN else ["modeling_heapr.py"]
-    for name in ("model.safetensors", "config.json", *code):
+    stock = family in OWN or structure == "uniform"
+    for name in (SINGLE, "config.json", *([] if stock else ["modeling_heapr.py"])):
         one, two = tmp_path / "one" / name, tmp_path / "two" / name
         assert one.read_bytes() == two.read_bytes()
 
@@ -193,24 +195,30 @@ def test_generation_and_training(tmp_path: Path) -> None:
 
 
 LOAD = """
-import sys
-assert not any("heapr_lab" in p for p in sys.path if p)
+import importlib.abc, os, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "heapr_lab":
+            raise ImportError(name)
+sys.meta_path.insert(0, Hidden())
 try:
     import heapr_lab
 except ImportError:
     pass
 else:
     raise SystemExit("heapr_lab can be imported")
+os.environ["HF_MODULES_CACHE"] = "modules"
+os.chdir({folder!r})
 import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(
-    sys.argv[1], trust_remote_code=True, dtype="float32"
+    "out", trust_remote_code=True, dtype="float32"
 )
-ids = torch.load(sys.argv[2], weights_only=True)
+ids = torch.load("ids.pt", weights_only=True)
 with torch.no_grad():
-    torch.save(model(ids, use_cache=False).logits, sys.argv[3])
-model.save_pretrained(sys.argv[4])
-for folder in sys.argv[5:]:
+    torch.save(model(ids, use_cache=False).logits, "logits.pt")
+model.save_pretrained("again")
+for folder in ("router", "widths"):
     try:
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     except ValueError as error:
@@ -218,56 +226,43 @@ for folder in sys.argv[5:]:
 """
 
 
-def with_holes(folder: Path, into: Path) -> list[Path]:
-    """Two copies of a checkpoint: without the first router, and without widths."""
-    copies = [shutil.copytree(folder, into / name) for name in ("router", "widths")]
-    tensors = load_file(folder / SINGLE)
-    del tensors[min(name for name in tensors if "router" in name or ".gate." in name)]
-    save_file(tensors, copies[0] / SINGLE, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["widths"] = {}
-    (copies[1] / "config.json").write_text(json.dumps(config))
-    return copies
+def with_holes(folder: Path) -> None:
+    """Two copies beside a checkpoint: without the first router, and without widths."""
+    copies = [
+        shutil.copytree(folder, folder.with_name(name)) for name in ("router", "widths")
+    ]
+    with changed_tensors(copies[0]) as tensors:
+        del tensors[min(n for n in tensors if "router" in n or ".gate." in n)]
+    with changed_json(copies[1]) as config:
+        config["quantization_config"]["widths"] = {}
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_it_loads_where_heapr_lab_is_not(family: str, tmp_path: Path) -> None:
+def test_it_loads_where_heapr_lab_is_not(tmp_path: Path) -> None:
     """With the module that the checkpoint carries, and saves with it again.
 
     What lacks a weight or its widths, the module refuses.
     """
-    model, keep = saved(tmp_path / "out", family, "ragged")
-    with masking(model, keep):
-        expected = logits_of(model, IDS)
-    torch.save(IDS, tmp_path / "ids.pt")
-    code = f"""
-import importlib.abc, sys
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.split(".")[0] == "heapr_lab":
-            raise ImportError(name)
-sys.meta_path.insert(0, Hidden())
-{LOAD}
-"""
-    arguments = [tmp_path / n for n in ("out", "ids.pt", "logits.pt", "again")]
-    arguments += with_holes(tmp_path / "out", tmp_path)
-    cache = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        check=False, capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, **cache, "PYTHONPATH": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    router, widths = done.stdout.splitlines()
-    assert re.search(r"lacks \d of its weights \(model\.layers\.0", router)
-    assert "no widths of 'model.layers.0.mlp.experts'" in widths
-    got = torch.load(tmp_path / "logits.pt", weights_only=True)
-    torch.testing.assert_close(got, expected, **CLOSE)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="float32")
-    torch.testing.assert_close(logits_of(again, IDS), expected, **CLOSE)
-    for name in ("model.safetensors", "config.json", "modeling_heapr.py"):
-        one, two = tmp_path / "out" / name, tmp_path / "again" / name
-        assert one.read_bytes() == two.read_bytes(), name
+    expected = {}
+    for family in ("qwen2_moe", "gpt_oss"):
+        folder = tmp_path / family
+        model, keep = saved(folder / "out", family, "ragged")
+        with masking(model, keep):
+            expected[folder] = logits_of(model, IDS)
+        torch.save(IDS, folder / "ids.pt")
+        with_holes(folder / "out")
+    said = run_each(*(LOAD.format(folder=str(folder)) for folder in expected))
+    routers, widths = said.splitlines()[::2], said.splitlines()[1::2]
+    assert len(routers) == len(widths) == len(expected)
+    for folder, logits in expected.items():
+        assert re.search(r"lacks \d of its weights \(model\.layers\.0", routers.pop())
+        assert "no widths of 'model.layers.0.mlp.experts'" in widths.pop()
+        got = torch.load(folder / "logits.pt", weights_only=True)
+        torch.testing.assert_close(got, logits, **CLOSE)
+        again = AutoModelForCausalLM.from_pretrained(folder / "again", dtype="float32")
+        torch.testing.assert_close(logits_of(again, IDS), logits, **CLOSE)
+        for name in (SINGLE, "config.json", "modeling_heapr.py"):
+            one, two = folder / "out" / name, folder / "again" / name
+            assert one.read_bytes() == two.read_bytes(), name
 
 
 def test_what_comes_with_it(tmp_path: Path) -> None:
@@ -308,31 +303,17 @@ def test_folders_that_are_not_new_and_models_that_are_not_pruned(
 def test_a_newer_format_and_wrong_widths_are_refused(tmp_path: Path) -> None:
     """Before any weight is believed."""
     saved(tmp_path / "out", "qwen2_moe", "ragged")
-    path = tmp_path / "out" / "config.json"
-    config = json.loads(path.read_text())
-    newer = {**config["quantization_config"], "format_version": 99}
-    path.write_text(json.dumps({**config, "quantization_config": newer}))
+    with changed_json(tmp_path / "out") as config:
+        version = config["quantization_config"]["format_version"]
+        config["quantization_config"]["format_version"] = 99
     with pytest.raises(ValueError, match="upgrade heapr_lab"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    widths = {n: [8, *w[1:]] for n, w in newer["widths"].items()}
-    wrong = {**config["quantization_config"], "widths": widths}
-    path.write_text(json.dumps({**config, "quantization_config": wrong}))
+    with changed_json(tmp_path / "out") as config:
+        own = config["quantization_config"]
+        widths = {name: [8, *found[1:]] for name, found in own["widths"].items()}
+        own |= {"format_version": version, "widths": widths}
     with pytest.raises((ValueError, RuntimeError)):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-
-
-def test_a_crash_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder with its name is finished: one that is not has none."""
-
-    def crash(*_args: Any, **_kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("heapr_lab.checkpoints.save.describe", crash)
-    with pytest.raises(KeyboardInterrupt):
-        saved(tmp_path / "out", "qwen2_moe", "ragged")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -340,23 +321,14 @@ def test_a_crash_leaves_no_folder(
 def test_a_pruned_folder_is_the_saved_model(
     family: str, structure: str, tmp_path: Path
 ) -> None:
-    """A layer at a time, the same weights and configuration, to the bit."""
-    base = tmp_path / "base"
-    model, keep = saved(tmp_path / "saved", family, structure)
-    model.save_pretrained(base)
-    prune_folder(base, keep, tmp_path / "sliced")
-    same_tensors(tmp_path / "saved", tmp_path / "sliced")
-    one, two = tmp_path / "saved" / KEEP_FILE, tmp_path / "sliced" / KEEP_FILE
-    assert one.read_bytes() == two.read_bytes()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "sliced", dtype="float32")
-    with masking(model, keep):
-        expected = logits_of(model, IDS)
-    torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
-    configs = [
-        json.loads((tmp_path / name / "config.json").read_text())
-        for name in ("saved", "sliced")
-    ]
-    assert configs[0] == configs[1]
+    """A layer at a time, the same weights, mask and configuration, to the bit."""
+    one, two = tmp_path / "saved", tmp_path / "sliced"
+    model, keep = saved(one, family, structure)
+    model.save_pretrained(tmp_path / "base")
+    prune_folder(tmp_path / "base", keep, two)
+    same_tensors(one, two)
+    assert (one / KEEP_FILE).read_bytes() == (two / KEEP_FILE).read_bytes()
+    assert read_json(one / "config.json") == read_json(two / "config.json")
 
 
 # --- the type of the files ------------------------------------------------------------

@@ -338,6 +338,8 @@ def test_on_the_command_line(
 # --- registration -----------------------------------------------------------------
 
 LOADED = """
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+assert {{"heapr", "heapr_composed"}} <= AUTO_QUANTIZER_MAPPING.keys()
 model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=False)
 assert type(model).__module__ == "heapr_lab.pretrained.deepseek", type(model)
 """

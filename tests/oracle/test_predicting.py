@@ -7,8 +7,7 @@ import pytest
 import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
-from safetensors.torch import save_file
-from stored_tensors import SINGLE, tensors_in
+from stored_tensors import changed_tensors, tensors_in
 
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.models.folders import read_weights
@@ -30,15 +29,15 @@ def source_of(folder: Path, family: str) -> tuple[Any, Path, set[str]]:
     """A tiny model, a folder that has an MTP layer besides, and its tensors' names."""
     model = tiny_model(family, **{COUNTS[family]: 1})
     model.save_pretrained(folder)
-    stored = tensors_in(folder)
     last = model.config.num_hidden_layers - 1
     old, new = f"model.layers.{last}.", f"model.layers.{last + 1}."
     if family == "qwen3_next":
         new = "mtp.layers.0."
-    names = [name for name in stored if name.startswith(old)]
-    extra = {name.replace(old, new): stored[name].clone() for name in names}
-    assert any("experts.0" in name for name in extra)
-    save_file(stored | extra, folder / SINGLE, metadata={"format": "pt"})
+    with changed_tensors(folder) as stored:
+        names = [name for name in stored if name.startswith(old)]
+        extra = {name.replace(old, new): stored[name] for name in names}
+        assert any("experts.0" in name for name in extra)
+        stored |= extra
     return model, folder, set(extra)
 
 

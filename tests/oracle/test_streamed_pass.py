@@ -1,13 +1,11 @@
 """A streamed pass in little memory, on little disk, and after it was killed."""
 
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import namedtuple
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_model
+from processes import CONTEXT
 from tiny_folder import write_tokenizer
 
 from heapr_lab.errors import CacheError, HeaprLabError, SpecError
@@ -174,38 +173,27 @@ def test_a_full_disk_is_named(
 
 # --- after an interruption ----------------------------------------------------------
 
-RUN = """
-import sys, torch
-from pathlib import Path
-from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.streaming import streamed_pass
-from heapr_lab.models.loading import load_model
-from heapr_lab.text.calibration import CalibrationSet
 
-folder, state, out, at_once = sys.argv[1:]
-if int(at_once):
-    streamed_pass.fitting_windows = lambda *_, **__: int(at_once)
-ids = torch.randint(0, 48, (7, 16), generator=torch.Generator().manual_seed(0))
-model, _ = load_model(folder, device="cpu", dtype="float64", stream=True)
-
-def progress(done, total):
-    print(done, flush=True)
-
-table = collect_statistics(
-    model, CalibrationSet.from_ids(ids), batch_size=2, state=Path(state),
-    progress=progress,
-)
-table.write(out)
-"""
-
-
-def started(folder: Path, state: Path, out: Path, at_once: int) -> Any:
-    """A pass in a process of its own, which prints a line after each step."""
-    command = [sys.executable, "-c", RUN, str(folder), str(state), str(out)]
-    return subprocess.Popen(
-        [*command, str(at_once)], stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+def measure(
+    folder: Path, state: Path, out: Path, at_once: int, steps: Connection
+) -> None:
+    """What is killed: a pass that says when it has done a step."""
+    if at_once:
+        streamed_pass.fitting_windows = lambda *_, **__: at_once
+    table = collect_statistics(
+        opened(folder), WINDOWS, batch_size=2, state=state,
+        progress=lambda *done: steps.send(done),
     )  # fmt: skip
+    table.write(out)
+
+
+def started(*args: Any) -> tuple[Any, Connection]:
+    """A pass in a process of its own, and its steps."""
+    steps, sent = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=measure, args=(*args, sent))
+    process.start()
+    sent.close()
+    return process, steps
 
 
 @pytest.mark.parametrize("at_once", [0, 2])
@@ -219,19 +207,19 @@ def test_a_killed_pass_resumes_to_the_same_bits(
     model = opened(folder)
     whole = collect_statistics(model, WINDOWS, batch_size=2)
     chosen = random.Random(at_once)
-    for n_lines in (4, 14):
-        process = started(folder, state, out, at_once)
-        for _ in range(n_lines):
-            process.stdout.readline()
+    for n_steps in (4, 14):
+        process, steps = started(folder, state, out, at_once)
+        for _ in range(n_steps):
+            steps.recv()
         time.sleep(chosen.random() * 0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     assert not out.exists()
     assert (tmp_path / "pass.sweeps").is_dir()
-    process = started(folder, state, out, at_once)
-    process.communicate()
-    assert process.returncode == 0
+    process, _steps = started(folder, state, out, at_once)
+    process.join()
+    assert process.exitcode == 0
     found = ImportanceTable.read(out)
     assert found.metadata["spec_hash"] == whole.metadata["spec_hash"]
     assert found.frame.equals(whole.frame)

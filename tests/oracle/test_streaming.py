@@ -15,7 +15,7 @@ import torch
 from commands import TINY, refused, run, text_of
 from families import FAMILIES, tiny_model
 from keeps import random_keep
-from stored_tensors import tensors_in
+from stored_tensors import changed_json, changed_tensors, tensors_in
 from tiny_folder import write_model, write_text, write_tokenizer
 
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
@@ -303,9 +303,8 @@ def test_damaged_widths_are_refused(damage: dict[str, Any], tmp_path: Path) -> N
     save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
     write_tokenizer(tmp_path / "pruned")
     path = tmp_path / "pruned" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= damage
-    path.write_text(json.dumps(config))
+    with changed_json(path) as config:
+        config["quantization_config"] |= damage
 
     def read() -> None:
         opened, _ = load_model(path.parent, device="cpu", stream=True)
@@ -378,14 +377,10 @@ def test_a_shard_that_changes_within_a_pass(
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     """Before anything is read."""
-    from safetensors.torch import load_file, save_file
-
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = next(n for n in tensors if n.endswith("layers.1.self_attn.q_proj.weight"))
-    del tensors[name]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with changed_tensors(tmp_path) as tensors:
+        del tensors["model.layers.1.self_attn.q_proj.weight"]
     with pytest.raises(LayoutError, match=r"layers\.1\.self_attn\.q_proj"):
         load_model(tmp_path, device="cpu", stream=True)
 

@@ -1,19 +1,45 @@
 """What several files of unit tests start from: a tiny model, a panel, a table."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import run, text_of
 from families import tiny_model
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from tiny_folder import write_model, write_text, write_tokenizer
 from torch import nn
 from transformers import AutoTokenizer
 
+from heapr_lab.panel import pictures
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_layout() -> Iterator[None]:
+    """Pictures of one size are laid out once, which is half of opening a panel."""
+    layouts = {}
+    settle = pictures._settle
+
+    def settled(figure: Figure) -> FigureCanvasAgg:
+        size = tuple(figure.get_size_inches())
+        if size not in layouts:
+            canvas = settle(figure)
+            layouts[size] = [ax.get_position() for ax in figure.axes]
+            return canvas
+        figure.set_layout_engine("none")
+        for ax, box in zip(figure.axes, layouts[size], strict=True):
+            ax.set_position(box)
+        return FigureCanvasAgg(figure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "_settle", settled)
+        yield
 
 
 @pytest.fixture(scope="session")

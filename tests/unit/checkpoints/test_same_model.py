@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny_ids
-from safetensors.torch import load_file, save_file
+from stored_tensors import changed_tensors
 from tiny_folder import write_model
 
 from heapr_lab.checkpoints.same_model import own_mask, own_table
@@ -90,10 +90,8 @@ def test_a_table_of_a_twin_is_refused(
 ) -> None:
     """Experts in another order, or one atom that differs."""
     read_weights(source).save_pretrained(tmp_path / "twin")
-    file = tmp_path / "twin" / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
+    with changed_tensors(tmp_path / "twin") as tensors:
+        change(tensors)
     with pytest.raises(SpecError, match="another model than twin: weights v2:"):
         own_table(table, tmp_path / "twin", name="twin")
 

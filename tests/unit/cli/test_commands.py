@@ -6,7 +6,6 @@ import pytest
 from commands import TINY, one_line, refused, run, text_of
 from tiny_folder import write_model, write_text
 
-from heapr_lab.errors import CacheError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
@@ -14,12 +13,10 @@ from heapr_lab.storage.hashing import without_nan
 
 COMMANDS = (
     "plan", "score", "prune", "convert", "evaluate", "compare",
-    "generate", "figures", "reproduce", "train-lab-model",
+    "generate", "figures", "reproduce", "train-lab-model", "app",
 )  # fmt: skip
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
-
-OPEN = "heapr_lab.workbench.workbench.open_workbench"
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +217,6 @@ def test_prune_with_few_windows(folder: Path, tmp_path: Path) -> None:
     assert "| — |" in (out / "README.md").read_text("utf-8")
 
 
-def test_a_method_is_known_by_name(folder: Path) -> None:
-    """Others are refused, with those that there are."""
-    message = refused("prune", folder / "moe", "--ratio", 0.5, "--method", "worst")
-    assert "expected one of best, paper" in message
-
-
 def test_prune_to_a_perplexity(folder: Path, tmp_path: Path) -> None:
     """The ratio found keeps the limit; it needs the model, and no ratio beside it."""
     mask = tmp_path / "mask.parquet"
@@ -250,23 +241,6 @@ def test_a_ratio_in_per_cent(folder: Path) -> None:
     """With the sign it is a share; without it, the message says what to write."""
     found = [prune(folder, "--ratio", text)["atoms_kept"] for text in ("40%", 0.4)]
     assert found[0] == found[1]
-    message = one_line("prune", folder / "moe", "--ratio", 25)
-    assert "write 0.25 or 25% if you mean that" in message
-
-
-def test_what_is_wrong_is_refused_before_the_model_is_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A ratio, a structure, what is counted, a folder that is there."""
-    monkeypatch.setattr(OPEN, lambda *_args, **_kwargs: 1 / 0)
-    for wrong in (
-        ("--ratio", 25),
-        ("--ratio", 0.2, "--structure", "round"),
-        ("--ratio", 0.2, "--of", "bytes"),
-        ("--ratio", 0.2, "--estimator", "guess"),
-        ("--ratio", 0.2, "--out", folder),
-    ):
-        refused("prune", folder / "moe", *wrong)
 
 
 def test_score_with_elimination(folder: Path) -> None:
@@ -389,72 +363,3 @@ def test_foreign_mask_is_refused(folder: Path) -> None:
     prune(folder, "--ratio", 0.3, "--out", mask)
     message = refused("evaluate", folder / "other", "--mask", mask, *TINY)
     assert "was made for another model" in message
-
-
-def test_errors_are_one_line(folder: Path) -> None:
-    """A model that does not exist: one line on standard error, exit status 2."""
-    message = refused("score", folder / "nothing", *text_of(folder))
-    assert message.startswith("heapr-lab: no such folder: ")
-    assert message.count("\n") == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--ratio", 25), "25"),
-        (("--ratio", 0.3, "--estimator", "camera"), "layer"),
-        (("--ratio", 0.3, "--estimator", "nonsense"), "nonsense"),
-        (("--ratio", 0.3, "--structure", "diagonal"), "diagonal"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    folder: Path, arguments: tuple[object, ...], text: str
-) -> None:
-    """What cannot be selected is said in one line that names the culprit."""
-    table = ("--importance", folder / "table.parquet")
-    message = refused("prune", folder / "moe", *table, *arguments)
-    assert text in message
-    assert message.count("\n") == 0
-
-
-def test_kl_needs_a_mask(folder: Path) -> None:
-    """`--kl` without a mask is refused."""
-    text = ("--corpora", folder / "text.txt")
-    assert "--mask" in refused("evaluate", folder / "moe", "--kl", *text, *TINY)
-
-
-def test_a_table_is_no_mask(folder: Path) -> None:
-    """The file of the wrong command is told by what it holds."""
-    table = folder / "table.parquet"
-    message = refused("evaluate", folder / "moe", "--mask", table, *TINY)
-    assert "holds ImportanceTable, expected a KeepMask" in message
-
-
-def test_mask_files(tmp_path: Path) -> None:
-    """A mask comes back from its file with every bit and setting, or not at all."""
-    arrays = {1: [[True, False, True]], 4: [[False, False], [True, True]]}
-    keep = KeepMask.from_arrays(arrays, estimator="heapr", ratio=0.25)
-    path = tmp_path / "mask.parquet"
-    keep.write(path)
-    again = KeepMask.read(path)
-    assert again == keep
-    assert again.settings == {"estimator": "heapr", "ratio": 0.25}
-
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(CacheError, match=r"mask\.parquet"):
-        KeepMask.read(path)
-
-
-def test_training_checks_its_options_first(tmp_path: Path) -> None:
-    """A bad number of steps is refused before any corpus is read."""
-    message = refused("train-lab-model", "--steps", 0, "--work", tmp_path)
-    assert "--steps" in message
-    message = refused("train-lab-model", "--start-from", tmp_path, "--work", tmp_path)
-    assert "--steps" in message
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_smolmoe_takes_no_other_lengths(tmp_path: Path) -> None:
-    """They are part of the recipe, and would cost hours."""
-    asked = ("train-lab-model", "--recipe", "smolmoe", "--out", tmp_path / "new")
-    assert "neither --steps" in refused(*asked, "--steps", "5")

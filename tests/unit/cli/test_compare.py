@@ -8,7 +8,6 @@ import pytest
 from commands import TINY, one_line, run
 
 from heapr_lab import methods
-from heapr_lab.methods import comparison
 from heapr_lab.methods.comparison import compare_methods, entries
 from heapr_lab.methods.method import Method
 from heapr_lab.pruning.surgery import masking
@@ -157,9 +156,3 @@ def test_what_cannot_be_compared_is_refused(
         "heapr_lab.workbench.workbench.open_workbench", lambda *_a, **_o: 1 / 0
     )
     assert message in one_line(*asked(root, *options))
-
-
-def test_a_model_or_list_is_needed() -> None:
-    """The message says both."""
-    assert "give MODEL, or --list" in one_line("compare")
-    assert comparison.DENSE not in methods.names()

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from families import D_VOCAB, tiny_ids, tiny_model
 from keeps import full_keep, random_keep
@@ -16,9 +15,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_divergence, evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.folders import read_tokenizer
-from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.activation_grams import collect_grams
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.tasks.harness import run_tasks
@@ -170,39 +167,3 @@ def test_long_windows_of_learned_positions_are_refused() -> None:
     assert evaluate_perplexity(model, tiny_ids(seq_len=16)).n_tokens == 45
     with pytest.raises(SpecError, match=r"the 16 positions .* give seq_len=16 or less"):
         evaluate_perplexity(model, tiny_ids(seq_len=17))
-
-
-# --- layers -----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def table() -> ImportanceTable:
-    """Three layers of an expert with two atoms."""
-    keys = {"layer": [0, 0, 1, 1, 12, 12], "expert": 0, "atom": [0, 1] * 3}
-    sums = {"tokens": 1, "sum_h2": 1.0, "sum_g2": [6.0, 1.0, 5.0, 2.0, 4.0, 3.0]}
-    return ImportanceTable.from_frame(pd.DataFrame({**keys, **sums}))
-
-
-@pytest.mark.parametrize(
-    "layers", [[1.7], "12", ["1"], [True], [None], 1, [-1], b"\x01", [1.0]]
-)
-def test_layers_are_whole_numbers(table: ImportanceTable, layers: Any) -> None:
-    """1.7 is not layer 1, and "12" is not the layers 1 and 2."""
-    with pytest.raises(SpecError, match=r"exclude_layers must be .*got"):
-        select(table, ratio=0.1, exclude_layers=layers)
-
-
-def test_keys_of_layer_ratios_are_whole_numbers(table: ImportanceTable) -> None:
-    """As those of exclude_layers are."""
-    for own in ({1.7: 0.5}, {"1": 0.5}, {True: 0.5}):
-        with pytest.raises(SpecError, match="layer_ratios must be a whole number"):
-            select(table, ratio=0.1, layer_ratios=own)
-
-
-def test_layers_of_numpy_are_layers(table: ImportanceTable) -> None:
-    """An array, a range, a generator."""
-    expected = select(table, ratio=0.3, exclude_layers=[0, 1])
-    for layers in (np.array([1, 0]), range(2), (layer for layer in (0, 1))):
-        assert select(table, ratio=0.3, exclude_layers=layers) == expected
-    own = select(table, ratio=0.5, layer_ratios={np.int16(1): 0.5})
-    assert own == select(table, ratio=0.5, layer_ratios={1: 0.5})

@@ -281,43 +281,49 @@ def test_the_options_of_prune_stand_in_groups() -> None:
 # --- before torch is imported -------------------------------------------------------
 
 RATIO = ("prune", "lab", "--ratio", "0.25")
-TABLE_OF_NOTHING = ("--importance", "none.parquet")
-WRONG: tuple[tuple[str, ...], ...] = (
-    ("prune", "lab", "--ratio", "25"),
-    ("prune", "lab", "--ratio", "much"),
-    ("prune", "lab"),
-    (*RATIO, "--method", "magic"),
-    (*RATIO, "--structure", "round"),
-    (*RATIO, "--for", "abacus"),
-    ("score", "lab", "--seed", str(2**63)),
-    (*RATIO, "--profile", "huge"),
-    (*RATIO, "--dtype", "int8"),
-    (*RATIO, "--nonsense"),
-    (*RATIO, *TABLE_OF_NOTHING),
-    ("prune", "./nosuchfolder", "--ratio", "0.25"),
-    ("prune", "no/such-model", "--ratio", "0.25"),
-    ("score", "./nosuchfolder"),
-    ("score", "lab", "--out", "table.csv"),
-    ("score", "lab", "--corpus", "typo"),
-    ("score", "lab", "--corpus", "0.5*pydocs + typo"),
-    ("score", "lab", "--n-sequences", "0"),
-    ("evaluate", "lab", "--corpora", ""),
-    ("evaluate", "lab", "--corpora", "absent.txt"),
-    ("evaluate", "lab", "--corpora", "", "--tasks", "continuation:typo"),
-    ("evaluate", "lab", "--mask", "none.parquet"),
-    ("evaluate", "lab", "--kl"),
-    ("compare",),
-    ("compare", "lab", "--ratios", "0.2,many"),
-    ("compare", "lab", "--ratios", "25"),
-    ("compare", "lab", "--set", "reap"),
-    ("generate", "lab", "--out", "texts.csv"),
-    ("convert", "nosuchfolder", "--out", "x", "--quantise", "int4"),
-    ("reproduce", "--out", "figures.png"),
-    ("reproduce", "--profile", "huge"),
-    ("train-lab-model", "--recipe", "magic"),
-    ("app", "none.parquet"),
-    ("app", "./nosuchfolder"),
+TRAIN = ("train-lab-model", "--work", "work")
+WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("prune", "lab", "--ratio", "25"), "write 0.25 or 25% if you mean that"),
+    (("prune", "lab", "--ratio", "much"), "much"),
+    (("prune", "lab"), "--ratio"),
+    ((*RATIO, "--method", "magic"), "expected one of best, paper"),
+    ((*RATIO, "--structure", "round"), "round"),
+    ((*RATIO, "--of", "bytes"), "bytes"),
+    ((*RATIO, "--estimator", "guess"), "guess"),
+    ((*RATIO, "--for", "abacus"), "abacus"),
+    (("score", "lab", "--seed", str(2**63)), "seed"),
+    ((*RATIO, "--profile", "huge"), "huge"),
+    ((*RATIO, "--dtype", "int8"), "int8"),
+    ((*RATIO, "--nonsense"), "--nonsense"),
+    ((*RATIO, "--importance", "none.parquet"), "none.parquet"),
+    (("prune", "./nosuchfolder", "--ratio", "0.25"), "no such folder: "),
+    (("prune", "no/such-model", "--ratio", "0.25"), "no/such-model"),
+    (("score", "./nosuchfolder"), "heapr-lab: no such folder: "),
+    (("score", "lab", "--out", "table.csv"), "table.csv"),
+    (("score", "lab", "--corpus", "typo"), "typo"),
+    (("score", "lab", "--corpus", "0.5*pydocs + typo"), "typo"),
+    (("score", "lab", "--n-sequences", "0"), "--n-sequences"),
+    (("evaluate", "lab", "--corpora", ""), "nothing to measure"),
+    (("evaluate", "lab", "--corpora", "absent.txt"), "absent.txt"),
+    (("evaluate", "lab", "--corpora", "", "--tasks", "continuation:typo"), "typo"),
+    (("evaluate", "lab", "--mask", "none.parquet"), "none.parquet"),
+    (("evaluate", "lab", "--kl"), "--mask"),
+    (("compare",), "give MODEL, or --list"),
+    (("compare", "lab", "--ratios", "0.2,many"), "many"),
+    (("compare", "lab", "--ratios", "25"), "25"),
+    (("compare", "lab", "--set", "reap"), "reap"),
+    (("generate", "lab", "--out", "texts.csv"), "jsonl"),
+    (("convert", "nosuchfolder", "--out", "x", "--quantise", "int4"), "nosuchfolder"),
+    (("reproduce", "--out", "figures.png"), "figures.png"),
+    (("reproduce", "--profile", "huge"), "huge"),
+    (("train-lab-model", "--recipe", "magic"), "magic"),
+    (("train-lab-model", "--recipe", "smolmoe", "--steps", "5"), "neither --steps"),
+    ((*TRAIN, "--steps", "0"), "--steps"),
+    ((*TRAIN, "--start-from", "."), "--steps"),
+    (("app", "none.parquet"), "none.parquet"),
+    (("app", "./nosuchfolder"), "nosuchfolder"),
 )
+"""What is asked for, and a part of what is said of it."""
 
 
 def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
@@ -327,10 +333,11 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
         "from typer.testing import CliRunner\n"
         "from heapr_lab.cli.app import app\n"
         "heavy = {'torch', 'transformers', 'datasets', 'lm_eval'}\n"
-        "for words in json.loads(sys.argv[1]):\n"
+        "for words, part in json.loads(sys.argv[1]):\n"
         "    found = CliRunner().invoke(app, words)\n"
         "    said = (words, found.stderr, found.exception)\n"
         "    assert found.exit_code == 2, said\n"
+        "    assert part in found.stderr, said\n"
         "    assert not heavy & sys.modules.keys(), said\n"
     )
     asked = [sys.executable, "-c", code, json.dumps(WRONG)]
@@ -338,6 +345,7 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
         asked, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert made.returncode == 0, made.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- words ------------------------------------------------------------------------

@@ -109,18 +109,12 @@ def test_squares_that_underflow_are_said(caplog: pytest.LogCaptureFixture) -> No
 # --- what it is told --------------------------------------------------------------
 
 
-def test_labels_and_batches_that_there_are_not(model: nn.Module) -> None:
+def test_labels_that_there_are_not(model: nn.Module) -> None:
     """Are refused, with those that there are."""
     with pytest.raises(
         SpecError, match="labels is 'mine', expected one of data, model"
     ):
         collect_statistics(model, WINDOWS, labels="mine")
-    for size in (0, -1, 1.5, True):
-        with pytest.raises(SpecError, match="batch_size"):
-            collect_statistics(model, WINDOWS, batch_size=size)
-    outside = CalibrationSet.from_ids(WINDOWS.ids + 48)
-    with pytest.raises(SpecError, match="48"):
-        collect_statistics(model, outside)
 
 
 def test_the_models_own_labels(model: nn.Module) -> None:

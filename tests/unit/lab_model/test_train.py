@@ -4,8 +4,8 @@ import dataclasses
 import json
 import math
 import stat
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,14 +58,31 @@ class StopError(Exception):
     """Stands for a killed run."""
 
 
-def stop_at(step: int) -> Callable[[int, int, float], None]:
-    """A callback that ends the run in step `step`."""
+def losses_of(
+    folder: Path,
+    mixture: dict[str, float],
+    *,
+    stop_at: int = 0,
+    decay_mixture: dict[str, float] | None = None,
+    **changes: Any,
+) -> dict[int, float]:
+    """The loss of each step of a run in `folder`, whose model is in `out` there."""
+    losses: dict[int, float] = {}
 
-    def on_step(done: int, n_steps: int, loss: float) -> None:
-        if done == step:
+    def on_step(step: int, _n_steps: int, loss: float) -> None:
+        if step == stop_at:
             raise StopError
+        losses[step] = loss
 
-    return on_step
+    train_lab_model(
+        folder / "out",
+        spec=dataclasses.replace(SPEC, **changes),
+        work=folder,
+        mixture=mixture,
+        decay_mixture=decay_mixture,
+        on_step=on_step,
+    )
+    return losses
 
 
 # --- training ---------------------------------------------------------------------
@@ -96,32 +113,12 @@ def test_a_resumed_run_is_the_uninterrupted_run(
 ) -> None:
     """Stopped twice and resumed, weights and optimizer state are equal to the bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    losses: dict[int, float] = {}
-    train_lab_model(
-        whole / "out",
-        spec=SPEC,
-        work=whole,
-        mixture=mixture,
-        on_step=lambda step, _n, loss: losses.update({step: loss}),
-    )
+    losses = losses_of(whole, mixture)
     monkeypatch.setattr(train, "_SAVE_SECONDS", -1.0)  # after every step
     for step in (3, 6):
         with pytest.raises(StopError):
-            train_lab_model(
-                parts / "out",
-                spec=SPEC,
-                work=parts,
-                mixture=mixture,
-                on_step=stop_at(step),
-            )
-    again: dict[int, float] = {}
-    train_lab_model(
-        parts / "out",
-        spec=SPEC,
-        work=parts,
-        mixture=mixture,
-        on_step=lambda step, _n, loss: again.update({step: loss}),
-    )
+            losses_of(parts, mixture, stop_at=step)
+    again = losses_of(parts, mixture)
     assert sorted(losses) == list(range(1, 9))
     # Step 6 was not saved when the run stopped in it, so it is done again.
     assert again == {step: losses[step] for step in (6, 7, 8)}
@@ -211,36 +208,22 @@ def test_bundled_runs_follow_each_other(
     assert (tmp_path / "work" / "model-1" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_either_precision_learns_alike(
-    tmp_path: Path, mixture: dict[str, float], precision: str
+    tmp_path: Path, mixture: dict[str, float]
 ) -> None:
     """Parameters stay float32; bfloat16 arithmetic moves the loss by its rounding."""
-    losses: dict[str, list[float]] = {"float32": [], precision: []}
-    for name, found in losses.items():
-        found.clear()
-        train_lab_model(
-            tmp_path / name,
-            spec=dataclasses.replace(SPEC, precision=name),
-            work=tmp_path / f"{name}-work",
-            mixture=mixture,
-            on_step=lambda _step, _n, loss, found=found: found.append(loss),
-        )
-    np.testing.assert_allclose(losses[precision], losses["float32"], rtol=5e-3)
-    state = load_file(tmp_path / f"{precision}-work" / "state.safetensors")
+    losses = [
+        list(losses_of(tmp_path / name, mixture, precision=name).values())
+        for name in ("float32", "bfloat16")
+    ]
+    np.testing.assert_allclose(*losses, rtol=5e-3)
+    state = load_file(tmp_path / "bfloat16" / "state.safetensors")
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
 def test_learning_lowers_the_loss(tmp_path: Path, mixture: dict[str, float]) -> None:
     """From ln 300 = 5.7 nats downwards."""
-    losses: list[float] = []
-    train_lab_model(
-        tmp_path / "out",
-        spec=dataclasses.replace(SPEC, n_steps=60),
-        work=tmp_path / "work",
-        mixture=mixture,
-        on_step=lambda _s, _n, loss: losses.append(loss),
-    )
+    losses = list(losses_of(tmp_path, mixture, n_steps=60).values())
     assert losses[0] == pytest.approx(math.log(300), abs=0.3)
     assert sum(losses[-5:]) / 5 < losses[0] - 1
 
@@ -249,27 +232,20 @@ def test_a_run_with_other_settings_is_refused(
     tmp_path: Path, mixture: dict[str, float]
 ) -> None:
     """Seed, mixture or corpora changed: not resumed; longer, or on 2 threads: is."""
-    train_lab_model(tmp_path / "out", spec=SPEC, work=tmp_path, mixture=mixture)
+    losses_of(tmp_path, mixture)
     state = (tmp_path / "state.safetensors").read_bytes()
     words, numbers = mixture
-    for spec, shares in (
-        (dataclasses.replace(SPEC, seed=1), mixture),
-        (SPEC, {words: 0.5, numbers: 0.5}),
-        (SPEC, {words: 1.0}),
+    for seed, shares in (
+        (1, mixture),
+        (0, {words: 0.5, numbers: 0.5}),
+        (0, {words: 1.0}),
     ):
         with pytest.raises(CacheError, match="unfinished run with other settings"):
-            train_lab_model(tmp_path / "out", spec=spec, work=tmp_path, mixture=shares)
+            losses_of(tmp_path, shares, seed=seed)
     assert (tmp_path / "state.safetensors").read_bytes() == state
-    steps: list[int] = []
-    train_lab_model(
-        tmp_path / "out",
-        spec=dataclasses.replace(SPEC, n_steps=10, n_threads=2),
-        work=tmp_path,
-        mixture=mixture,
-        on_step=lambda step, _n, _loss: steps.append(step),
-    )
+    longer = losses_of(tmp_path, mixture, n_steps=10, n_threads=2)
     torch.set_num_threads(1)
-    assert steps == [9, 10]
+    assert list(longer) == [9, 10]
 
 
 def test_the_decay_has_a_mixture_of_its_own(
@@ -277,27 +253,19 @@ def test_the_decay_has_a_mixture_of_its_own(
 ) -> None:
     """Of 8 steps the last 2 decay: only their losses depend on the decay mixture."""
     words, numbers = mixture
-    losses: dict[str, list[float]] = {"same": [], "numbers": []}
-    for name, late in (("same", None), ("numbers", {words: 0.0, numbers: 1.0})):
-        train_lab_model(
-            tmp_path / name / "out",
-            spec=SPEC,
-            work=tmp_path / name,
-            mixture=mixture,
-            decay_mixture=late,
-            on_step=lambda _s, _n, loss, name=name: losses[name].append(loss),
-        )
-    assert losses["same"][:6] == losses["numbers"][:6]
-    assert losses["same"][6:] != losses["numbers"][6:]
+    same, other = (
+        list(losses_of(tmp_path / name, mixture, decay_mixture=late).values())
+        for name, late in (("same", None), ("numbers", {words: 0.0, numbers: 1.0}))
+    )
+    assert same[:6] == other[:6]
+    assert same[6:] != other[6:]
 
 
 def test_a_corpus_that_cannot_be_had_ends_the_run(tmp_path: Path) -> None:
     """Nothing is trained on less than was asked for."""
     absent = str(tmp_path / "absent.txt")
     with pytest.raises(CorpusError, match="absent"):
-        train_lab_model(
-            tmp_path / "out", spec=SPEC, work=tmp_path, mixture={absent: 1.0}
-        )
+        losses_of(tmp_path, {absent: 1.0})
 
 
 def test_the_batch_of_a_step_is_always_the_same() -> None:
@@ -323,26 +291,18 @@ def test_the_bundled_mixtures_are_distributions(shares: dict[str, float]) -> Non
 # --- losses and schedule ----------------------------------------------------------
 
 
-def test_the_balance_loss_of_an_even_load_is_one() -> None:
-    """Each of 4 experts chosen once with P = 1/4: 4 · 4 · (1/4 · 1/4) = 1."""
-    logits = torch.eye(4) * 3
-    balance, _ = balance_losses([logits], top_k=1)
-    assert balance.item() == pytest.approx(1)
+def test_the_balance_loss_by_hand() -> None:
+    """Each of 4 experts chosen once with P = 1/4: 4 · 4 · (1/4 · 1/4) = 1.
 
-
-def test_the_balance_loss_of_a_collapsed_router() -> None:
-    """All to expert 0 with probability 1: E·(1·1) = 4; with top-2, f_0 = 1/2: 2."""
-    logits = torch.tensor([[100.0, 1.0, 0.0, -1.0]]).expand(6, 4)
-    assert balance_losses([logits], top_k=1)[0].item() == pytest.approx(4)
-    assert balance_losses([logits], top_k=2)[0].item() == pytest.approx(2)
-
-
-def test_balance_is_asked_of_each_layer() -> None:
-    """Two layers that collapse on different experts do not make up for each other."""
-    layers = [torch.full((6, 4), -100.0) for _ in range(4)]
-    for expert, logits in enumerate(layers):
-        logits[:, expert] = 100.0
-    assert balance_losses(layers, top_k=1)[0].item() == pytest.approx(4)
+    All to expert 0 with probability 1: E·(1·1) = 4; with top-2, f_0 = 1/2: 2. Layers
+    that collapse on different experts do not make up for each other.
+    """
+    even, one = torch.eye(4) * 3, torch.tensor([[100.0, 1.0, 0.0, -1.0]]).expand(6, 4)
+    layers = [one.roll(expert, 1) for expert in range(4)]
+    for given, top_k, wanted in (([even], 1, 1), ([one], 1, 4), ([one], 2, 2),
+                                 (layers, 1, 4)):  # fmt: skip
+        found, _ = balance_losses(given, top_k=top_k)
+        assert found.item() == pytest.approx(wanted)
 
 
 def test_the_z_loss_by_hand() -> None:

@@ -32,7 +32,6 @@ from heapr_lab.workbench.workbench import open_workbench
 
 PACKAGE = Path(heapr_lab.__file__).parent
 READERS = {"from_pretrained", "from_config"}
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 8}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A checkpoint that lacks a weight is refused by name, however it is loaded."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,8 @@ import pytest
 import torch
 from families import REPRESENTATIVES, tiny_model
 from keeps import random_keep
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored_tensors import INDEX, SINGLE, changed_json, changed_tensors
 from tiny_folder import write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -24,7 +24,6 @@ from heapr_lab.pruning.surgery import prune
 
 ROUTER = "model.layers.0.mlp.gate.weight"
 NORM = "model.layers.1.input_layernorm.weight"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +46,8 @@ def without(name: str) -> Callable[[Path], None]:
     """What takes the tensor `name` out of the file in a folder."""
 
     def change(folder: Path) -> None:
-        tensors = load_file(folder / SINGLE)
-        del tensors[name]
-        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+        with changed_tensors(folder) as tensors:
+            del tensors[name]
 
     return change
 
@@ -58,29 +56,30 @@ def reshaped(name: str) -> Callable[[Path], None]:
     """What halves the tensor `name` in the file in a folder."""
 
     def change(folder: Path) -> None:
-        tensors = load_file(folder / SINGLE)
-        tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
-        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+        with changed_tensors(folder) as tensors:
+            tensors[name] = tensors[name][: len(tensors[name]) // 2]
 
     return change
 
 
 def half_of_the_index(folder: Path) -> None:
     """Keep the first half of the files that the index names."""
-    index = json.loads((folder / INDEX).read_text())
-    files = sorted(set(index["weight_map"].values()))
-    kept = files[: len(files) // 2]
-    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v in kept}
-    (folder / INDEX).write_text(json.dumps(index))
+    with changed_json(folder / INDEX) as index:
+        found = index["weight_map"].items()
+        files = sorted({file for _, file in found})
+        kept = files[: len(files) // 2]
+        index["weight_map"] = {name: file for name, file in found if file in kept}
 
 
 def configured(**changes: Any) -> Callable[[Path], None]:
     """What changes config.json; None takes a setting away."""
 
     def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text()) | changes
-        kept = {name: value for name, value in config.items() if value is not None}
-        (folder / "config.json").write_text(json.dumps(kept))
+        with changed_json(folder) as config:
+            for name, value in changes.items():
+                config[name] = value
+                if value is None:
+                    del config[name]
 
     return change
 
@@ -89,10 +88,9 @@ def with_widths(new: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """What changes the widths in config.json."""
 
     def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        quantization = config["quantization_config"]
-        quantization["widths"] = new(quantization["widths"])
-        (folder / "config.json").write_text(json.dumps(config))
+        with changed_json(folder) as config:
+            quantization = config["quantization_config"]
+            quantization["widths"] = new(quantization["widths"])
 
     return change
 
@@ -207,9 +205,8 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     """As transformers leaves them out: they are no part of the model."""
     model: Any = tiny_model("glm4_moe", dtype=torch.float32)
     model.save_pretrained(tmp_path / "x")
-    tensors = load_file(tmp_path / "x" / SINGLE)
-    more = {n.replace(".2.", ".3."): t.clone() for n, t in tensors.items()}
-    save_file(tensors | more, tmp_path / "x" / SINGLE, metadata={"format": "pt"})
+    with changed_tensors(tmp_path / "x") as tensors:
+        tensors |= {n.replace(".2.", ".3."): t for n, t in tensors.items()}
     configured(num_nextn_predict_layers=0)(tmp_path / "x")
     with pytest.raises(SpecError, match=r"config.json does not, .*model\.layers\.3"):
         read_weights(tmp_path / "x")

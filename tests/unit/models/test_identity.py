@@ -18,11 +18,10 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import identity_in_force
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.elimination import eliminate
-from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -194,20 +193,6 @@ def test_hooks_of_transformers_are_known(bench: Workbench) -> None:
     bench.model.enable_input_require_grads()
     assert any(m._forward_hooks for m in bench.model.modules())
     assert bench.perplexity(None, WINDOWS).n_tokens == WINDOWS.n_predicted
-
-
-# --- learning from the dense model ------------------------------------------------
-
-
-def test_a_dense_teacher_is_not_masked(model: nn.Module) -> None:
-    """What learns from the dense model refuses to begin inside a mask."""
-    keep = random_keep(model)
-    pruned = prune(model, keep)
-    with (
-        masking(model, keep),
-        pytest.raises(SpecError, match="a mask is active here"),
-    ):
-        distill_layers(pruned, model, WINDOWS)
 
 
 # --- while it runs ----------------------------------------------------------------

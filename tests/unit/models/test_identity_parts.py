@@ -53,17 +53,6 @@ def active(model: nn.Module, **masks: Any) -> str | None:
 # --- masks ------------------------------------------------------------------------
 
 
-def test_a_mask_adds_one_entry(model: nn.Module) -> None:
-    """A digest, beside what the weights are."""
-    dense = model_identity(model)
-    assert identity_in_force(model) == dense
-    with masked(find_experts(model)[:1], [keep(3)]):
-        found = identity_in_force(model)
-    digest = found.pop("active")
-    assert found == dense
-    assert len(digest) == 64
-
-
 def test_what_an_active_mask_is_known_by(model: nn.Module) -> None:
     """Layer, atoms and replaced weights; a layer that keeps all is as without."""
     down = find_experts(model)[0].down.detach()

@@ -4,19 +4,13 @@ import math
 from typing import Any
 
 import pytest
+from pressing import press
 from random_tables import small_table
 
 from heapr_lab.panel.answer import Answer, answers, answers_html, compact
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.pruning.options import Selection
-
-
-def press(job: Any) -> None:
-    """Press a button and see that it went well."""
-    job.button.click()
-    job.wait(120)
-    assert job.error.value == ""
 
 
 @pytest.mark.parametrize(

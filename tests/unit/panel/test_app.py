@@ -86,8 +86,3 @@ def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         result = invoke("lab", "--no-browser", "--port", str(other.getsockname()[1]))
     assert result.exit_code == 2
     assert "give another --port" in result.stderr
-
-
-def test_help_has_examples() -> None:
-    """The help shows how to call it, ready to be copied."""
-    assert "\n    heapr-lab app" in invoke("--help").stdout

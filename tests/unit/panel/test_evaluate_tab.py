@@ -1,10 +1,9 @@
 """The tab that evaluates: in a thread, until it is cancelled or fails."""
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pressing import failed, held, press
 from random_tables import small_table
 
 from heapr_lab.panel.panel import Explorer, explore
@@ -17,9 +16,7 @@ def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
     panel.controls.ratio.value = "0.4"
     panel.evaluation.corpora.value = ()
     panel.evaluation.tasks.value = panel.evaluation.tasks.options
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(60)
-    assert panel.evaluation.job.error.value == ""
+    press(panel.evaluation.job)
     points = panel.session.points
     assert points["dataset"].tolist() == [*panel.evaluation.tasks.options] * 2
     assert points["accuracy"].between(0, 1).all()
@@ -35,13 +32,13 @@ def test_panel_of_a_table_cannot_evaluate() -> None:
     panel = explore(small_table())
     assert panel.evaluation.job.button.disabled
     assert "without a model" in panel.evaluation.job.text.value
+    assert panel.evaluation.sweep.job.button.disabled
 
 
 def test_panel_evaluates(panel: Explorer) -> None:
     """The button measures in a thread; chart and table then hold all points."""
     panel.controls.ratio.value = "0.35"
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(60)
+    press(panel.evaluation.job)
     assert panel.error.value == ""
     assert not panel.evaluation.job.button.disabled
     assert panel.evaluation.job.cancel_button.disabled
@@ -50,8 +47,7 @@ def test_panel_evaluates(panel: Explorer) -> None:
     assert panel.evaluation.results.value.count("<tr>") == 2  # dense and pruned
 
     panel.controls.ratio.value = "0.55"
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(60)
+    press(panel.evaluation.job)
     assert bytes(panel.evaluation.chart.value) != first
     assert panel.evaluation.results.value.count("<tr>") == 3
     lines = panel.evaluation._picture.ax.get_lines()
@@ -65,26 +61,13 @@ def test_panel_evaluates(panel: Explorer) -> None:
 def test_panel_cancels(panel: Explorer) -> None:
     """Cancel ends the run between two batches; no point is added, and all is ready."""
     panel.controls.ratio.value = "0.85"
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(change: Any) -> None:  # the run stands still until Cancel was pressed
-        if " of " in change["new"]:
-            reached.set()
-            assert go_on.wait(60)
-
-    panel.evaluation.job.text.observe(hold, names="value")
-    panel.evaluation.job.button.click()
-    assert reached.wait(60)
-    assert (
-        panel.evaluation.job.button.disabled,
-        panel.evaluation.job.cancel_button.disabled,
-    ) == (1, 0)
-    panel.controls.ratio.value = "0.8"  # the slider stays alive meanwhile
-    assert "79.7%" in panel.status.value  # 51 of 64
-    panel.evaluation.job.cancel_button.click()
-    go_on.set()
-    panel.evaluation.job.wait(60)
-    assert "cancelled" in panel.evaluation.job.text.value
+    job = panel.evaluation.job
+    with held(job, " of "):
+        assert (job.button.disabled, job.cancel_button.disabled) == (True, False)
+        panel.controls.ratio.value = "0.8"  # the slider stays alive meanwhile
+        assert "79.7%" in panel.status.value  # 51 of 64
+        job.cancel_button.click()
+    assert "cancelled" in job.text.value
     assert panel.session.points.empty
     assert not panel.evaluation.job.button.disabled
 
@@ -95,10 +78,7 @@ def test_panel_shows_errors(bench: Workbench, root: Path) -> None:
     panel = Explorer(
         PruningSession(table, workbench=bench), corpora=("no <such> corpus",)
     )
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(60)
-    assert "no &lt;such&gt; corpus" in panel.evaluation.job.error.value
-    assert 'role="alert"' in panel.evaluation.job.error.value
+    assert "no &lt;such&gt; corpus" in failed(panel.evaluation.job)
     assert not panel.evaluation.job.button.disabled
 
 
@@ -107,7 +87,5 @@ def test_panel_shows_what_was_not_foreseen(
 ) -> None:
     """An error that nobody foresaw is shown with its type, and logged whole."""
     panel.session.workbench = object()  # type: ignore[assignment]
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(60)
-    assert "AttributeError" in panel.evaluation.job.error.value
+    assert "AttributeError" in failed(panel.evaluation.job)
     assert "Traceback" in caplog.text

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pressing import press
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.export_tab import check_calibration
@@ -47,9 +48,7 @@ def test_both_prune_the_same(shown: Explorer) -> None:
     exec(code_of(shown), names)
     assert names["keep"].fingerprint == shown.session.keep.fingerprint
     Path("my model").rename("of python")
-    tab.job.button.click()
-    tab.job.wait(60)
-    assert tab.job.error.value == ""
+    press(tab.job)
     exported, own = (
         KeepMask.read(f"{folder}/heapr_keep.parquet")
         for folder in ("my model", "of python")

@@ -1,22 +1,21 @@
 """The tab that inspects a text, without a browser."""
 
-import threading
 from operator import attrgetter
-from typing import Any
 
 import ipywidgets as ipw
 import numpy as np
 import pandas as pd
 import pytest
 from html_text import cells, marked
+from pressing import cancel, failed, press
 from tiny_folder import write_model, write_text
 
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.inspection.routing import routing
 from heapr_lab.panel import inspect_tab
+from heapr_lab.panel.help import widgets_in
 from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
-from heapr_lab.panel.jobs import Job
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -52,14 +51,6 @@ def bench_of(tab: InspectTab) -> Workbench:
     return tab.session.workbench
 
 
-def press(job: Job) -> None:
-    """Press a button and see that it went well."""
-    job.button.click()
-    job.wait(60)
-    assert job.error.value == ""
-    assert not job.running
-
-
 def test_nearest_the_cut() -> None:
     """The removed atoms of the highest scores, as sorting them all finds them."""
     rng = np.random.default_rng(0)
@@ -82,35 +73,11 @@ def test_nearest_the_cut() -> None:
     assert nearest_the_cut(table, KeepMask.full(table), estimator="heapr").empty
 
 
-def controls_of(widget: ipw.Widget) -> list[ipw.Widget]:
-    """What can be set or pressed, however deep."""
-    inside = [
-        own for child in getattr(widget, "children", ()) for own in controls_of(child)
-    ]
-    named = (
-        ipw.Button,
-        ipw.Textarea,
-        ipw.BoundedIntText,
-        ipw.Dropdown,
-        ipw.FloatProgress,
-    )
-    return [widget, *inside] if isinstance(widget, named) else inside
-
-
-def test_every_control_has_a_name(tab: InspectTab) -> None:
-    """A screen reader can say what each is, and no two that are set have one name."""
-    controls = controls_of(tab)
-    assert len(controls) == 14 + 3 * 8  # what is set; a job has two buttons and a bar
-    assert all(control.description for control in controls)
-    settings = [c.description for c in controls if isinstance(c, ipw.BoundedIntText)]
-    assert len(set(settings)) == len(settings) == 8
-
-
 def test_tab_of_a_table_alone(session: PruningSession) -> None:
     """Without a model there is the map, and text says what the rest needs."""
     tab = InspectTab(PruningSession(session.table))
     tab.refresh()
-    assert [c for c in controls_of(tab) if isinstance(c, ipw.Button)] == []
+    assert [c for c in widgets_in(tab) if isinstance(c, ipw.Button)] == []
     tab.map.map.selected = [1, 2]
     assert "Layer 1, expert 2" in tab.map.card.value
     assert "open_workbench" in tab.children[-1].value
@@ -271,19 +238,14 @@ def test_errors_stand_in_the_tab(tab: InspectTab, name: str) -> None:
     """No text: the message is an alert below the button, which works again."""
     job = getattr(tab, name)
     tab.text.value = ""
-    job.button.click()
-    job.wait(60)
-    assert 'role="alert"' in job.error.value
-    assert "no tokens" in job.error.value
+    assert "no tokens" in failed(job)
     assert not job.button.disabled
 
 
 def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
     """An infeasible selection is an alert as well."""
     tab.session.choose(Selection(0.5, exclude_layers=(99,)))
-    tab.show_contexts.button.click()
-    tab.show_contexts.wait(60)
-    assert "no routed experts in layers 99" in tab.show_contexts.error.value
+    assert "no routed experts in layers 99" in failed(tab.show_contexts)
 
 
 @pytest.mark.parametrize(
@@ -301,24 +263,8 @@ def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
 )
 def test_cancel(tab: InspectTab, name: str, view: str) -> None:
     """Each ends at its next report; nothing is shown, and all is ready again."""
-    job = attrgetter(name)(tab)
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(change: Any) -> None:  # the work stands still until Cancel was pressed
-        if "starting" not in change["new"] and not reached.is_set():
-            reached.set()
-            assert go_on.wait(60)
-
-    job.text.observe(hold, names="value")
-    job.button.click()
-    assert reached.wait(60)
-    job.cancel_button.click()
-    go_on.set()
-    job.wait(60)
-    assert "cancelled" in job.text.value
-    assert job.error.value == ""
+    cancel(attrgetter(name)(tab))
     assert attrgetter(view)(tab).value == ""
-    assert not job.button.disabled
 
 
 def test_two_at_once(tab: InspectTab) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pressing import press
 from random_tables import random_table, small_table
 
 from heapr_lab.panel import last_session, static_copy
@@ -102,8 +103,7 @@ def test_evaluations_appear_too(bench: Workbench, root: Path) -> None:
     }  # fmt: skip
     first = displayed(bench, **asked)
     first.controls.ratio.value = "0.5"
-    first.evaluation.job.button.click()
-    first.evaluation.job.wait(WAIT_SECONDS)
+    press(first.evaluation.job)
     kept(first, lambda text: '"nll"' in text)
     again = displayed(bench, **asked)
     again.last.resume.click()
@@ -122,8 +122,7 @@ def test_another_text_is_noticed(bench: Workbench, root: Path, tmp_path: Path) -
         "calibration": Calibration(str(root / "text.txt"), seed=3),
     }  # fmt: skip
     first = displayed(bench, **asked)
-    first.evaluation.job.button.click()
-    first.evaluation.job.wait(WAIT_SECONDS)
+    press(first.evaluation.job)
     kept(first, lambda text: '"nll"' in text)
     own.write_text((root / "text.txt").read_text()[::-1])
     again = displayed(bench, **asked)

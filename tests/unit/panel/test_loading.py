@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pressing import press
 from tiny_folder import write_model, write_text
 
 from heapr_lab.errors import SpecError
@@ -79,9 +80,7 @@ def test_the_model_comes_behind(asked: dict[str, Any]) -> None:
     assert again.header.value == first.header.value
     assert again.comparison.runs.methods.options
     assert "at most " in again.evaluation.job.text.value
-    again.evaluation.job.button.click()
-    again.evaluation.job.wait(60)
-    assert again.evaluation.job.error.value == ""
+    press(again.evaluation.job)
     assert again.session.measured()["dataset"].tolist() == list(asked["corpora"])
 
 
@@ -89,9 +88,7 @@ def test_who_evaluates_before_waits(asked: dict[str, Any]) -> None:
     """The button needs no second press."""
     opened(asked)
     panel, bench = opened(asked)
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(60)
-    assert panel.evaluation.job.error.value == ""
+    press(panel.evaluation.job)
     assert bench.is_loaded
 
 

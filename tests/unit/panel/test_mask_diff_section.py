@@ -2,21 +2,18 @@
 
 import base64
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from html_text import cells, marked
 from matplotlib import pyplot as plt
+from pressing import cancel, failed, press, stale
 from random_tables import random_table
 from tiny_folder import write_text
 
 from heapr_lab.inspection.activations import top_contexts
 from heapr_lab.inspection.mask_diff import ScoredMask, overlap_text, ranks
-from heapr_lab.panel.jobs import Job, ResultView
-from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession
@@ -56,28 +53,6 @@ def section(session: PruningSession, corpora: tuple[str, str, str]) -> MaskDiffS
     made = MaskDiffSection(session, corpora=corpora)
     made.offer([("A <b>", Selection(0.25), WeightRecipe())])
     return made
-
-
-def press(job: Job) -> None:
-    """Press a button and see that it went well."""
-    job.button.click()
-    job.wait(60)
-    assert job.error.value == ""
-
-
-def failed(job: Job) -> str:
-    """Press a button and see that it says why not."""
-    job.button.click()
-    job.wait(60)
-    assert 'role="alert"' in job.error.value
-    return str(job.error.value)
-
-
-def stale(shown: ResultView) -> bool:
-    """Whether a result is grey, and says so."""
-    grey = STALE in shown._view._dom_classes
-    assert grey == ("Out of date" in shown.note.value)
-    return grey
 
 
 def removed(keep: KeepMask) -> set[Atom]:
@@ -302,21 +277,8 @@ def test_cancel_in_the_middle_of_a_corpus(
     write_text(fresh, n_texts=90)
     section._corpora = (*corpora, str(fresh))
     section.offer([])
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(change: Any) -> None:
-        if ": window: " in change["new"]:
-            reached.set()
-            assert go_on.wait(60)
-
-    section.compare.text.observe(hold, names="value")
     section.b.value = f"current selection, on {fresh}"
-    section.compare.button.click()
-    assert reached.wait(60)
-    section.compare.cancel_button.click()
-    go_on.set()
-    section.compare.wait(60)
-    assert "cancelled" in section.compare.text.value
+    cancel(section.compare, ": window: ")
     assert section.compared.value == ""
     press(section.compare)
     assert atoms_shown(section)

@@ -1,14 +1,13 @@
 """The Compare tab runs methods: beside saved selections, in turn, until cancelled."""
 
 import re
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
+from pressing import error_of, held, press
 from random_tables import random_table
 
 from heapr_lab import methods
@@ -18,13 +17,11 @@ from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.storage.files import read_frame
 
 
-def press(tab: CompareTab, *names: str, ratio: str = "50%") -> str:
+def run(tab: CompareTab, *names: str, ratio: str = "50%") -> str:
     """What stands below the button after these methods were run."""
     tab.runs.methods.value = names
     tab.runs.ratio.value = ratio
-    tab.runs.job.button.click()
-    tab.runs.job.wait(60)
-    return str(tab.runs.job.error.value)
+    return error_of(tab.runs.job)
 
 
 def test_methods_stand_next_to_saved_settings(panel: Explorer, tmp_path: Path) -> None:
@@ -33,7 +30,7 @@ def test_methods_stand_next_to_saved_settings(panel: Explorer, tmp_path: Path) -
     assert tab.runs.methods.options == methods.names()
     panel.controls.ratio.value = "0.25"
     tab.pin_button.click()
-    assert press(tab, "heapr", "reap") == ""
+    assert run(tab, "heapr", "reap") == ""
     frame = tab.frame()
     assert frame["label"].tolist() == ["A", "heapr 50%", "reap 50%"]
     assert frame["achieved_ratio"].tolist() == [0.25, 0.5, 0.5]
@@ -81,7 +78,7 @@ def dots_of(ax: Axes) -> list[Line2D]:
 def test_losses_are_drawn_against_what_is_saved(panel: Explorer) -> None:
     """A dot for each method and ratio, at the parameters that it saves."""
     tab = panel.comparison
-    assert press(tab, "heapr", "random", ratio="25%, 50%") == ""
+    assert run(tab, "heapr", "random", ratio="25%, 50%") == ""
     frame = tab.frame()
     assert frame["label"].tolist() == [
         "heapr 25%", "heapr 50%", "random 25%", "random 50%"
@@ -111,9 +108,9 @@ def test_many_rows_look_different(panel: Explorer) -> None:
 def test_methods_need_no_pin(panel: Explorer) -> None:
     """A second run adds to the first, the same again replaces it; Clear removes all."""
     tab = panel.comparison
-    press(tab, "heapr")
-    press(tab, "heapr", "random", ratio="25%")
-    press(tab, "heapr")
+    run(tab, "heapr")
+    run(tab, "heapr", "random", ratio="25%")
+    run(tab, "heapr")
     labels = ["heapr 25%", "random 25%", "heapr 50%"]
     assert tab.frame()["label"].tolist() == labels
     (alone,) = tab.figure(tab.frame()).axes
@@ -138,14 +135,14 @@ def test_an_error_leaves_what_is_shown(
 ) -> None:
     """It stands below the button; what was made stays, and more can be."""
     tab = panel.comparison
-    press(tab, "heapr")
+    run(tab, "heapr")
     before = tab.chart.value, tab.table.value
-    error = press(tab, *names, ratio=ratio)
+    error = run(tab, *names, ratio=ratio)
     assert message in error
     assert 'role="alert"' in error
     assert (tab.chart.value, tab.table.value) == before
     assert tab.chart.layout.display is None
-    assert press(tab, "frequency") == ""
+    assert run(tab, "frequency") == ""
     assert tab.frame()["label"].tolist() == ["heapr 50%", "frequency 50%"]
     assert bytes(tab.chart.value).startswith(b"\x89PNG")
     assert not tab.export_button.disabled
@@ -154,49 +151,23 @@ def test_an_error_leaves_what_is_shown(
 def test_a_run_is_cancelled_and_others_wait(panel: Explorer) -> None:
     """Progress names the method; Cancel ends it within a fit, and nothing is added."""
     tab, others = panel.comparison, panel.evaluation.job
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(change: Any) -> None:  # the run stands still until Cancel was pressed
-        if "ean at 50%" in change["new"]:
-            reached.set()
-            assert go_on.wait(60)
-
-    tab.runs.job.text.observe(hold, names="value")
     tab.runs.methods.value, tab.runs.ratio.value = ("ean",), "0.5"
-    tab.runs.job.button.click()
-    assert reached.wait(60)
-    others.button.click()
-    assert "wait until Run methods has ended" in others.error.value
-    assert not others.running
-    tab.runs.job.cancel_button.click()
-    go_on.set()
-    tab.runs.job.wait(60)
+    with held(tab.runs.job, "ean at 50%"):
+        assert "wait until Run methods has ended" in error_of(others)
+        tab.runs.job.cancel_button.click()
     assert "cancelled" in tab.runs.job.text.value
     assert tab.runs.job.error.value == ""
     assert tab.runs.rows == []
-    others.button.click()
-    others.wait(60)
-    assert others.error.value == ""
-    assert press(tab, "ean") == ""
+    press(others)
+    assert run(tab, "ean") == ""
     assert tab.frame()["label"].tolist() == ["ean 50%"]
 
 
 def test_methods_wait_for_other_work(panel: Explorer) -> None:
     """A method that drops experts would change what is being evaluated."""
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(change: Any) -> None:
-        if " of " in change["new"]:
-            reached.set()
-            assert go_on.wait(60)
-
     panel.controls.ratio.value = "0.65"
-    panel.evaluation.job.text.observe(hold, names="value")
-    panel.evaluation.job.button.click()
-    assert reached.wait(60)
-    assert "wait until Evaluate has ended" in press(panel.comparison, "reap")
-    go_on.set()
-    panel.evaluation.job.wait(60)
+    with held(panel.evaluation.job, " of "):
+        assert "wait until Evaluate has ended" in run(panel.comparison, "reap")
     assert panel.evaluation.job.error.value == ""
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from pressing import failed, press
 
 from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.errors import CorpusError
@@ -23,8 +23,7 @@ def test_pins_are_compared_and_exported(
     panel.controls.ratio.value = "0.5"
     panel.controls.structure.value = "uniform"
     tab.pin_button.click()
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(60)
+    press(panel.evaluation.job)
     assert [pin.label for pin in tab.pins] == ["A", "B"]
     frame = tab.frame()
     assert frame["achieved_ratio"].tolist() == [0.25, 0.5]
@@ -78,35 +77,8 @@ def test_a_label_that_is_no_formula(
     tab.export_button.click()
     assert "Written to comparison" in tab.exported.value
     tab.diff.b.value = f"pin {label}"
-    tab.diff.compare.button.click()
-    tab.diff.compare.wait(60)
+    press(tab.diff.compare)
     assert "data:image/png" in tab.diff.compared.value
-
-
-@pytest.mark.parametrize("weights", ["compensated", "unchanged"])
-def test_the_model_is_exported(panel: Explorer, tmp_path: Path, weights: str) -> None:
-    """The folder loads again, with the mask chosen; a folder in use is refused."""
-    panel.controls.ratio.value = "0.4"
-    tab = panel.export
-    tab.folder.value = str(tmp_path / "pruned")
-    tab.weights.value = weights
-    tab.job.button.click()
-    tab.job.wait(60)
-    assert tab.job.error.value == ""
-    assert "AutoModelForCausalLM.from_pretrained" in tab.command.value
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
-    widths = [
-        list(module.heapr_widths)
-        for module in loaded.modules()
-        if hasattr(module, "heapr_widths")
-    ]
-    assert widths == panel.session.keep.widths().to_numpy().tolist()
-    manifest = (tmp_path / "pruned" / "heapr_manifest.json").read_text()
-    compensated = "compensated by least squares" in manifest
-    assert compensated == (weights == "compensated")
-    tab.job.button.click()
-    tab.job.wait(60)
-    assert "not empty" in tab.job.error.value
 
 
 def test_what_comes_after_is_written(panel: Explorer, tmp_path: Path) -> None:
@@ -115,9 +87,7 @@ def test_what_comes_after_is_written(panel: Explorer, tmp_path: Path) -> None:
     tab = panel.export
     tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
     tab.distill.value = 25
-    tab.job.button.click()
-    tab.job.wait(60)
-    assert tab.job.error.value == ""
+    press(tab.job)
     manifest = read_json(tmp_path / "pruned" / "heapr_manifest.json")
     assert len(manifest["distillation"]) == 2
 
@@ -133,10 +103,6 @@ def test_unchanged_weights_need_no_text(
     monkeypatch.setattr(panel.session.workbench, "calibration_set", missing)
     tab = panel.export
     tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
-    tab.job.button.click()
-    tab.job.wait(60)
-    assert tab.job.error.value == ""
+    press(tab.job)
     tab.folder.value, tab.distill.value = str(tmp_path / "other"), 25
-    tab.job.button.click()
-    tab.job.wait(60)
-    assert "the corpus is not here" in tab.job.error.value
+    assert "the corpus is not here" in failed(tab.job)

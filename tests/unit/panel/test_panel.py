@@ -2,9 +2,7 @@
 
 import io
 from pathlib import Path
-from typing import Any
 
-import ipywidgets as ipw
 import pandas as pd
 import pytest
 from random_tables import random_table, small_table
@@ -74,23 +72,6 @@ def test_panel_offers_the_estimators_of_the_table() -> None:
     assert set(offered) == names
 
 
-def within(box: Any) -> list[Any]:
-    """All widgets of a panel."""
-    own = list(getattr(box, "children", ()))
-    return own + [widget for child in own for widget in within(child)]
-
-
-def test_every_control_has_a_name() -> None:
-    """All that takes a value says what it is, but for the slider beside its box."""
-    panel = explore(small_table())
-    boxes = (ipw.BoundedFloatText, ipw.BoundedIntText, ipw.Text, ipw.Textarea)
-    kinds = (*boxes, ipw.Dropdown, ipw.SelectMultiple, ipw.Button, ipw.Checkbox)
-    found = [widget for widget in within(panel) if isinstance(widget, kinds)]
-    assert len(found) > 15
-    assert [w for w in found if not w.description] == []
-    assert panel.controls.slider.description == panel.controls.ratio.description
-
-
 def test_numbers_stand_in_a_table() -> None:
     """What is left and saved of atoms, parameters, bytes and FLOPs."""
     panel = explore(small_table(), selection=Selection(ratio=0.5))
@@ -142,19 +123,6 @@ def test_panel_with_camera() -> None:
         "global",
         False,
     )
-
-
-def test_panel_shows_that_a_selection_is_infeasible() -> None:
-    """An infeasible selection is an alert, which goes once it is feasible."""
-    panel = explore(small_table(), selection=Selection(ratio=0.5))
-    panel.controls.min_atoms.value = 4
-    assert 'role="alert"' in panel.error.value
-    assert "the largest possible is 0" in panel.error.value
-    assert "infeasible" in panel.status.value
-    assert "ut of date" in panel.status.value
-    panel.controls.min_atoms.value = 1
-    assert panel.error.value == ""
-    assert "8 of 16 kept" in panel.status.value
 
 
 def test_panel_text_is_the_same_each_time() -> None:

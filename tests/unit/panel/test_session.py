@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from random_tables import D_INTER, small_table
+from random_tables import small_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
@@ -11,39 +11,6 @@ from heapr_lab.panel.answer import answers
 from heapr_lab.panel.session import PruningSession, Step
 from heapr_lab.pruning.options import Selection
 from heapr_lab.workbench.workbench import Workbench
-
-
-def test_session_selects_and_counts() -> None:
-    """Half of 16 atoms go, each with 3 · 8 parameters, and FLOPs go with them."""
-    session = PruningSession(small_table())
-    session.choose(Selection(ratio=0.5))
-    savings = session.savings()
-    assert session.keep.n_removed == 8
-    assert savings is not None
-    row = savings.iloc[0]
-    assert row.parameters_before - row.parameters_after == 8 * 24
-    assert 0 < row.flops_reduction < row.routed_flops_reduction
-    assert "50.0% of the atomic experts removed: 8 of 16 kept" in session.describe()
-
-
-def test_session_follows_the_choice() -> None:
-    """Another scope takes as much of each layer; whole experts go whole."""
-    session = PruningSession(small_table())
-    session.choose(Selection(ratio=0.5))
-    assert session.keep.layer_ratios().nunique() == 2  # global: layer 0 gives more
-    session.choose(Selection(ratio=0.5, scope="layer"))
-    assert session.keep.layer_ratios().tolist() == [0.5, 0.5]
-    session.choose(Selection(ratio=0.5, scope="layer", granularity="expert"))
-    assert sorted(session.keep.widths().loc[0]) == [0, D_INTER]
-
-
-def test_camera_fixes_the_scope() -> None:
-    """Camera is compared within layers only: the session says so."""
-    session = PruningSession(small_table())
-    session.choose(Selection(ratio=0.25, estimator="camera", scope="layer"))
-    assert "scope is layer" in session.describe()
-    session.choose(Selection(ratio=0.25))
-    assert session.note == ""
 
 
 def test_session_without_architecture() -> None:

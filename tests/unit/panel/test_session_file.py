@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from pressing import press
 from random_tables import random_table, small_table
 
 from heapr_lab.errors import SpecError
@@ -20,7 +21,6 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
-EVALUATED = 60
 MAP = Mapped(DIFFERENCE, BY_TRAFFIC, pin=1, layer=1, expert=3)
 INSPECTED = Inspected.__struct_fields__
 
@@ -36,8 +36,7 @@ def used(panel: Explorer) -> Explorer:
     controls.multiple.value = 2
     panel.comparison.pin()
     panel.evaluation.tasks.value = panel.evaluation.tasks.options
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(EVALUATED)
+    press(panel.evaluation.job)
     controls.ratio.value = "0.375"
     controls.scope.value = "layer"
     controls.min_atoms.value = 1
@@ -126,9 +125,7 @@ def test_a_session_is_opened_as_it_was(
     ]  # fmt: skip
     again.comparison.pin()  # the next label is free
     assert len(again.comparison.pins) == 3
-    again.evaluation.job.button.click()  # points can be added to
-    again.evaluation.job.wait(EVALUATED)
-    assert again.evaluation.job.error.value == ""
+    press(again.evaluation.job)
     assert len(again.session.points) == 5  # on the corpus alone, by default
 
 

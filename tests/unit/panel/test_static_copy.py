@@ -14,6 +14,7 @@ import pytest
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 from nbformat.v4 import new_code_cell, new_notebook
+from pressing import press
 from random_tables import small_table
 
 from heapr_lab.experiments.notebooks import normalise
@@ -120,8 +121,7 @@ def test_points_are_copied(panel: Explorer, shown: Shown) -> None:
     """The measured losses of all ratios, and of the selection."""
     panel.controls.ratio.value = "0.25"
     panel._ipython_display_()
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(60)
+    press(panel.evaluation.job)
     panel.copy.update()
     copy = shown[-1][0]
     point = panel.session.points.iloc[-1]

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_tables import small_table
+from pressing import error_of, press
 from tiny_folder import write_text
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import window_nll
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.pictures import LossPicture
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import Sweep, differences, read_ratios, sweep_of
@@ -49,13 +49,6 @@ def swept(panel: Explorer) -> Explorer:
     tab.ratios.value, tab.estimators.value = "25%, 0.5", ("heapr", "magnitude")
     press(tab.job)
     return panel
-
-
-def press(job: Any) -> str:
-    """Press a button, and what went wrong."""
-    job.button.click()
-    job.wait(120)
-    return str(job.error.value)
 
 
 def quiet(*_args: Any, **_options: Any) -> None:
@@ -188,7 +181,7 @@ def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
 
     tab.job.text.observe(move, names="value")
     tab.ratios.value, tab.estimators.value = "75%", ("heapr",)
-    assert press(tab.job) == ""
+    press(tab.job)
     assert swept.session.points["weights"].iloc[-1] == "masked"
     named = "0.75 of the atoms, global scope, by atom, ragged, masked: pruned on "
     assert any(named in text for text in told)
@@ -224,14 +217,14 @@ def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:
         ("heapr", 0.25), ("heapr", 0.5), ("magnitude", 0.25), ("magnitude", 0.5)
     ]  # fmt: skip
     assert "All 4 are measured" in tab.note.value
-    assert "all of this is measured" in press(tab.job)
+    assert "all of this is measured" in error_of(tab.job)
     swept.session.seconds_a_window = 2.0
     tab.ratios.value = "25%, 75%"
     assert "2 of 4 are left to be measured" in tab.note.value
     assert "about " in tab.note.value
     tab.ratios.value = "most"
     assert "expected a fraction" in tab.note.value
-    assert "expected a fraction" in press(tab.job)
+    assert "expected a fraction" in error_of(tab.job)
 
 
 def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
@@ -265,8 +258,3 @@ def test_curves_begin_with_the_dense_model(swept: Explorer) -> None:
     assert [line.get_markevery() for line in lines] == [slice(1, None)] * 2
     assert [one.has_yerr for one in picture.ax.containers] == [True, True]
     assert len(picture.ax.collections) == 2  # the bars
-
-
-def test_a_table_alone_cannot_sweep() -> None:
-    """The button is off."""
-    assert explore(small_table()).evaluation.sweep.job.button.disabled

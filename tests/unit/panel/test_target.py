@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pressing import press
 from random_tables import random_table, small_table
 from tiny_folder import write_text
 
@@ -39,13 +40,6 @@ def panel(bench: Workbench, root: Any, monkeypatch: pytest.MonkeyPatch) -> Explo
     return panel
 
 
-def search(panel: Explorer) -> None:
-    """Press the button."""
-    panel.search.button.click()
-    panel.search.wait(60)
-    assert panel.search.error.value == ""
-
-
 def ratios(panel: Explorer) -> list[float]:
     """The ratios with a point."""
     points = panel.session.points
@@ -58,7 +52,7 @@ def test_a_target_is_searched_for_by_measuring(panel: Explorer) -> None:
     assert "infeasible" in panel.status.value
     assert panel.controls.ratio.disabled
     panel.tabs.selected_index = 1
-    search(panel)
+    press(panel.search)
     assert panel.error.value == ""
     assert panel.session.selection.ratio == pytest.approx(0.4, abs=0.011)
     assert panel.session.keep.achieved_ratio**2 <= RISE
@@ -71,14 +65,14 @@ def test_a_target_is_searched_for_by_measuring(panel: Explorer) -> None:
 
 def test_a_search_goes_on_from_what_was_measured(panel: Explorer) -> None:
     """Again nothing is run; for another target only what is missing."""
-    search(panel)
+    press(panel.search)
     first = ratios(panel)
-    search(panel)
+    press(panel.search)
     assert ratios(panel) == first
     panel.controls.rise.value = RISE / 4
     shown = panel.session.selection.ratio  # the largest that is known to be within it
     assert shown == max((one for one in first if one**2 <= RISE / 4), default=0)
-    search(panel)
+    press(panel.search)
     assert panel.session.selection.ratio == pytest.approx(0.2, abs=0.011)
     assert set(first) < set(ratios(panel))
 
@@ -103,7 +97,7 @@ def test_a_ratio_is_of_what_it_was_measured_for(
     panel: Explorer, change: Callable[[Explorer], None]
 ) -> None:
     """Of another corpus, other weights or another scope there is none yet."""
-    search(panel)
+    press(panel.search)
     assert panel.error.value == ""
     change(panel)
     assert f"press {SEARCH}" in panel.error.value
@@ -125,7 +119,7 @@ def test_ratios_that_cannot_be_selected_are_not_tried(panel: Explorer) -> None:
     """With at least half of the atoms in each expert, half is the most."""
     panel.controls.min_atoms.value = 50
     panel.controls.rise.value = 1.0
-    search(panel)
+    press(panel.search)
     assert ratios(panel) == [0.5]
     assert panel.session.selection.ratio == 0.5
 
@@ -133,6 +127,6 @@ def test_ratios_that_cannot_be_selected_are_not_tried(panel: Explorer) -> None:
 def test_a_target_that_nothing_meets_prunes_nothing(panel: Explorer) -> None:
     """The ratio is 0, and what was measured is said."""
     panel.controls.rise.value = 0.0
-    search(panel)
+    press(panel.search)
     assert panel.session.selection.ratio == 0
     assert "Measured: 95%" in panel.status.value

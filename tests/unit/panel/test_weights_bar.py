@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from pressing import press
 
 from heapr_lab.checkpoints import folder as folders
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -24,13 +25,6 @@ from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.storage.files import read_json
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
-
-
-def press(job: Any) -> None:
-    """Press a button and see that it went well."""
-    job.button.click()
-    job.wait(120)
-    assert job.error.value == ""
 
 
 def last_point(panel: Explorer) -> dict[str, Any]:
@@ -277,6 +271,8 @@ def test_export_says_what_the_switch_does(panel: Explorer) -> None:
     assert "W_down compensated" in panel.export.note.value
     panel.weights.weights.value = "unchanged"
     assert "as they are" in panel.export.note.value
+    panel.weights.weights.value = "compress"
+    assert "compensated, or HEAPr" in panel.export.note.value
 
 
 def test_inspect_follows_the_switch(panel: Explorer) -> None:

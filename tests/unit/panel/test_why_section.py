@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from html_text import cells, marked
+from pressing import failed, press, stale
 from tiny_folder import write_model, write_text
 
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
@@ -14,8 +15,6 @@ from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.inspection.restoring import Restored, n_runs, restored
 from heapr_lab.panel import attribution_html as views
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.jobs import Job, ResultView
-from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
@@ -45,26 +44,12 @@ def tab(session: PruningSession) -> InspectTab:
     return tab
 
 
-def press(job: Job) -> None:
-    """Press a button and see that it went well."""
-    job.button.click()
-    job.wait(60)
-    assert job.error.value == ""
-
-
 def model_and_ids(tab: InspectTab) -> tuple[Any, torch.Tensor]:
     """What the tab works on."""
     bench: Any = tab.session.workbench
     return bench.model, read_passage(
         bench.model, bench.tokenizer, text=tab.text.value
     ).ids
-
-
-def stale(shown: ResultView) -> bool:
-    """Whether a result is grey, and says so."""
-    grey = STALE in shown._view._dom_classes
-    assert grey == ("Out of date" in shown.note.value)
-    return grey
 
 
 def test_attribute(tab: InspectTab) -> None:
@@ -178,9 +163,7 @@ def test_an_error_leaves_no_result(tab: InspectTab) -> None:
         assert shown.value
     tab.text.value = "a"  # one token: nothing is predicted
     for job, shown in pairs:
-        job.button.click()
-        job.wait(60)
-        assert 'role="alert"' in job.error.value
+        failed(job)
         assert shown.value == ""
 
 
@@ -189,9 +172,7 @@ def test_an_infeasible_selection(tab: InspectTab) -> None:
     tab.session.choose(Selection(0.5, exclude_layers=(99,)))
     tab.refresh()
     assert tab.why.note.value == ""
-    tab.why.measure.button.click()
-    tab.why.measure.wait(60)
-    assert "no routed experts in layers 99" in tab.why.measure.error.value
+    assert "no routed experts in layers 99" in failed(tab.why.measure)
 
 
 # --- the views ----------------------------------------------------------------------

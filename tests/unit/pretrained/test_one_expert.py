@@ -1,6 +1,5 @@
 """A dense Llama opened as a MoE computes the same; what would not is refused."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ import pytest
 import torch
 from families import randomise
 from keeps import logits_of
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored_tensors import changed_tensors
 from tiny_folder import D_VOCAB, write_model, write_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -75,11 +74,6 @@ def check_equal(folder: Path, **options: Any) -> Any:
         assert torch.equal(logits_of(model, ids), logits_of(dense, ids)), shape
     assert len(find_experts(model)) == SIZES["num_hidden_layers"]
     return model
-
-
-def change(path: Path, **changes: Any) -> None:
-    """Change settings in a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 # --- exactness --------------------------------------------------------------------
@@ -164,11 +158,10 @@ def test_shards_and_types_are_kept(tmp_path: Path) -> None:
 def test_older_files_hold_what_is_computed_now(tmp_path: Path) -> None:
     """The frequencies of rotary embeddings are left out."""
     folder = write_dense(tmp_path / "d")
-    path = folder / "model.safetensors"
-    old = {
-        f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(6) for n in (0, 1)
-    }
-    save_file(load_file(path) | old, path, metadata={"format": "pt"})
+    with changed_tensors(folder) as tensors:
+        for n in (0, 1):
+            name = f"model.layers.{n}.self_attn.rotary_emb.inv_freq"
+            tensors[name] = torch.ones(6)
     check_equal(folder)
 
 
@@ -186,9 +179,9 @@ def test_it_is_made_once_and_anew_when_the_files_change(tmp_path: Path) -> None:
     first = (made / "model.safetensors").stat().st_mtime_ns
     assert model_folder(name) == made
     assert (made / "model.safetensors").stat().st_mtime_ns == first
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        tensors = {key: file.get_tensor(key) + 1 for key in file.keys()}  # noqa: SIM118
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with changed_tensors(folder) as tensors:
+        for name_of in tensors:
+            tensors[name_of] += 1
     assert model_folder(name) != made
     check_equal(folder)
 
@@ -300,23 +293,21 @@ def test_settings_nobody_can_express_are_refused(
 
 def add_bias(path: Path) -> None:
     """A bias that the configuration does not tell of."""
-    bias = {"model.layers.1.mlp.down_proj.bias": torch.ones(48)}
-    save_file(load_file(path) | bias, path, metadata={"format": "pt"})
+    with changed_tensors(path) as tensors:
+        tensors["model.layers.1.mlp.down_proj.bias"] = torch.ones(48)
 
 
 def drop(path: Path) -> None:
     """A tensor less."""
-    tensors = load_file(path)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
+    with changed_tensors(path) as tensors:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
 
 
 def reshape(path: Path) -> None:
     """An FFN that is narrower than the others."""
-    tensors = load_file(path)
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name][:40].contiguous()
-    save_file(tensors, path, metadata={"format": "pt"})
+    with changed_tensors(path) as tensors:
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name] = tensors[name][:40]
 
 
 def truncate(path: Path) -> None:

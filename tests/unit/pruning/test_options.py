@@ -65,6 +65,9 @@ def test_one_form_of_what_is_equal() -> None:
         Decimal("0.3"), layer_ratios=((1, 0.5), (2, 0.1)), exclude_layers=(3, 4)
     )  # type: ignore[arg-type]
     assert given_so.own_layers == (1, 2)
+    for layers in (np.array([1, 0]), range(2), (layer for layer in (0, 1))):
+        other = Selection(0.3, exclude_layers=layers)  # type: ignore[arg-type]
+        assert other == Selection(0.3, exclude_layers=(0, 1))
 
 
 def test_numbers_of_numpy_become_python_numbers() -> None:
@@ -199,7 +202,10 @@ def test_ratios_do_not_change_the_ranking() -> None:
         ({"ratio": 0.5, "min_atoms": 2**31}, "no expert has so many"),
         ({"ratio": 0.5, "multiple": 0}, "multiple must be a whole number from 1"),
         ({"ratio": 0.5, "exclude_layers": "12"}, "a list of layer numbers, got '12'"),
-        ({"ratio": 0.5, "exclude_layers": [-1]}, "a layer of exclude_layers must be"),
+        *(
+            ({"ratio": 0.5, "exclude_layers": layers}, "exclude_layers must be .*got")
+            for layers in ([-1], [1.7], ["1"], [True], [None], 1, b"\x01", [1.0])
+        ),
         ({"ratio": 0.5, "layer_ratios": {-1: 0}}, "a layer of layer_ratios must be"),
     ],
 )

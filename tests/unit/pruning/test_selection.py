@@ -190,6 +190,10 @@ def test_every_expert_keeps_its_least() -> None:
         ({"exclude_layers": [0, 1]}, "names every layer"),
         ({"exclude_layers": [0], "layer_ratios": {0: 0.1}}, r"layers \[0\] are in"),
         ({"layer_ratios": {0: 0.1}, "of": "model"}, "layer_ratios are shares"),
+        *(
+            ({"layer_ratios": {layer: 0.1}}, "layer_ratios must be a whole number")
+            for layer in (1.7, "1", True)
+        ),
         ({"exclude_layers": [0], "structure": "uniform"}, "one width for all layers"),
         ({"estimator_options": {"seed": 1}}, "'heapr' has no option seed"),
     ],

@@ -1,7 +1,6 @@
 """What is saved and written: one number for all who ask, and files as their source."""
 
 import json
-import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,13 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from commands import run
 from families import tiny_model
+from pressing import cancel, failed, press
 from stored_tensors import tensors_in
 from tiny_folder import D_VOCAB, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from heapr_lab.cli.app import app
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.sources import read_source, source_of, weights_bytes
@@ -41,18 +40,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder / "moe")
     write_tokenizer(folder / "moe")
     write_text(folder / "text.txt")
-    command(
+    run(
         "score", folder / "moe", "--corpus", folder / "text.txt",
         "--profile", "small", "--seq-len", SEQ_LEN, "--out", folder / "table.parquet",
     )  # fmt: skip
     return folder
-
-
-def command(*arguments: object) -> str:
-    """What a command prints; it has to succeed."""
-    result = CliRunner().invoke(app, [str(part) for part in arguments])
-    assert result.exit_code == 0, result.output
-    return str(result.stdout)
 
 
 def bench_of(root: Path) -> Workbench:
@@ -72,9 +64,7 @@ def export(panel: Explorer, folder: Path, *, weights: str) -> str:
     """What the tab shows after Export was pressed."""
     panel.export.folder.value = str(folder)
     panel.export.weights.value = weights
-    panel.export.job.button.click()
-    panel.export.job.wait(60)
-    assert panel.export.job.error.value == ""
+    press(panel.export.job)
     return str(panel.export.command.value)
 
 
@@ -85,7 +75,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> None:
     """Its selection and calibration, read back, select the same atoms."""
-    command(
+    run(
         "prune", root / "moe", "--ratio", 0.3,
         "--estimator", "fisher", "--corpus", root / "text.txt", "--n-sequences", 4,
         "--seq-len", SEQ_LEN, "--profile", "small",
@@ -113,7 +103,7 @@ def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
     asked = panel.session.savings()
     assert asked is not None
     export(panel, tmp_path / "pruned", weights="unchanged")
-    out = command(
+    out = run(
         "prune", root / "moe", "--importance", root / "table.parquet",
         "--estimator", "heapr", "--ratio", 0.25, "--json",
     )  # fmt: skip
@@ -139,9 +129,9 @@ def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
 def test_the_command_line_says_the_context(root: Path) -> None:
     """In text beside the counts; another context where the user asks for one."""
     base = ("prune", root / "moe", "--importance", root / "table.parquet")
-    shown = command(*base, "--ratio", 0.25)
+    shown = run(*base, "--ratio", 0.25)
     assert f"at {SEQ_LEN} tokens of context" in shown
-    other = json.loads(command(*base, "--ratio", 0.25, "--seq-len", 512, "--json"))
+    other = json.loads(run(*base, "--ratio", 0.25, "--seq-len", 512, "--json"))
     assert other["seq_len"] == 512
 
 
@@ -168,7 +158,7 @@ def test_a_checkpoint_has_the_type_and_size_of_its_source(
     panel.controls.ratio.value = "0.4"
     told = export(panel, tmp_path / "panel", weights=weights)
     method = "best" if weights == "compress" else "paper"
-    facts = json.loads(command(
+    facts = json.loads(run(
         "prune", root / "moe", "--corpus", root / "text.txt", "--profile", "small",
         "--seq-len", SEQ_LEN, "--method", method, "--ratio", 0.4,
         "--out", tmp_path / "line", "--json",
@@ -195,7 +185,7 @@ def test_panel_and_command_line_write_the_same_weights(
     panel = panel_of(root, bench_of(root))
     panel.controls.ratio.value = "0.4"
     export(panel, tmp_path / "panel", weights="unchanged")
-    command(
+    run(
         "prune", root / "moe", "--importance", root / "table.parquet", "--ratio", 0.4,
         "--estimator", "heapr", "--out", tmp_path / "line",
     )  # fmt: skip
@@ -235,9 +225,7 @@ def test_a_width_that_the_files_cannot_have_is_refused_first(
     panel.controls.multiple.value = 4
     panel.export.folder.value = str(tmp_path / "pruned")
     monkeypatch.delattr(type(panel.session.workbench), "calibration_set")
-    panel.export.job.button.click()
-    panel.export.job.wait(60)
-    assert "a multiple of 8" in panel.export.job.error.value
+    assert "a multiple of 8" in failed(panel.export.job)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -295,40 +283,6 @@ def test_export_is_cancelled_while_it_measures(root: Path, tmp_path: Path) -> No
     panel = panel_of(root, bench_of(root))
     panel.controls.ratio.value = "0.45"
     panel.export.folder.value = str(tmp_path / "pruned")
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(change: Any) -> None:  # the work stands still until Cancel was pressed
-        if "as written" in change["new"] and not reached.is_set():
-            reached.set()
-            assert go_on.wait(60)
-
-    panel.export.job.text.observe(hold, names="value")
-    panel.export.job.button.click()
-    assert reached.wait(60)
-    panel.export.job.cancel_button.click()
-    go_on.set()
-    panel.export.job.wait(60)
-    assert "cancelled" in panel.export.job.text.value
+    cancel(panel.export.job, "as written")
     assert panel.export.command.value == ""
     assert list(tmp_path.iterdir()) == []
-
-
-def test_each_place_says_which_weights_it_shows(root: Path) -> None:
-    """Evaluate and Inspect say the way of the switch, and Export what it is."""
-    panel = panel_of(root, bench_of(root))
-    panel.controls.ratio.value = "0.3"
-    panel.weights.weights.value = "unchanged"
-    panel.evaluation.job.button.click()
-    panel.evaluation.job.wait(60)
-    assert "Last point, masked:" in panel.evaluation.message.value
-    lines = panel.evaluation._picture.ax.get_lines()
-    assert any(line.get_label().endswith("ragged, masked") for line in lines)
-    panel.inspection.text.value = "aaab bbba abab"
-    panel.inspection.compare.button.click()
-    panel.inspection.compare.wait(60)
-    assert "ragged, masked)" in panel.inspection.compared.value
-    assert "masked: as they are" in panel.export.note.value
-    panel.weights.weights.value = "compress"
-    assert "compensated, or HEAPr" in panel.export.note.value
-    panel.weights.weights.value = "compensated"
-    assert "compensated: W_down compensated" in panel.export.note.value

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored_tensors import changed_tensors
 from tiny_folder import write_model, write_text
 
 from heapr_lab.checkpoints import save
@@ -76,13 +77,14 @@ def test_the_card_says_what_was_compared(
 
 def damage(folder: Path) -> None:
     """Add a little to one matrix of one expert."""
-    files = {path: load_file(path) for path in folder.glob("*.safetensors")}
-    path, name = next(
-        (path, name) for path in files for name in files[path] if "down_proj" in name
+    found = (
+        (path, name)
+        for path in folder.glob("*.safetensors")
+        for name in load_file(path)
     )
-    tensors = files[path]
-    tensors[name] = tensors[name] + 0.05
-    save_file(tensors, path, metadata={"format": "pt"})
+    path, name = next(one for one in found if "down_proj" in one[1])
+    with changed_tensors(path) as tensors:
+        tensors[name] += 0.05
 
 
 def test_a_wrong_tensor_leaves_nothing(

@@ -144,9 +144,6 @@ def test_too_little_to_sum(model: nn.Module) -> None:
         pytest.raises(SpecError, match="autocast to bfloat16"),
     ):
         collect_grams(model, WINDOWS)
-    outside = CalibrationSet.from_ids(IDS + 48)
-    with pytest.raises(SpecError, match="48"):
-        collect_grams(model, outside)
 
 
 def test_activations_of_low_precision_are_multiplied_in_single(

@@ -1,0 +1,73 @@
+"""Buttons of the panel, pressed as a person does it, and what is grey then."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from heapr_lab.panel.jobs import Job, ResultView
+from heapr_lab.panel.looks import STALE
+
+PATIENCE_SECONDS = 120
+
+
+def error_of(job: Job) -> str:
+    """What stands below a button after it was pressed and its work has ended."""
+    job.button.click()
+    job.wait(PATIENCE_SECONDS)
+    assert not job.running
+    return str(job.error.value)
+
+
+def press(job: Job) -> None:
+    """Press a button and see that it went well."""
+    assert error_of(job) == ""
+
+
+def failed(job: Job) -> str:
+    """Press a button and see that an alert says why not."""
+    error = error_of(job)
+    assert 'role="alert"' in error
+    return error
+
+
+@contextlib.contextmanager
+def held(job: Job, said: str = "") -> Iterator[None]:
+    """Press a button; in the block its work stands still, where it says `said`."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(change: Any) -> None:
+        told = change["new"]
+        if said in told and "starting" not in told and not reached.is_set():
+            reached.set()
+            assert go_on.wait(PATIENCE_SECONDS)
+
+    job.text.observe(hold, names="value")
+    job.button.click()
+    assert reached.wait(PATIENCE_SECONDS)
+    try:
+        yield
+    finally:
+        go_on.set()
+        job.wait(PATIENCE_SECONDS)
+
+
+def cancel(job: Job, said: str = "") -> None:
+    """Press a button, and Cancel where the work says `said`: it ends without error."""
+    with held(job, said):
+        job.cancel_button.click()
+    assert "cancelled" in job.text.value
+    assert job.error.value == ""
+    assert not job.button.disabled
+
+
+def is_stale(widget: Any) -> bool:
+    """Whether a widget is grey."""
+    return STALE in widget._dom_classes
+
+
+def stale(shown: ResultView) -> bool:
+    """Whether a result is grey, and says so."""
+    grey = is_stale(shown._view)
+    assert grey == ("Out of date" in shown.note.value)
+    return grey
