@@ -106,7 +106,8 @@ TEXTS: dict[str, Callable[[Workbench, CalibrationSet], CalibrationSet]] = {
 
 def measured(case: Case, model: Any) -> dict[str, Any]:
     """Losses on held-out text, and the agreement of what both models write."""
-    bench, row = case.bench, {}
+    bench = case.bench
+    row: dict[str, Any] = {}
     for corpus in (CORPUS, OTHER):
         ids = bench.test_windows(corpus).ids[:N_TEST]
         losses = [window_nll(own, ids).tolist() for own in (model, bench.model)]
