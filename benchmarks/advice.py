@@ -90,6 +90,8 @@ def uses_table() -> pd.DataFrame:
 def worse_table(rows: pd.DataFrame) -> pd.DataFrame:
     """How often something else loses more than HEAPr on the calibrated corpus.
 
+    What was not measured at a ratio has a dash there.
+
     Args:
         rows: of `benchmarks/quality.py`, several models, at equal atoms.
     """
@@ -102,7 +104,7 @@ def worse_table(rows: pd.DataFrame) -> pd.DataFrame:
         counts = worse.groupby(part["ratio"]).agg(["sum", "size"]).astype(str)
         found[f"{name} loses more"] = counts["sum"] + " of " + counts["size"]
     found = found.rename(columns=lambda name: name.replace("own", "self-generated"))
-    found = found.rename_axis("removed").dropna().reset_index()
+    found = found.rename_axis("removed").fillna("–").reset_index()
     return found.assign(removed=found["removed"].map("{:.0%}".format))
 
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows
 from benchmarks.quality import model_folder
+from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.inspection.agreement import evaluate_agreement
 from heapr_lab.pruning.selection import select
@@ -105,12 +106,13 @@ TEXTS: dict[str, Callable[[Workbench, CalibrationSet], CalibrationSet]] = {
 
 def measured(case: Case, model: Any) -> dict[str, Any]:
     """Losses on held-out text, and the agreement of what both models write."""
-    bench, row = case.bench, {}
+    bench = case.bench
+    row: dict[str, Any] = {}
     for corpus in (CORPUS, OTHER):
         ids = bench.test_windows(corpus).ids[:N_TEST]
-        losses = window_nll(model, ids) - window_nll(bench.model, ids)
-        row[f"delta_nll {corpus}"] = float(losses.mean())
-        row[f"stderr {corpus}"] = float(losses.std() / len(losses) ** 0.5)
+        losses = [window_nll(own, ids).tolist() for own in (model, bench.model)]
+        rise, stderr = paired_difference(*losses)
+        row |= {f"delta_nll {corpus}": rise, f"stderr {corpus}": stderr}
     prompts = bench.test_windows(CORPUS).ids[:N_TEST, :N_PROMPT]
     found = evaluate_agreement(
         bench.model, model, prompts, bench.tokenizer, n_new=N_NEW, batch_size=N_TEST

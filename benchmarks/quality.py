@@ -16,6 +16,7 @@ by one, so that a stopped run resumes where it was.
 import argparse
 import contextlib
 import dataclasses
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows
+from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.named import LAB
@@ -266,17 +268,20 @@ def measure(measured: Measured, variant: Variant, ratio: float) -> list[dict[str
     saved = savings_of(keep, table).iloc[0]
     rows = []
     for corpus in CORPORA:
-        losses = measured.losses(corpus, keep, downs)
-        against = losses - measured.reference(corpus, ratio)
+        losses = measured.losses(corpus, keep, downs).tolist()
+        paper, dense = (
+            measured.reference(corpus, own).tolist() for own in (ratio, None)
+        )
+        against, stderr = paired_difference(losses, paper)
         rows.append(
             {
                 "test": corpus,
                 "achieved_ratio": keep.achieved_ratio,
                 "routed_flops_reduction": float(saved["routed_flops_reduction"]),
-                "nll": float(losses.mean()),
-                "delta_nll": float((losses - measured.reference(corpus, None)).mean()),
-                "against_paper": float(against.mean()),
-                "stderr": float(against.std() / len(against) ** 0.5),
+                "nll": statistics.fmean(losses),
+                "delta_nll": paired_difference(losses, dense)[0],
+                "against_paper": against,
+                "stderr": stderr,
                 **cost,
             }
         )

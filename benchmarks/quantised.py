@@ -17,7 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +25,7 @@ from benchmarks.machine import machine, write_results
 from benchmarks.quality import model_folder
 from heapr_lab.checkpoints.convert import quantise_model
 from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.ragged_experts import QUANTISED
@@ -60,7 +60,7 @@ def write(bench: Workbench, keep: KeepMask, weights: str, folder: Path) -> Path:
 def measure(bench: Workbench, name: str, corpus: str) -> list[dict[str, Any]]:
     """A row of the model `name` for each ratio and kind of weights."""
     windows = bench.test_windows(corpus)
-    dense = np.array(bench.perplexity(None, windows).windows)
+    dense = bench.perplexity(None, windows).windows
     rows = []
     for ratio in RATIOS:
         keep = mask(bench, ratio, corpus)
@@ -70,7 +70,7 @@ def measure(bench: Workbench, name: str, corpus: str) -> list[dict[str, Any]]:
                 loaded = read_weights(folder, dtype="float32")
                 n_bytes = weights_bytes(folder)
             found = evaluate_perplexity(loaded, windows.ids)
-            rise = np.array(found.windows) - dense
+            rise, stderr = paired_difference(found.windows, dense)
             rows.append(
                 {
                     "model": f"{name} model",
@@ -78,8 +78,8 @@ def measure(bench: Workbench, name: str, corpus: str) -> list[dict[str, Any]]:
                     "ratio": ratio,
                     "bytes": n_bytes,
                     "nll": found.nll,
-                    "delta_nll": float(rise.mean()),
-                    "stderr": float(rise.std() / len(rise) ** 0.5),
+                    "delta_nll": rise,
+                    "stderr": stderr,
                     "n_tokens": found.n_tokens,
                 }
             )

@@ -57,7 +57,8 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
 
     Mean Δloss over corpora and seeds ÷ HEAPr's, on the calibrated corpora and on the
     others; the largest quotient of any corpora and seed; and, on the calibrated
-    corpora, the multiple of HEAPr's ratio at which the loss is the same.
+    corpora, the multiple of HEAPr's ratio at which the loss is the same. A ratio at
+    which HEAPr loses less than 0.005 nats has no quotient, and no column.
     """
     data = data[~data["calibration"].str.contains(r"[*+]")]
     same = data["calibration"].eq(data["test"])
@@ -75,12 +76,12 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
             name = f"ratio of the loss of HEAPr at {100 * ratio:g} % [×] ↑"
             row[name] = _ratio_gained(own[same.loc[own.index]], ratio)
         rows.append(row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).dropna(axis="columns", how="all")
 
 
 def _pooled(rows: pd.DataFrame) -> float:
-    """Mean Δloss of the rows ÷ HEAPr's; missing without rows or a loss of HEAPr's."""
-    if rows.empty or not rows["paper"].sum():
+    """Mean Δloss of the rows ÷ HEAPr's; NaN where HEAPr's is not measurable."""
+    if rows.empty or rows["paper"].mean() < MEASURABLE:
         return float("nan")
     return float(rows["delta_nll"].sum() / rows["paper"].sum())
 
@@ -114,17 +115,19 @@ def models_data(measured: pd.DataFrame) -> pd.DataFrame:
         The rows, with the columns `paper`, HEAPr's Δloss, and `relative`.
     """
     rows = _beside_paper(measured).dropna(subset="paper")
-    rows = rows[rows["calibration"].isin(rows["test"])].reset_index(drop=True)
-    measurable = rows["paper"].ge(MEASURABLE)
-    return rows.assign(relative=rows["relative"].where(measurable))
+    return rows[rows["calibration"].isin(rows["test"])].reset_index(drop=True)
 
 
 def _beside_paper(measured: pd.DataFrame) -> pd.DataFrame:
-    """The rows with HEAPr's Δloss in the same run, `paper`, and their `relative`."""
+    """The rows with HEAPr's Δloss in the same run, `paper`, and their `relative`.
+
+    Where HEAPr loses less than 0.005 nats there is no quotient.
+    """
     paper = measured[measured["variant"].eq(PAPER)]
     own = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
     rows = measured.merge(own, on=_RUN, how="left")
-    return rows.assign(relative=rows["delta_nll"] / rows["paper"])
+    measurable = rows["paper"].ge(MEASURABLE)
+    return rows.assign(relative=(rows["delta_nll"] / rows["paper"]).where(measurable))
 
 
 def _calibrated(data: pd.DataFrame) -> pd.DataFrame:
@@ -177,7 +180,8 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
 
     Δloss ÷ HEAPr's, pooled over models, corpora and seeds (sum ÷ sum), and the largest
     quotient of any of them, with its model and corpus; then on text that nothing was
-    calibrated on.
+    calibrated on. A ratio at which HEAPr loses less than 0.005 nats on the mean has no
+    quotient, and no column.
     """
     rows = []
     other = _on_other_text(data)
@@ -194,7 +198,7 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
         row["other text, 40, 60 % [× HEAPr] ↓"] = _pooled(elsewhere)
         row["worst, other text, 40, 60 % [×]"] = _worst_where(elsewhere)
         rows.append(row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).dropna(axis="columns", how="all")
 
 
 def _worst_where(rows: pd.DataFrame) -> str | None:
@@ -250,8 +254,8 @@ def _quotient(rows: pd.DataFrame) -> str:
 
 
 def _gain(rows: pd.DataFrame) -> tuple[float, float]:
-    """Sum of Δloss ÷ HEAPr's, and half of its 95 % interval; NaN without a loss."""
-    if rows.empty or rows["paper"].mean() < MEASURABLE:
+    """Sum of Δloss ÷ HEAPr's, and half of its 95 % interval; NaN as `_pooled`."""
+    if np.isnan(_pooled(rows)):
         return np.nan, np.nan
     # All seeds of a model and corpus are tested on the same windows.
     runs = rows.groupby(["model", "calibration", "test"])[["stderr", "paper"]].mean()

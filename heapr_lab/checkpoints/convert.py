@@ -21,12 +21,16 @@ from heapr_lab.pruning.surgery import prune
 
 _NOT_CARRIED = (
     "format_version",
+    "structure",
+    "selection",
     "keep_fingerprint",
+    "atoms",
+    "atoms_kept",
     "sha256",
     "files",
     "reloaded",
 )
-"""What a manifest says of the files that it is beside."""
+"""What a manifest says of the files that it is beside, the mask among them."""
 _SLICED = "sliced, otherwise unchanged"
 
 

@@ -155,6 +155,8 @@ def _check_named(folder: Path) -> None:
 
 _SAID = ("structure", "base_model", "keep_fingerprint")
 """What the manifest of every pruned checkpoint says."""
+_MEASURED = ("perplexity", "savings")
+"""What it may say of them, by name."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -165,7 +167,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST_FILE
     said = files.read_json(path) if path.is_file() else None
-    if not isinstance(said, dict) or not said.keys() >= set(_SAID):
+    if not (
+        isinstance(said, dict)
+        and all(isinstance(said.get(name), str) for name in _SAID)
+        and all(isinstance(said.get(name, {}), dict) for name in _MEASURED)
+    ):
         raise CacheError(
             f"{path} is missing or damaged: expected a JSON object with "
             f"{', '.join(_SAID)}; take the one that was written with the weights"

@@ -80,7 +80,7 @@ def mean_activations(table: ImportanceTable) -> dict[int, np.ndarray]:
 
 
 def _compress(request: Request) -> AtomCompression:
-    """Elimination with compensation, or HEAPr's where held-out windows see no gain."""
+    """A mask with compensation, or HEAPr's where held-out windows see no gain."""
     found = fit_compression(
         request.model,
         request.calibration,
@@ -162,7 +162,7 @@ ATOMS = (
     ),
     Method(
         "compress",
-        "ours: elimination and compensation, where held-out windows are in favour",
+        "ours: a compensated mask, where held-out windows are in favour",
         "this project (heapr_lab.refinement.compress)",
         "atoms",
         _compress,

@@ -1,5 +1,6 @@
 """What a method is: a name, where it comes from, and a rule that fits it to a model."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -181,7 +182,8 @@ class Method:
         """`options`, completed with the defaults.
 
         Raises:
-            SpecError: there is no such option, or the value has another type.
+            SpecError: there is no such option, or the value is of another type or no
+                number.
         """
         unknown = sorted(set(options) - set(self.options))
         if unknown:
@@ -192,7 +194,8 @@ class Method:
         for name, value in options.items():
             kind = type(self.options[name])
             kinds = (int, float) if kind is float else kind
-            if not isinstance(value, kinds) or (kind is not bool) & (value is True):
+            other = not isinstance(value, kinds) or (kind is not bool) & (value is True)
+            if other or (kind is float and not math.isfinite(value)):
                 raise SpecError(
                     f"option {name} of method {self.name!r} is {value!r}, expected "
                     f"{kind.__name__}, such as {self.options[name]!r}"

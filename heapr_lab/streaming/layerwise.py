@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError
+from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.streaming.stream import replace_layers, stream_of
@@ -242,18 +242,21 @@ class LayerByLayer:
         Raises:
             LayoutError: layers hand on more than hidden states, or are not called once
                 each, in order.
+            HeaprLabError: a file changed.
         """
         calls: list[_Call] = []
 
         def note(number: int, states: torch.Tensor, *args: Any, **options: Any) -> Any:
             if number != len(calls):
-                raise LayoutError("decoder layers are not run once each, in order")
+                raise RuntimeError("they are not run once each, in order")
             calls.append((args, options))
             return states
 
         try:
             with replace_layers(note):
                 final_states(self._model, ids)
+        except HeaprLabError:  # of a file
+            raise
         except (TypeError, ValueError, RuntimeError, LookupError) as error:
             raise LayoutError(
                 f"decoder layers of {type(self._model).__name__} hand on more than "

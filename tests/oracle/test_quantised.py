@@ -174,6 +174,31 @@ def test_a_damaged_manifest_is_refused(said: str | None, tmp_path: Path) -> None
         loading_code(folder)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"structure": None},
+        {"base_model": [1]},
+        {"perplexity": None},
+        {"savings": [1]},
+    ],
+    ids=str,
+)
+def test_a_manifest_with_damaged_values_is_refused(said: Any, tmp_path: Path) -> None:
+    """What is said of the mask is read from the mask; the rest is of a kind."""
+    model = tiny_model("qwen3_moe", hidden_size=64)
+    folder = save_pruned(prune(model, random_keep(model)), tmp_path / "one")
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    of_the_mask = {"selection": [1], "atoms": None, "atoms_kept": "x"}
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | of_the_mask))
+    convert(folder, tmp_path / "out", quantised="int8")
+    again = json.loads((tmp_path / "out" / MANIFEST_FILE).read_text())
+    assert {k: again[k] for k in of_the_mask} == {k: manifest[k] for k in of_the_mask}
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | said))
+    with pytest.raises(CacheError, match=f"{MANIFEST_FILE} is missing or damaged"):
+        convert(folder, tmp_path / "other", quantised="int8")
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize("broken", [float("inf"), -float("inf"), float("nan")])
 def test_a_weight_that_is_not_finite_is_not_rounded(kind: str, broken: float) -> None:

@@ -375,6 +375,15 @@ def test_a_shard_that_changes_within_a_pass(
         collect_statistics(model, WINDOWS, batch_size=1, progress=progress)
 
 
+def test_a_shard_that_is_deleted_between_passes(tmp_path: Path) -> None:
+    """The file is at fault, not how the model calls its layers."""
+    _, model = both(written("qwen3_moe", tmp_path))
+    keep, path = random_keep(model), file_of_layer(model, -1)
+    path.unlink()
+    with pytest.raises(HeaprLabError, match=rf"^\S*{path.name} was deleted since"):
+        fit_compensation(model, keep, WINDOWS)
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     """Before anything is read."""
     tiny_model("qwen3_moe").save_pretrained(tmp_path)

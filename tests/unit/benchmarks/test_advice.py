@@ -32,6 +32,20 @@ def test_only_what_exceeds_two_errors_loses_more() -> None:
     assert table.iloc[0, 1] == 0.5
 
 
+def test_a_ratio_at_which_not_everything_was_measured_is_counted() -> None:
+    """What the default loses there is not hidden by what nobody measured."""
+    measured = [
+        rows(name, against, ratio=ratio)
+        for ratio, names in ((0.1, ["compress"]), (0.4, [*advice.COUNTED]))
+        for name, against in [("heapr", 0.0), *((name, 0.03) for name in names)]
+    ]
+    measured.append(rows("heapr + own text", 0.0))
+    table = advice.worse_table(pd.DataFrame(measured)).set_index("removed")
+    assert table.index.tolist() == ["10%", "40%"]
+    assert table.loc["10%", "compress loses more"] == "1 of 1"
+    assert table.loc["10%", "fisher + compensation loses more"] == "–"
+
+
 def test_equal_flops_are_left_out_where_they_were_measured() -> None:
     """Earlier results have both kinds of rows."""
     both = pd.DataFrame([{"equal": "atoms"}, {"equal": "flops"}])

@@ -71,6 +71,20 @@ def test_quality_is_relative_to_the_paper() -> None:
     assert table.loc["shrunk", "worst at 40, 60 % [×]"] == pytest.approx(0.6)
 
 
+def test_no_quotient_is_that_of_noise() -> None:
+    """At 10 % HEAPr loses less than 0.005 nats on the mean: no table has a ratio."""
+    rows = measured_quality()
+    few = rows.assign(ratio=0.1, delta_nll=0.01 * rows["delta_nll"], passes=9)
+    both = pd.concat([rows, few], ignore_index=True)
+    for table in (
+        quality.quality_table(quality.quality_data(both)),
+        quality.models_table(quality.models_data(both)),
+    ):
+        own = [name for name in table if name.endswith("% [× HEAPr] ↓")]
+        assert own[0] == "40 % [× HEAPr] ↓"
+        assert not table.isna().all().any()
+
+
 def test_the_ratio_gained_is_where_the_loss_is_the_same() -> None:
     """Losses grow as the cube of the ratio, ours an eighth of the paper's: twice."""
     rows = [

@@ -106,6 +106,23 @@ def test_squares_that_underflow_are_said(caplog: pytest.LogCaptureFixture) -> No
     assert (tables[torch.float32, 1e-12]["sum_h2"] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("up", "down"), [(1.0, 1e-25), (1e-12, 1e15)], ids=["gradients", "activations"]
+)
+def test_squares_of_one_factor_that_underflow_are_said(
+    up: float, down: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gradients that are small as W_down is, or activations that it makes up for."""
+    model = tiny_model("qwen2_moe", dtype=torch.float32)
+    for layer in find_experts(model):
+        layer.module.gate_up_proj.data *= up
+        layer.module.down_proj.data *= down
+    table = collect_statistics(model, WINDOWS).frame
+    lost = table[["sum_h2", "sum_hg2"]].eq(0).all()
+    assert lost.tolist() == ([False, True] if up == 1 else [True, False])
+    assert any("squares are 0 in float32" in own for own in caplog.messages)
+
+
 # --- what it is told --------------------------------------------------------------
 
 

@@ -80,6 +80,8 @@ def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
         ("ean", {"ratio": 0.2, "alpha": 1}, "no option alpha; it has none"),
         ("naee", {"ratio": 0.2, "most_tokens": "all"}, "is 'all', expected int"),
         ("naee", {"ratio": 0.2, "most_tokens": True}, "is True, expected int"),
+        ("mc-smoe", {"ratio": 0.2, "rank": float("nan")}, "is nan, expected float"),
+        ("mc-smoe", {"ratio": 0.2, "rank": float("inf")}, "is inf, expected float"),
         ("camera-p", {"ratio": 0.2, "alpha": 2.0}, "alpha 2.0, expected one of code"),
         ("camera-p", {"ratio": 0.2, "formula": "x"}, "formula is 'x'"),
         ("reap", {"ratio": 0.75}, "leave layer 0 1 of 4 .* possible ratio is 0.5"),

@@ -174,6 +174,18 @@ def test_singular_solves_are_counted(
     assert "layer 0: 1 of 4 solves are singular at ridge 0" in caplog.text
 
 
+def test_a_singular_solve_that_does_harm_is_not_used(layer: ExpertsLayer) -> None:
+    """Rounded products may be those of no features: the second square below 0."""
+    with torch.no_grad():
+        layer.down[0, 5, 2] = 4.0
+    rounded = [[1.0, 1.0, 1e-3], [1.0, 1.0 - 1e-7, -1e-3], [1e-3, -1e-3, 1.0]]
+    column, row = solved(layer, grams_of(rounded, rounded), keep=without(2))
+    assert column.tolist() == [1.0, 2.0, *[0] * 6]
+    assert row["singular"] == 1
+    column, _ = solved(layer, grams_of(rounded, rounded), keep=without(2), ridge=1e-4)
+    assert column[0] > 40  # a ridge makes them those of some
+
+
 def test_an_atom_that_no_token_reaches_is_left_as_it_is(layer: ExpertsLayer) -> None:
     """It has no products to be pulled by, and that is not singular."""
     with torch.no_grad():
