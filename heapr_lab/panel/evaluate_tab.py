@@ -15,9 +15,9 @@ from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.looks import PICTURE, STALE, badge, beside
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import LossPicture
-from heapr_lab.panel.session import PruningSession, Step, named
-from heapr_lab.panel.sweep import SweepSection, differences
-from heapr_lab.progress import duration, time_left_text
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.sweep import NO_MODEL, SweepSection, differences
+from heapr_lab.progress import duration
 from heapr_lab.recipes.weights import MASKED
 
 _SHOWN = ["dataset", "weights", "estimator", "scope", "granularity", "structure"]
@@ -66,6 +66,8 @@ class EvaluateTab(ipw.VBox):
             "Evaluate",
             self._evaluate,
             tooltip="measure the dense and the pruned model",
+            of=session.named,
+            never="" if session.workbench else NO_MODEL,
             apart=True,
         )
         self.job.button.layout.width = "110px"
@@ -79,9 +81,6 @@ class EvaluateTab(ipw.VBox):
         self.sweep = SweepSection(
             session, corpora=self.corpora, tasks=self.tasks, on_points=self.show_points
         )
-        if session.workbench is None:
-            self.job.button.disabled = True
-            self.job.text.value = status("a table without a model cannot be evaluated")
         super().__init__(
             [
                 ipw.HBox([self.corpora, self.tasks], layout={"flex_flow": "row wrap"}),
@@ -144,19 +143,10 @@ class EvaluateTab(ipw.VBox):
         self._check()
 
     def _evaluate(self, report: Report) -> None:
-        selection, recipe = self.session.selection, self.session.recipe
-        name = named(selection, recipe)
-
-        def tell(step: Step) -> None:
-            left = time_left_text(step.seconds_left)
-            report(step.done, step.total, f"{name}: {step.label}", left=left)
-
         self.session.evaluate(
             tuple(self.corpora.value),
             tasks=tuple(self.tasks.value),
-            selection=selection,
-            recipe=recipe,
-            progress=tell,
+            report=report,
             on_masked=self.show_points,
         )
         self.show_points()

@@ -9,7 +9,7 @@ import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import Job, Report, ResultView, alert, status
+from heapr_lab.panel.jobs import Report, ResultJob, alert, status
 from heapr_lab.panel.session import PruningSession, named
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
@@ -25,6 +25,7 @@ _EVALUATED = (
     "perplexities of what is written."
 )
 
+_NO_MODEL = "a table without a model cannot be exported"
 _WRITTEN_BEFORE = "Out of date: what is below was written with other settings."
 
 
@@ -55,28 +56,29 @@ class ExportTab(ipw.VBox):
             0, 0, 400, 25, description="distil [steps]", continuous_update=False,
             style=WHOLE_LABEL,
         )  # fmt: skip
-        self.job = Job(
-            "Export", self._export, tooltip="write the pruned model to the folder"
+        self.job = ResultJob(
+            "Export",
+            self._export,
+            asked=self._asked,
+            tooltip="write the pruned model to the folder",
+            of=session.named,
+            never="" if session.workbench else _NO_MODEL,
+            said=_WRITTEN_BEFORE,
         )
         self.note = ipw.HTML(status(""))
-        self.command = ResultView(self._asked, said=_WRITTEN_BEFORE)
         self.python = ipw.HTML()
         self.code = ipw.Accordion([self.python], titles=["The same as Python"])
-        if session.workbench is None:
-            self.job.button.disabled = True
-            self.job.text.value = status("a table without a model cannot be exported")
         row = ipw.HBox([self.folder, self.distill], layout={"flex_flow": "row wrap"})
-        super().__init__([row, self.note, self.job, self.command, self.code])
+        super().__init__([row, self.note, self.job, self.code])
         self.distill.observe(self.refresh, names="value")
         self.folder.observe(self.refresh_code, names="value")
         self.code.observe(self.refresh_code, names="selected_index")
-        self.folder.observe(self.command.check, names="value")
+        self.folder.observe(self.job.check, names="value")
         self.refresh()
 
-    def _asked(self) -> tuple[object, ...]:
-        """The settings that what is written depends on."""
-        chosen = self.session.selection, self.session.recipe
-        return *chosen, self.folder.value, self.distill.value
+    def _asked(self) -> tuple[Selection, WeightRecipe, str]:
+        """The selection, how its weights are made, and the folder."""
+        return self.session.selection, self._recipe, self.folder.value
 
     @property
     def _recipe(self) -> WeightRecipe:
@@ -91,7 +93,7 @@ class ExportTab(ipw.VBox):
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write."""
         self.refresh_code()
-        self.command.check()
+        self.job.check()
         try:
             selection = self.session.selection
         except SpecError:
@@ -138,16 +140,16 @@ class ExportTab(ipw.VBox):
             folder=self.folder.value,
         )
 
-    def _export(self, report: Report) -> None:
+    def _export(
+        self, report: Report, asked: tuple[Selection, WeightRecipe, str]
+    ) -> str:
         from heapr_lab.checkpoints.folder import check_new
 
-        self.command.show("", None)
-        settings = self._asked()
-        selection, recipe = self.session.selection, self._recipe
-        folder = Path(self.folder.value).expanduser()
+        selection, recipe, name = asked
+        folder = Path(name).expanduser()
         check_new(folder)
         self._write(folder, selection, recipe, report)
-        self.command.show(self._written_text(folder), settings)
+        return self._written_text(folder)
 
     def _write(
         self, folder: Path, selection: Selection, recipe: WeightRecipe, report: Report

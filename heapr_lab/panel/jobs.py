@@ -5,7 +5,7 @@ import html
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import ipywidgets as ipw
 
@@ -51,6 +51,8 @@ class Job(ipw.VBox):
         work: Callable[[Report], None],
         *,
         tooltip: str = "",
+        of: Callable[[], str] = str,
+        never: str = "",
         apart: bool = False,
     ) -> None:
         """Lay out the button.
@@ -59,9 +61,12 @@ class Job(ipw.VBox):
             name: label of the button.
             work: called in a thread with a `Report`; it sets the values of widgets.
             tooltip: what pressing it does.
+            of: the settings that it starts with as text, which stands before its
+                progress; a `HeaprLabError` is shown as that of the work.
+            never: why the work can never start; empty if it can.
             apart: whether `button` is laid out elsewhere.
         """
-        self.work = work
+        self.work, self._of = work, of
         self.blocked: Callable[[], str] = str
         """Why the work cannot start now; empty if it can."""
         self.button = ipw.Button(
@@ -80,7 +85,8 @@ class Job(ipw.VBox):
         self._left = TimeLeft()
         line = [self.button, self.cancel_button, self.bar, self.text][apart:]
         super().__init__([ipw.HBox(line), self.error])
-        self._show_running(False, "")
+        self._show_running(False, never)
+        self.button.disabled = bool(never)
         self.button.on_click(self.start)
         self.cancel_button.on_click(self.cancel)
 
@@ -120,6 +126,8 @@ class Job(ipw.VBox):
     def _run(self) -> None:
         message = ""
         try:
+            named = self._of()
+            self._named = f"{named}: " if named else ""
             self.work(self._report)
         except CancelledError:
             message = "cancelled"
@@ -137,7 +145,7 @@ class Job(ipw.VBox):
         if left is None:
             left = time_left_text(self._left.seconds(total))
         self.bar.value = done / total if total else 0.0
-        self.text.value = status(f"{text}: {done:g} of {total:g}{left}")
+        self.text.value = status(f"{self._named}{text}: {done:g} of {total:g}{left}")
 
     def _show_running(self, running: bool, message: str) -> None:
         if running:
@@ -192,40 +200,64 @@ class Debounced:
         self._timer.start()
 
 
-class ResultView(ipw.VBox):
-    """A result with the settings it was made with, grey once these have changed."""
+class ResultJob(Job):
+    """A job with a result below it, grey once the settings are not those it is of."""
 
-    def __init__(self, now: Callable[[], object], *, said: str = _OUT_OF_DATE) -> None:
-        """Show nothing.
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[Report, Any], str],
+        *,
+        asked: Callable[[], Any],
+        tooltip: str = "",
+        of: Callable[[], str] = str,
+        never: str = "",
+        said: str = _OUT_OF_DATE,
+    ) -> None:
+        """Lay out the button; there is no result.
 
         Args:
-            now: the current settings; a `HeaprLabError` counts as a change.
+            name: label of the button.
+            make: called in a thread with a `Report` and the settings at the start; the
+                result as HTML.
+            asked: the current settings; a `HeaprLabError` counts as a change.
+            tooltip: as `Job`.
+            of: as `Job`.
+            never: as `Job`.
             said: above a result that is out of date.
         """
+        super().__init__(name, self._work, tooltip=tooltip, of=of, never=never)
+        self._make, self._asked, self._said = make, asked, said
         self._view, self.note = ipw.HTML(), ipw.HTML()
-        self._now, self._said = now, said
         self._made_of: object = None
-        super().__init__([self.note, self._view])
+        self.children = [*self.children, self.note, self._view]
 
     @property
     def value(self) -> str:
         """The result as HTML."""
         return str(self._view.value)
 
-    def show(self, view: str, made_of: object) -> None:
-        """Show a result."""
-        self._view.value, self._made_of = view, made_of
+    def clear(self) -> None:
+        """Show no result."""
+        self._view.value = ""
         self.check()
 
     def check(self, _change: object = None) -> None:
         """Mark the result if it is out of date."""
-        stale = bool(self.value) and self._made_of != self._asked()
+        stale = bool(self.value) and self._made_of != self._current()
         self.note.value = status(self._said) if stale else ""
         (self._view.add_class if stale else self._view.remove_class)(STALE)
 
-    def _asked(self) -> object:
+    def _work(self, report: Report) -> None:
+        self.clear()
+        asked = self._asked()
+        made = self._make(report, asked)
+        self._made_of, self._view.value = asked, made
+        self.check()
+
+    def _current(self) -> object:
         try:
-            return self._now()
+            return self._asked()
         except HeaprLabError:
             return HeaprLabError
 

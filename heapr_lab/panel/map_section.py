@@ -14,7 +14,7 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import unit_of
-from heapr_lab.panel.atom_contexts import find_contexts, place_text
+from heapr_lab.panel.atom_contexts import find_contexts
 from heapr_lab.panel.controls import WHOLE_LABEL, check_value, number_box
 from heapr_lab.panel.expert_html import expert_html, layer_html
 from heapr_lab.panel.expert_map import ExpertMap
@@ -26,8 +26,7 @@ from heapr_lab.panel.expert_values import (
     summed,
     traffic,
 )
-from heapr_lab.panel.jobs import Job, Report, ResultView, alert
-from heapr_lab.panel.passage_html import contexts_html
+from heapr_lab.panel.jobs import Report, ResultJob, alert
 from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.panel.session_file import Mapped
 
@@ -106,14 +105,14 @@ class MapSection(ipw.VBox):
         wrap = {"flex_flow": "row wrap", "align_items": "flex-start"}
         self.view = ipw.HBox([self.map, self.experts], layout=wrap)
         self.note, self.card = ipw.HTML(), ipw.HTML()
-        self.show_contexts = Job(
+        self.show_contexts = ResultJob(
             "Show contexts of the expert",
-            self._work_contexts,
+            self._contexts,
+            asked=lambda: (self.layer.value, self.expert.value),
             tooltip="tokens of the calibration corpus that the router sends to the "
             "expert with the largest weights",
         )
         self.show_contexts.button.layout.width = "auto"
-        self.contexts_view = ResultView(lambda: (self.layer.value, self.expert.value))
 
     def _rows(self) -> list[ipw.Widget]:
         wrap = {"flex_flow": "row wrap"}
@@ -125,7 +124,7 @@ class MapSection(ipw.VBox):
             self.card,
         ]
         if self.session.workbench is not None:
-            rows += [self.show_contexts, self.contexts_view]
+            rows.append(self.show_contexts)
         return rows
 
     # --- what follows the selection and the controls ----------------------------------
@@ -140,7 +139,7 @@ class MapSection(ipw.VBox):
             self.note.value, self.card.value = alert(str(error)), ""
             self.view.layout.display = "none"
             return
-        self.contexts_view.check()
+        self.show_contexts.check()
         self.view.layout.display = None
 
     def _offer_pins(self) -> None:
@@ -335,17 +334,14 @@ class MapSection(ipw.VBox):
 
     # --- what the button starts -------------------------------------------------------
 
-    def _work_contexts(self, report: Report) -> None:
-        self.contexts_view.show("", None)
-        place = {"layer": self.layer.value, "expert": self.expert.value}
+    def _contexts(self, report: Report, asked: tuple[int, int]) -> str:
+        place = dict(zip(("layer", "expert"), asked, strict=True))
         bench = self.session.workbench
         assert bench is not None  # without one there is no button
-        self.contexts, searched = find_contexts(
-            bench, self.session.calibration, place, report
+        self.contexts, view = find_contexts(
+            bench, self.session.calibration, place, report, said="of the dense model"
         )
-        summary = f"{place_text(place).capitalize()}. {searched} Dense model."
-        view = contexts_html(self.contexts, summary=summary)
-        self.contexts_view.show(view, tuple(place.values()))
+        return view
 
 
 def _dropdown(name: str, options: Sequence[Any]) -> ipw.Dropdown:

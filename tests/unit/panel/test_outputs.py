@@ -80,7 +80,7 @@ def test_a_label_that_is_no_formula(
     tab.diff.b.value = f"pin {label}"
     tab.diff.compare.button.click()
     tab.diff.compare.wait(60)
-    assert "data:image/png" in tab.diff.compared.value
+    assert "data:image/png" in tab.diff.compare.value
 
 
 @pytest.mark.parametrize("weights", ["compensated", "unchanged"])
@@ -93,7 +93,7 @@ def test_the_model_is_exported(panel: Explorer, tmp_path: Path, weights: str) ->
     tab.job.button.click()
     tab.job.wait(60)
     assert tab.job.error.value == ""
-    assert "AutoModelForCausalLM.from_pretrained" in tab.command.value
+    assert "AutoModelForCausalLM.from_pretrained" in tab.job.value
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
     widths = [
         list(module.heapr_widths)

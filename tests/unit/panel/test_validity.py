@@ -142,7 +142,7 @@ def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> N
     tab.text.value = "aaab bbba abab"
     panel.controls.ratio.value = "0.4"
     assert press(tab.compare) == press(tab.route) == press(tab.show_contexts) == ""
-    shown = tab.compared, tab.routed, tab.contexts_view
+    shown = tab.compare, tab.route, tab.show_contexts
     stale = [is_stale(each._view) for each in shown]
     assert stale == [False] * 3
     panel.controls.ratio.value = "0.8"
@@ -150,15 +150,14 @@ def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> N
     panel.controls.ratio.value = "0.4"
     assert [each.note.value for each in shown] == [""] * 3
     tab.text.value = ""
-    assert "no tokens" in press(tab.compare)
-    assert is_stale(tab.compared._view)
-    assert not is_stale(tab.contexts_view._view)  # the text does not matter to it
+    assert is_stale(tab.compare._view)
+    assert not is_stale(tab.show_contexts._view)  # the text does not matter to it
     tab.atom.value += 1
-    assert is_stale(tab.contexts_view._view)
+    assert is_stale(tab.show_contexts._view)
     tab.text.value = "aaab bbba abab"
-    assert not is_stale(tab.compared._view)
+    assert not is_stale(tab.compare._view)
     panel.controls.ratio.value = "40"
-    assert is_stale(tab.compared._view)
+    assert is_stale(tab.compare._view)
 
 
 def test_a_failed_export_says_nothing_of_the_last(
@@ -168,9 +167,9 @@ def test_a_failed_export_says_nothing_of_the_last(
     panel.controls.ratio.value = "0.4"
     panel.export.folder.value = str(tmp_path / "pruned")
     assert press(panel.export.job) == ""
-    assert "Written to" in panel.export.command.value
+    assert "Written to" in panel.export.job.value
     assert "not empty" in press(panel.export.job)
-    assert panel.export.command.value == ""
+    assert panel.export.job.value == ""
 
 
 def test_what_was_measured_is_said(panel: Explorer) -> None:
@@ -260,7 +259,7 @@ def test_what_was_written_is_marked_when_settings_change(
     tab.folder.value = str(tmp_path / "pruned")
     panel.controls.ratio.value = "0.4"
     assert press(tab.job) == ""
-    assert "Written to" in tab.command.value
+    assert "Written to" in tab.job.value
     for control, other in (
         (panel.controls.ratio, "0.6"),
         (panel.weights.weights, "compensated"),
@@ -269,11 +268,11 @@ def test_what_was_written_is_marked_when_settings_change(
     ):
         before = control.value
         control.value = other
-        assert "Out of date" in tab.command.note.value
-        assert is_stale(tab.command._view)
-        assert "Written to" in tab.command.value
+        assert "Out of date" in tab.job.note.value
+        assert is_stale(tab.job._view)
+        assert "Written to" in tab.job.value
         control.value = before
-        assert tab.command.note.value == ""
+        assert tab.job.note.value == ""
 
 
 def test_written_comparisons_are_of_the_rows_that_are_shown(

@@ -75,7 +75,7 @@ def export(panel: Explorer, folder: Path, *, weights: str) -> str:
     panel.export.job.button.click()
     panel.export.job.wait(60)
     assert panel.export.job.error.value == ""
-    return str(panel.export.command.value)
+    return str(panel.export.job.value)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def test_export_is_cancelled_while_it_measures(root: Path, tmp_path: Path) -> No
     go_on.set()
     panel.export.job.wait(60)
     assert "cancelled" in panel.export.job.text.value
-    assert panel.export.command.value == ""
+    assert panel.export.job.value == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -326,7 +326,7 @@ def test_each_place_says_which_weights_it_shows(root: Path) -> None:
     panel.inspection.text.value = "aaab bbba abab"
     panel.inspection.compare.button.click()
     panel.inspection.compare.wait(60)
-    assert "ragged, masked)" in panel.inspection.compared.value
+    assert "ragged, masked)" in panel.inspection.compare.value
     assert "masked: as they are" in panel.export.note.value
     panel.weights.weights.value = "compress"
     assert "compensated, or HEAPr" in panel.export.note.value
