@@ -1,6 +1,5 @@
 """The tab that writes the pruned model, and shows how to load it or do the same."""
 
-import html
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ import ipywidgets as ipw
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Report, ResultJob, alert, status
+from heapr_lab.panel.looks import code_html
 from heapr_lab.panel.session import PruningSession, named
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
@@ -110,12 +110,9 @@ class ExportTab(ipw.VBox):
         if self.code.selected_index is None:
             return
         try:
-            code = html.escape(self._code())
+            self.python.value = code_html(self._code()) + status(_CODE_DIFFERS)
         except HeaprLabError as error:
             self.python.value = alert(str(error))
-        else:
-            style = 'tabindex="0" style="white-space:pre-wrap"'
-            self.python.value = f"<pre {style}>{code}</pre>{status(_CODE_DIFFERS)}"
 
     def _code(self) -> str:
         """What Export would do now, as Python.
@@ -184,8 +181,7 @@ class ExportTab(ipw.VBox):
         text = f"Written to {folder}: {files.n_bytes:,} bytes, {files.dtype_name}"
         if bench is not None and bench.source is not None:
             text += f" (dense: {bench.source.n_bytes:,})"
-        code = html.escape(loading_code(folder))
-        return f"{status(f'{text}. To load it:')}<pre>{code}</pre>"
+        return status(f"{text}. To load it:") + code_html(loading_code(folder))
 
 
 def check_calibration(session: PruningSession, bench: "Workbench") -> None:

@@ -15,7 +15,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.atom_contexts import find_companions, find_contexts
-from heapr_lab.panel.controls import WHOLE_LABEL, number_box
+from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, shown_by
 from heapr_lab.panel.jobs import Report, ResultJob, alert, status
 from heapr_lab.panel.looks import folded
 from heapr_lab.panel.map_section import MapSection
@@ -130,7 +130,7 @@ class InspectTab(ipw.VBox):
         self.text = ipw.Textarea(
             _PROMPT, description="text", rows=4, continuous_update=False, layout=wide
         )
-        self.n_tokens = number_box("tokens to write", 40, least=1, most=1000)
+        self.n_tokens = NumberBox("tokens to write", 40, least=1, most=1000)
         self.generate = ResultJob(
             "Generate",
             self._generated,
@@ -149,8 +149,8 @@ class InspectTab(ipw.VBox):
     def _build_routing(self) -> None:
         layers = self.session.table.shapes()
         limits = {"least": min(layers), "most": max(layers)}
-        self.layer = number_box("layer of the token", min(layers), **limits)
-        self.position = number_box("position of the token", 1, least=0, most=1)
+        self.layer = NumberBox("layer of the token", min(layers), **limits)
+        self.position = NumberBox("position of the token", 1, least=0, most=1)
         self.route = ResultJob(
             "Show routing",
             self._routed,
@@ -162,9 +162,9 @@ class InspectTab(ipw.VBox):
         shapes = self.session.table.shapes()
         n_experts, d_inter = np.max(list(shapes.values()), axis=0).tolist()
         layers = {"least": min(shapes), "most": max(shapes)}
-        self.atom_layer = number_box("layer of the atom", min(shapes), **layers)
-        self.expert = number_box("expert", 0, least=0, most=n_experts - 1)
-        self.atom = number_box("atom", 0, least=0, most=d_inter - 1)
+        self.atom_layer = NumberBox("layer of the atom", min(shapes), **layers)
+        self.expert = NumberBox("expert", 0, least=0, most=n_experts - 1)
+        self.atom = NumberBox("atom", 0, least=0, most=d_inter - 1)
         self._boxes = (self.atom_layer, self.expert, self.atom)
         self.nearest = ipw.Dropdown(
             description="pruned last", style=WHOLE_LABEL, layout={"width": "460px"}
@@ -230,7 +230,7 @@ class InspectTab(ipw.VBox):
 
     def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
         """The current selection and the values of `controls`."""
-        return self.session.selection, *(control.value for control in controls)
+        return self.session.selection, *map(shown_by, controls)
 
     def _offer(self, options: list[tuple[str, tuple[int, ...]]]) -> None:
         """Fill the list, and show its first entry, which is not an atom."""
@@ -253,9 +253,9 @@ class InspectTab(ipw.VBox):
         if not self.session.is_ready:
             return
         try:
-            self.position.max = len(self._passage().tokens) - 1
+            self.position.most = len(self._passage().tokens) - 1
         except SpecError:  # reported when the text is read
-            self.position.max = 0
+            self.position.most = 0
 
     # --- what the buttons start ---------------------------------------------------
 

@@ -270,10 +270,17 @@ def status(text: str, *, before: str = "") -> str:
 
 def failure(error: Exception) -> str:
     """An error as an alert; an unexpected one with its type, and logged in full."""
-    if isinstance(error, HeaprLabError):
-        return alert(str(error))
+    if isinstance(error, HeaprLabError | OSError):
+        return alert(said_of(error))
     logger.error("a panel caught an error", exc_info=error)
     return alert(f"{type(error).__name__}: {error}")
+
+
+def said_of(error: Exception) -> str:
+    """What an error says: of one of the system the file and why, without a number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'a file'}: {error.strerror.lower()}"
+    return str(error)
 
 
 def alert(text: str) -> str:

@@ -46,6 +46,16 @@ def folded(title: str, *parts: ipw.Widget) -> ipw.Accordion:
     return ipw.Accordion([ipw.VBox(parts)], titles=[title])
 
 
+def code_html(code: str) -> str:
+    """Code that keeps its lines, with a button that copies it."""
+    copies = "navigator.clipboard.writeText(this.nextElementSibling.textContent)"
+    style = 'tabindex="0" style="white-space:pre-wrap"'
+    return (
+        f'<button type="button" onclick="{copies}">Copy</button>'
+        f"<pre {style}>{html.escape(code)}</pre>"
+    )
+
+
 def badge() -> str:
     """`MEASURED` in a border, with the glossary's sentence as its tooltip; HTML."""
     title = html.escape(TERMS[MEASURED].text)

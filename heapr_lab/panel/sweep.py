@@ -192,9 +192,7 @@ def differences(session: PruningSession) -> pd.DataFrame:
 def _differences(session: PruningSession) -> Iterator[tuple[object, ...]]:
     points = session.points[session.points["selection"].notna()]
     points = points[points["nll"].notna()]
-    for (dataset, removed), rows in points.groupby(
-        ["dataset", "achieved_ratio"], sort=False
-    ):
+    for (dataset, removed), rows in points.groupby(["dataset", "achieved_ratio"]):
         first, *others = rows.itertuples()
         for row in others:
             own, before = (

@@ -16,7 +16,7 @@ from heapr_lab.panel.attribution_html import (
     measured_html,
     token_html,
 )
-from heapr_lab.panel.controls import WHOLE_LABEL
+from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, shown_by
 from heapr_lab.panel.jobs import Report, ResultJob, status
 from heapr_lab.panel.passage_html import left_out_html
 from heapr_lab.panel.session import PruningSession
@@ -53,8 +53,8 @@ class WhySection(ipw.VBox):
         session: PruningSession,
         *,
         text: ipw.Textarea,
-        layer: ipw.BoundedIntText,
-        position: ipw.BoundedIntText,
+        layer: NumberBox,
+        position: NumberBox,
         read: "Callable[[], Passage]",
         pruned: Callable[[Selection], tuple[KeepMask, str]],
     ) -> None:
@@ -119,20 +119,20 @@ class WhySection(ipw.VBox):
         from heapr_lab.inspection.restoring import n_runs
 
         try:
-            keep = self.session.keep
-        except SpecError:  # an infeasible selection, of which the panel speaks
+            keep, layer = self.session.keep, self._layer.number
+        except SpecError:  # of which the panel speaks, or the button
             return ""
         if self.what.value == _LAYERS:
             return status(f"Measuring runs the model {n_runs(keep)} times on the text.")
-        runs = 2 + 2 * min(_N_EXPERTS, n_runs(keep, layer=self._layer.value) // 2 - 1)
+        runs = 2 + 2 * min(_N_EXPERTS, n_runs(keep, layer=layer) // 2 - 1)
         return status(
             f"Measuring runs the model up to {runs} times on the text, for the experts "
-            f"of layer {self._layer.value} whose first-order attribution is largest."
+            f"of layer {layer} whose first-order attribution is largest."
         )
 
     def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
         """The current selection and the values of `controls`."""
-        return self.session.selection, *(control.value for control in controls)
+        return self.session.selection, *map(shown_by, controls)
 
     def _part(self) -> tuple[ipw.Widget, ...]:
         """The controls that say what is measured."""

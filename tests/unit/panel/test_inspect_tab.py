@@ -15,6 +15,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.inspection.routing import routing
 from heapr_lab.panel import inspect_tab
+from heapr_lab.panel.controls import NumberBox
 from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
 from heapr_lab.panel.jobs import Job
 from heapr_lab.panel.session import PruningSession
@@ -90,7 +91,7 @@ def controls_of(widget: ipw.Widget) -> list[ipw.Widget]:
     named = (
         ipw.Button,
         ipw.Textarea,
-        ipw.BoundedIntText,
+        NumberBox,
         ipw.Dropdown,
         ipw.FloatProgress,
     )
@@ -102,7 +103,7 @@ def test_every_control_has_a_name(tab: InspectTab) -> None:
     controls = controls_of(tab)
     assert len(controls) == 14 + 3 * 8  # what is set; a job has two buttons and a bar
     assert all(control.description for control in controls)
-    settings = [c.description for c in controls if isinstance(c, ipw.BoundedIntText)]
+    settings = [c.description for c in controls if isinstance(c, NumberBox)]
     assert len(set(settings)) == len(settings) == 8
 
 

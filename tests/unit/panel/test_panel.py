@@ -10,6 +10,7 @@ import pytest
 from random_tables import random_table, small_table
 
 from heapr_lab.errors import SpecError
+from heapr_lab.panel.controls import NumberBox
 from heapr_lab.panel.panel import explore, layers_frame
 from heapr_lab.pruning.options import Selection
 
@@ -58,6 +59,11 @@ def test_controls_of_structure_budget_and_constraints() -> None:
     controls.excluded.value = "one"
     assert "cannot read" in panel.error.value
     controls.excluded.value = ""
+    for typed in (3.7, 17, -1):  # neither rounded nor moved to what is allowed
+        controls.min_atoms.value = typed
+        assert controls.min_atoms.value == typed
+        message = f"min atoms per expert is {typed:g}, expected a whole number from 0"
+        assert message in panel.error.value
     controls.min_atoms.value = 0
     controls.ratio.value = "0.2"
     controls.budget.value = "parameters (model)"
@@ -83,7 +89,7 @@ def within(box: Any) -> list[Any]:
 def test_every_control_has_a_name() -> None:
     """All that takes a value says what it is, but for the slider beside its box."""
     panel = explore(small_table())
-    boxes = (ipw.BoundedFloatText, ipw.BoundedIntText, ipw.Text, ipw.Textarea)
+    boxes = (ipw.BoundedFloatText, NumberBox, ipw.Text, ipw.Textarea)
     kinds = (*boxes, ipw.Dropdown, ipw.SelectMultiple, ipw.Button, ipw.Checkbox)
     found = [widget for widget in within(panel) if isinstance(widget, kinds)]
     assert len(found) > 15

@@ -38,6 +38,9 @@ def used(panel: Explorer) -> Explorer:
     panel.evaluation.tasks.value = panel.evaluation.tasks.options
     panel.evaluation.job.button.click()
     panel.evaluation.job.wait(EVALUATED)
+    panel.comparison.runs.methods.value = ("heapr",)
+    panel.comparison.runs.job.button.click()
+    panel.comparison.runs.job.wait(EVALUATED)
     controls.ratio.value = "0.375"
     controls.scope.value = "layer"
     controls.min_atoms.value = 1
@@ -114,6 +117,7 @@ def test_a_session_is_opened_as_it_was(
     plain = save(panel, file)
     before = state(panel)
     assert len(before["pins"]) == 2
+    assert "heapr 25%" in before["compared"]
     assert len(panel.session.points) == 4  # dense and pruned, of a corpus and a task
     again = fresh()
     assert state(again) != before
