@@ -439,18 +439,17 @@ def _plot_losses(
     drawn = losses if len(losses.columns) else pd.DataFrame({"": 0.0}, frame.index)
     at: dict[tuple[float, float], list[str]] = {}
     for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
-        places = zip(frame["label"], across, drawn[corpus], strict=True)
-        for label, *place in places:
-            here = at.setdefault(tuple(place), [])
+        for label, x, y in zip(frame["label"], across, drawn[corpus], strict=True):
+            here = at.setdefault((x, y), [])
             look = looks[label] | {"ls": "none", "ms": max(4, 9 - 2 * len(here))}
-            ax.plot(*([number] for number in place), marker, **look)
+            ax.plot([x], [y], marker, **look)
             here.append(literal(label))
         shown = literal(str(corpus).removeprefix("Δloss "))
         ax.plot([], [], marker, color="0.4", ls="none", label=shown or "not evaluated")
     for place, labels in at.items():
         if all(map(math.isfinite, place)):
-            beside = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 8}
-            ax.annotate(", ".join(labels), place, **beside)
+            named = ", ".join(labels)
+            ax.annotate(named, place, (6, 3), textcoords="offset points", fontsize=8)
     ax.set_xlabel("parameters saved" if known else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set_ylabel(f"measured Δloss [{PER_TOKEN}] ↓")

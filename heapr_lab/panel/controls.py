@@ -79,6 +79,18 @@ def shown_by(control: ipw.Widget) -> Any:
     return control.number if isinstance(control, NumberBox) else control.value
 
 
+def offer(box: ipw.Dropdown, options: Sequence[Any], *, first: int = 0) -> None:
+    """Offer other options in one message: between two, another would be chosen.
+
+    What is chosen stays if its name is among them, else it is the one at `first`.
+    """
+    names = [one[0] if isinstance(one, tuple) else one for one in options]
+    with box.hold_sync():
+        label = box.label
+        box.options = options
+        box.index = names.index(label) if label in names else min(first, len(names) - 1)
+
+
 def several_of(
     name: str, options: Sequence[str], value: Sequence[str]
 ) -> ipw.SelectMultiple:
@@ -149,10 +161,8 @@ class Controls(ipw.VBox):
             row.layout.flex_flow = "row wrap"
         self._lock()
         self.slider.observe(self._slid, names="value")
-        moved = (self.ratio, self.budget, self.estimator, self.scope, self.granularity)
-        more = (self.structure, self.multiple, self.min_atoms, self.excluded, self.rise)
-        for control in (*moved, *more):
-            control.observe(self._changed, names="value")
+        for name in (*_SHOWN[1:], "rise"):
+            getattr(self, name).observe(self._changed, names="value")
 
     def _build_amount(self, selection: Selection) -> None:
         # In per cent: of a fraction the browser rounds the last digit differently, and

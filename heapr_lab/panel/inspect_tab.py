@@ -148,7 +148,7 @@ class InspectTab(ipw.VBox):
 
     def _build_routing(self) -> None:
         layers = self.session.table.shapes()
-        limits = {"least": min(layers), "most": max(layers)}
+        limits: dict[str, Any] = {"least": min(layers), "most": max(layers)}
         self.layer = NumberBox("layer of the token", min(layers), **limits)
         self.position = NumberBox("position of the token", 1, least=0, most=1)
         self.route = ResultJob(
@@ -161,7 +161,7 @@ class InspectTab(ipw.VBox):
     def _build_atom(self) -> None:
         shapes = self.session.table.shapes()
         n_experts, d_inter = np.max(list(shapes.values()), axis=0).tolist()
-        layers = {"least": min(shapes), "most": max(shapes)}
+        layers: dict[str, Any] = {"least": min(shapes), "most": max(shapes)}
         self.atom_layer = NumberBox("layer of the atom", min(shapes), **layers)
         self.expert = NumberBox("expert", 0, least=0, most=n_experts - 1)
         self.atom = NumberBox("atom", 0, least=0, most=d_inter - 1)

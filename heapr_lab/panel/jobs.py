@@ -54,6 +54,7 @@ class Job(ipw.VBox):
         of: Callable[[], str] = str,
         never: str = "",
         apart: bool = False,
+        below: Sequence[ipw.Widget] = (),
     ) -> None:
         """Lay out the button.
 
@@ -65,6 +66,7 @@ class Job(ipw.VBox):
                 progress; a `HeaprLabError` is shown as that of the work.
             never: why the work can never start; empty if it can.
             apart: whether `button` is laid out elsewhere.
+            below: what else is laid out, below all that.
         """
         self.work, self._of = work, of
         self.blocked: Callable[[], str] = str
@@ -84,7 +86,7 @@ class Job(ipw.VBox):
         self._worker: threading.Thread | None = None
         self._left = TimeLeft()
         line = [self.button, self.cancel_button, self.bar, self.text][apart:]
-        super().__init__([ipw.HBox(line), self.error])
+        super().__init__([ipw.HBox(line), self.error, *below])
         self._show_running(False, never)
         self.button.disabled = bool(never)
         self.button.on_click(self.start)
@@ -209,10 +211,8 @@ class ResultJob(Job):
         make: Callable[[Report, Any], str],
         *,
         asked: Callable[[], Any],
-        tooltip: str = "",
-        of: Callable[[], str] = str,
-        never: str = "",
         said: str = _OUT_OF_DATE,
+        **options: Any,
     ) -> None:
         """Lay out the button; there is no result.
 
@@ -221,16 +221,14 @@ class ResultJob(Job):
             make: called in a thread with a `Report` and the settings at the start; the
                 result as HTML.
             asked: the current settings; a `HeaprLabError` counts as a change.
-            tooltip: as `Job`.
-            of: as `Job`.
-            never: as `Job`.
             said: above a result that is out of date.
+            **options: of `Job`.
         """
-        super().__init__(name, self._work, tooltip=tooltip, of=of, never=never)
+        note, view = ipw.HTML(), ipw.HTML()
+        super().__init__(name, self._work, below=(note, view), **options)
         self._make, self._asked, self._said = make, asked, said
-        self._view, self.note = ipw.HTML(), ipw.HTML()
+        self.note, self._view = note, view
         self._made_of: object = None
-        self.children = [*self.children, self.note, self._view]
 
     @property
     def value(self) -> str:

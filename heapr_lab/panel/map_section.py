@@ -15,7 +15,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import unit_of
 from heapr_lab.panel.atom_contexts import find_contexts
-from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, check_value
+from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, check_value, offer
 from heapr_lab.panel.expert_html import expert_html, layer_html
 from heapr_lab.panel.expert_map import ExpertMap
 from heapr_lab.panel.expert_values import (
@@ -94,7 +94,7 @@ class MapSection(ipw.VBox):
         self.pin = _dropdown("pin of the map", [(_NOTHING_PINNED, None)])
         shapes = self.session.table.shapes()
         n_experts = max(count for count, _ in shapes.values())
-        limits = {"least": min(shapes), "most": max(shapes)}
+        limits: dict[str, Any] = {"least": min(shapes), "most": max(shapes)}
         self.layer = NumberBox("layer of the expert", min(shapes), **limits)
         self.expert = NumberBox("number of the expert", 0, least=0, most=n_experts - 1)
 
@@ -154,11 +154,7 @@ class MapSection(ipw.VBox):
         if pins:
             options = [(pin.label, number) for number, pin in enumerate(pins)]
         if tuple(options) != self.pin.options:
-            labels = [label for label, _ in options]
-            known = self.pin.label in labels
-            with self.pin.hold_sync():
-                self.pin.options = options
-                self.pin.index = labels.index(self.pin.label) if known else 0
+            offer(self.pin, options)
         shown = self.variable.value == DIFFERENCE
         self.pin.layout.display = None if shown else "none"
 

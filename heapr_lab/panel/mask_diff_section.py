@@ -15,7 +15,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.inspection.mask_diff import ScoredMask, removed_by_one
 from heapr_lab.panel.atom_contexts import find_contexts, place_text
-from heapr_lab.panel.controls import WHOLE_LABEL
+from heapr_lab.panel.controls import WHOLE_LABEL, offer
 from heapr_lab.panel.jobs import Report, ResultJob
 from heapr_lab.panel.mask_diff_html import mask_diff_html
 from heapr_lab.panel.session import PruningSession
@@ -120,9 +120,7 @@ class MaskDiffSection(ipw.VBox):
         names = (_CURRENT, *self._pins, *self._calibrations())
         for box, first in ((self.a, 0), (self.b, 1)):
             if box.options != names:
-                fallback = names[min(first, len(names) - 1)]
-                chosen = box.value if box.value in names else fallback
-                _offer(box, names, names.index(chosen))
+                offer(box, names, first=first)
         self.check()
 
     def check(self, _change: Any = None) -> None:
@@ -217,7 +215,7 @@ class MaskDiffSection(ipw.VBox):
         """Offer the first atoms; the value of each is its row in `alone`."""
         shown = alone[list(KEYS)].head(_N_ATOMS).to_dict("records")
         options = [(place_text(place), row) for row, place in enumerate(shown)]
-        _offer(self.atom, options or [("none: both remove the same", None)], 0)
+        offer(self.atom, options or [("none: both remove the same", None)])
 
     def _contexts(self, report: Report, _asked: object) -> str:
         number, sides, alone = self.atom.value, self.sides, self.alone
@@ -235,10 +233,3 @@ class MaskDiffSection(ipw.VBox):
             said=f"removed by {removes.label}, kept by {keeps.label}",
         )
         return view
-
-
-def _offer(box: ipw.Dropdown, options: Sequence[Any], index: int) -> None:
-    """Offer other options in one message: between two, another would be chosen."""
-    with box.hold_sync():
-        box.options = options
-        box.index = index
