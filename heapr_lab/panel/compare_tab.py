@@ -19,7 +19,7 @@ from heapr_lab.figures import save_figure, styled, write_table
 from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS, literal
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.jobs import alert, failure, status
-from heapr_lab.panel.looks import PICTURE, badge
+from heapr_lab.panel.looks import PICTURE, badge, beside
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
@@ -90,15 +90,14 @@ class CompareTab(ipw.VBox):
         self.diff = MaskDiffSection(session, corpora=corpora)
         self._build_pins()
         self._build_views()
-        wrap = {"flex_flow": "row wrap"}
         super().__init__(
             [
-                ipw.HBox([self.label, self.pin_button, *self._of_pins], layout=wrap),
+                beside(self.label, self.pin_button, *self._of_pins),
                 self.runs,
                 self.message,
                 self.chart,
                 self.table,
-                ipw.HBox([self.folder, self.export_button], layout=wrap),
+                beside(self.folder, self.export_button),
                 self.exported,
                 self.diff,
             ]

@@ -9,6 +9,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.help import label_of
+from heapr_lab.panel.looks import beside
 from heapr_lab.pruning.options import (
     BUDGETS,
     CHOICES,
@@ -150,15 +151,11 @@ class Controls(ipw.VBox):
         self._build_rules(table.estimators, selection)
         super().__init__(
             [
-                ipw.HBox([self.estimator, self.scope, self.granularity]),
-                ipw.HBox(
-                    [self.structure, self.multiple, self.min_atoms, self.excluded]
-                ),
-                ipw.HBox([self.budget, self.rise]),
+                beside(self.estimator, self.scope, self.granularity),
+                beside(self.structure, self.multiple, self.min_atoms, self.excluded),
+                beside(self.budget, self.rise),
             ]
         )
-        for row in self.children:
-            row.layout.flex_flow = "row wrap"
         self._lock()
         self.slider.observe(self._slid, names="value")
         for name in (*_SHOWN[1:], "rise"):

@@ -14,7 +14,7 @@ from heapr_lab.panel.controls import WHOLE_LABEL, several_of
 from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.looks import PICTURE, STALE, badge, beside
 from heapr_lab.panel.passage_html import table_html
-from heapr_lab.panel.pictures import LossPicture
+from heapr_lab.panel.pictures import drawn_png, figure_points
 from heapr_lab.panel.session import PruningSession, setting_text
 from heapr_lab.panel.sweep import NO_MODEL, SweepSection, differences
 from heapr_lab.progress import duration
@@ -59,7 +59,6 @@ class EvaluateTab(ipw.VBox):
         """
         self.session = session
         self._on_points = on_points
-        self._picture = LossPicture()
         self._points = session.points
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.tasks = several_of("tasks", tasks, [])
@@ -146,7 +145,7 @@ class EvaluateTab(ipw.VBox):
         if points.empty:
             self._show_nothing()
             return
-        self.chart.value = self._picture.draw(points)
+        self.chart.value = drawn_png(lambda: figure_points(points))
         self.chart.layout.display = None
         self.message.value = status(_message(points), before=badge())
         pruned = points[points["nll"].notna() & points["estimator"].ne("dense")]

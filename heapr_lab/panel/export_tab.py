@@ -9,7 +9,7 @@ import ipywidgets as ipw
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
 from heapr_lab.panel.jobs import Report, ResultJob, alert, status
-from heapr_lab.panel.looks import code_html
+from heapr_lab.panel.looks import beside, code_html
 from heapr_lab.panel.session import PruningSession, named
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
@@ -68,7 +68,7 @@ class ExportTab(ipw.VBox):
         self.note = ipw.HTML(status(""))
         self.python = ipw.HTML()
         self.code = ipw.Accordion([self.python], titles=["The same as Python"])
-        row = ipw.HBox([self.folder, self.distill], layout={"flex_flow": "row wrap"})
+        row = beside(self.folder, self.distill)
         super().__init__([row, self.note, self.job, self.code])
         self.distill.observe(self.refresh, names="value")
         self.folder.observe(self.refresh_code, names="value")

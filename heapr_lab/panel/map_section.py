@@ -27,6 +27,7 @@ from heapr_lab.panel.expert_values import (
     traffic,
 )
 from heapr_lab.panel.jobs import Report, ResultJob, alert
+from heapr_lab.panel.looks import beside
 from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.panel.session_file import Mapped
 
@@ -100,8 +101,8 @@ class MapSection(ipw.VBox):
 
     def _build_views(self) -> None:
         self.map = ExpertMap(layout={"flex": "1 1 440px", "min_width": "0"})
-        beside = {"flex": "0 1 auto", "max_width": "100%", "margin": "0 0 0 16px"}
-        self.experts = ipw.HTML(layout=beside)
+        narrow = {"flex": "0 1 auto", "max_width": "100%", "margin": "0 0 0 16px"}
+        self.experts = ipw.HTML(layout=narrow)
         wrap = {"flex_flow": "row wrap", "align_items": "flex-start"}
         self.view = ipw.HBox([self.map, self.experts], layout=wrap)
         self.note, self.card = ipw.HTML(), ipw.HTML()
@@ -115,12 +116,11 @@ class MapSection(ipw.VBox):
         self.show_contexts.button.layout.width = "auto"
 
     def _rows(self) -> list[ipw.Widget]:
-        wrap = {"flex_flow": "row wrap"}
         rows = [
-            ipw.HBox([self.variable, self.pin, self.order], layout=wrap),
+            beside(self.variable, self.pin, self.order),
             self.note,
             self.view,
-            ipw.HBox([self.layer, self.expert], layout=wrap),
+            beside(self.layer, self.expert),
             self.card,
         ]
         if self.session.workbench is not None:

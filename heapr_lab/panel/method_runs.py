@@ -9,6 +9,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report
+from heapr_lab.panel.looks import beside
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import read_ratios
 
@@ -56,10 +57,7 @@ class MethodRuns(ipw.VBox):
             tooltip="fit the methods and measure perplexity",
             never="" if session.workbench else _NO_MODEL,
         )
-        choices = [self.methods, self.ratio, self.corpora]
-        super().__init__(
-            [ipw.HBox(choices, layout={"flex_flow": "row wrap"}), self.job]
-        )
+        super().__init__([beside(self.methods, self.ratio, self.corpora), self.job])
 
     def offer(self) -> None:
         """Offer the methods, once there is a model: to name them takes torch."""

@@ -15,6 +15,7 @@ from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import WHOLE_LABEL, Controls, check_value, shown_by
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import failure, status
+from heapr_lab.panel.looks import beside
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import (
     Inspected,
@@ -82,9 +83,8 @@ class SessionBar(ipw.VBox):
         self.undo_button.on_click(self._press_undo)
         self.save_button.on_click(self._press_save)
         self.open_button.on_click(self._press_open)
-        row = [self.file, self.save_button, self.open_button, self.undo_button]
-        wrap = {"flex_flow": "row wrap"}
-        super().__init__([ipw.HBox(row, layout=wrap), self.message])
+        row = self.file, self.save_button, self.open_button, self.undo_button
+        super().__init__([beside(*row), self.message])
 
     # --- saving -------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report, status
+from heapr_lab.panel.looks import beside
 from heapr_lab.panel.session import PruningSession, named, setting_text
 from heapr_lab.progress import duration
 from heapr_lab.pruning.options import Selection, read_ratio
@@ -240,9 +241,7 @@ class SweepSection(ipw.VBox):
             tooltip="evaluate each estimator at each ratio",
             never="" if session.workbench else NO_MODEL,
         )
-        choices = [self.ratios, self.estimators]
-        wrap = {"flex_flow": "row wrap"}
-        super().__init__([ipw.HBox(choices, layout=wrap), self.note, self.job])
+        super().__init__([beside(self.ratios, self.estimators), self.note, self.job])
         for box in (self.ratios, self.estimators, corpora, tasks):
             box.observe(self.refresh, names="value")
         self.refresh()

@@ -9,6 +9,7 @@ import pytest
 from random_tables import small_table
 
 from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.workbench.workbench import Workbench
 
@@ -26,7 +27,8 @@ def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
     assert points["accuracy"].between(0, 1).all()
     assert "accuracy on continuation:" in panel.evaluation.message.value
     assert panel.evaluation.chart.layout.display is None
-    (curve, *_) = panel.evaluation._picture.accuracy.containers[0].lines
+    (ax,) = figure_points(points).axes
+    (curve, *_) = ax.containers[0].lines
     accuracy = points[points["estimator"].eq("heapr")]["accuracy"].astype(float)
     assert curve.get_ydata() == pytest.approx(100 * accuracy)
 
@@ -86,9 +88,9 @@ def test_panel_evaluates(panel: Explorer) -> None:
     panel.evaluation.job.wait(60)
     assert bytes(panel.evaluation.chart.value) != first
     assert panel.evaluation.results.value.count("<tr>") == 3
-    lines = panel.evaluation._picture.ax.get_lines()
-    curve = next(line for line in lines if line.get_marker() == "o")
     points = panel.session.points
+    (ax,) = figure_points(points).axes
+    curve = next(line for line in ax.get_lines() if line.get_marker() == "o")
     pruned = points[points["estimator"] == "heapr"]
     losses = pruned["delta_nll"].to_numpy(dtype=float)
     assert curve.get_ydata() == pytest.approx([0.0, *losses])

@@ -102,6 +102,7 @@ def test_the_model_is_exported(panel: Explorer, tmp_path: Path, weights: str) ->
     tab.job.wait(60)
     assert tab.job.error.value == ""
     assert "AutoModelForCausalLM.from_pretrained" in tab.job.value
+    assert ">Copy</button><pre" in tab.job.value
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
     widths = [
         list(module.heapr_widths)

@@ -13,7 +13,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.pictures import ChoicePicture, LossPicture
+from heapr_lab.panel.pictures import ChoicePicture, drawn_png, figure_points
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
 from heapr_lab.pruning.options import Selection, read_ratio
 
@@ -308,8 +308,7 @@ def points_of(*rows: dict[str, Any]) -> pd.DataFrame:
 
 def test_each_choice_has_its_own_colour_and_marker() -> None:
     """Of the same corpus and estimator; the legend says what tells them apart."""
-    picture = LossPicture()
-    picture.draw(
+    (ax,) = figure_points(
         points_of(
             {},
             {"dataset": "ptb"},
@@ -318,8 +317,8 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
             {"selection": Selection(0.3, exclude_layers=(0, 2))},
             {"selection": Selection(0.3, of="model")},
         )
-    )
-    lines = picture.ax.get_lines()
+    ).axes
+    lines = ax.get_lines()
     labels = [line.get_label() for line in lines]
     rules = "measured: heapr, global, by atom"
     assert labels == [
@@ -339,23 +338,23 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
 
 def test_accuracy_is_drawn_in_a_chart_of_its_own() -> None:
     """Per cent, with standard errors and a line for the dense model, below the loss."""
-    picture = LossPicture()
     task = {"dataset": "continuation", "stderr": 0.05}
-    alone = picture.draw(points_of({}))
+    alone = figure_points(points_of({}))
     dense = {"estimator": "dense", "selection": None, "achieved_ratio": 0.0}
-    both = picture.draw(
+    both = figure_points(
         points_of({}, {**task, **dense, "accuracy": 0.7}, {**task, "accuracy": 0.5})
     )
-    assert height_of(both) == 2 * height_of(alone)
-    ((curve, _, bars),) = [c.lines for c in picture.accuracy.containers]
+    heights = [height_of(drawn_png(lambda one=one: one)) for one in (alone, both)]
+    assert heights[1] == 2 * heights[0]
+    losses, accuracy = both.axes
+    assert losses.get_position().width == alone.axes[0].get_position().width
+    ((curve, _, bars),) = [c.lines for c in accuracy.containers]
     assert curve.get_ydata().tolist() == [50.0]
     (segment,) = bars[0].get_segments()
     assert np.ptp(segment[:, 1]) == pytest.approx(2 * 5)
-    (line,) = [n for n in picture.accuracy.get_lines() if "dense" in n.get_label()]
+    (line,) = [n for n in accuracy.get_lines() if "dense" in n.get_label()]
     assert set(line.get_ydata()) == {70.0}
-    assert picture.accuracy.get_ylabel() == "accuracy [%] ↑"
-    assert height_of(picture.draw(points_of({}))) == height_of(alone)
-    assert len(picture.accuracy.get_lines()) == 0
+    assert accuracy.get_ylabel() == "accuracy [%] ↑"
 
 
 def height_of(png: bytes) -> int:
