@@ -15,6 +15,7 @@ from heapr_lab.inspection.passages import token_losses
 from heapr_lab.panel.answer import answers
 from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer
+from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
 from heapr_lab.panel.session_file import read_session, write_session
 from heapr_lab.recipes import making
@@ -191,7 +192,7 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     assert "frequency" not in shown
     (label,) = [
         line.get_label()
-        for line in panel.evaluation._picture.ax.get_lines()
+        for line in figure_points(panel.session.points).axes[0].get_lines()
         if line.get_label().endswith(", compress")
     ]
     assert "frequency" not in label
@@ -235,7 +236,10 @@ def test_points_of_each_way_stay_apart(panel: Explorer) -> None:
     (shown,) = panel.session.measured()["delta_nll"]
     masked = points[points["weights"].eq("masked") & points["ratio"].eq(0.5)]
     assert shown == masked["delta_nll"].iloc[0]
-    labels = [line.get_label() for line in panel.evaluation._picture.ax.get_lines()]
+    labels = [
+        line.get_label()
+        for line in figure_points(panel.session.points).axes[0].get_lines()
+    ]
     assert sum(label.endswith("masked") for label in labels) == 1
     assert sum(label.endswith("compensated") for label in labels) == 1
 

@@ -20,6 +20,7 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.sources import read_source, source_of, weights_bytes
 from heapr_lab.panel.panel import Explorer
+from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import context_length
@@ -321,7 +322,8 @@ def test_each_place_says_which_weights_it_shows(root: Path) -> None:
     panel.evaluation.job.button.click()
     panel.evaluation.job.wait(60)
     assert "Last point, masked:" in panel.evaluation.message.value
-    lines = panel.evaluation._picture.ax.get_lines()
+    (ax,) = figure_points(panel.session.points).axes
+    lines = ax.get_lines()
     assert any(line.get_label().endswith("ragged, masked") for line in lines)
     panel.inspection.text.value = "aaab bbba abab"
     panel.inspection.compare.button.click()
