@@ -170,7 +170,8 @@ def _gains(committed: Committed) -> str:
     )
     return (
         f"The loss that is left of HEAPr's where {_MIDDLE:.0%} is removed, pooled over "
-        f"models and corpora: {said}."
+        f"models and corpora: {said}. Points are left out where HEAPr itself loses "
+        f"less than {quality.MEASURABLE:g} nats per token."
     )
 
 

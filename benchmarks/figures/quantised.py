@@ -43,7 +43,7 @@ def _kinds_in(data: pd.DataFrame) -> list[str]:
 
 @styled
 def plot_quantised(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Δloss against size, a curve over the ratios for each kind of weights.
+    """Δloss ± one standard error against size, a curve for each kind of weights.
 
     Ratios increase along each curve from 0 on the right.
 
@@ -57,9 +57,12 @@ def plot_quantised(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = own_axes(ax)
     for kind in _kinds_in(data):
         rows = data[data["weights"].eq(kind)].sort_values("ratio")
-        ax.plot(rows["size"], rows["delta_nll"], **look(kind).keywords())
+        error = rows["stderr"].fillna(0.0)
+        ax.errorbar(
+            rows["size"], rows["delta_nll"], yerr=error, **look(kind).keywords()
+        )
     ax.set_xlabel("file size [% of dense] ↓")
-    ax.set_ylabel(LABELS["delta_nll"])
+    ax.set_ylabel(f"{LABELS['delta_nll']} ↓")
     show_percent(ax.xaxis)
     return ax
 

@@ -59,7 +59,7 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_xticks(data["multiple"].dropna().astype(int).unique().tolist())
     ax.minorticks_off()
     ax.set_xlabel("widths’ multiple [atoms]")
-    ax.set_ylabel(f"Δloss above ragged [{PER_TOKEN}]")
+    ax.set_ylabel(f"Δloss above ragged [{PER_TOKEN}] ↓")
     return ax
 
 

@@ -13,7 +13,7 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A hub id, a folder, a config.json, `lab` or `smollm2`.",
+            help="A hub id, a folder, a config.json, `lab`, `smollm2` or `smolmoe`.",
         ),
     ],
     n_sequences: Annotated[

@@ -329,7 +329,8 @@ def _deciding(gaps: Mapping[str, Interval]) -> str:
     own = {at: gap for at, gap in gaps.items() if gap.verdict == verdict}
     at = min(own, key=lambda at: own[at].value)
     words = {AGREES: "above zero", DISAGREES: "below zero", UNDECIDED: "undecided"}
-    return f"{gaps[at].in_short()} {at} ({len(own)} of {len(gaps)} {words[verdict]})"
+    counted = f"{words[verdict]} in {len(own)} of {len(gaps)} comparisons"
+    return f"{gaps[at].in_short()} {at} ({counted})"
 
 
 def _predicts(evidence: Evidence) -> Finding | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from heapr_lab.panel.jobs import Report
+from heapr_lab.panel.passage_html import contexts_html
 from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
@@ -20,17 +21,20 @@ def find_contexts(
     calibration: Calibration,
     place: Mapping[str, int],
     report: Report,
+    *,
+    said: str,
 ) -> tuple[pd.DataFrame, str]:
-    """The tokens that activate an atom or an expert most; what was searched, as text.
+    """The tokens that activate an atom or an expert most, also as HTML.
 
     Args:
         bench: of the dense model.
         calibration: whose windows are searched.
         place: layer, expert and atom; without an atom it is the whole expert.
         report: is told of each window.
+        said: what else to say of it, after its place.
 
     Returns:
-        The frame of `activations.top_contexts`, and a sentence for people.
+        The frame of `activations.top_contexts`, and the same for people.
 
     Raises:
         HeaprLabError: there is no such atom or expert, or no such corpus.
@@ -48,7 +52,11 @@ def find_contexts(
         atom=place.get("atom"),
         progress=lambda done, total: report(done, total, f"window {done} of {total}"),
     )
-    return found, f"Searched: {windows.n_sequences} windows of {windows.label}."
+    summary = (
+        f"{place_text(place).capitalize()}: {said}. Searched: {windows.n_sequences} "
+        f"windows of {windows.label}."
+    )
+    return found, contexts_html(found, summary=summary)
 
 
 def find_companions(

@@ -3,7 +3,7 @@
 import itertools
 import math
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.figures import save_figure, styled, write_table
 from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS, literal
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.panel.jobs import alert, status
-from heapr_lab.panel.looks import PICTURE, badge
+from heapr_lab.panel.jobs import alert, failure, status
+from heapr_lab.panel.looks import PICTURE, badge, beside
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
@@ -84,19 +84,20 @@ class CompareTab(ipw.VBox):
         self.session, self._on_pins, self._load = session, on_pins, load
         self.pins: list[Pin] = []
         self._before: tuple[list[Pin], list[dict[str, Any]]] = [], []
-        self.runs = MethodRuns(session, corpora=corpora, show=self.refresh)
+        self._numbers: dict[str, int] = {}
+        """Of the looks of the rows, by their labels."""
+        self.runs = MethodRuns(session, corpora=corpora, show=self._show_rows)
         self.diff = MaskDiffSection(session, corpora=corpora)
         self._build_pins()
         self._build_views()
-        wrap = {"flex_flow": "row wrap"}
         super().__init__(
             [
-                ipw.HBox([self.label, self.pin_button, *self._of_pins], layout=wrap),
+                beside(self.label, self.pin_button, *self._of_pins),
                 self.runs,
                 self.message,
                 self.chart,
                 self.table,
-                ipw.HBox([self.folder, self.export_button], layout=wrap),
+                beside(self.folder, self.export_button),
                 self.exported,
                 self.diff,
             ]
@@ -192,6 +193,11 @@ class CompareTab(ipw.VBox):
         for control in (self.pinned, self.load_button, self.remove_button):
             control.disabled = not self.pins
 
+    def _show_rows(self) -> None:
+        """Show new rows of methods, and tell of them."""
+        self.refresh()
+        self._on_pins()
+
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
         self.exported.value = status("")  # the files are of other rows
@@ -258,18 +264,30 @@ class CompareTab(ipw.VBox):
     def figure(self, frame: pd.DataFrame) -> Figure:
         """Removed share by layer, and Δloss against the parameters saved.
 
-        A row has one colour in both; in the right one a corpus has one marker. Without
+        A row has one colour in both, and keeps it while others come and go; in the
+        right one a corpus has one marker, and labels stand beside the points. Without
         pins there is only the right one.
         """
+        looks = self._looks(frame["label"].tolist())
         figure = Figure(figsize=(9.0, 3.4), layout="constrained")
         *left, right = figure.subplots(1, 2 if self.pins else 1, squeeze=False)[0]
         for ax in left:
-            _plot_layers(ax, self.layers())
-        _plot_losses(right, frame)
-        handles = _handles(frame["label"].tolist(), n_pins=len(self.pins))
+            _plot_layers(ax, self.layers(), looks)
+        _plot_losses(right, frame, looks)
+        handles = _handles(looks, n_pins=len(self.pins))
         title = "compared" if self.runs.rows else "pins"
         figure.legend(handles=handles, loc="outside right upper", title=title)
         return figure
+
+    def _looks(self, labels: list[str]) -> dict[str, dict[str, Any]]:
+        """Colour and line of each row: those that it had, or the first free ones."""
+        old = self._numbers
+        taken = {old[label] for label in labels if label in old}
+        free = (number for number in itertools.count() if number not in taken)
+        self._numbers = {
+            label: old[label] if label in old else next(free) for label in labels
+        }
+        return {label: _look(number) for label, number in self._numbers.items()}
 
     def export(self, folder: Path | str) -> list[Path]:
         """Write the figure and the tables of all rows.
@@ -280,11 +298,17 @@ class CompareTab(ipw.VBox):
             The files: PNG, PDF, CSV, Markdown, LaTeX, parquet.
 
         Raises:
-            SpecError: nothing is pinned, and no method was run.
+            SpecError: nothing is pinned, and no method was run; or the folder has no
+                name, or has a comparison already.
         """
         if not self.pins and not self.runs.rows:
             raise SpecError("nothing is pinned, so there is nothing to export")
+        if not str(folder).strip():
+            raise SpecError("the folder has no name: give one, such as comparison")
         folder, frame = Path(folder).expanduser(), self.frame()
+        whole = folder / "comparison.parquet"
+        if whole.exists():
+            raise SpecError(f"{folder} has a comparison already: give another folder")
         shown = frame.drop(columns=_dull(frame))
         provenance = {
             "importance": self.session.table.metadata.get("spec_hash"),
@@ -300,7 +324,6 @@ class CompareTab(ipw.VBox):
             self.figure(frame), folder / "comparison", provenance=provenance
         )
         paths += write_table(shown, folder / "comparison")
-        whole = folder / "comparison.parquet"
         files.write_frame(whole, frame, {"kind": "comparison", **provenance})
         return [*paths, whole]
 
@@ -308,7 +331,7 @@ class CompareTab(ipw.VBox):
         try:
             paths = self.export(self.folder.value)
         except (HeaprLabError, OSError) as error:
-            self.exported.value = alert(str(error))
+            self.exported.value = failure(error)
         else:
             names = ", ".join(path.name for path in paths)
             self.exported.value = status(f"Written to {self.folder.value}: {names}")
@@ -374,47 +397,58 @@ def _message(frame: pd.DataFrame) -> str:
     return f"{', '.join(counted)}. {'; '.join(parts)}."
 
 
-def _pin_look(number: int) -> dict[str, Any]:
+def _look(number: int) -> dict[str, Any]:
     """Colour and line of a row, the same in every plot; colours repeat in pale."""
     rounds, _ = divmod(number, _N_COLORS)
     line = LINE_STYLES[number % len(LINE_STYLES)]
     return {"color": f"C{number}", "ls": line, "alpha": 0.45**rounds}
 
 
-def _handles(labels: list[str], *, n_pins: int) -> list[Line2D]:
+def _handles(looks: Mapping[str, dict[str, Any]], *, n_pins: int) -> list[Line2D]:
     """Of the legend; methods have no line, because their layers are not drawn."""
-    looks = [_pin_look(number) for number in range(len(labels))]
-    for look in looks[n_pins:]:
-        look["ls"] = "none"
     return [
-        Line2D([], [], label=literal(label), marker="o", ms=4, **look)
-        for label, look in zip(labels, looks, strict=True)
+        Line2D([], [], label=literal(label), marker="o", ms=4, **look | line)
+        for number, (label, look) in enumerate(looks.items())
+        for line in [{} if number < n_pins else {"ls": "none"}]
     ]
 
 
-def _plot_layers(ax: Axes, layers: pd.DataFrame) -> None:
-    for number, (label, rows) in enumerate(layers.groupby("label", sort=False)):
-        look = _pin_look(number) | {"marker": "o", "ms": 4, "label": str(label)}
+def _plot_layers(
+    ax: Axes, layers: pd.DataFrame, looks: Mapping[str, dict[str, Any]]
+) -> None:
+    for label, rows in layers.groupby("label", sort=False):
+        look = looks[str(label)] | {"marker": "o", "ms": 4, "label": str(label)}
         ax.plot(rows["layer"], rows["pruning_ratio"], **look)
     ax.set(xlabel="MoE layer [index]", ylabel=LABELS["layer_ratio"], ylim=(0, 1))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _plot_losses(ax: Axes, frame: pd.DataFrame) -> None:
+def _plot_losses(
+    ax: Axes, frame: pd.DataFrame, looks: Mapping[str, dict[str, Any]]
+) -> None:
     """Δloss against the parameters saved, or the atoms removed if sizes are unknown.
 
-    Without evaluations there are only the savings.
+    Without evaluations there are only the savings. Rows at the same place are named
+    together, and the first has the largest mark, so that all are seen.
     """
     known = "parameter_reduction" in frame
     across = frame["parameter_reduction" if known else "achieved_ratio"].astype(float)
     losses = frame[list(filter(_is_loss, frame))]
     drawn = losses if len(losses.columns) else pd.DataFrame({"": 0.0}, frame.index)
+    at: dict[tuple[float, float], list[str]] = {}
     for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
-        for number, (x, y) in enumerate(zip(across, drawn[corpus], strict=True)):
-            ax.plot([x], [y], marker, **_pin_look(number) | {"ls": "none"})
+        for label, x, y in zip(frame["label"], across, drawn[corpus], strict=True):
+            here = at.setdefault((x, y), [])
+            look = looks[label] | {"ls": "none", "ms": max(4, 9 - 2 * len(here))}
+            ax.plot([x], [y], marker, **look)
+            here.append(literal(label))
         shown = literal(str(corpus).removeprefix("Δloss "))
         ax.plot([], [], marker, color="0.4", ls="none", label=shown or "not evaluated")
+    for place, labels in at.items():
+        if all(map(math.isfinite, place)):
+            named = ", ".join(labels)
+            ax.annotate(named, place, (6, 3), textcoords="offset points", fontsize=8)
     ax.set_xlabel("parameters saved" if known else "atomic experts removed")
     ax.xaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set_ylabel(f"measured Δloss [{PER_TOKEN}] ↓")

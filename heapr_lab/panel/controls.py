@@ -9,6 +9,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.help import label_of
+from heapr_lab.panel.looks import beside
 from heapr_lab.pruning.options import (
     BUDGETS,
     CHOICES,
@@ -39,16 +40,56 @@ WHOLE_LABEL: Final = {"description_width": "initial"}
 """Style of a control whose label is longer than ipywidgets allows for."""
 
 
-def number_box(name: str, value: int, *, least: int, most: int) -> ipw.BoundedIntText:
-    """A box for a whole number from `least` to `most`, with its label."""
-    return ipw.BoundedIntText(
-        value,
-        min=least,
-        max=most,
-        description=name,
-        style=WHOLE_LABEL,
-        layout={"width": "240px"},
-    )
+class NumberBox(ipw.FloatText):
+    """A box for a whole number, which keeps what is typed, whether it is one or not."""
+
+    def __init__(
+        self, name: str, value: int, *, least: int, most: int, width: str = "240px"
+    ) -> None:
+        """Show `value`.
+
+        Args:
+            name: the label.
+            value: the first number.
+            least: the smallest number that is taken.
+            most: the largest.
+            width: of box and label.
+        """
+        self.least, self.most = least, most
+        super().__init__(
+            value, description=name, style=WHOLE_LABEL, layout={"width": width}
+        )
+
+    @property
+    def number(self) -> int:
+        """The number that is shown.
+
+        Raises:
+            SpecError: it is not whole, or not from `least` to `most`.
+        """
+        check_value(self, self.value)
+        return int(self.value)
+
+
+def shown_by(control: ipw.Widget) -> Any:
+    """The value of a control, a whole number of a `NumberBox`.
+
+    Raises:
+        SpecError: it is not one that the control takes.
+    """
+    return control.number if isinstance(control, NumberBox) else control.value
+
+
+def offer(box: ipw.Dropdown, options: Sequence[Any], *, first: int = 0) -> None:
+    """Offer other options in one message: between two, another would be chosen.
+
+    What is chosen stays if its name is among them, else it is the one at `first`.
+    """
+    names = [one[0] if isinstance(one, tuple) else one for one in options]
+    with box.hold_sync():
+        label = box.label
+        box.options = options
+        box.index = names.index(label) if label in names else min(first, len(names) - 1)
 
 
 def several_of(
@@ -69,16 +110,15 @@ def check_value(control: ipw.Widget, value: Any) -> None:
     Raises:
         SpecError: it cannot.
     """
-    if hasattr(control, "options"):
-        fits, expected = (
-            value in control.options,
-            f"one of {', '.join(control.options)}",
-        )
+    if isinstance(control, NumberBox):
+        fits = value % 1 == 0 and control.least <= value <= control.most
+        shown = f"{value:g}"
+        expected = f"a whole number from {control.least} to {control.most}"
     else:
-        fits = control.min <= value <= control.max
-        expected = f"{control.min} to {control.max}"
+        fits, shown = value in control.options, repr(value)
+        expected = f"one of {', '.join(control.options)}"
     if not fits:
-        raise SpecError(f"{label_of(control)} is {value!r}, expected {expected}")
+        raise SpecError(f"{label_of(control)} is {shown}, expected {expected}")
 
 
 class Controls(ipw.VBox):
@@ -111,34 +151,28 @@ class Controls(ipw.VBox):
         self._build_rules(table.estimators, selection)
         super().__init__(
             [
-                ipw.HBox([self.estimator, self.scope, self.granularity]),
-                ipw.HBox(
-                    [self.structure, self.multiple, self.min_atoms, self.excluded]
-                ),
-                ipw.HBox([self.budget, self.rise]),
+                beside(self.estimator, self.scope, self.granularity),
+                beside(self.structure, self.multiple, self.min_atoms, self.excluded),
+                beside(self.budget, self.rise),
             ]
         )
-        for row in self.children:
-            row.layout.flex_flow = "row wrap"
         self._lock()
         self.slider.observe(self._slid, names="value")
-        moved = (self.ratio, self.budget, self.estimator, self.scope, self.granularity)
-        more = (self.structure, self.multiple, self.min_atoms, self.excluded, self.rise)
-        for control in (*moved, *more):
-            control.observe(self._changed, names="value")
+        for name in (*_SHOWN[1:], "rise"):
+            getattr(self, name).observe(self._changed, names="value")
 
     def _build_amount(self, selection: Selection) -> None:
         # In per cent: of a fraction the browser rounds the last digit differently, and
         # reports that as a change.
         self.slider = ipw.IntSlider(
             _on_slider(selection.ratio), min=0, max=_LAST_STEP, description="ratio",
-            readout=False,
+            readout=False, layout={"width": "240px"},
         )  # fmt: skip
         # The slider has no name for a screen reader, the box has. The ratio is the one
         # in the box; the slider shows the nearest of its steps.
         self.ratio = ipw.Text(
             ratio_text(selection.ratio), description="ratio", continuous_update=False,
-            layout={"width": "170px"},
+            layout={"width": "150px"},
         )  # fmt: skip
         self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[selection.of])
         self.rise = ipw.BoundedFloatText(
@@ -155,14 +189,13 @@ class Controls(ipw.VBox):
         self.structure = _dropdown(
             "structure", CHOICES["structure"], selection.structure
         )
-        self.multiple = ipw.BoundedIntText(
-            selection.multiple or self._default, min=1, max=self._widest,
-            description="multiple", layout={"width": "170px"},
-        )  # fmt: skip
-        self.min_atoms = ipw.BoundedIntText(
-            selection.min_atoms, min=0, max=self._widest, style=WHOLE_LABEL,
-            description="min atoms per expert", layout={"width": "230px"},
-        )  # fmt: skip
+        multiple, widest = selection.multiple or self._default, self._widest
+        self.multiple = NumberBox(
+            "multiple", multiple, least=1, most=widest, width="170px"
+        )
+        self.min_atoms = NumberBox(
+            "min atoms per expert", selection.min_atoms, least=0, most=widest
+        )
         self.excluded = ipw.Text(
             ", ".join(map(str, selection.exclude_layers)), style=WHOLE_LABEL,
             description="layers not pruned", placeholder="such as 0, 5-7",
@@ -174,7 +207,7 @@ class Controls(ipw.VBox):
         """The selection that the controls show.
 
         Raises:
-            SpecError: the text of the ratio or of the layers is not valid.
+            SpecError: what is typed of the ratio, a width or the layers is not valid.
         """
         structure = self.structure.value
         ragged = structure == "ragged"
@@ -184,9 +217,9 @@ class Controls(ipw.VBox):
             scope="layer" if self.scope_is_fixed else self._wished_scope,
             granularity=self.granularity.value,
             structure=structure,
-            multiple=None if ragged else self.multiple.value,
+            multiple=None if ragged else self.multiple.number,
             of=_BUDGETS.get(self.budget.value, "atoms"),
-            min_atoms=self.min_atoms.value,
+            min_atoms=self.min_atoms.number,
             exclude_layers=parse_layers(self.excluded.value, name="layers not pruned"),
         )
 

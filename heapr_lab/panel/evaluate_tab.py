@@ -10,15 +10,16 @@ import pandas as pd
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.cautions import cautions_html, judged_on_own
-from heapr_lab.panel.controls import several_of
+from heapr_lab.panel.controls import WHOLE_LABEL, several_of
 from heapr_lab.panel.jobs import Job, Report, status
 from heapr_lab.panel.looks import PICTURE, STALE, badge, beside
 from heapr_lab.panel.passage_html import table_html
-from heapr_lab.panel.pictures import LossPicture
-from heapr_lab.panel.session import PruningSession, Step, named
-from heapr_lab.panel.sweep import SweepSection, differences
-from heapr_lab.progress import duration, time_left_text
+from heapr_lab.panel.pictures import drawn_png, figure_points
+from heapr_lab.panel.session import PruningSession, setting_text
+from heapr_lab.panel.sweep import NO_MODEL, SweepSection, differences
+from heapr_lab.progress import duration
 from heapr_lab.recipes.weights import MASKED
+from heapr_lab.text.corpora import load_corpus
 
 _SHOWN = ["dataset", "weights", "estimator", "scope", "granularity", "structure"]
 _SHOWN += ["achieved_ratio"]
@@ -27,8 +28,8 @@ _NOTHING_YET = (
     "Nothing has been evaluated yet. Evaluate measures the dense and the pruned model."
 )
 _PAIRED = (
-    f"At the same ratio, Δloss [{PER_TOKEN}] more than that of the setting it is "
-    "against, ± standard error over windows, each compared with itself"
+    f"At the same ratio: by how much a setting loses more than another [{PER_TOKEN}], "
+    "± standard error over windows, on each of which the two are compared"
 )
 _MADE = (
     "Masked: the dense model without the pruned atoms. With other weights, what is "
@@ -58,14 +59,19 @@ class EvaluateTab(ipw.VBox):
         """
         self.session = session
         self._on_points = on_points
-        self._picture = LossPicture()
         self._points = session.points
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.tasks = several_of("tasks", tasks, [])
+        self.another = ipw.Text(
+            description="another corpus", placeholder="pydocs:torch, or a file",
+            continuous_update=False, style=WHOLE_LABEL,
+        )  # fmt: skip
         self.job = Job(
             "Evaluate",
             self._evaluate,
             tooltip="measure the dense and the pruned model",
+            of=session.named,
+            never="" if session.workbench else NO_MODEL,
             apart=True,
         )
         self.job.button.layout.width = "110px"
@@ -79,12 +85,9 @@ class EvaluateTab(ipw.VBox):
         self.sweep = SweepSection(
             session, corpora=self.corpora, tasks=self.tasks, on_points=self.show_points
         )
-        if session.workbench is None:
-            self.job.button.disabled = True
-            self.job.text.value = status("a table without a model cannot be evaluated")
         super().__init__(
             [
-                ipw.HBox([self.corpora, self.tasks], layout={"flex_flow": "row wrap"}),
+                beside(self.corpora, self.another, self.tasks),
                 self.sweep,
                 self.note,
                 self.message,
@@ -96,6 +99,22 @@ class EvaluateTab(ipw.VBox):
         )
         for box in (self.corpora, self.tasks):
             box.observe(self._check, names="value")
+        self.another.observe(self._add_corpus, names="value")
+
+    def _add_corpus(self, change: Any) -> None:
+        """Offer the corpus that was typed, and choose it too, if it is there."""
+        name, chosen = change["new"].strip(), self.corpora.value
+        if not name:
+            return
+        self.job.error.value = ""
+        try:
+            load_corpus(name, split="test")
+        except HeaprLabError as error:
+            self.job.fail(error)
+            return
+        self.another.value = ""
+        self.corpora.options = list(dict.fromkeys([*self.corpora.options, name]))
+        self.corpora.value = list(dict.fromkeys([*chosen, name]))
 
     def follow(self) -> None:
         """Draw again if there are other points."""
@@ -126,7 +145,7 @@ class EvaluateTab(ipw.VBox):
         if points.empty:
             self._show_nothing()
             return
-        self.chart.value = self._picture.draw(points)
+        self.chart.value = drawn_png(lambda: figure_points(points))
         self.chart.layout.display = None
         self.message.value = status(_message(points), before=badge())
         pruned = points[points["nll"].notna() & points["estimator"].ne("dense")]
@@ -144,19 +163,10 @@ class EvaluateTab(ipw.VBox):
         self._check()
 
     def _evaluate(self, report: Report) -> None:
-        selection, recipe = self.session.selection, self.session.recipe
-        name = named(selection, recipe)
-
-        def tell(step: Step) -> None:
-            left = time_left_text(step.seconds_left)
-            report(step.done, step.total, f"{name}: {step.label}", left=left)
-
         self.session.evaluate(
             tuple(self.corpora.value),
             tasks=tuple(self.tasks.value),
-            selection=selection,
-            recipe=recipe,
-            progress=tell,
+            report=report,
             on_masked=self.show_points,
         )
         self.show_points()
@@ -213,6 +223,7 @@ def _message(points: pd.DataFrame) -> str:
         return "Only the dense model was evaluated."
     last = pruned.iloc[-1]
     removed = f"{last.achieved_ratio:.1%} of the atomic experts removed"
+    of = setting_text(last.selection, last.weights)
     if pd.isna(last.nll):
         dense = points[
             points["estimator"].eq("dense") & points.dataset.eq(last.dataset)
@@ -220,17 +231,19 @@ def _message(points: pd.DataFrame) -> str:
         before = float(dense["accuracy"].iloc[0])
         return (
             f"Last point, {last.weights}: {removed}, accuracy on {last.dataset} "
-            f"{before:.1%} → {last.accuracy:.1%} (standard error {last.stderr:.1%})."
+            f"{before:.1%} → {last.accuracy:.1%} (standard error {last.stderr:.1%}). "
+            f"Pruned by: {of}."
         )
     return (
         f"Last point, {last.weights}: {removed}, Δloss on {last.dataset} "
-        f"{last.delta_nll:+.4f} {PER_TOKEN}, perplexity {last.perplexity:,.2f}."
+        f"{last.delta_nll:+.4f} {PER_TOKEN}, perplexity {last.perplexity:,.2f}. "
+        f"Pruned by: {of}."
     )
 
 
 def _table(points: pd.DataFrame) -> str:
     measured = [name for name in _MEASURED if points[name].notna().any()]
-    shown = points[[*_SHOWN, *measured]].assign(
-        achieved_ratio=points["achieved_ratio"].map("{:.1%}".format)
-    )
-    return table_html(shown)
+    columns = [*_SHOWN, *measured]
+    shown = points.sort_values(["dataset", "achieved_ratio"], kind="stable")[columns]
+    removed = shown["achieved_ratio"].map("{:.1%}".format)
+    return table_html(shown.assign(achieved_ratio=removed))

@@ -1,6 +1,5 @@
 """The tab that writes the pruned model, and shows how to load it or do the same."""
 
-import html
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,14 +8,8 @@ import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import (
-    Job,
-    Report,
-    ResultView,
-    alert,
-    parts_of,
-    status,
-)
+from heapr_lab.panel.jobs import Report, ResultJob, alert, parts_of, status
+from heapr_lab.panel.looks import beside, code_html
 from heapr_lab.panel.session import PruningSession, named
 from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
@@ -32,6 +25,7 @@ _EVALUATED = (
     "perplexities of what is written."
 )
 
+_NO_MODEL = "a table without a model cannot be exported"
 _WRITTEN_BEFORE = "Out of date: what is below was written with other settings."
 
 
@@ -62,28 +56,29 @@ class ExportTab(ipw.VBox):
             0, 0, 400, 25, description="distil [steps]", continuous_update=False,
             style=WHOLE_LABEL,
         )  # fmt: skip
-        self.job = Job(
-            "Export", self._export, tooltip="write the pruned model to the folder"
+        self.job = ResultJob(
+            "Export",
+            self._export,
+            asked=self._asked,
+            tooltip="write the pruned model to the folder",
+            of=session.named,
+            never="" if session.workbench else _NO_MODEL,
+            said=_WRITTEN_BEFORE,
         )
         self.note = ipw.HTML(status(""))
-        self.command = ResultView(self._asked, said=_WRITTEN_BEFORE)
         self.python = ipw.HTML()
         self.code = ipw.Accordion([self.python], titles=["The same as Python"])
-        if session.workbench is None:
-            self.job.button.disabled = True
-            self.job.text.value = status("a table without a model cannot be exported")
-        row = ipw.HBox([self.folder, self.distill], layout={"flex_flow": "row wrap"})
-        super().__init__([row, self.note, self.job, self.command, self.code])
+        row = beside(self.folder, self.distill)
+        super().__init__([row, self.note, self.job, self.code])
         self.distill.observe(self.refresh, names="value")
         self.folder.observe(self.refresh_code, names="value")
         self.code.observe(self.refresh_code, names="selected_index")
-        self.folder.observe(self.command.check, names="value")
+        self.folder.observe(self.job.check, names="value")
         self.refresh()
 
-    def _asked(self) -> tuple[object, ...]:
-        """The settings that what is written depends on."""
-        chosen = self.session.selection, self.session.recipe
-        return *chosen, self.folder.value, self.distill.value
+    def _asked(self) -> tuple[Selection, WeightRecipe, str]:
+        """The selection, how its weights are made, and the folder."""
+        return self.session.selection, self._recipe, self.folder.value
 
     @property
     def _recipe(self) -> WeightRecipe:
@@ -98,7 +93,7 @@ class ExportTab(ipw.VBox):
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write."""
         self.refresh_code()
-        self.command.check()
+        self.job.check()
         try:
             selection = self.session.selection
         except SpecError:
@@ -115,12 +110,9 @@ class ExportTab(ipw.VBox):
         if self.code.selected_index is None:
             return
         try:
-            code = html.escape(self._code())
+            self.python.value = code_html(self._code()) + status(_CODE_DIFFERS)
         except HeaprLabError as error:
             self.python.value = alert(str(error))
-        else:
-            style = 'tabindex="0" style="white-space:pre-wrap"'
-            self.python.value = f"<pre {style}>{code}</pre>{status(_CODE_DIFFERS)}"
 
     def _code(self) -> str:
         """What Export would do now, as Python.
@@ -145,16 +137,16 @@ class ExportTab(ipw.VBox):
             folder=self.folder.value,
         )
 
-    def _export(self, report: Report) -> None:
+    def _export(
+        self, report: Report, asked: tuple[Selection, WeightRecipe, str]
+    ) -> str:
         from heapr_lab.checkpoints.folder import check_new
 
-        self.command.show("", None)
-        settings = self._asked()
-        selection, recipe = self.session.selection, self._recipe
-        folder = Path(self.folder.value).expanduser()
+        selection, recipe, name = asked
+        folder = Path(name).expanduser()
         check_new(folder)
         self._write(folder, selection, recipe, report)
-        self.command.show(self._written_text(folder), settings)
+        return self._written_text(folder)
 
     def _write(
         self, folder: Path, selection: Selection, recipe: WeightRecipe, report: Report
@@ -189,8 +181,7 @@ class ExportTab(ipw.VBox):
         text = f"Written to {folder}: {files.n_bytes:,} bytes, {files.dtype_name}"
         if bench is not None and bench.source is not None:
             text += f" (dense: {bench.source.n_bytes:,})"
-        code = html.escape(loading_code(folder))
-        return f"{status(f'{text}. To load it:')}<pre>{code}</pre>"
+        return status(f"{text}. To load it:") + code_html(loading_code(folder))
 
 
 def check_calibration(session: PruningSession, bench: "Workbench") -> None:

@@ -4,6 +4,7 @@ It runs `heapr_lab.evaluation` and shows the frames through `passage_html`. Impo
 this needs no torch.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,21 +15,13 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.atom_contexts import find_companions, find_contexts, place_text
-from heapr_lab.panel.controls import WHOLE_LABEL, number_box
-from heapr_lab.panel.jobs import (
-    Job,
-    Report,
-    ResultView,
-    alert,
-    parts_of,
-    status,
-)
+from heapr_lab.panel.atom_contexts import find_companions, find_contexts
+from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, shown_by
+from heapr_lab.panel.jobs import Report, ResultJob, alert, parts_of, status
 from heapr_lab.panel.looks import folded
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
     companions_html,
-    contexts_html,
     continuations_html,
     left_out_html,
     losses_html,
@@ -138,71 +131,66 @@ class InspectTab(ipw.VBox):
         self.text = ipw.Textarea(
             _PROMPT, description="text", rows=4, continuous_update=False, layout=wide
         )
-        self.n_tokens = number_box("tokens to write", 40, least=1, most=1000)
-        self.generate = Job(
+        self.n_tokens = NumberBox("tokens to write", 40, least=1, most=1000)
+        self.generate = ResultJob(
             "Generate",
-            self._work_generate,
+            self._generated,
+            asked=lambda: self._asked_made(self.text, self.n_tokens),
+            of=self.session.named,
             tooltip="continue the text with the dense and with the pruned model",
         )
-        self.generated = ResultView(lambda: self._asked_made(self.text, self.n_tokens))
-        self.compare = Job(
+        self.compare = ResultJob(
             "Compare losses",
-            self._work_compare,
+            self._compared,
+            asked=lambda: self._asked_made(self.text),
+            of=self.session.named,
             tooltip="what each token of the text costs the dense and the pruned model",
         )
-        self.compared = ResultView(lambda: self._asked_made(self.text))
 
     def _build_routing(self) -> None:
         layers = self.session.table.shapes()
-        limits = {"least": min(layers), "most": max(layers)}
-        self.layer = number_box("layer of the token", min(layers), **limits)
-        self.position = number_box("position of the token", 1, least=0, most=1)
-        self.route = Job(
+        limits: dict[str, Any] = {"least": min(layers), "most": max(layers)}
+        self.layer = NumberBox("layer of the token", min(layers), **limits)
+        self.position = NumberBox("position of the token", 1, least=0, most=1)
+        self.route = ResultJob(
             "Show routing",
-            self._work_route,
+            self._routed,
+            asked=lambda: self._asked(self.text, self.layer, self.position),
             tooltip="which experts and atoms serve the token",
-        )
-        self.routed = ResultView(
-            lambda: self._asked(self.text, self.layer, self.position)
         )
 
     def _build_atom(self) -> None:
         shapes = self.session.table.shapes()
         n_experts, d_inter = np.max(list(shapes.values()), axis=0).tolist()
-        layers = {"least": min(shapes), "most": max(shapes)}
-        self.atom_layer = number_box("layer of the atom", min(shapes), **layers)
-        self.expert = number_box("expert", 0, least=0, most=n_experts - 1)
-        self.atom = number_box("atom", 0, least=0, most=d_inter - 1)
+        layers: dict[str, Any] = {"least": min(shapes), "most": max(shapes)}
+        self.atom_layer = NumberBox("layer of the atom", min(shapes), **layers)
+        self.expert = NumberBox("expert", 0, least=0, most=n_experts - 1)
+        self.atom = NumberBox("atom", 0, least=0, most=d_inter - 1)
         self._boxes = (self.atom_layer, self.expert, self.atom)
         self.nearest = ipw.Dropdown(
             description="pruned last", style=WHOLE_LABEL, layout={"width": "460px"}
         )
         self.note = ipw.HTML()
-        self.show_contexts = Job(
+        self.show_contexts = ResultJob(
             "Show contexts",
-            self._work_contexts,
+            self._contexts,
+            asked=lambda: self._asked(*self._boxes),
             tooltip="where in the calibration corpus the atom is most active, and what "
             "else is there",
         )
-        self.contexts_view = ResultView(lambda: self._asked(*self._boxes))
 
     def _rows(self) -> list[ipw.Widget]:
         place = ipw.HBox([self.layer, self.position])
-        parts = self.route, self.routed, self.why.explain, self.why.explained
-        found = self.note, self.show_contexts, self.contexts_view
+        parts = place, self.route, self.why.explain
+        found = ipw.HBox(self._boxes), self.note, self.show_contexts
         return [
             folded("Map of the experts", self.map),
             self.text,
-            folded("Continue the text", self.n_tokens, self.generate, self.generated),
-            folded("Where pruning hurts the text", self.compare, self.compared),
+            folded("Continue the text", self.n_tokens, self.generate),
+            folded("Where pruning hurts the text", self.compare),
             folded("Why it hurts", self.why),
-            folded("Which experts and atoms serve a token", place, *parts),
-            folded(
-                "Inputs that activate an atom",
-                self.nearest,
-                ipw.HBox(self._boxes),
-                *found,
-            ),
+            folded("Which experts and atoms serve a token", *parts),
+            folded("Inputs that activate an atom", self.nearest, *found),
         ]
 
     # --- what follows the selection and the controls ---------------------------------
@@ -232,8 +220,8 @@ class InspectTab(ipw.VBox):
 
     def _check(self, _change: Any = None) -> None:
         """Mark the results that are out of date."""
-        for shown in (self.generated, self.compared, self.routed, self.contexts_view):
-            shown.check()
+        for job in (self.generate, self.compare, self.route, self.show_contexts):
+            job.check()
         self.why.check()
 
     def _asked_made(self, *controls: ipw.Widget) -> tuple[Any, ...]:
@@ -243,7 +231,7 @@ class InspectTab(ipw.VBox):
 
     def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
         """The current selection and the values of `controls`."""
-        return self.session.selection, *(control.value for control in controls)
+        return self.session.selection, *map(shown_by, controls)
 
     def _offer(self, options: list[tuple[str, tuple[int, ...]]]) -> None:
         """Fill the list, and show its first entry, which is not an atom."""
@@ -265,18 +253,15 @@ class InspectTab(ipw.VBox):
         """Limit the position to those of the text."""
         if not self.session.is_ready:
             return
-        try:
-            self.position.max = len(self._passage().tokens) - 1
-        except SpecError:  # reported when the text is read
-            self.position.max = 0
+        with contextlib.suppress(SpecError):  # reported when the text is read
+            self.position.most = len(self._passage().tokens) - 1
 
     # --- what the buttons start ---------------------------------------------------
 
-    def _work_generate(self, report: Report) -> None:
+    def _generated(self, report: Report, asked: tuple[Any, ...]) -> str:
         from heapr_lab.inspection.passages import continue_text
 
-        bench, asked = self._bench, self._asked_made(self.text, self.n_tokens)
-        selection, recipe, _, n_tokens = asked
+        bench, (selection, recipe, _, n_tokens) = self._bench, asked
         prompt = self._passage(room=n_tokens)
         keep, downs, pruned = self._made(selection, recipe, report)
 
@@ -296,13 +281,12 @@ class InspectTab(ipw.VBox):
         frames = write("dense", None, 0), write("pruned", keep, n_tokens)
         self.continuations = frames
         view = continuations_html(prompt.text, *frames, pruned=pruned)
-        self.generated.show(left_out_html(prompt.n_left_out, "beginning") + view, asked)
+        return left_out_html(prompt.n_left_out, "beginning") + view
 
-    def _work_compare(self, report: Report) -> None:
+    def _compared(self, report: Report, asked: tuple[Any, ...]) -> str:
         from heapr_lab.inspection.passages import token_losses
 
-        asked, passage = self._asked_made(self.text), self._passage()
-        selection, recipe, _ = asked
+        passage, (selection, recipe, _) = self._passage(), asked
         keep, downs, pruned = self._made(selection, recipe, report)
         report(0, 2, "dense")
         self.losses = token_losses(
@@ -313,13 +297,12 @@ class InspectTab(ipw.VBox):
             progress=lambda done, total: report(done, total, "pruned"),
         )
         view = losses_html(self.losses, pruned=pruned)
-        self.compared.show(left_out_html(passage.n_left_out, "end") + view, asked)
+        return left_out_html(passage.n_left_out, "end") + view
 
-    def _work_route(self, report: Report) -> None:
+    def _routed(self, report: Report, asked: tuple[Any, ...]) -> str:
         from heapr_lab.inspection.activations import atoms_of_token
         from heapr_lab.inspection.routing import routing
 
-        asked = self._asked(self.text, self.layer, self.position)
         selection, _, layer, position = asked
         place = {"layer": layer, "position": position}
         model, passage = self._bench.model, self._passage()
@@ -330,27 +313,27 @@ class InspectTab(ipw.VBox):
         self.routes = routing(model, passage)
         report(2, 2)
         view = routing_html(self.routes, self.atoms, keep=keep, pruned=pruned, **place)
-        self.routed.show(left_out_html(passage.n_left_out, "end") + view, asked)
+        return left_out_html(passage.n_left_out, "end") + view
 
-    def _work_contexts(self, report: Report) -> None:
-        asked = self._asked(*self._boxes)
+    def _contexts(self, report: Report, asked: tuple[Any, ...]) -> str:
         selection, *numbers = asked
         place = dict(zip(KEYS, numbers, strict=True))
         keep, pruned = self._pruned(selection)
-        calibration = self.session.calibration
-        self.contexts, searched = find_contexts(self._bench, calibration, place, report)
-        kept = keep.by_layer(place["layer"])[place["expert"], place["atom"]]
-        summary = (
-            f"{place_text(place).capitalize()}: {'kept' if kept else 'pruned'}. "
-            f"{searched} Masked model: {pruned}."
+        calibration, layer = self.session.calibration, place["layer"]
+        kept = keep.by_layer(layer)[place["expert"], place["atom"]]
+        self.contexts, view = find_contexts(
+            self._bench,
+            calibration,
+            place,
+            report,
+            said=f"{'kept' if kept else 'pruned'}; masked model: {pruned}",
         )
-        view = contexts_html(self.contexts, summary=summary)
-        layer = place["layer"]
         self.companions = find_companions(
             self._bench, calibration, self.contexts, layer=layer
         )
-        view += companions_html(self.companions, keep.by_layer(layer), layer=layer)
-        self.contexts_view.show(view, asked)
+        return view + companions_html(
+            self.companions, keep.by_layer(layer), layer=layer
+        )
 
     # --- what they work on --------------------------------------------------------
 

@@ -5,7 +5,7 @@ import html
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import ipywidgets as ipw
 
@@ -60,7 +60,10 @@ class Job(ipw.VBox):
         work: Callable[[Report], None],
         *,
         tooltip: str = "",
+        of: Callable[[], str] = str,
+        never: str = "",
         apart: bool = False,
+        below: Sequence[ipw.Widget] = (),
     ) -> None:
         """Lay out the button.
 
@@ -68,9 +71,13 @@ class Job(ipw.VBox):
             name: label of the button.
             work: called in a thread with a `Report`; it sets the values of widgets.
             tooltip: what pressing it does.
+            of: the settings that it starts with as text, which stands before its
+                progress; a `HeaprLabError` is shown as that of the work.
+            never: why the work can never start; empty if it can.
             apart: whether `button` is laid out elsewhere.
+            below: what else is laid out, below all that.
         """
-        self.work = work
+        self.work, self._of = work, of
         self.blocked: Callable[[], str] = str
         """Why the work cannot start now; empty if it can."""
         self.button = ipw.Button(
@@ -88,8 +95,9 @@ class Job(ipw.VBox):
         self._worker: threading.Thread | None = None
         self._left = TimeLeft()
         line = [self.button, self.cancel_button, self.bar, self.text][apart:]
-        super().__init__([ipw.HBox(line), self.error])
-        self._show_running(False, "")
+        super().__init__([ipw.HBox(line), self.error, *below])
+        self._show_running(False, never)
+        self.button.disabled = bool(never)
         self.button.on_click(self.start)
         self.cancel_button.on_click(self.cancel)
 
@@ -129,6 +137,8 @@ class Job(ipw.VBox):
     def _run(self) -> None:
         message = ""
         try:
+            named = self._of()
+            self._named = f"{named}: " if named else ""
             self.work(self._report)
         except CancelledError:
             message = "cancelled"
@@ -146,7 +156,7 @@ class Job(ipw.VBox):
         if left is None:
             left = time_left_text(self._left.seconds(total))
         self.bar.value = done / total if total else 0.0
-        self.text.value = status(f"{text}: {done:g} of {total:g}{left}")
+        self.text.value = status(f"{self._named}{text}: {done:g} of {total:g}{left}")
 
     def _show_running(self, running: bool, message: str) -> None:
         if running:
@@ -201,40 +211,60 @@ class Debounced:
         self._timer.start()
 
 
-class ResultView(ipw.VBox):
-    """A result with the settings it was made with, grey once these have changed."""
+class ResultJob(Job):
+    """A job with a result below it, grey once the settings are not those it is of."""
 
-    def __init__(self, now: Callable[[], object], *, said: str = _OUT_OF_DATE) -> None:
-        """Show nothing.
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[Report, Any], str],
+        *,
+        asked: Callable[[], Any],
+        said: str = _OUT_OF_DATE,
+        **options: Any,
+    ) -> None:
+        """Lay out the button; there is no result.
 
         Args:
-            now: the current settings; a `HeaprLabError` counts as a change.
+            name: label of the button.
+            make: called in a thread with a `Report` and the settings at the start; the
+                result as HTML.
+            asked: the current settings; a `HeaprLabError` counts as a change.
             said: above a result that is out of date.
+            **options: of `Job`.
         """
-        self._view, self.note = ipw.HTML(), ipw.HTML()
-        self._now, self._said = now, said
+        note, view = ipw.HTML(), ipw.HTML()
+        super().__init__(name, self._work, below=(note, view), **options)
+        self._make, self._asked, self._said = make, asked, said
+        self.note, self._view = note, view
         self._made_of: object = None
-        super().__init__([self.note, self._view])
 
     @property
     def value(self) -> str:
         """The result as HTML."""
         return str(self._view.value)
 
-    def show(self, view: str, made_of: object) -> None:
-        """Show a result."""
-        self._view.value, self._made_of = view, made_of
+    def clear(self) -> None:
+        """Show no result."""
+        self._view.value = ""
         self.check()
 
     def check(self, _change: object = None) -> None:
         """Mark the result if it is out of date."""
-        stale = bool(self.value) and self._made_of != self._asked()
+        stale = bool(self.value) and self._made_of != self._current()
         self.note.value = status(self._said) if stale else ""
         (self._view.add_class if stale else self._view.remove_class)(STALE)
 
-    def _asked(self) -> object:
+    def _work(self, report: Report) -> None:
+        self.clear()
+        asked = self._asked()
+        made = self._make(report, asked)
+        self._made_of, self._view.value = asked, made
+        self.check()
+
+    def _current(self) -> object:
         try:
-            return self._now()
+            return self._asked()
         except HeaprLabError:
             return HeaprLabError
 
@@ -247,10 +277,17 @@ def status(text: str, *, before: str = "") -> str:
 
 def failure(error: Exception) -> str:
     """An error as an alert; an unexpected one with its type, and logged in full."""
-    if isinstance(error, HeaprLabError):
-        return alert(str(error))
+    if isinstance(error, HeaprLabError | OSError):
+        return alert(said_of(error))
     logger.error("a panel caught an error", exc_info=error)
     return alert(f"{type(error).__name__}: {error}")
+
+
+def said_of(error: Exception) -> str:
+    """What an error says: of one of the system the file and why, without a number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'a file'}: {error.strerror.lower()}"
+    return str(error)
 
 
 def alert(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Final
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
-from heapr_lab.panel.jobs import Debounced, alert, status
+from heapr_lab.panel.jobs import Debounced, alert, said_of, status
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import read_session, write_session
 from heapr_lab.storage.cache import cache_path
@@ -66,7 +66,7 @@ class LastSession(ipw.HBox):
         try:
             self._files.replace(read_session(self.earlier))
         except (HeaprLabError, OSError) as error:
-            self._say(alert(f"The session cannot be shown: {error}"))
+            self._say(alert(f"The session cannot be shown: {said_of(error)}"))
         else:
             self.layout.display = "none"
 
@@ -97,7 +97,7 @@ class LastSession(ipw.HBox):
                 old.unlink(missing_ok=True)
         except (HeaprLabError, OSError) as error:
             self.resume.layout.display = "none"
-            self._say(alert(f"This session is not kept: {error}"))
+            self._say(alert(f"This session is not kept: {said_of(error)}"))
 
 
 def _path_of(files: SessionBar) -> Path:

@@ -1,5 +1,6 @@
 """The looks of a panel that widgets have no traits for: classes, style, badges."""
 
+import base64
 import html
 
 import ipywidgets as ipw
@@ -38,12 +39,31 @@ def panel_style() -> ipw.HTML:
 
 def beside(*parts: ipw.Widget) -> ipw.HBox:
     """Parts next to each other where there is room, else below each other."""
-    return ipw.HBox(parts, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
+    return ipw.HBox(parts, layout={"flex_flow": "row wrap", "grid_gap": "0 8px"})
 
 
 def folded(title: str, *parts: ipw.Widget) -> ipw.Accordion:
     """Parts that are one line, their title, until it is clicked."""
     return ipw.Accordion([ipw.VBox(parts)], titles=[title])
+
+
+def code_html(code: str) -> str:
+    """Code that keeps its lines, with a button that copies it."""
+    copies = "navigator.clipboard.writeText(this.nextElementSibling.textContent)"
+    style = 'tabindex="0" style="white-space:pre-wrap"'
+    return (
+        f'<button type="button" onclick="{copies}">Copy</button>'
+        f"<pre {style}>{html.escape(code)}</pre>"
+    )
+
+
+def image_html(png: bytes, name: str, *, css: str = "") -> str:
+    """A picture in the page itself, with its name for those who do not see it."""
+    source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
+    return (
+        f'<img class="{css}" alt="{html.escape(name)}" style="max-width:100%" '
+        f'src="{source}">'
+    )
 
 
 def badge() -> str:

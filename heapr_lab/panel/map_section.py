@@ -14,8 +14,8 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import unit_of
-from heapr_lab.panel.atom_contexts import find_contexts, place_text
-from heapr_lab.panel.controls import WHOLE_LABEL, check_value, number_box
+from heapr_lab.panel.atom_contexts import find_contexts
+from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, check_value, offer
 from heapr_lab.panel.expert_html import expert_html, layer_html
 from heapr_lab.panel.expert_map import ExpertMap
 from heapr_lab.panel.expert_values import (
@@ -26,8 +26,8 @@ from heapr_lab.panel.expert_values import (
     summed,
     traffic,
 )
-from heapr_lab.panel.jobs import Job, Report, ResultView, alert
-from heapr_lab.panel.passage_html import contexts_html
+from heapr_lab.panel.jobs import Report, ResultJob, alert
+from heapr_lab.panel.looks import beside
 from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.panel.session_file import Mapped
 
@@ -95,37 +95,36 @@ class MapSection(ipw.VBox):
         self.pin = _dropdown("pin of the map", [(_NOTHING_PINNED, None)])
         shapes = self.session.table.shapes()
         n_experts = max(count for count, _ in shapes.values())
-        limits = {"least": min(shapes), "most": max(shapes)}
-        self.layer = number_box("layer of the expert", min(shapes), **limits)
-        self.expert = number_box("number of the expert", 0, least=0, most=n_experts - 1)
+        limits: dict[str, Any] = {"least": min(shapes), "most": max(shapes)}
+        self.layer = NumberBox("layer of the expert", min(shapes), **limits)
+        self.expert = NumberBox("number of the expert", 0, least=0, most=n_experts - 1)
 
     def _build_views(self) -> None:
         self.map = ExpertMap(layout={"flex": "1 1 440px", "min_width": "0"})
-        beside = {"flex": "0 1 auto", "max_width": "100%", "margin": "0 0 0 16px"}
-        self.experts = ipw.HTML(layout=beside)
+        narrow = {"flex": "0 1 auto", "max_width": "100%", "margin": "0 0 0 16px"}
+        self.experts = ipw.HTML(layout=narrow)
         wrap = {"flex_flow": "row wrap", "align_items": "flex-start"}
         self.view = ipw.HBox([self.map, self.experts], layout=wrap)
         self.note, self.card = ipw.HTML(), ipw.HTML()
-        self.show_contexts = Job(
+        self.show_contexts = ResultJob(
             "Show contexts of the expert",
-            self._work_contexts,
+            self._contexts,
+            asked=lambda: (self.layer.number, self.expert.number),
             tooltip="tokens of the calibration corpus that the router sends to the "
             "expert with the largest weights",
         )
         self.show_contexts.button.layout.width = "auto"
-        self.contexts_view = ResultView(lambda: (self.layer.value, self.expert.value))
 
     def _rows(self) -> list[ipw.Widget]:
-        wrap = {"flex_flow": "row wrap"}
         rows = [
-            ipw.HBox([self.variable, self.pin, self.order], layout=wrap),
+            beside(self.variable, self.pin, self.order),
             self.note,
             self.view,
-            ipw.HBox([self.layer, self.expert], layout=wrap),
+            beside(self.layer, self.expert),
             self.card,
         ]
         if self.session.workbench is not None:
-            rows += [self.show_contexts, self.contexts_view]
+            rows.append(self.show_contexts)
         return rows
 
     # --- what follows the selection and the controls ----------------------------------
@@ -133,15 +132,20 @@ class MapSection(ipw.VBox):
     def refresh(self, _change: Any = None) -> None:
         """Show the current selection; nothing is shown if it is infeasible."""
         self._offer_pins()
+        self.card.value = self.experts.value = ""
         try:
             self._show_map()
-            self._show_expert()
         except SpecError as error:
-            self.note.value, self.card.value = alert(str(error)), ""
+            self.note.value = alert(str(error))
             self.view.layout.display = "none"
             return
-        self.contexts_view.check()
         self.view.layout.display = None
+        try:
+            self._show_expert(*self._place)
+        except SpecError as error:  # there is none
+            self._mark(None)
+            self.card.value = alert(str(error))
+        self.show_contexts.check()
 
     def _offer_pins(self) -> None:
         """Offer the pins there are; the chosen one stays chosen if it is among them."""
@@ -150,11 +154,7 @@ class MapSection(ipw.VBox):
         if pins:
             options = [(pin.label, number) for number, pin in enumerate(pins)]
         if tuple(options) != self.pin.options:
-            labels = [label for label, _ in options]
-            known = self.pin.label in labels
-            with self.pin.hold_sync():
-                self.pin.options = options
-                self.pin.index = labels.index(self.pin.label) if known else 0
+            offer(self.pin, options)
         shown = self.variable.value == DIFFERENCE
         self.pin.layout.display = None if shown else "none"
 
@@ -170,7 +170,6 @@ class MapSection(ipw.VBox):
             order=None if self.order.value == NUMBERED else self._columns,
         )
         self.note.value = ""
-        self._mark()
 
     def _values(self) -> tuple[np.ndarray, str]:
         """What the map shows, (layers, experts), and what it is.
@@ -221,8 +220,8 @@ class MapSection(ipw.VBox):
             self.variable.value,
             self.order.value,
             self.pin.value or 0,
-            self.layer.value,
-            self.expert.value,
+            self.layer.number,
+            self.expert.number,
         )
 
     def check_state(self, state: Mapped, *, n_pins: int) -> None:
@@ -262,61 +261,63 @@ class MapSection(ipw.VBox):
         if self._linking:
             return
         self.refresh()
-        if self._exists and self.card.value:
-            place = self.layer.value, self.expert.value
-            self._choose(*place, int(np.argmax(self._scores())))
+        if self.experts.value:  # there is one, and the selection is feasible
+            place = self._place
+            self._choose(*place, int(np.argmax(self._scores(*place))))
 
-    def _mark(self) -> None:
-        """Outline the chosen expert in the map, if that has it."""
-        place = [self.layer.value, self.expert.value]
+    def _mark(self, place: list[int] | None) -> None:
+        """Outline an expert in the map."""
         self._linking = True
-        self.map.selected = place if self.map.has(place) else None
+        self.map.selected = place
         self._linking = False
 
     @property
-    def _exists(self) -> bool:
-        count, _ = self.session.table.shapes().get(self.layer.value, (0, 0))
-        return bool(self.expert.value < count)
+    def _place(self) -> tuple[int, int]:
+        """Layer and number of the chosen expert.
 
-    def _scores(self) -> np.ndarray:
-        """Of the atoms of the chosen expert, (I,)."""
-        scores = self.session.table.scores(self.session.selection.estimator)
-        return scores[rows_of(self.session.table, self.layer.value, self.expert.value)]
-
-    def _show_expert(self) -> None:
-        layer, expert = self.layer.value, self.expert.value
-        if not self._exists:
-            self.card.value = alert(
+        Raises:
+            SpecError: there is none.
+        """
+        layer, expert = self.layer.number, self.expert.number
+        count, _ = self.session.table.shapes().get(layer, (0, 0))
+        if expert >= count:
+            raise SpecError(
                 f"there is no expert {expert} in layer {layer}: choose a cell"
             )
-            self.experts.value = ""
-            return
+        return layer, expert
+
+    def _scores(self, layer: int, expert: int) -> np.ndarray:
+        """Of the atoms of an expert, (I,)."""
+        scores = self.session.table.scores(self.session.selection.estimator)
+        return scores[rows_of(self.session.table, layer, expert)]
+
+    def _show_expert(self, layer: int, expert: int) -> None:
+        self._mark([layer, expert])
         row = list(self.session.table.shapes()).index(layer)
-        self.experts.value = self._table(row)
+        self.experts.value = self._table(row, layer, expert)
         self.card.value = expert_html(
             f"Layer {layer}, expert {expert}",
-            self._scores(),
+            self._scores(layer, expert),
             self.session.keep.by_layer(layer)[expert],
-            facts=self._facts(row),
+            facts=self._facts(row, expert),
             unit=unit_of(self.session.selection.estimator),
         )
 
-    def _facts(self, row: int) -> str:
-        """Traffic and score mass of the chosen expert, given the row of its layer."""
+    def _facts(self, row: int, expert: int) -> str:
+        """Traffic and score mass of an expert, given the row of its layer."""
         mass = self._mass(self.session.selection.estimator)[row]
-        rank = 1 + int((mass > mass[self.expert.value]).sum())
+        rank = 1 + int((mass > mass[expert]).sum())
         said = (
-            f"Its scores sum to {mass[self.expert.value]:.3g}, rank {rank} of "
+            f"Its scores sum to {mass[expert]:.3g}, rank {rank} of "
             f"{np.isfinite(mass).sum()} in the layer."
         )
         if self._traffic is None:
             return said
-        busy = self._traffic[row, self.expert.value]
-        return f"Traffic {busy:.2f} × even share. {said}"
+        return f"Traffic {self._traffic[row, expert]:.2f} × even share. {said}"
 
-    def _table(self, row: int) -> str:
+    def _table(self, row: int, layer: int, expert: int) -> str:
         """The numbers of one layer, in the order of the map."""
-        table, layer = self.session.table, self.layer.value
+        table = self.session.table
         found = [(KEPT, kept_share(table, self.session.keep), "{:.1%}")]
         if self._traffic is not None:
             found.append((TRAFFIC, self._traffic, "{:.2f}"))
@@ -327,7 +328,7 @@ class MapSection(ipw.VBox):
         text = {name: [*map(form.format, own[row])] for name, own, form in found}
         count, _ = table.shapes()[layer]
         experts = [one for one in self._columns[row].tolist() if one < count]
-        return layer_html(layer, experts, text, chosen=self.expert.value)
+        return layer_html(layer, experts, text, chosen=expert)
 
     def _mass_of(self, estimator: str) -> np.ndarray:
         """Summed scores of each expert, (layers, experts)."""
@@ -335,17 +336,14 @@ class MapSection(ipw.VBox):
 
     # --- what the button starts -------------------------------------------------------
 
-    def _work_contexts(self, report: Report) -> None:
-        self.contexts_view.show("", None)
-        place = {"layer": self.layer.value, "expert": self.expert.value}
+    def _contexts(self, report: Report, asked: tuple[int, int]) -> str:
+        place = dict(zip(("layer", "expert"), asked, strict=True))
         bench = self.session.workbench
         assert bench is not None  # without one there is no button
-        self.contexts, searched = find_contexts(
-            bench, self.session.calibration, place, report
+        self.contexts, view = find_contexts(
+            bench, self.session.calibration, place, report, said="of the dense model"
         )
-        summary = f"{place_text(place).capitalize()}. {searched} Dense model."
-        view = contexts_html(self.contexts, summary=summary)
-        self.contexts_view.show(view, tuple(place.values()))
+        return view
 
 
 def _dropdown(name: str, options: Sequence[Any]) -> ipw.Dropdown:

@@ -3,7 +3,6 @@
 Importing this needs no torch.
 """
 
-import base64
 import html
 from typing import Final
 
@@ -19,7 +18,7 @@ from heapr_lab.inspection.mask_diff import (
     rank_agreement,
 )
 from heapr_lab.panel.jobs import status
-from heapr_lab.panel.looks import PICTURE
+from heapr_lab.panel.looks import PICTURE, image_html
 from heapr_lab.panel.passage_html import columns_html, numbers
 from heapr_lab.panel.pictures import drawn_png
 
@@ -52,11 +51,8 @@ def _picture(a: ScoredMask, b: ScoredMask) -> str:
     data = mask_diff_data(a, b)
     # Not one of pyplot, which a notebook would show below its next cell.
     empty = Figure(figsize=(10.0, 4.4), layout="constrained")
-    png = base64.b64encode(drawn_png(lambda: figure_mask_diff(data, figure=empty)))
-    return (
-        f'<img class="{PICTURE}" alt="{html.escape(_ALT)}" style="max-width:100%" '
-        f'src="data:image/png;base64,{png.decode()}">'
-    )
+    png = drawn_png(lambda: figure_mask_diff(data, figure=empty))
+    return image_html(png, _ALT, css=PICTURE)
 
 
 def _layers(a: ScoredMask, b: ScoredMask) -> str:

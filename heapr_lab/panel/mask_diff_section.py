@@ -15,10 +15,9 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.inspection.mask_diff import ScoredMask, removed_by_one
 from heapr_lab.panel.atom_contexts import find_contexts, place_text
-from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import Job, Report, ResultView
+from heapr_lab.panel.controls import WHOLE_LABEL, offer
+from heapr_lab.panel.jobs import Report, ResultJob
 from heapr_lab.panel.mask_diff_html import mask_diff_html
-from heapr_lab.panel.passage_html import contexts_html
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
@@ -72,9 +71,9 @@ class MaskDiffSection(ipw.VBox):
         self._pins: dict[str, tuple[Selection, WeightRecipe]] = {}
         self._build_masks()
         self._build_contexts()
-        parts = [self.a, self.b, self.compare, self.compared]
+        parts = [self.a, self.b, self.compare]
         if session.workbench is not None:
-            parts += [self.atom, self.show_contexts, self.contexts_view]
+            parts += [self.atom, self.show_contexts]
         super().__init__([ipw.HTML("<h3>What two masks remove</h3>"), *parts])
         self.offer([])
         for control in (self.a, self.b, self.atom):
@@ -89,13 +88,13 @@ class MaskDiffSection(ipw.VBox):
             )
             for name in ("A", "B")
         )
-        self.compare = Job(
+        self.compare = ResultJob(
             "Compare masks",
-            self._work_compare,
+            self._compared,
+            asked=self._asked,
             tooltip="which atoms both remove and which only one; measures a corpus "
             "that the model was not measured on yet",
         )
-        self.compared = ResultView(self._asked)
 
     def _build_contexts(self) -> None:
         self.atom = ipw.Dropdown(
@@ -105,13 +104,13 @@ class MaskDiffSection(ipw.VBox):
             layout={"width": "560px"},
         )
         # Named unlike the button of the Inspect tab.
-        self.show_contexts = Job(
+        self.show_contexts = ResultJob(
             "Find contexts",
-            self._work_contexts,
+            self._contexts,
+            asked=lambda: (self._asked(), self.atom.value),
             tooltip="where the atom is most active, in the calibration corpus of the "
             "mask that keeps it",
         )
-        self.contexts_view = ResultView(lambda: (self._asked(), self.atom.value))
 
     # --- what can be compared -------------------------------------------------------
 
@@ -121,15 +120,13 @@ class MaskDiffSection(ipw.VBox):
         names = (_CURRENT, *self._pins, *self._calibrations())
         for box, first in ((self.a, 0), (self.b, 1)):
             if box.options != names:
-                fallback = names[min(first, len(names) - 1)]
-                chosen = box.value if box.value in names else fallback
-                _offer(box, names, names.index(chosen))
+                offer(box, names, first=first)
         self.check()
 
     def check(self, _change: Any = None) -> None:
         """Mark the results that are out of date."""
-        self.compared.check()
-        self.contexts_view.check()
+        self.compare.check()
+        self.show_contexts.check()
 
     def _calibrations(self) -> dict[str, Calibration]:
         """The other corpora, by their names in the lists; none without a model."""
@@ -173,9 +170,8 @@ class MaskDiffSection(ipw.VBox):
 
     # --- what the buttons start -----------------------------------------------------
 
-    def _work_compare(self, report: Report) -> None:
-        self._clear()
-        asked = self._asked()
+    def _compared(self, report: Report, asked: tuple[Side, Side]) -> str:
+        self._forget()
         if asked[0] == asked[1]:
             raise SpecError(
                 f"masks A and B are both {asked[0].label!r}: choose two; Pin saves the "
@@ -187,12 +183,11 @@ class MaskDiffSection(ipw.VBox):
         view = mask_diff_html(a, b, alone, n=_N_ATOMS, note=self._note(asked))
         self.sides, self.alone = asked, alone
         self._offer_atoms(alone)
-        self.compared.show(view, asked)
+        return view
 
-    def _clear(self) -> None:
-        """Take everything away that is shown of the last masks."""
-        for shown in (self.compared, self.contexts_view):
-            shown.show("", None)
+    def _forget(self) -> None:
+        """Take away what else is shown of the last masks."""
+        self.show_contexts.clear()
         self.sides = self.alone = self.contexts = None
         self.atom.options = [(_NO_ATOM, None)]
 
@@ -220,10 +215,9 @@ class MaskDiffSection(ipw.VBox):
         """Offer the first atoms; the value of each is its row in `alone`."""
         shown = alone[list(KEYS)].head(_N_ATOMS).to_dict("records")
         options = [(place_text(place), row) for row, place in enumerate(shown)]
-        _offer(self.atom, options or [("none: both remove the same", None)], 0)
+        offer(self.atom, options or [("none: both remove the same", None)])
 
-    def _work_contexts(self, report: Report) -> None:
-        self.contexts_view.show("", None)
+    def _contexts(self, report: Report, _asked: object) -> str:
         number, sides, alone = self.atom.value, self.sides, self.alone
         bench = self.session.workbench
         if number is None or sides is None or alone is None or bench is None:
@@ -231,19 +225,11 @@ class MaskDiffSection(ipw.VBox):
         row = alone.iloc[number]
         place = {name: int(row[name]) for name in KEYS}
         removes, keeps = sides if row["removed_by"] == "a" else sides[::-1]
-        self.contexts, searched = find_contexts(
-            bench, keeps.calibration or self.session.calibration, place, report
+        self.contexts, view = find_contexts(
+            bench,
+            keeps.calibration or self.session.calibration,
+            place,
+            report,
+            said=f"removed by {removes.label}, kept by {keeps.label}",
         )
-        summary = (
-            f"{place_text(place).capitalize()}: removed by {removes.label}, kept by "
-            f"{keeps.label}. {searched}"
-        )
-        view = contexts_html(self.contexts, summary=summary)
-        self.contexts_view.show(view, (sides, number))
-
-
-def _offer(box: ipw.Dropdown, options: Sequence[Any], index: int) -> None:
-    """Offer other options in one message: between two, another would be chosen."""
-    with box.hold_sync():
-        box.options = options
-        box.index = index
+        return view

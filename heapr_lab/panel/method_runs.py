@@ -8,7 +8,8 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.controls import several_of
-from heapr_lab.panel.jobs import Job, Report, status
+from heapr_lab.panel.jobs import Job, Report
+from heapr_lab.panel.looks import beside
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import read_ratios
 
@@ -18,6 +19,7 @@ _REDUCED = {
     "routed_flops": "routed_flops_reduction",
 }
 _FIRST = ("heapr", "reap")
+_NO_MODEL = "methods need a model, not a table alone"
 
 
 class MethodRuns(ipw.VBox):
@@ -50,15 +52,12 @@ class MethodRuns(ipw.VBox):
         self.ratio = ipw.Text("25%", description="remove", layout={"width": "160px"})
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.job = Job(
-            "Run methods", self._run, tooltip="fit the methods and measure perplexity"
+            "Run methods",
+            self._run,
+            tooltip="fit the methods and measure perplexity",
+            never="" if session.workbench else _NO_MODEL,
         )
-        if session.workbench is None:
-            self.job.button.disabled = True
-            self.job.text.value = status("methods need a model, not a table alone")
-        choices = [self.methods, self.ratio, self.corpora]
-        super().__init__(
-            [ipw.HBox(choices, layout={"flex_flow": "row wrap"}), self.job]
-        )
+        super().__init__([beside(self.methods, self.ratio, self.corpora), self.job])
 
     def offer(self) -> None:
         """Offer the methods, once there is a model: to name them takes torch."""

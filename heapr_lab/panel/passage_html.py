@@ -227,7 +227,10 @@ def continuations_html(
         text = f"The same for {first} tokens; the first that differs is framed."
     columns = [
         _continuation(name, prompt, frame, first)
-        for name, frame in (("Dense model", dense), (f"Masked: {pruned}", pruned_frame))
+        for name, frame in (
+            ("Dense model", dense),
+            (f"Pruned model: {pruned}", pruned_frame),
+        )
     ]
     return (
         f"{status(text)}"

@@ -151,72 +151,35 @@ class ChoicePicture:
         )
 
 
-class LossPicture:
-    """Δloss and accuracy against the ratio, for all points.
+@styled
+def figure_points(points: pd.DataFrame) -> Figure:
+    """Δloss against the ratio, and accuracy below it, of `PruningSession.points`.
 
-    Settings have a colour and a marker, corpora and tasks a line style.
+    Settings have a colour and a marker, corpora and tasks a line style. A chart without
+    points is left out.
     """
-
-    @_alone
-    @styled
-    def __init__(self) -> None:
-        self.ax = _chart(f"Δloss [{PER_TOKEN}] ↓")
-        self.accuracy = _chart("accuracy [%] ↑")
-
-    @_alone
-    def draw(self, points: pd.DataFrame) -> bytes:
-        """The picture of `PruningSession.points` as PNG: losses, accuracies or both.
-
-        It may run in a thread, so it sets the style of each line itself: style contexts
-        of matplotlib apply to the whole process.
-        """
-        losses, tasks = points["nll"].notna(), points["accuracy"].notna()
-        ways, charts = _Looks(COLORS, MARKERS), []
-        for ax in (self.ax, self.accuracy):
-            _clear(ax)
-        if losses.any() or not tasks.any():
-            self._losses(points[losses], ways)
-            charts.append(self.ax)
-        if tasks.any():
-            _accuracies(self.accuracy, points[tasks], ways)
-            charts.append(self.accuracy)
-        return _png(np.concatenate([_drawn(ax) for ax in charts]))
-
-    def _losses(self, points: pd.DataFrame, ways: "_Looks") -> None:
-        corpora = _Looks(LINE_STYLES)
-        measured = points[points["estimator"].ne("dense")]
-        for way, dataset, curve in _curves(measured):
-            look = _curve_look(way, dataset, ways, corpora)
-            _curve(self.ax, curve, look)
-        _finish(self.ax)
+    losses, tasks = points["nll"].notna(), points["accuracy"].notna()
+    charts: list[tuple[Any, pd.DataFrame, str]] = []
+    if losses.any() or not tasks.any():
+        charts.append((_losses, points[losses], f"Δloss [{PER_TOKEN}] ↓"))
+    if tasks.any():
+        charts.append((_accuracies, points[tasks], "accuracy [%] ↑"))
+    n, ways = len(charts), _Looks(COLORS, MARKERS)
+    figure = Figure(figsize=(8.6, 3.4 * n))
+    figure.set_layout_engine("none")  # so that charts are aligned
+    room = {"left": 0.09, "right": 0.61, "bottom": 0.15 / n, "top": 1 - 0.04 / n}
+    axes = figure.subplots(n, squeeze=False, gridspec_kw={**room, "hspace": 0.235})
+    for ax, (plot, rows, quantity) in zip(axes[:, 0], charts, strict=True):
+        plot(ax, rows, ways)
+        ax.set(xlabel=LABELS["ratio"], ylabel=quantity)
+        _finish(ax)
+    return figure
 
 
-def _chart(quantity: str) -> Axes:
-    """An empty chart over the ratio, in its own figure."""
-    figure = Figure(figsize=(8.6, 3.4), dpi=_DPI)
-    figure.set_layout_engine("none")  # the house style has one
-    FigureCanvasAgg(figure)
-    ax = figure.add_axes((0.09, 0.15, 0.52, 0.81))  # so that charts are aligned
-    ax.set_xlabel(LABELS["ratio"])
-    ax.set_ylabel(quantity)
-    return ax
-
-
-def _clear(ax: Axes) -> None:
-    """Remove the lines and error bars."""
-    for container in list(ax.containers):
-        container.remove()
-    for band in list(ax.collections):
-        band.remove()
-    for line in list(ax.get_lines()):
-        line.remove()
-
-
-def _drawn(ax: Axes) -> np.ndarray:
-    """The pixels of the chart."""
-    canvas: Any = ax.figure.canvas
-    canvas.draw()
-    return _pixels(canvas)
+def _losses(ax: Axes, points: pd.DataFrame, ways: "_Looks") -> None:
+    corpora = _Looks(LINE_STYLES)
+    for way, dataset, curve in _curves(points[points["estimator"].ne("dense")]):
+        _curve(ax, curve, _curve_look(way, dataset, ways, corpora))
 
 
 class _Looks:
@@ -282,13 +245,10 @@ def _accuracies(ax: Axes, points: pd.DataFrame, ways: _Looks) -> None:
         style = tasks.of(row.dataset)[0]
         name = f"{row.dataset}, measured: dense"
         ax.axhline(100 * row.accuracy, color="0.5", lw=1, ls=style, label=name)
-    _finish(ax)
 
 
 def _finish(ax: Axes) -> None:
     """A legend beside the axes with long labels wrapped; ratios start at 0."""
-    ax.relim()
-    ax.autoscale_view()
     ax.set_xlim(left=0, auto=None)  # later points may have larger ratios
     handles, labels = ax.get_legend_handles_labels()
     broken = [literal(textwrap.fill(label, _LEGEND_WIDTH)) for label in labels]

@@ -103,24 +103,6 @@ def _text_of(text: str, selection: Selection, weights: str) -> str:
     return f"{text}, {weights}"
 
 
-@dataclass(frozen=True)
-class Step:
-    """The progress of an evaluation."""
-
-    label: str
-    done: int
-    """Windows that are done."""
-    total: int
-    seconds_left: float | None
-    """An estimate; None before the first measurement."""
-
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        line = f"{self.label}: window {self.done} of {self.total}"
-        return line + time_left_text(self.seconds_left)
-
-
 class PruningSession:
     """One table, one selection at a time, and every point that was evaluated.
 
@@ -290,6 +272,10 @@ class PruningSession:
         size = self.table.architecture.bytes_per_parameter
         return f"an estimate, {size:g} for each parameter"
 
+    def named(self) -> str:
+        """The selection, and how its weights are made, as text."""
+        return named(self.selection, self.recipe)
+
     def describe(self) -> str:
         """The pruned share, as text."""
         keep = self.keep
@@ -362,7 +348,7 @@ class PruningSession:
         tasks: Sequence[str] = (),
         selection: Selection | None = None,
         recipe: WeightRecipe | None = None,
-        progress: Callable[[Step], None] | None = None,
+        report: "Callable[..., None] | None" = None,
         on_masked: Callable[[], None] | None = None,
     ) -> pd.DataFrame:
         """Measure perplexity on the test splits of `corpora`, and accuracy of `tasks`.
@@ -376,7 +362,8 @@ class PruningSession:
             tasks: of the harness, or `continuation`.
             selection: by default the current one.
             recipe: by default the current one.
-            progress: called for each step; an exception it raises ends the work.
+            report: called for each window as that of a `Job` is; an exception it raises
+                ends the work.
             on_masked: called once there are points of the masked model, which is then
                 measured first, before other weights are made.
 
@@ -395,7 +382,7 @@ class PruningSession:
         recipes = [*first, recipe] if ranked.n_removed else []
         to_make = [self._windows_to_make(selection, one) for one in recipes]
         each = sum(part.n_windows for part in parts)
-        clock = _Clock((1 + len(recipes)) * each + sum(to_make), progress)
+        clock = _Clock((1 + len(recipes)) * each + sum(to_make), report)
         score = summed_scores(self.table, ranked, selection.estimator)
         point = functools.partial(_point, selection, score=score)
         rows = [
@@ -596,9 +583,9 @@ def edit_of(made: "PruningResult | None") -> tuple[KeepMask | None, Any]:
 
 
 class _Clock:
-    """Turns the progress of the parts into steps of the whole, with the time left."""
+    """Turns the progress of the parts into that of the whole, with the time left."""
 
-    def __init__(self, total: int, report: Callable[[Step], None] | None) -> None:
+    def __init__(self, total: int, report: Callable[..., None] | None) -> None:
         self._report = report
         self._label = ""
         self._left = TimeLeft()
@@ -646,4 +633,5 @@ class _Clock:
     def _tell(self) -> None:
         if self._report is not None:
             done, total = self.parts.done, self.parts.total
-            self._report(Step(self._label, done, total, self._left.seconds(total)))
+            left = time_left_text(self._left.seconds(total))
+            self._report(done, total, f"{self._label}: window", left=left)

@@ -12,9 +12,10 @@ import pandas as pd
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.controls import WHOLE_LABEL, Controls, check_value
+from heapr_lab.panel.controls import WHOLE_LABEL, Controls, check_value, shown_by
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.jobs import alert, status
+from heapr_lab.panel.jobs import failure, status
+from heapr_lab.panel.looks import beside
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import (
     Inspected,
@@ -23,6 +24,7 @@ from heapr_lab.panel.session_file import (
     fingerprint_of,
     points_of,
     read_session,
+    rows_of,
     write_session,
 )
 from heapr_lab.panel.weights_bar import WeightsBar
@@ -81,9 +83,8 @@ class SessionBar(ipw.VBox):
         self.undo_button.on_click(self._press_undo)
         self.save_button.on_click(self._press_save)
         self.open_button.on_click(self._press_open)
-        row = [self.file, self.save_button, self.open_button, self.undo_button]
-        wrap = {"flex_flow": "row wrap"}
-        super().__init__([ipw.HBox(row, layout=wrap), self.message])
+        row = self.file, self.save_button, self.open_button, self.undo_button
+        super().__init__([beside(*row), self.message])
 
     # --- saving -------------------------------------------------------------------
 
@@ -111,6 +112,7 @@ class SessionBar(ipw.VBox):
             points_of(session.points),
             self._inspected(),
             self._inspection.map.state,
+            rows_of(self._comparison.runs.rows),
         )
         if session.workbench is None and self._opened is not None:
             # What only a model can use is passed on.
@@ -150,7 +152,7 @@ class SessionBar(ipw.VBox):
         if self._session.workbench is None:
             return None
         names = Inspected.__struct_fields__
-        return Inspected(*(getattr(self._inspection, name).value for name in names))
+        return Inspected(*(shown_by(getattr(self._inspection, n)) for n in names))
 
     # --- opening ------------------------------------------------------------------
 
@@ -178,7 +180,8 @@ class SessionBar(ipw.VBox):
         inspected = self._checked_inspected(saved)
         self._inspection.map.check_state(saved.map, n_pins=len(saved.pins))
         self._session.points = saved.frame()
-        self._comparison.show_pins(list(saved.pins))
+        methods = list(map(dict, saved.methods))
+        self._comparison.show_pins(list(saved.pins), rows=methods)
         for name, value in inspected.items():
             getattr(self._inspection, name).value = value
         if self._session.workbench is not None:
@@ -266,7 +269,7 @@ class SessionBar(ipw.VBox):
         try:
             work()
         except (HeaprLabError, OSError) as error:
-            self.message.value = alert(str(error))
+            self.message.value = failure(error)
         else:
             self.message.value = status(done)
 

@@ -1,6 +1,7 @@
 """The state of a panel in one JSON file: checked whole when read, never evaluated."""
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ class SavedSession(msgspec.Struct, frozen=True):
     inspected: Inspected | None
     """None without a model."""
     map: Mapped
+    methods: tuple[dict[str, str | float | None], ...] = ()
+    """Rows of the methods that were run."""
     kind: str = KIND
     version: int = VERSION
 
@@ -103,6 +106,11 @@ def points_of(frame: pd.DataFrame) -> tuple[Point, ...]:
         Point(**{name: _plain(value) for name, value in row.items()})
         for row in frame.to_dict("records")
     )
+
+
+def rows_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The rows of methods as Python's own values; None for what is not finite."""
+    return tuple({name: _plain(value) for name, value in row.items()} for row in rows)
 
 
 def _plain(value: Any) -> Any:

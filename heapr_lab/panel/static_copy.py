@@ -6,7 +6,6 @@ widget's. A style inside the widget hides it: where the widget is not shown, nor
 style in the page, and the copy is seen.
 """
 
-import base64
 import html
 import threading
 import uuid
@@ -18,6 +17,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from heapr_lab.panel.jobs import Debounced
+from heapr_lab.panel.looks import image_html
 
 CLASS: Final = "heapr-copy"
 """CSS class of every copy; each has another one, of its panel alone."""
@@ -90,14 +90,8 @@ def copy_bundle(
         views: HTML, or pictures as PNG, from top to bottom; empty ones are left out.
         text: the same numbers as plain text.
     """
-    shown = [_picture(v, title) if isinstance(v, bytes) else v for v in views if v]
+    shown = [image_html(v, title) if isinstance(v, bytes) else v for v in views if v]
     heading = f"<p><b>{html.escape(title)}</b></p>"
     body = "".join([heading, *shown, f"<p><small>{_NOTE}</small></p>"])
     plain = "\n".join(part for part in (title, text, _NOTE) if part)
     return {"text/html": body, "text/plain": plain}
-
-
-def _picture(png: bytes, name: str) -> str:
-    data = base64.b64encode(png).decode("ascii")
-    source = f"data:image/png;base64,{data}"
-    return f'<img alt="{html.escape(name)}" style="max-width:100%" src="{source}">'

@@ -12,13 +12,15 @@ from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report, status
-from heapr_lab.panel.session import PruningSession, Step, named, setting_text
+from heapr_lab.panel.looks import beside
+from heapr_lab.panel.session import PruningSession, named, setting_text
 from heapr_lab.progress import duration
 from heapr_lab.pruning.options import Selection, read_ratio
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
 
 DIFFERENCES = ("dataset", "removed", "setting", "against", "difference", "stderr")
 """Columns of `differences`."""
+NO_MODEL = "a table without a model cannot be evaluated"
 _AFTER_ONE = "how long is known after one evaluation"
 
 
@@ -115,17 +117,24 @@ class Sweep:
         missing = self.missing(session)
         for number, part in enumerate(missing):
 
-            def tell(step: Step, number: int = number, part: Missing = part) -> None:
-                share = step.done / max(1, step.total)
-                text = f"{named(part.selection, self.recipe)}: {step.label}; selection"
-                report(number + share, len(missing), text)
+            def tell(
+                done: float,
+                total: float,
+                text: str = "",
+                *,
+                number: int = number,
+                name: str = named(part.selection, self.recipe),
+                **_left: object,
+            ) -> None:
+                share = number + done / max(1, total)
+                report(share, len(missing), f"{name}: {text}; selection")
 
             session.evaluate(
                 part.corpora,
                 tasks=part.tasks,
                 selection=part.selection,
                 recipe=self.recipe,
-                progress=tell,
+                report=tell,
             )
             on_points()
         return len(missing)
@@ -184,9 +193,7 @@ def differences(session: PruningSession) -> pd.DataFrame:
 def _differences(session: PruningSession) -> Iterator[tuple[object, ...]]:
     points = session.points[session.points["selection"].notna()]
     points = points[points["nll"].notna()]
-    for (dataset, removed), rows in points.groupby(
-        ["dataset", "achieved_ratio"], sort=False
-    ):
+    for (dataset, removed), rows in points.groupby(["dataset", "achieved_ratio"]):
         first, *others = rows.itertuples()
         for row in others:
             own, before = (
@@ -229,13 +236,12 @@ class SweepSection(ipw.VBox):
         self.estimators = several_of("estimators", names, usual)
         self.note = ipw.HTML()
         self.job = Job(
-            "Sweep", self._sweep, tooltip="evaluate each estimator at each ratio"
+            "Sweep",
+            self._sweep,
+            tooltip="evaluate each estimator at each ratio",
+            never="" if session.workbench else NO_MODEL,
         )
-        if session.workbench is None:
-            self.job.button.disabled = True
-        choices = [self.ratios, self.estimators]
-        wrap = {"flex_flow": "row wrap"}
-        super().__init__([ipw.HBox(choices, layout=wrap), self.note, self.job])
+        super().__init__([beside(self.ratios, self.estimators), self.note, self.job])
         for box in (self.ratios, self.estimators, corpora, tasks):
             box.observe(self.refresh, names="value")
         self.refresh()

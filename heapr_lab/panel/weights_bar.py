@@ -38,7 +38,7 @@ class WeightsBar(ipw.HBox):
             options=[(text, name) for name, text in _CHOICES.items()],
             description="weights",
             style=WHOLE_LABEL,
-            layout={"width": "290px", "display": None if session.workbench else "none"},
+            layout={"width": "350px", "display": None if session.workbench else "none"},
         )
         share = session.calibration.own_text or METHODS[DEFAULT].recipe.own_text
         self.own = ipw.IntSlider(

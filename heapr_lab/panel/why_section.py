@@ -16,8 +16,8 @@ from heapr_lab.panel.attribution_html import (
     measured_html,
     token_html,
 )
-from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import Job, Report, ResultView, status
+from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, shown_by
+from heapr_lab.panel.jobs import Report, ResultJob, status
 from heapr_lab.panel.passage_html import left_out_html
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
@@ -37,7 +37,7 @@ _LAYERS, _EXPERTS = "layers", "experts"
 class WhySection(ipw.VBox):
     """Attribution of the change of a text's loss, first order and measured.
 
-    `explain` and its result `explained` are laid out by the tab, beside the token.
+    `explain` is laid out by the tab, beside the token.
 
     Attributes:
         attribution: the last first-order result; likewise `restored`, the last
@@ -53,8 +53,8 @@ class WhySection(ipw.VBox):
         session: PruningSession,
         *,
         text: ipw.Textarea,
-        layer: ipw.BoundedIntText,
-        position: ipw.BoundedIntText,
+        layer: NumberBox,
+        position: NumberBox,
         read: "Callable[[], Passage]",
         pruned: Callable[[Selection], tuple[KeepMask, str]],
     ) -> None:
@@ -72,18 +72,17 @@ class WhySection(ipw.VBox):
         self._text, self._layer, self._position = text, layer, position
         self._read, self._pruned = read, pruned
         self._build()
-        rows = [self.attribute, self.attributed, self.what, self.note]
-        super().__init__([*rows, self.measure, self.measured])
+        super().__init__([self.attribute, self.what, self.note, self.measure])
         self.what.observe(self.check, names="value")
         self.check()
 
     def _build(self) -> None:
-        self.attribute = Job(
+        self.attribute = ResultJob(
             "Attribute",
-            self._work_attribute,
+            self._attributed,
+            asked=lambda: self._asked(self._text),
             tooltip="share of each layer and token in the loss increase, first order",
         )
-        self.attributed = ResultView(lambda: self._asked(self._text))
         self.what = ipw.Dropdown(
             options=[
                 ("each layer", _LAYERS),
@@ -94,24 +93,24 @@ class WhySection(ipw.VBox):
             layout={"width": "460px"},
         )
         self.note = ipw.HTML()
-        self.measure = Job(
+        self.measure = ResultJob(
             "Measure",
-            self._work_measure,
+            self._measured,
+            asked=lambda: self._asked(self._text, *self._part()),
             tooltip="run the model again with each part restored, and pruned alone",
         )
-        self.measured = ResultView(lambda: self._asked(self._text, *self._part()))
-        self.explain = Job(
+        token = self._text, self._layer, self._position
+        self.explain = ResultJob(
             "Attribute to atoms",
-            self._work_explain,
+            self._explained,
+            asked=lambda: self._asked(*token),
             tooltip="which pruned experts and atoms of the token change the loss",
         )
-        token = self._text, self._layer, self._position
-        self.explained = ResultView(lambda: self._asked(*token))
 
     def check(self, _change: Any = None) -> None:
         """Mark results that are out of date, and say how long measuring takes."""
-        for shown in (self.attributed, self.measured, self.explained):
-            shown.check()
+        for job in (self.attribute, self.measure, self.explain):
+            job.check()
         self.note.value = self._said_beforehand()
 
     def _said_beforehand(self) -> str:
@@ -120,20 +119,20 @@ class WhySection(ipw.VBox):
         from heapr_lab.inspection.restoring import n_runs
 
         try:
-            keep = self.session.keep
-        except SpecError:  # an infeasible selection, of which the panel speaks
+            keep, layer = self.session.keep, self._layer.number
+        except SpecError:  # of which the panel speaks, or the button
             return ""
         if self.what.value == _LAYERS:
             return status(f"Measuring runs the model {n_runs(keep)} times on the text.")
-        runs = 2 + 2 * min(_N_EXPERTS, n_runs(keep, layer=self._layer.value) // 2 - 1)
+        runs = 2 + 2 * min(_N_EXPERTS, n_runs(keep, layer=layer) // 2 - 1)
         return status(
             f"Measuring runs the model up to {runs} times on the text, for the experts "
-            f"of layer {self._layer.value} whose first-order attribution is largest."
+            f"of layer {layer} whose first-order attribution is largest."
         )
 
     def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
         """The current selection and the values of `controls`."""
-        return self.session.selection, *(control.value for control in controls)
+        return self.session.selection, *map(shown_by, controls)
 
     def _part(self) -> tuple[ipw.Widget, ...]:
         """The controls that say what is measured."""
@@ -142,12 +141,11 @@ class WhySection(ipw.VBox):
 
     # --- what the buttons start ---------------------------------------------------
 
-    def _work_attribute(self, report: Report) -> None:
+    def _attributed(self, report: Report, asked: tuple[Any, ...]) -> str:
         from heapr_lab.inspection.attribution import attribute_loss
         from heapr_lab.inspection.passages import token_losses
 
-        self.attributed.show("", None)
-        asked, passage = self._asked(self._text), self._read()
+        passage = self._read()
         keep, pruned = self._pruned(asked[0])
         report(0, 3, "first order")
         found = attribute_loss(self._model, keep, passage.ids)
@@ -166,14 +164,13 @@ class WhySection(ipw.VBox):
             change=losses["delta_nll"].mean(),
             pruned=pruned,
         )
-        self.attributed.show(left_out_html(passage.n_left_out, "end") + view, asked)
+        return left_out_html(passage.n_left_out, "end") + view
 
-    def _work_measure(self, report: Report) -> None:
+    def _measured(self, report: Report, asked: tuple[Any, ...]) -> str:
         from heapr_lab.inspection.attribution import attribute_loss
         from heapr_lab.inspection.restoring import restored
 
-        self.measured.show("", None)
-        asked, passage = self._asked(self._text, *self._part()), self._read()
+        passage = self._read()
         keep, pruned = self._pruned(asked[0])
         report(0, 1, "first order")
         cheap = attribute_loss(self._model, keep, passage.ids)
@@ -191,13 +188,11 @@ class WhySection(ipw.VBox):
         )
         values = shares["first_order"].to_numpy()
         view = measured_html(self.restored, first_order=values, pruned=pruned)
-        self.measured.show(left_out_html(passage.n_left_out, "end") + view, asked)
+        return left_out_html(passage.n_left_out, "end") + view
 
-    def _work_explain(self, report: Report) -> None:
+    def _explained(self, report: Report, asked: tuple[Any, ...]) -> str:
         from heapr_lab.inspection.attribution import attribute_token
 
-        self.explained.show("", None)
-        asked = self._asked(self._text, self._layer, self._position)
         selection, _, layer, position = asked
         passage = self._read()
         keep, pruned = self._pruned(selection)
@@ -208,7 +203,7 @@ class WhySection(ipw.VBox):
         view = token_html(
             self.atoms, passage.tokens, **place, n=_N_ATOMS, pruned=pruned
         )
-        self.explained.show(left_out_html(passage.n_left_out, "end") + view, asked)
+        return left_out_html(passage.n_left_out, "end") + view
 
     @property
     def _model(self) -> Any:

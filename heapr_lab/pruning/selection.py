@@ -18,6 +18,7 @@ Experts without routed tokens score 0 in the second-order estimators, and so are
 first unless `protect_unrouted`.
 """
 
+import inspect
 import math
 from fractions import Fraction
 from typing import Any
@@ -47,8 +48,9 @@ def select(
             is short for `select(table, Selection(0.25))`.
 
     Raises:
-        SpecError: the selection is invalid, names layers without routed experts, or
-            asks for more than may be pruned; the largest possible ratio is named.
+        SpecError: there is no ratio, or the selection is invalid, names layers without
+            routed experts, or asks for more than may be pruned; the largest possible
+            ratio is named.
         TypeError: both a selection and fields are given, or a field is unknown.
 
     Example:
@@ -62,6 +64,8 @@ def select(
         [[False, False, True, True]]
     """
     if selection is None:
+        if "ratio" not in fields:
+            raise SpecError("no ratio is given: select(table, ratio=0.25), for example")
         selection = Selection(**fields)
     elif fields:
         raise TypeError(f"give a Selection or its fields, not both: {sorted(fields)}")
@@ -74,6 +78,17 @@ def select(
     rows = np.concatenate([own >= amounts[layer] for layer, own in positions])
     settings = {**selection.to_dict(), "table": table.metadata.get("spec_hash")}
     return KeepMask.from_rows(table, rows, **settings)
+
+
+# What help shows and tab completes, in place of `**fields`.
+_own, _fields = (inspect.signature(one).parameters for one in (select, Selection))
+select.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *list(_own.values())[:2],
+        *(one.replace(kind=one.KEYWORD_ONLY) for one in _fields.values()),
+    ],
+    return_annotation=KeepMask,
+)
 
 
 def default_multiple(table: ImportanceTable) -> int:

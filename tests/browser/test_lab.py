@@ -161,7 +161,7 @@ def test_a_cell_chooses_an_expert(page: "sync_api.Page") -> None:
         panel.root.get_by_text(re.compile(r"^layer 0, expert 0: \d"))
     ).to_be_visible()
     panel.button("Show contexts of the expert").click()
-    found = panel.root.get_by_text("Layer 1, expert 2. Searched: ")
+    found = panel.root.get_by_text("Layer 1, expert 2: of the dense model. Searched: ")
     expect(found).to_be_visible(timeout=TIMEOUT)
     half = panel.map.locator("canvas").screenshot()
     assert pixels(half).std() > 0.01, "all cells have one colour"

@@ -3,6 +3,8 @@
 import pandas as pd
 
 from benchmarks import advice
+from benchmarks.index import results_of
+from heapr_lab.storage import paths
 
 
 def rows(variant: str, against: float, **others: object) -> dict[str, object]:
@@ -92,3 +94,21 @@ def test_a_mixture_stands_below_its_parts() -> None:
     table = advice.text_table(pd.DataFrame(measured))
     assert table["calibrated on"].tolist() == ["pydocs", "0.5*pydocs + 0.5*wikitext2"]
     assert table.iloc[:, 1].tolist() == [0.1, 0.2]
+
+
+def test_self_generated_text_costs_something_and_saves_more() -> None:
+    """As the pages on the method and on when not to use it say: at every ratio."""
+    measured = results_of("quality_models")
+    pairs = measured[measured["variant"].isin(["heapr", "heapr + own text"])]
+    same = pairs["calibration"].eq(pairs["test"])
+    run = ["model", "seed", "calibration", "test", "ratio"]
+    loss = pairs.assign(same=same).pivot(
+        index=[*run, "same"], columns="variant", values="delta_nll"
+    )
+    gap = loss["heapr + own text"] - loss["heapr"]
+    means = gap.dropna().groupby(["ratio", "same"]).mean().unstack()
+    assert (means[True] > 0).all()
+    assert (means[False] < -means[True]).all()
+    for name in ("method", "when_not"):
+        page = (paths.project_dir() / "docs" / f"{name}.md").read_text("utf-8")
+        assert "costs something on the calibrated corpus" in page

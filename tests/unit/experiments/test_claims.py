@@ -132,7 +132,8 @@ def test_a_claim_has_to_hold_on_other_text_too() -> None:
     assert verdicts(windows=both)[7] == "disagrees"
     found = claims(Evidence("text", both)).set_index("number")["found"]
     assert found[7] == (
-        "heapr-expert − heapr: -0.100 ± 0.000 at 20% on other text (1 of 2 below zero)"
+        "heapr-expert − heapr: -0.100 ± 0.000 at 20% on other text (below zero in 1 of "
+        "2 comparisons)"
     )
 
 

@@ -1,5 +1,6 @@
 """The tab that evaluates: in a thread, until it is cancelled or fails."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from pressing import failed, held, press
 from random_tables import small_table
 
 from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.workbench.workbench import Workbench
 
@@ -22,9 +24,41 @@ def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
     assert points["accuracy"].between(0, 1).all()
     assert "accuracy on continuation:" in panel.evaluation.message.value
     assert panel.evaluation.chart.layout.display is None
-    (curve, *_) = panel.evaluation._picture.accuracy.containers[0].lines
+    (ax,) = figure_points(points).axes
+    (curve, *_) = ax.containers[0].lines
     accuracy = points[points["estimator"].eq("heapr")]["accuracy"].astype(float)
     assert curve.get_ydata() == pytest.approx(100 * accuracy)
+
+
+def test_another_corpus_can_be_typed(panel: Explorer, tmp_path: Path) -> None:
+    """It is listed, chosen and measured; what is no corpus is an alert, and stays."""
+    tab, file = panel.evaluation, tmp_path / "other.txt"
+    (first,) = tab.corpora.value
+    tab.another.value = str(file)
+    assert str(file) in tab.job.error.value
+    assert tab.corpora.value == (first,)
+    file.write_text("abba baab " * 400)
+    tab.another.value = f" {file}"
+    assert tab.another.value == tab.job.error.value == ""
+    assert tab.corpora.value == (first, str(file))
+    tab.job.button.click()
+    tab.job.wait(60)
+    assert set(panel.session.points["dataset"]) == {first, str(file)}
+
+
+def test_points_are_sorted_and_the_last_is_named(panel: Explorer) -> None:
+    """By ratio, whatever was measured first; with all that made it, also running."""
+    tab, steps = panel.evaluation, list[str]()
+    tab.job.text.observe(lambda change: steps.append(change["new"]), "value")
+    for ratio in ("0.5", "0.25"):
+        panel.controls.ratio.value = ratio
+        tab.job.button.click()
+        tab.job.wait(60)
+    assert re.findall(r"(\d+\.0)%", tab.results.value) == ["0.0", "25.0", "50.0"]
+    made = "heapr, global, by atom, ragged, masked"
+    assert f"Pruned by: {made}." in tab.message.value
+    named = "heapr, 0.25 of the atoms, global scope, by atom, ragged, masked: pruned on"
+    assert any(named in step for step in steps)
 
 
 def test_panel_of_a_table_cannot_evaluate() -> None:
@@ -50,9 +84,9 @@ def test_panel_evaluates(panel: Explorer) -> None:
     press(panel.evaluation.job)
     assert bytes(panel.evaluation.chart.value) != first
     assert panel.evaluation.results.value.count("<tr>") == 3
-    lines = panel.evaluation._picture.ax.get_lines()
-    curve = next(line for line in lines if line.get_marker() == "o")
     points = panel.session.points
+    (ax,) = figure_points(points).axes
+    curve = next(line for line in ax.get_lines() if line.get_marker() == "o")
     pruned = points[points["estimator"] == "heapr"]
     losses = pruned["delta_nll"].to_numpy(dtype=float)
     assert curve.get_ydata() == pytest.approx([0.0, *losses])

@@ -167,6 +167,9 @@ def test_layers_without_this_expert() -> None:
         section.layer.value = layer
         assert f"no expert 3 in layer {layer}" in section.card.value
         assert section.map.selected is None
+    section.layer.value = 99
+    assert "layer of the expert is 99, expected a whole" in section.card.value
+    assert section.view.layout.display is None
     section.layer.value = 3
     assert section.map.selected == [3, 3]
 

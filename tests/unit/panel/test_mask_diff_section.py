@@ -68,7 +68,7 @@ def removed(keep: KeepMask) -> set[Atom]:
 
 def atoms_shown(section: MaskDiffSection) -> list[list[str]]:
     """The rows of the table of single atoms."""
-    return [row for row in cells(section.compared.value) if len(row) == 8]
+    return [row for row in cells(section.compare.value) if len(row) == 8]
 
 
 def test_a_pin_and_the_current_selection(section: MaskDiffSection) -> None:
@@ -86,7 +86,7 @@ def test_a_pin_and_the_current_selection(section: MaskDiffSection) -> None:
     assert [tuple(map(int, row[:3])) for row in rows] == expected
     assert {row[3] for row in rows} == {"current selection"}
     assert rows[0][7] == f"{rank[expected[0]]:.1%}"
-    page = section.compared.value
+    page = section.compare.value
     said = overlap_text(a, b).replace("<", "&lt;").replace(">", "&gt;")
     assert said in page
     assert "pin A &lt;b&gt;" in page
@@ -104,10 +104,10 @@ def test_masks_that_weights_choose_are_compared_once_they_are_known(
     press(section.compare)
     section.session.recipe = WeightRecipe("compensated")
     section.check()
-    assert not stale(section.compared)
+    assert not stale(section.compare)
     section.session.recipe = WeightRecipe("compress")
     section.check()
-    assert stale(section.compared)
+    assert stale(section.compare)
     assert "not known yet" in failed(section.compare)
     section.session.recipe = MASKED
     section.offer([("A <b>", Selection(0.25), WeightRecipe("compress"))])
@@ -143,14 +143,14 @@ def test_another_corpus_is_measured(
     calibration = replace(section.session.calibration, corpus=corpora[1])
     b = ScoredMask.select(name, bench.importance(calibration), HALF)
     assert removed(a) != removed(b.keep)
-    by_layer = [row for row in cells(section.compared.value) if len(row) == 7]
+    by_layer = [row for row in cells(section.compare.value) if len(row) == 7]
     assert [int(row[4]) for row in by_layer] == [
         sum(atom[0] == layer for atom in removed(a) & removed(b.keep))
         for layer in a.layers
     ]
     shown = {tuple(map(int, row[:3])) for row in atoms_shown(section)}
     assert shown <= removed(a) ^ removed(b.keep)
-    assert f"names no corpus is calibrated on {corpora[0]}" in section.compared.value
+    assert f"names no corpus is calibrated on {corpora[0]}" in section.compare.value
 
 
 def test_the_picture_is_in_the_page_and_in_no_notebook(
@@ -162,7 +162,7 @@ def test_the_picture_is_in_the_page_and_in_no_notebook(
     press(section.compare)
     found = re.search(
         r'<img class="heapr-picture" alt="Left: [^"]+" [^>]*base64,([^"]+)"',
-        section.compared.value,
+        section.compare.value,
     )
     assert found is not None
     assert base64.b64decode(found[1]).startswith(b"\x89PNG")
@@ -191,14 +191,14 @@ def test_contexts_of_an_atom(
         )
         assert section.contexts is not None
         assert section.contexts["h"].tolist() == expected["h"].tolist()
-        page = section.contexts_view.value
+        page = section.show_contexts.value
         assert len(marked(page)) == len(expected)
         assert f"8 windows of {windows.label}" in page
         assert place["layer"] == int(re.findall(r"Layer (\d+)", page)[0])
-        assert not stale(section.contexts_view)
+        assert not stale(section.show_contexts)
     section.atom.index = 0 if section.atom.index else 1
-    assert stale(section.contexts_view)
-    assert not stale(section.compared)
+    assert stale(section.show_contexts)
+    assert not stale(section.compare)
 
 
 def test_results_go_out_of_date(section: MaskDiffSection) -> None:
@@ -206,7 +206,7 @@ def test_results_go_out_of_date(section: MaskDiffSection) -> None:
     section.b.value = "pin A <b>"
     press(section.compare)
     press(section.show_contexts)
-    shown = section.compared, section.contexts_view
+    shown = section.compare, section.show_contexts
     assert not any(map(stale, shown))
     section.session.choose(Selection(0.6))
     section.check()
@@ -230,8 +230,8 @@ def test_a_pin_of_the_same_mask_is_all_in_common(section: MaskDiffSection) -> No
     section.offer([("A", HALF, WeightRecipe())])
     section.b.value = "pin A"
     press(section.compare)
-    assert "removes 100.0% of" in section.compared.value
-    assert "Both remove the same atoms" in section.compared.value
+    assert "removes 100.0% of" in section.compare.value
+    assert "Both remove the same atoms" in section.compare.value
     assert section.atom.options == (("none: both remove the same", None),)
     assert "no atom is chosen" in failed(section.show_contexts)
 
@@ -245,7 +245,7 @@ def test_an_error_leaves_no_result(
     press(section.show_contexts)
     section.b.value = f"current selection, on {corpora[2]}"
     assert "missing.txt" in failed(section.compare)
-    assert section.compared.value == section.contexts_view.value == ""
+    assert section.compare.value == section.show_contexts.value == ""
     assert section.sides is section.alone is section.contexts is None
     assert section.atom.options == (("none yet: compare two masks", None),)
     assert "compare two masks" in failed(section.show_contexts)
@@ -263,10 +263,10 @@ def test_chance_of_whole_experts_is_said_to_vary_more(
     section.offer([("A", replace(HALF, granularity="expert"), WeightRecipe())])
     section.b.value = "pin A"
     press(section.compare)
-    assert "chance varies more" in section.compared.value
+    assert "chance varies more" in section.compare.value
     section.offer([("A", Selection(0.25), WeightRecipe())])
     press(section.compare)
-    assert "chance varies more" not in section.compared.value
+    assert "chance varies more" not in section.compare.value
 
 
 def test_cancel_in_the_middle_of_a_corpus(
@@ -279,7 +279,7 @@ def test_cancel_in_the_middle_of_a_corpus(
     section.offer([])
     section.b.value = f"current selection, on {fresh}"
     cancel(section.compare, ": window: ")
-    assert section.compared.value == ""
+    assert section.compare.value == ""
     press(section.compare)
     assert atoms_shown(section)
 
@@ -297,14 +297,14 @@ def test_the_panel_keeps_it_up_to_date(panel: Explorer) -> None:
     assert tab.diff.a.options == ("current selection", "pin A")
     tab.diff.b.value = "pin A"
     press(tab.diff.compare)
-    assert not stale(tab.diff.compared)
+    assert not stale(tab.diff.compare)
     panel.controls.ratio.value = "0.6"
-    assert stale(tab.diff.compared)
+    assert stale(tab.diff.compare)
     panel.controls.ratio.value = "0.5"
-    assert not stale(tab.diff.compared)
+    assert not stale(tab.diff.compare)
     tab.clear()
     assert tab.diff.b.value == "current selection"
-    assert stale(tab.diff.compared)
+    assert stale(tab.diff.compare)
 
 
 def test_a_table_alone_compares_pins() -> None:

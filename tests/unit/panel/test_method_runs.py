@@ -14,6 +14,7 @@ from heapr_lab import methods
 from heapr_lab.methods.comparison import compare_methods, entries
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.storage.files import read_frame
 
 
@@ -103,6 +104,34 @@ def test_many_rows_look_different(panel: Explorer) -> None:
     dots = dots_of(ax)
     looks = {(to_hex(dot.get_color()), dot.get_alpha()) for dot in dots}
     assert len(dots) == len(looks) == 12
+
+
+def test_looks_stay_while_rows_come_and_go() -> None:
+    """A row keeps its colour, a new one takes what is free; twins are both named."""
+    session = PruningSession(random_table(2, 4, 16))
+    tab = CompareTab(session)
+    for _ in "ABC":
+        tab.pin()
+
+    def colors() -> dict[str, str]:
+        (legend,) = tab.figure(tab.frame()).legends
+        texts = [text.get_text() for text in legend.get_texts()]
+        drawn = [to_hex(line.get_color()) for line in legend.get_lines()]
+        return dict(zip(texts, drawn, strict=True))
+
+    before = colors()
+    assert len(set(before.values())) == 3
+    _, right = tab.figure(tab.frame()).axes
+    assert [text.get_text() for text in right.texts] == ["A, B, C"]
+    sizes = [dot.get_markersize() for dot in dots_of(right)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+    tab.pinned.value = 0
+    tab.remove_button.click()
+    assert colors() == {label: before[label] for label in "BC"}
+    tab.label.value = "D"
+    tab.pin()
+    assert colors() == {"B": before["B"], "C": before["C"], "D": before["A"]}
 
 
 def test_methods_need_no_pin(panel: Explorer) -> None:

@@ -47,6 +47,14 @@ def test_pins_are_compared_and_exported(
         origin = read_provenance(tmp_path / "comparison" / f"comparison{suffix}")
         assert origin["importance"] == metadata["importance"]
         assert [pin["label"] for pin in origin["pins"]] == ["A", "B"]
+    for name, why in (("comparison", "has a comparison already"), (" ", "no name")):
+        tab.folder.value = name
+        tab.export_button.click()
+        assert why in tab.exported.value
+    (tmp_path / "file").touch()
+    tab.folder.value = "file"
+    tab.export_button.click()
+    assert "file: file exists" in tab.exported.value
     tab.clear_button.click()
     assert tab.pins == []
     assert tab.export_button.disabled
@@ -78,7 +86,7 @@ def test_a_label_that_is_no_formula(
     assert "Written to comparison" in tab.exported.value
     tab.diff.b.value = f"pin {label}"
     press(tab.diff.compare)
-    assert "data:image/png" in tab.diff.compared.value
+    assert "data:image/png" in tab.diff.compare.value
 
 
 def test_what_comes_after_is_written(panel: Explorer, tmp_path: Path) -> None:

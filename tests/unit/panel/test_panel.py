@@ -56,6 +56,11 @@ def test_controls_of_structure_budget_and_constraints() -> None:
     controls.excluded.value = "one"
     assert "cannot read" in panel.error.value
     controls.excluded.value = ""
+    for typed in (3.7, 17, -1):  # neither rounded nor moved to what is allowed
+        controls.min_atoms.value = typed
+        assert controls.min_atoms.value == typed
+        message = f"min atoms per expert is {typed:g}, expected a whole number from 0"
+        assert message in panel.error.value
     controls.min_atoms.value = 0
     controls.ratio.value = "0.2"
     controls.budget.value = "parameters (model)"

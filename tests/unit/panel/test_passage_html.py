@@ -125,7 +125,7 @@ def test_the_first_difference_is_marked() -> None:
     assert marked(page) == ["c&lt;", "e&lt;"]
     assert "The same for 2 tokens" in page
     assert page.count("a &amp; b") == 2
-    assert "Masked: half of &lt;it&gt;" in page
+    assert "Pruned model: half of &lt;it&gt;" in page
 
 
 def test_continuations_that_agree_or_end() -> None:

@@ -8,7 +8,8 @@ from random_tables import small_table
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import answers
-from heapr_lab.panel.session import PruningSession, Step
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.progress import time_left_text
 from heapr_lab.pruning.options import Selection
 from heapr_lab.workbench.workbench import Workbench
 
@@ -50,9 +51,14 @@ def test_progress_counts_up_to_the_whole(bench: Workbench, root: Path) -> None:
     text = str(root / "text.txt")
     session = PruningSession(bench.measure(bench.test_windows(text)), workbench=bench)
     session.choose(Selection(ratio=0.45))
-    steps: list[Step] = []
-    session.evaluate((text,), progress=steps.append)
-    assert steps[-1].done == steps[-1].total == 2 * bench.profile.n_test
-    assert [step.done for step in steps] == sorted(step.done for step in steps)
-    assert steps[-1].seconds_left == 0
-    assert Step("dense on x", 3, 8, 65.2).text.endswith("3 of 8, about 1:05 left")
+    steps: list[tuple[float, float, str, str]] = []
+
+    def note(done: float, total: float, said: str, *, left: str) -> None:
+        steps.append((done, total, said, left))
+
+    session.evaluate((text,), report=note)
+    n_windows = 2 * bench.profile.n_test
+    assert steps[-1][:2] == (n_windows, n_windows)
+    assert [step[0] for step in steps] == sorted(step[0] for step in steps)
+    assert steps[-1][2].startswith("pruned on ")
+    assert steps[-1][3] == time_left_text(0)

@@ -37,6 +37,8 @@ def used(panel: Explorer) -> Explorer:
     panel.comparison.pin()
     panel.evaluation.tasks.value = panel.evaluation.tasks.options
     press(panel.evaluation.job)
+    panel.comparison.runs.methods.value = ("heapr",)
+    press(panel.comparison.runs.job)
     controls.ratio.value = "0.375"
     controls.scope.value = "layer"
     controls.min_atoms.value = 1
@@ -113,6 +115,7 @@ def test_a_session_is_opened_as_it_was(
     plain = save(panel, file)
     before = state(panel)
     assert len(before["pins"]) == 2
+    assert "heapr 25%" in before["compared"]
     assert len(panel.session.points) == 4  # dense and pruned, of a corpus and a task
     again = fresh()
     assert state(again) != before

@@ -14,7 +14,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.pictures import LossPicture
+from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import Sweep, differences, read_ratios, sweep_of
 from heapr_lab.pruning.options import Selection
@@ -250,11 +250,10 @@ def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
 
 def test_curves_begin_with_the_dense_model(swept: Explorer) -> None:
     """At no loss; with error bars."""
-    picture, points = LossPicture(), swept.session.points
-    picture.draw(points)
-    lines = [one for one in picture.ax.get_lines() if "masked" in str(one.get_label())]
+    (ax,) = figure_points(swept.session.points).axes
+    lines = [one for one in ax.get_lines() if "masked" in str(one.get_label())]
     assert [tuple(line.get_xydata()[0]) for line in lines] == [(0.0, 0.0)] * 2
     assert [len(line.get_xdata()) for line in lines] == [3, 3]
     assert [line.get_markevery() for line in lines] == [slice(1, None)] * 2
-    assert [one.has_yerr for one in picture.ax.containers] == [True, True]
-    assert len(picture.ax.collections) == 2  # the bars
+    assert [one.has_yerr for one in ax.containers] == [True, True]
+    assert len(ax.collections) == 2  # the bars

@@ -12,6 +12,7 @@ from tiny_folder import write_text
 from heapr_lab.evaluation.perplexity import Perplexity
 from heapr_lab.panel.controls import TARGET
 from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.target import SEARCH
 from heapr_lab.pruning.masks import KeepMask
@@ -59,7 +60,8 @@ def test_a_target_is_searched_for_by_measuring(panel: Explorer) -> None:
     assert 3 <= len(ratios(panel)) <= 7
     for ratio in ratios(panel):
         assert f"{ratio:.0%} {ratio**2:+.4g}" in panel.status.value
-    (curve,) = panel.evaluation._picture.ax.get_lines()
+    (ax,) = figure_points(panel.session.points).axes
+    (curve,) = ax.get_lines()
     assert len(curve.get_xdata()) == 1 + len(ratios(panel))
 
 

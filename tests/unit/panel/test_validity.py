@@ -13,7 +13,7 @@ from random_tables import random_table
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.pictures import ChoicePicture, LossPicture
+from heapr_lab.panel.pictures import ChoicePicture, drawn_png, figure_points
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
 from heapr_lab.pruning.options import Selection, read_ratio
 
@@ -131,7 +131,7 @@ def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> N
     panel.controls.ratio.value = "0.4"
     for job in (tab.compare, tab.route, tab.show_contexts):
         press(job)
-    shown = tab.compared, tab.routed, tab.contexts_view
+    shown = tab.compare, tab.route, tab.show_contexts
     stale = [is_stale(each._view) for each in shown]
     assert stale == [False] * 3
     panel.controls.ratio.value = "0.8"
@@ -139,15 +139,14 @@ def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> N
     panel.controls.ratio.value = "0.4"
     assert [each.note.value for each in shown] == [""] * 3
     tab.text.value = ""
-    assert "no tokens" in error_of(tab.compare)
-    assert is_stale(tab.compared._view)
-    assert not is_stale(tab.contexts_view._view)  # the text does not matter to it
+    assert is_stale(tab.compare._view)
+    assert not is_stale(tab.show_contexts._view)  # the text does not matter to it
     tab.atom.value += 1
-    assert is_stale(tab.contexts_view._view)
+    assert is_stale(tab.show_contexts._view)
     tab.text.value = "aaab bbba abab"
-    assert not is_stale(tab.compared._view)
+    assert not is_stale(tab.compare._view)
     panel.controls.ratio.value = "40"
-    assert is_stale(tab.compared._view)
+    assert is_stale(tab.compare._view)
 
 
 def test_a_failed_export_says_nothing_of_the_last(
@@ -157,10 +156,10 @@ def test_a_failed_export_says_nothing_of_the_last(
     panel.controls.ratio.value = "0.4"
     panel.export.folder.value = str(tmp_path / "pruned")
     press(panel.export.job)
-    assert "Written to" in panel.export.command.value
-    assert "AutoModelForCausalLM.from_pretrained" in panel.export.command.value
+    assert "Written to" in panel.export.job.value
+    assert "AutoModelForCausalLM.from_pretrained" in panel.export.job.value
     assert "not empty" in error_of(panel.export.job)
-    assert panel.export.command.value == ""
+    assert panel.export.job.value == ""
 
 
 def test_what_was_measured_is_said(panel: Explorer) -> None:
@@ -250,7 +249,7 @@ def test_what_was_written_is_marked_when_settings_change(
     tab.folder.value = str(tmp_path / "pruned")
     panel.controls.ratio.value = "0.4"
     press(tab.job)
-    assert "Written to" in tab.command.value
+    assert "Written to" in tab.job.value
     for control, other in (
         (panel.controls.ratio, "0.6"),
         (panel.weights.weights, "compensated"),
@@ -259,11 +258,11 @@ def test_what_was_written_is_marked_when_settings_change(
     ):
         before = control.value
         control.value = other
-        assert "Out of date" in tab.command.note.value
-        assert is_stale(tab.command._view)
-        assert "Written to" in tab.command.value
+        assert "Out of date" in tab.job.note.value
+        assert is_stale(tab.job._view)
+        assert "Written to" in tab.job.value
         control.value = before
-        assert tab.command.note.value == ""
+        assert tab.job.note.value == ""
 
 
 def test_written_comparisons_are_of_the_rows_that_are_shown(
@@ -299,8 +298,7 @@ def points_of(*rows: dict[str, Any]) -> pd.DataFrame:
 
 def test_each_choice_has_its_own_colour_and_marker() -> None:
     """Of the same corpus and estimator; the legend says what tells them apart."""
-    picture = LossPicture()
-    picture.draw(
+    (ax,) = figure_points(
         points_of(
             {},
             {"dataset": "ptb"},
@@ -309,8 +307,8 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
             {"selection": Selection(0.3, exclude_layers=(0, 2))},
             {"selection": Selection(0.3, of="model")},
         )
-    )
-    lines = picture.ax.get_lines()
+    ).axes
+    lines = ax.get_lines()
     labels = [line.get_label() for line in lines]
     rules = "measured: heapr, global, by atom"
     assert labels == [
@@ -330,23 +328,23 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
 
 def test_accuracy_is_drawn_in_a_chart_of_its_own() -> None:
     """Per cent, with standard errors and a line for the dense model, below the loss."""
-    picture = LossPicture()
     task = {"dataset": "continuation", "stderr": 0.05}
-    alone = picture.draw(points_of({}))
+    alone = figure_points(points_of({}))
     dense = {"estimator": "dense", "selection": None, "achieved_ratio": 0.0}
-    both = picture.draw(
+    both = figure_points(
         points_of({}, {**task, **dense, "accuracy": 0.7}, {**task, "accuracy": 0.5})
     )
-    assert height_of(both) == 2 * height_of(alone)
-    ((curve, _, bars),) = [c.lines for c in picture.accuracy.containers]
+    heights = [height_of(drawn_png(lambda one=one: one)) for one in (alone, both)]
+    assert heights[1] == 2 * heights[0]
+    losses, accuracy = both.axes
+    assert losses.get_position().width == alone.axes[0].get_position().width
+    ((curve, _, bars),) = [c.lines for c in accuracy.containers]
     assert curve.get_ydata().tolist() == [50.0]
     (segment,) = bars[0].get_segments()
     assert np.ptp(segment[:, 1]) == pytest.approx(2 * 5)
-    (line,) = [n for n in picture.accuracy.get_lines() if "dense" in n.get_label()]
+    (line,) = [n for n in accuracy.get_lines() if "dense" in n.get_label()]
     assert set(line.get_ydata()) == {70.0}
-    assert picture.accuracy.get_ylabel() == "accuracy [%] ↑"
-    assert height_of(picture.draw(points_of({}))) == height_of(alone)
-    assert len(picture.accuracy.get_lines()) == 0
+    assert accuracy.get_ylabel() == "accuracy [%] ↑"
 
 
 def height_of(png: bytes) -> int:

@@ -16,7 +16,8 @@ from heapr_lab.inspection.passages import token_losses
 from heapr_lab.panel.answer import answers
 from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.session import POINT_COLUMNS, PruningSession, Step
+from heapr_lab.panel.pictures import figure_points
+from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
 from heapr_lab.panel.session_file import read_session, write_session
 from heapr_lab.recipes import making
 from heapr_lab.recipes.presets import DEFAULT, METHODS
@@ -120,12 +121,12 @@ def test_a_switch_that_moves_does_not_change_running_work(
     manifest = read_json(tmp_path / "out" / "heapr_manifest.json")
     assert manifest["weights"].startswith("W_down compensated")
 
-    def move(_step: Step) -> None:
+    def move(*_done: object, **_left: object) -> None:
         switch.value = "unchanged"
 
     switch.value = "compensated"
     corpora = panel.evaluation.corpora.value
-    _, pruned = panel.session.evaluate(corpora, progress=move).to_dict("records")
+    _, pruned = panel.session.evaluate(corpora, report=move).to_dict("records")
     assert switch.value == "unchanged"
     assert pruned["weights"] == "compensated"
     measured = manifest["perplexity"][corpora[0]][1]
@@ -141,13 +142,13 @@ def test_a_cancelled_evaluation_leaves_the_model_dense(panel: Explorer) -> None:
     panel.controls.ratio.value = "0.5"
     panel.weights.weights.value = "compensated"
 
-    def stop(step: Step) -> None:
-        while_pruned = step.label.startswith("pruned on")
+    def stop(_done: float, _total: float, said: str, **_left: object) -> None:
+        while_pruned = said.startswith("pruned on")
         if while_pruned and evaluate_perplexity(bench.model, ids).nll != before:
             raise CancelledError
 
     with pytest.raises(CancelledError):
-        session.evaluate(panel.evaluation.corpora.value, progress=stop)
+        session.evaluate(panel.evaluation.corpora.value, report=stop)
     assert evaluate_perplexity(bench.model, ids).nll == before
     assert session.points.empty
 
@@ -185,7 +186,7 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     assert "frequency" not in shown
     (label,) = [
         line.get_label()
-        for line in panel.evaluation._picture.ax.get_lines()
+        for line in figure_points(panel.session.points).axes[0].get_lines()
         if line.get_label().endswith(", compress")
     ]
     assert "frequency" not in label
@@ -229,7 +230,10 @@ def test_points_of_each_way_stay_apart(panel: Explorer) -> None:
     (shown,) = panel.session.measured()["delta_nll"]
     masked = points[points["weights"].eq("masked") & points["ratio"].eq(0.5)]
     assert shown == masked["delta_nll"].iloc[0]
-    labels = [line.get_label() for line in panel.evaluation._picture.ax.get_lines()]
+    labels = [
+        line.get_label()
+        for line in figure_points(panel.session.points).axes[0].get_lines()
+    ]
     assert sum(label.endswith("masked") for label in labels) == 1
     assert sum(label.endswith("compensated") for label in labels) == 1
 
@@ -283,7 +287,7 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     panel.weights.weights.value = "compensated"
     press(tab.compare)
     assert tab.losses is not None
-    assert "ragged, compensated)" in tab.compared.value
+    assert "ragged, compensated)" in tab.compare.value
     bench: Any = session.workbench
     passage = tab._passage()
     made = session.made(session.selection, session.recipe)
@@ -295,9 +299,9 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     assert not np.allclose(tab.losses["pruned_nll"][1:], masked["pruned_nll"][1:])
     panel.tabs.selected_index = 2
     panel.weights.weights.value = "unchanged"
-    assert "Out of date" in tab.compared.note.value
+    assert "Out of date" in tab.compare.note.value
     press(tab.compare)
-    assert "ragged, masked)" in tab.compared.value
+    assert "ragged, masked)" in tab.compare.value
     pd.testing.assert_frame_equal(tab.losses, masked)
     press(tab.generate)
-    assert "ragged, masked)" in tab.generated.value
+    assert "ragged, masked)" in tab.generate.value

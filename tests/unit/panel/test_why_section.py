@@ -60,13 +60,13 @@ def test_attribute(tab: InspectTab) -> None:
     found = tab.why.attribution
     assert found is not None
     np.testing.assert_array_equal(found.tokens, expected.tokens)
-    rows = cells(tab.why.attributed.value)
+    rows = cells(tab.why.attribute.value)
     layers = expected.layers()
     n_layers = len(layers)
     assert [row[2] for row in rows[:n_layers]] == [
         f"{value:+.4f}" for value in layers["first_order"]
     ]
-    page = tab.why.attributed.value
+    page = tab.why.attribute.value
     assert f"add up to {expected.total:+.4f} nats" in page
     bench: Any = tab.session.workbench
     passage = read_passage(model, bench.tokenizer, text=tab.text.value)
@@ -89,7 +89,7 @@ def test_measure_layers(tab: InspectTab) -> None:
     assert tab.why.restored is not None
     pd.testing.assert_frame_equal(tab.why.restored.frame, expected.frame)
     shares = attribute_loss(model, tab.session.keep, ids).layers()["first_order"]
-    assert [row[2] for row in cells(tab.why.measured.value)] == [
+    assert [row[2] for row in cells(tab.why.measure.value)] == [
         f"{value:+.4f}" for value in shares
     ]
 
@@ -104,12 +104,12 @@ def test_measure_experts(tab: InspectTab, monkeypatch: pytest.MonkeyPatch) -> No
     assert "of layer 1" in tab.why.note.value
     press(tab.why.measure)
     shares = attribute_loss(model, tab.session.keep, ids).experts(1).head(2)
-    rows = cells(tab.why.measured.value)
+    rows = cells(tab.why.measure.value)
     assert [int(row[0]) for row in rows] == shares["expert"].tolist()
     assert [row[2] for row in rows] == [f"{v:+.4f}" for v in shares["first_order"]]
-    assert not stale(tab.why.measured)
+    assert not stale(tab.why.measure)
     tab.layer.value = 0
-    assert stale(tab.why.measured)
+    assert stale(tab.why.measure)
 
 
 def test_explain(tab: InspectTab) -> None:
@@ -119,7 +119,7 @@ def test_explain(tab: InspectTab) -> None:
     press(tab.why.explain)
     expected = attribute_token(model, tab.session.keep, ids, layer=1, position=4)
     pd.testing.assert_frame_equal(tab.why.atoms, expected)
-    rows = cells(tab.why.explained.value)
+    rows = cells(tab.why.explain.value)
     atoms = [row for row in rows if len(row) == 5]
     assert [int(row[1]) for row in atoms] == expected["atom"].head(20).tolist()
     by_expert = expected.groupby("expert")["first_order"].sum()
@@ -127,14 +127,13 @@ def test_explain(tab: InspectTab) -> None:
     assert {int(row[0]): row[3] for row in experts} == {
         expert: f"{1000 * value:+.3f}" for expert, value in by_expert.items()
     }
-    assert len(marked(tab.why.explained.value)) == 1
+    assert len(marked(tab.why.explain.value)) == 1
 
 
 def test_results_go_out_of_date(tab: InspectTab) -> None:
     """With the text or the selection all are grey; what made them brings them back."""
-    jobs = tab.why.attribute, tab.why.measure, tab.why.explain
-    shown = tab.why.attributed, tab.why.measured, tab.why.explained
-    for job in jobs:
+    shown = tab.why.attribute, tab.why.measure, tab.why.explain
+    for job in shown:
         press(job)
     assert not any(map(stale, shown))
     text = tab.text.value
@@ -153,18 +152,14 @@ def test_results_go_out_of_date(tab: InspectTab) -> None:
 
 def test_an_error_leaves_no_result(tab: InspectTab) -> None:
     """What was shown is gone, and the message is an alert below the button."""
-    pairs = (
-        (tab.why.attribute, tab.why.attributed),
-        (tab.why.measure, tab.why.measured),
-        (tab.why.explain, tab.why.explained),
-    )
-    for job, shown in pairs:
+    jobs = tab.why.attribute, tab.why.measure, tab.why.explain
+    for job in jobs:
         press(job)
-        assert shown.value
+        assert job.value
     tab.text.value = "a"  # one token: nothing is predicted
-    for job, shown in pairs:
+    for job in jobs:
         failed(job)
-        assert shown.value == ""
+        assert job.value == ""
 
 
 def test_an_infeasible_selection(tab: InspectTab) -> None:

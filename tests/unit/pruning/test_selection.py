@@ -1,5 +1,6 @@
 """Exactly so many atoms are pruned as the ratio says, and the right ones."""
 
+import inspect
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from score_tables import TWO_LAYERS, kept, make_table
 
 from heapr_lab.errors import SpecError
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.storage.hashing import digest
 
@@ -227,3 +229,12 @@ def test_a_mask_names_its_table() -> None:
     known = make_table(TWO_LAYERS, spec=spec, spec_hash=digest(spec))
     assert select(known, ratio=0.5).settings["table"] == digest(spec)
     assert select(make_table(TWO_LAYERS), ratio=0.5).settings["table"] is None
+
+
+def test_help_names_what_can_be_given() -> None:
+    """Fields of a selection, which tab completes, too; that there is no ratio."""
+    fields = [*inspect.signature(Selection).parameters]
+    assert [*inspect.signature(select).parameters] == ["table", "selection", *fields]
+    assert {"ratio", "scope", "estimator"} <= {*fields}
+    with pytest.raises(SpecError, match=r"no ratio is given: select\(table, ratio="):
+        select(make_table(TWO_LAYERS), scope="layer")

@@ -65,7 +65,7 @@ def export(panel: Explorer, folder: Path, *, weights: str) -> str:
     panel.export.folder.value = str(folder)
     panel.export.weights.value = weights
     press(panel.export.job)
-    return str(panel.export.command.value)
+    return str(panel.export.job.value)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -284,5 +284,5 @@ def test_export_is_cancelled_while_it_measures(root: Path, tmp_path: Path) -> No
     panel.controls.ratio.value = "0.45"
     panel.export.folder.value = str(tmp_path / "pruned")
     cancel(panel.export.job, "as written")
-    assert panel.export.command.value == ""
+    assert panel.export.job.value == ""
     assert list(tmp_path.iterdir()) == []
