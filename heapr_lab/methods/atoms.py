@@ -170,7 +170,7 @@ ATOMS = (
             "The second of every four windows is held out, so the result depends on "
             "the order of the windows.",
         ),
-        version=2,
+        version=3,
     ),
 )
 """The methods of this module."""
