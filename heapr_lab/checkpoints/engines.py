@@ -108,6 +108,10 @@ def check_computed(engine: str | None, config: Any) -> None:
         found = f"norm_topk_prob {config.norm_topk_prob}, and it takes {always} of all"
     elif family == "deepseek_v2" and config.topk_method != "greedy":
         found = f"topk_method {config.topk_method}, and it knows greedy"
+    elif family == "deepseek" and config.routed_scaling_factor != 1:
+        found = f"routed_scaling_factor {config.routed_scaling_factor}, and it takes 1"
+    elif family == "deepseek_v3" and not hasattr(config, "scoring_func"):
+        found = "no scoring_func, which published configurations have: it takes softmax"
     if found:
         raise SpecError(
             f"llama.cpp would compute other logits: this {family} has {found}. Use "

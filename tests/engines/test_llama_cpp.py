@@ -35,7 +35,6 @@ DEEPSEEK = {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
-    "routed_scaling_factor": 1.5,
 }
 LATENT = {
     "q_lora_rank": 32,
@@ -45,14 +44,19 @@ LATENT = {
     "v_head_dim": 64,
     "num_key_value_heads": 2,
 }
+SCALED = {"routed_scaling_factor": 1.5}
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"norm_topk_prob": False, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {"norm_topk_prob": True},
     "olmoe": {"intermediate_size": 64, "num_key_value_heads": 2},
     "mixtral": {"intermediate_size": 64},
     "deepseek": DEEPSEEK,
-    "deepseek_v2": DEEPSEEK | LATENT | {"n_group": 1, "topk_group": 1},
-    "deepseek_v3": DEEPSEEK | LATENT | {"n_group": 2, "topk_group": 1},
+    "deepseek_v2": DEEPSEEK | LATENT | SCALED | {"n_group": 1, "topk_group": 1},
+    # Published configurations name the function; without it softmax is computed.
+    "deepseek_v3": DEEPSEEK
+    | LATENT
+    | SCALED
+    | {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
 }
 COMMON = {
     "vocab_size": D_VOCAB,
