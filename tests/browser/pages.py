@@ -89,6 +89,13 @@ class Watch:
             self.complaints.append(f"{message.text} ({message.location.get('url')})")
 
 
+def last_perplexity(message: str) -> str:
+    """The number in what is said of the last point."""
+    found = re.search(r"perplexity (\S+)\. ", message)
+    assert found is not None, message
+    return found[1]
+
+
 @dataclass(frozen=True)
 class Panel:
     """One panel: what can be moved in it and what it shows."""
@@ -146,7 +153,7 @@ class Panel:
 
     def expert(self, layer: int, expert: int) -> Locator:
         """What is said of the chosen expert, if it is this one."""
-        said = f"Layer {layer}, expert {expert}: "
+        said = re.compile(f"Layer {layer}, expert {expert}: .* atoms kept")
         return self.root.get_by_role("status").filter(has_text=said)
 
     def unfold(self, title: str) -> None:

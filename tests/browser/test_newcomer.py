@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser.pages import N_ATOMS, TIMEOUT, Panel, Watch
+from browser.pages import N_ATOMS, TIMEOUT, Panel, Watch, last_perplexity
 from browser.servers import Lab
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -71,7 +71,7 @@ def test_from_nothing_to_a_smaller_model(
     point = panel.root.get_by_text("Last point, ")
     expect(point).to_be_visible(timeout=TIMEOUT)
     expect(panel.button("Evaluate")).to_be_enabled()
-    perplexity = point.inner_text().split("perplexity ")[1].rstrip(".")
+    perplexity = last_perplexity(point.inner_text())
 
     panel.open("Export")
     panel.enter("folder", "smaller")
