@@ -59,7 +59,7 @@ class Case:
     def compress(self) -> Any:
         """Pruned by `compress`."""
         made = fit_compression(self.bench.model, self.windows, ratio=self.ratio)
-        return prune(self.bench.model, made.keep, downs=made.downs)
+        return prune(self.bench.model, made.keep, down_projs=made.down_projs)
 
 
 def distilled(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:

@@ -177,7 +177,7 @@ class Case:
         else:
             sums = self.shared.calibrated.sums
             made = compensation_of(sums.solvers(sums.span), found.keep)
-        return dataclasses.replace(found, downs=made.downs)
+        return dataclasses.replace(found, down_projs=made.down_projs)
 
 
 @functools.lru_cache(maxsize=1)
@@ -310,7 +310,7 @@ def rows_at(case: Case, task: Task, ratio: float) -> Iterator[Row]:
     found, row = attempt(case, task, fit, alone=alone)
     kind = {"kind": methods.get(task.method).compresses}
     yield labels(task, ratio, task.method) | kind | row
-    if not isinstance(found, AtomCompression) or found.downs is not None:
+    if not isinstance(found, AtomCompression) or found.down_projs is not None:
         return
     if task.method != CHOOSES_WEIGHTS:
         again = functools.partial(case.compensated, found, alone=alone)

@@ -158,16 +158,19 @@ class Measured:
             return calibrated.keep(selection), None
         span = "expert" if variant.weights == "expert" else None
         keep, made = calibrated.compensated(selection, span=span)
-        return keep, made.downs
+        return keep, made.down_projs
 
     def losses(
-        self, corpus: str, keep: KeepMask | None, downs: ReplacedDownProj | None = None
+        self,
+        corpus: str,
+        keep: KeepMask | None,
+        down_projs: ReplacedDownProj | None = None,
     ) -> torch.Tensor:
         """The loss on each test window of `corpus`."""
         ids = self.bench.test_windows(corpus).ids
         masked: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if keep is not None:
-            masked = masking(self.bench.model, keep, downs)
+            masked = masking(self.bench.model, keep, down_projs)
         with masked:
             return window_nll(self.bench.model, ids)
 
@@ -197,17 +200,17 @@ class Measured:
             own = variant.own_text
             part = self.model(own, part=True)
             best = fit_compression(model, self.windows(own), selection, fitted=part)
-            keep, downs = best.keep, best.downs
+            keep, down_projs = best.keep, best.down_projs
             cost["passes"] = PASSES["compress"]
             cost["chosen"] = best.report.loc[best.report["chosen"], "made"].item()
         elif variant.labels != "data":
-            keep, downs = select(self.table(variant.labels), selection), None
+            keep, down_projs = select(self.table(variant.labels), selection), None
         else:
-            keep, downs = self._made(variant, selection)
+            keep, down_projs = self._made(variant, selection)
         if variant.own_text:  # more windows, and writing them
             share = METHODS["best"].recipe.own_text
             cost["passes"] = (1 + share) * cost["passes"] + share
-        return keep, downs, cost | {"seconds": time.perf_counter() - began}
+        return keep, down_projs, cost | {"seconds": time.perf_counter() - began}
 
 
 def runs(
@@ -230,13 +233,16 @@ def runs(
 
 
 def accuracy(
-    bench: Workbench, corpus: str, keep: KeepMask | None, downs: ReplacedDownProj | None
+    bench: Workbench,
+    corpus: str,
+    keep: KeepMask | None,
+    down_projs: ReplacedDownProj | None,
 ) -> tuple[float, float]:
     """Accuracy on the continuation task of `corpus`, and its standard error."""
     task = continuation_task(load_corpus(corpus, split="test"), n_items=N_ITEMS)
     masked: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if keep is not None:
-        masked = masking(bench.model, keep, downs)
+        masked = masking(bench.model, keep, down_projs)
     with masked:
         frame = run_tasks(bench.model, bench.tokenizer, [task])
     row = frame[frame["metric"].eq("acc")].iloc[0]
@@ -249,8 +255,8 @@ def measure_accuracy(
     """One row: accuracy on the calibrated corpus, dense and pruned."""
     corpus = measured.calibration.corpus
     dense = measured.kept.setdefault("dense", accuracy(bench, corpus, None, None))
-    keep, downs, _ = measured.pruned(variant, ratio)
-    value, stderr = accuracy(bench, corpus, keep, downs)
+    keep, down_projs, _ = measured.pruned(variant, ratio)
+    value, stderr = accuracy(bench, corpus, keep, down_projs)
     return {
         "test": corpus,
         "achieved_ratio": keep.achieved_ratio,
@@ -263,12 +269,12 @@ def measure_accuracy(
 
 def measure(measured: Measured, variant: Variant, ratio: float) -> list[dict[str, Any]]:
     """Rows: the loss on every test corpus."""
-    keep, downs, cost = measured.pruned(variant, ratio)
+    keep, down_projs, cost = measured.pruned(variant, ratio)
     table = measured.table()
     saved = savings_of(keep, table).iloc[0]
     rows = []
     for corpus in CORPORA:
-        losses = measured.losses(corpus, keep, downs).tolist()
+        losses = measured.losses(corpus, keep, down_projs).tolist()
         paper, dense = (
             measured.reference(corpus, own).tolist() for own in (ratio, None)
         )

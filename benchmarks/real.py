@@ -189,7 +189,7 @@ class Pruner:
         if state.method in COMPENSATED:
             selection = Selection(state.ratio, estimator=COMPENSATED[state.method])
             keep, made = measured.calibrated.compensated(selection)
-            return self._masked(keep, made.downs)
+            return self._masked(keep, made.down_projs)
         if state.method in ESTIMATORS:
             selection = Selection(state.ratio, estimator=state.method)
             return self._masked(select(measured.table(), selection), None)
@@ -204,13 +204,13 @@ class Pruner:
         return fitted.apply(self.model), _sizes(fitted.achieved_ratio, saved)
 
     def _masked(
-        self, keep: KeepMask, downs: ReplacedDownProj | None
+        self, keep: KeepMask, down_projs: ReplacedDownProj | None
     ) -> tuple[contextlib.AbstractContextManager[Any], dict[str, Any]]:
         shape = describe(self.model)
         sizes = _sizes(
             keep.achieved_ratio, (shape.n_parameters, shape.parameters(keep))
         )
-        return masking(self.model, keep, downs), sizes
+        return masking(self.model, keep, down_projs), sizes
 
 
 def _sizes(ratio: float, parameters: tuple[int, int]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def token_losses(
     passage: Passage,
     *,
     keep: KeepMask,
-    downs: ReplacedDownProj | None = None,
+    down_projs: ReplacedDownProj | None = None,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
     """The loss of the dense and of the pruned model at each token of a text.
@@ -129,7 +129,7 @@ def token_losses(
         model: the dense model.
         passage: the text, of at least two tokens.
         keep: the kept atoms of the pruned model.
-        downs: replacement for W_down in the pruned model.
+        down_projs: replacement for W_down in the pruned model.
         progress: called after each of the two forward passes.
 
     Returns:
@@ -144,7 +144,7 @@ def token_losses(
     with evaluating(model):
         dense = _losses(model, passage)
         report(1, 2)
-        with masking(model, keep, downs):
+        with masking(model, keep, down_projs):
             pruned = _losses(model, passage)
         report(2, 2)
     columns = {"dense_nll": dense, "pruned_nll": pruned, "delta_nll": pruned - dense}
@@ -165,7 +165,7 @@ def continue_text(
     prompt: Passage,
     n_tokens: int = 40,
     keep: KeepMask | None = None,
-    downs: ReplacedDownProj | None = None,
+    down_projs: ReplacedDownProj | None = None,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
     """The model's greedy continuation of `prompt`.
@@ -176,7 +176,7 @@ def continue_text(
         prompt: a passage that was read with `room` for `n_tokens`.
         n_tokens: tokens to generate; fewer where the model ends its text.
         keep: the kept atoms; all by default.
-        downs: replacement for W_down, where `keep` is given.
+        down_projs: replacement for W_down, where `keep` is given.
         progress: called after each token.
 
     Returns:
@@ -193,7 +193,7 @@ def continue_text(
         # generates, which would unmask other threads; this prevents it.
         context = switching(find_experts(model))
     else:
-        context = masking(model, keep, downs)
+        context = masking(model, keep, down_projs)
     with evaluating(model), context:
         ids = _generated(model, prompt.ids, n_tokens, progress or no_report)
     n_prompt = prompt.ids.shape[1]

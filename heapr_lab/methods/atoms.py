@@ -34,12 +34,12 @@ _ONE_PASS = (
 
 
 def compression_of(
-    request: Request, keep: KeepMask, downs: ReplacedDownProj | None = None
+    request: Request, keep: KeepMask, down_projs: ReplacedDownProj | None = None
 ) -> AtomCompression:
     """The compression that keeps the atoms of `keep`."""
     layers = request.measured.architecture.layers
     sizes = {layer: shape.atom_parameters for layer, shape in layers.items()}
-    return AtomCompression(request.made, keep, sizes, downs)
+    return AtomCompression(request.made, keep, sizes, down_projs)
 
 
 def _selecting(**fields: Any) -> Callable[[Request], AtomCompression]:
@@ -88,7 +88,7 @@ def _compress(request: Request) -> AtomCompression:
         fitted=request.measured.fitted,
         progress=request.progress,
     )
-    return compression_of(request, found.keep, found.downs)
+    return compression_of(request, found.keep, found.down_projs)
 
 
 ATOMS = (

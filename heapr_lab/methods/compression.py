@@ -124,7 +124,7 @@ class AtomCompression(Compression):
     keep: KeepMask
     atom_parameters: Mapping[int, int]
     """Parameters of one atom, by layer."""
-    downs: ReplacedDownProj | None = None
+    down_projs: ReplacedDownProj | None = None
     """By layer, the new W_down (E, D, I); None for weights that are unchanged."""
 
     @property
@@ -142,7 +142,7 @@ class AtomCompression(Compression):
         Raises:
             SpecError: it was fitted to another model.
         """
-        return masking(model, self.keep, self.downs)
+        return masking(model, self.keep, self.down_projs)
 
     def materialise(self, model: nn.Module) -> nn.Module:
         """As `prune`.
@@ -150,7 +150,7 @@ class AtomCompression(Compression):
         Raises:
             SpecError: it was fitted to another model.
         """
-        return prune(model, self.keep, downs=self.downs)
+        return prune(model, self.keep, down_projs=self.down_projs)
 
     def savings(self, model: nn.Module) -> Savings:
         """Counted with the routing of the calibration text, if it was measured."""

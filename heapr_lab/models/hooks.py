@@ -148,17 +148,17 @@ def _switch_off(module: Any) -> None:
 def masked(
     layers: list[ExpertsLayer],
     keeps: list[torch.Tensor],
-    downs: Sequence[Replacement | None] | None = None,
+    down_projs: Sequence[Replacement | None] | None = None,
 ) -> Iterator[None]:
     """Mask atoms of `layers` in this thread's forwards, and replace W_down if given.
 
     Shapes: each of `keeps` (E, I), one for each layer, True for kept atoms; each of
-    `downs` (E, D, I).
+    `down_projs` (E, D, I).
     """
     outer = _edits.get()
     mine = {}
     for layer, keep, given in zip(
-        layers, keeps, downs or [None] * len(layers), strict=True
+        layers, keeps, down_projs or [None] * len(layers), strict=True
     ):
         before = outer.get(id(layer.module))
         kept = keep.to(layer.device, layer.dtype)

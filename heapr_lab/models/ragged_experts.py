@@ -155,8 +155,8 @@ class RaggedExperts(nn.Module):
         busy = [e for e, x in enumerate(routed) if len(x) and self.heapr_widths[e]]
         if busy:
             hs = self._activations(busy, [routed[e] for e in busy])
-            downs = [self._down(self._atoms_of(e)) for e in busy]
-            found = torch._foreach_mm(hs, downs)
+            down_projs = [self._down(self._atoms_of(e)) for e in busy]
+            found = torch._foreach_mm(hs, down_projs)
             for expert, own in zip(busy, found, strict=True):
                 outputs[expert] = own
         return torch.cat(outputs)

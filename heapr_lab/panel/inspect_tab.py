@@ -263,7 +263,7 @@ class InspectTab(ipw.VBox):
 
         bench, (selection, recipe, _, n_tokens) = self._bench, asked
         prompt = self._passage(room=n_tokens)
-        keep, downs, pruned = self._made(selection, recipe, report)
+        keep, down_projs, pruned = self._made(selection, recipe, report)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
             return continue_text(
@@ -272,7 +272,7 @@ class InspectTab(ipw.VBox):
                 prompt=prompt,
                 n_tokens=n_tokens,
                 keep=mask,
-                downs=None if mask is None else downs,
+                down_projs=None if mask is None else down_projs,
                 progress=lambda done, total: report(
                     before + done, 2 * total, f"{name}: token {done} of {total}"
                 ),
@@ -287,13 +287,13 @@ class InspectTab(ipw.VBox):
         from heapr_lab.inspection.passages import token_losses
 
         passage, (selection, recipe, _) = self._passage(), asked
-        keep, downs, pruned = self._made(selection, recipe, report)
+        keep, down_projs, pruned = self._made(selection, recipe, report)
         report(0, 2, "dense")
         self.losses = token_losses(
             self._bench.model,
             passage,
             keep=keep,
-            downs=downs,
+            down_projs=down_projs,
             progress=lambda done, total: report(done, total, "pruned"),
         )
         view = losses_html(self.losses, pruned=pruned)
@@ -356,10 +356,10 @@ class InspectTab(ipw.VBox):
     ) -> tuple[KeepMask, Any, str]:
         """The mask, the new W_down, if any, and both as text."""
         made = self.session.made(selection, recipe, part=parts_of(report))
-        keep, downs = edit_of(made)
+        keep, down_projs = edit_of(made)
         assert keep is not None  # which only the dense model has not
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        return keep, downs, f"{removed} ({named(selection, recipe)})"
+        return keep, down_projs, f"{removed} ({named(selection, recipe)})"
 
     def _pruned(self, selection: Selection) -> tuple[KeepMask, str]:
         """The mask of a selection, and both as text.

@@ -553,8 +553,10 @@ def _loss_part(bench: "Workbench", corpus: str) -> _Part:
     windows = bench.test_windows(corpus)
 
     def measure(mask: "PruningResult | None", clock: _Clock) -> dict[str, Any]:
-        keep, downs = edit_of(mask)
-        found = bench.perplexity(keep, windows, downs=downs, progress=clock.parts)
+        keep, down_projs = edit_of(mask)
+        found = bench.perplexity(
+            keep, windows, down_projs=down_projs, progress=clock.parts
+        )
         return {
             "nll": found.nll,
             "perplexity": found.value,
@@ -567,8 +569,10 @@ def _loss_part(bench: "Workbench", corpus: str) -> _Part:
 
 def _accuracy_part(bench: "Workbench", task: str) -> _Part:
     def measure(mask: "PruningResult | None", clock: _Clock) -> dict[str, Any]:
-        progress, (keep, downs) = clock.share_of(_TASK_WINDOWS), edit_of(mask)
-        found = bench.task_accuracy(keep, task, downs=downs, progress=progress)
+        progress, (keep, down_projs) = clock.share_of(_TASK_WINDOWS), edit_of(mask)
+        found = bench.task_accuracy(
+            keep, task, down_projs=down_projs, progress=progress
+        )
         return {"accuracy": found["value"], "stderr": found["stderr"]}
 
     return _Part(task, _TASK_WINDOWS, measure)
@@ -579,7 +583,7 @@ def edit_of(made: "PruningResult | None") -> tuple[KeepMask | None, Any]:
     if made is None:
         return None, None
     compensation = made.compensation
-    return made.keep, None if compensation is None else compensation.downs
+    return made.keep, None if compensation is None else compensation.down_projs
 
 
 class _Clock:

@@ -24,7 +24,7 @@ ReplacedDownProj = Mapping[int, torch.Tensor]
 
 @contextlib.contextmanager
 def masking(
-    model: nn.Module, keep: KeepMask, downs: ReplacedDownProj | None = None
+    model: nn.Module, keep: KeepMask, down_projs: ReplacedDownProj | None = None
 ) -> Iterator[nn.Module]:
     """Run `model` without the atoms outside `keep`; its weights are not changed.
 
@@ -35,7 +35,7 @@ def masking(
     Args:
         model: the dense model.
         keep: the kept atoms.
-        downs: replacement for W_down, as `compensation` makes it.
+        down_projs: replacement for W_down, as `compensation` makes it.
 
     Raises:
         SpecError: `keep` was made for another model.
@@ -46,33 +46,35 @@ def masking(
         ...     pruned = model(ids).logits
     """
     layers = find_experts(model)
-    own = [_replacement(model, downs or {}, layer.layer) for layer in layers]
+    own = [_replacement(model, down_projs or {}, layer.layer) for layer in layers]
     with masked(layers, keeps_of(layers, keep), own):
         yield model
 
 
 def _replacement(
-    model: nn.Module, downs: ReplacedDownProj, number: int
+    model: nn.Module, down_projs: ReplacedDownProj, number: int
 ) -> Replacement | None:
     """W_down of a layer, or what reads it when the layer runs."""
-    if number not in downs:
+    if number not in down_projs:
         return None
-    return backend_of(model).when_needed(functools.partial(downs.__getitem__, number))
+    return backend_of(model).when_needed(
+        functools.partial(down_projs.__getitem__, number)
+    )
 
 
 def prune(
     model: nn.Module,
     keep: KeepMask,
     *,
-    downs: ReplacedDownProj | None = None,
+    down_projs: ReplacedDownProj | None = None,
     inplace: bool = False,
 ) -> nn.Module:
     """The model with the atoms outside `keep` sliced out, so that it is smaller.
 
-    It has the logits of `masking(model, keep, downs)`. Unless `inplace`, the expert
-    weights are copied once, in their sliced size, and `model` is not changed; a pass
-    with gradients in another thread is awaited. Of a streamed model a streamed one is
-    made, which slices each layer when it is read, and `inplace` has no effect.
+    It has the logits of `masking(model, keep, down_projs)`. Unless `inplace`, the
+    expert weights are copied once, in their sliced size, and `model` is not changed; a
+    pass with gradients in another thread is awaited. Of a streamed model a streamed one
+    is made, which slices each layer when it is read, and `inplace` has no effect.
 
     Raises:
         SpecError: `keep` was made for another model, or this thread is in such a pass.
@@ -85,23 +87,23 @@ def prune(
             layer.name,
             layer.module,
             empty=functools.partial(RaggedExperts, widths=kept.sum(1).tolist()),
-            made=functools.partial(_sliced, layer, kept, downs or {}),
+            made=functools.partial(_sliced, layer, kept, down_projs or {}),
         )
         for layer, kept in zip(layers, keeps_of(layers, keep), strict=True)
     ]
     if inplace:
         pruned = backend_of(model).replaced(model, new)
-        return _marked(pruned, keep, changed=downs is not None)
+        return _marked(pruned, keep, changed=down_projs is not None)
     pruned = copied(model, {}, new)
     for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
         pruned.__dict__.pop(name, None)
-    return _marked(pruned, keep, changed=downs is not None)
+    return _marked(pruned, keep, changed=down_projs is not None)
 
 
 def _sliced(
-    layer: ExpertsLayer, keep: torch.Tensor, downs: ReplacedDownProj
+    layer: ExpertsLayer, keep: torch.Tensor, down_projs: ReplacedDownProj
 ) -> RaggedExperts:
-    return sliced(layer, keep, downs.get(layer.layer))
+    return sliced(layer, keep, down_projs.get(layer.layer))
 
 
 def _marked(model: nn.Module, keep: KeepMask, *, changed: bool) -> nn.Module:

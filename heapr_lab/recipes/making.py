@@ -108,8 +108,8 @@ def pruned_model(
 ) -> tuple[Any, dict[str, Any]]:
     """The pruned copy of the model of `bench`, and the facts on its weights."""
     compensation, windows = made.compensation, made.windows
-    downs = None if compensation is None else compensation.downs
-    pruned: Any = prune(bench.model, made.keep, downs=downs)
+    down_projs = None if compensation is None else compensation.down_projs
+    pruned: Any = prune(bench.model, made.keep, down_projs=down_projs)
     facts: dict[str, Any] = {}
     if compensation is not None:
         assert windows is not None

@@ -112,4 +112,4 @@ class CalibratedModel:
         keep = self.keep(selection, parts)
         parts.end((self.n_passes - 1) * self.windows.n_sequences)
         solvers: Any = self.sums.solvers(span or self.sums.span, parts)
-        return keep, compensation_of(solvers, keep, downs=self.sums.new_downs())
+        return keep, compensation_of(solvers, keep, down_projs=self.sums.new_downs())

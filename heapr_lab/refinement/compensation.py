@@ -59,7 +59,7 @@ RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 class Compensation:
     """New columns of W_down for one mask."""
 
-    downs: Mapping[int, torch.Tensor]
+    down_projs: Mapping[int, torch.Tensor]
     """By layer (E, D, I), 0 for pruned atoms, in the model's dtype."""
     report: pd.DataFrame
     """By layer: ridge, whether the layer was `changed` (not where no ridge has a
@@ -89,7 +89,7 @@ class Compensation:
     def fingerprint(self) -> str:
         """SHA-256 of the new weights."""
         sha = hashlib.sha256()
-        for layer, down in self.downs.items():
+        for layer, down in self.down_projs.items():
             sha.update(repr((layer, tuple(down.shape), str(down.dtype))).encode())
             words = down.detach().cpu().contiguous().view(torch.uint8)
             sha.update(words.numpy().tobytes())
@@ -133,7 +133,7 @@ def compensate(
     found = fit_compensation(
         model, keep, calibration, ridge=ridge, span=span, progress=progress
     )
-    pruned = prune(model, keep, downs=found.downs)
+    pruned = prune(model, keep, down_projs=found.down_projs)
     pruned.__dict__["heapr_report"] = found.report
     pruned.__dict__["heapr_weights"] = describe_weights(found, calibration)
     return pruned
@@ -159,7 +159,7 @@ def fit_compensation(
     span: str | None = None,
     progress: Progress | None = None,
 ) -> Compensation:
-    """The new W_down alone, to evaluate with `masking(model, keep, downs)`.
+    """The new W_down alone, to evaluate with `masking(model, keep, down_projs)`.
 
     It costs one forward pass; `activation_grams.iter_grams` describes the case in which
     the sums of all layers together exceed 4 GiB.
@@ -176,7 +176,7 @@ def fit_compensation(
         itertools.starmap(LayerSolver, found),
         keep,
         ridge=ridge,
-        downs={} if store is None else store.new_downs(),
+        down_projs={} if store is None else store.new_downs(),
     )
 
 
@@ -221,26 +221,26 @@ def compensation_of(
     keep: KeepMask,
     *,
     ridge: float | None = None,
-    downs: NewDowns | None = None,
+    down_projs: NewDowns | None = None,
 ) -> Compensation:
     """The compensation of a mask by the solvers of all layers.
 
-    The new weights are put into `downs`, which is empty.
+    The new weights are put into `down_projs`, which is empty.
 
     Raises:
         SpecError: the ridge is negative.
     """
     if ridge is not None and not ridge >= 0:
         raise SpecError(f"ridge is {ridge}, expected a number >= 0, or None")
-    downs = {} if downs is None else downs
+    down_projs = {} if down_projs is None else down_projs
     rows, span = [], ""
     for solver in solvers:
         number, span = solver.layer.layer, solver.grams.span
         kept = torch.from_numpy(keep.by_layer(number).copy())
-        downs[number], row = solver.solve(kept, ridge)
+        down_projs[number], row = solver.solve(kept, ridge)
         rows.append({"layer": number, **row})
         del solver  # before the next one is made
-    return Compensation(downs, pd.DataFrame(rows), {"span": span, "ridge": ridge})
+    return Compensation(down_projs, pd.DataFrame(rows), {"span": span, "ridge": ridge})
 
 
 # --- one layer --------------------------------------------------------------------

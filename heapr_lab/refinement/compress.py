@@ -60,9 +60,9 @@ class FittedCompression:
     nats per token; and whether it is `chosen`."""
 
     @property
-    def downs(self) -> ReplacedDownProj | None:
+    def down_projs(self) -> ReplacedDownProj | None:
         """The new W_down by layer, as `masking` and `prune` take it."""
-        return None if self.compensation is None else self.compensation.downs
+        return None if self.compensation is None else self.compensation.down_projs
 
     def _facts(self) -> dict[str, str]:
         rows = self.report.set_index("made")
@@ -116,7 +116,7 @@ def compress(
         >>> smaller.heapr_report  # doctest: +SKIP
     """
     found = fit_compression(model, calibration, selection, progress=progress, **fields)
-    pruned = prune(model, found.keep, downs=found.downs)
+    pruned = prune(model, found.keep, down_projs=found.down_projs)
     pruned.__dict__["heapr_report"] = found.report
     if found.compensation is not None:
         said = describe_weights(found.compensation, calibration)
@@ -133,7 +133,7 @@ def fit_compression(
     progress: Progress | None = None,
     **fields: Any,
 ) -> FittedCompression:
-    """The mask and the weights alone, to evaluate with `masking(model, keep, downs)`.
+    """The mask and the weights alone, to evaluate with `masking`.
 
     Arguments are those of `compress`, besides:
 
@@ -165,7 +165,7 @@ def fit_compression(
         parts.end(size)
         if not judged:
             judged[PAPER] = _losses(masking(model, paper), judges, parts)
-        judged[name] = _losses(masking(model, keep, made.downs), judges, parts)
+        judged[name] = _losses(masking(model, keep, made.down_projs), judges, parts)
         if _chosen(judged) == name:
             result = keep, made
     (dense,) = _losses(contextlib.nullcontext(model), judges[-1:], parts)

@@ -335,13 +335,13 @@ class Workbench:
         keep: KeepMask | None,
         windows: CalibrationSet,
         *,
-        downs: ReplacedDownProj | None = None,
+        down_projs: ReplacedDownProj | None = None,
         progress: Progress | None = None,
     ) -> Perplexity:
         """Perplexity of the masked model, or of the dense one where `keep` is None.
 
-        With `downs`, the new W_down of a `Compensation`, it is always measured: what
-        they were fitted with is not part of the cache's keys.
+        With `down_projs`, the new W_down of a `Compensation`, it is always measured:
+        what they were fitted with is not part of the cache's keys.
 
         `progress` is called with (windows done, windows in all) if it is computed; by
         default a progress bar is shown.
@@ -349,7 +349,7 @@ class Workbench:
 
         def compute() -> dict[str, Any]:
             # Entered in the thread that runs the model, because masks are per thread.
-            pruned = self._pruned(keep, downs)
+            pruned = self._pruned(keep, down_projs)
             with pruned, progress_bar(windows.label, "window") as bar:
                 result = evaluate_perplexity(
                     self.model, windows.ids, progress=progress or bar
@@ -358,7 +358,7 @@ class Workbench:
             return {name: facts[name] for name in ("nll", "n_tokens", "windows")}
 
         found = self._evaluated(
-            "perplexity", keep, windows.fingerprint, compute, stored=downs is None
+            "perplexity", keep, windows.fingerprint, compute, stored=down_projs is None
         )
         # Files of earlier versions have no windows.
         losses = tuple(found.get("windows", ()))
@@ -382,13 +382,13 @@ class Workbench:
         keep: KeepMask | None,
         task: str,
         *,
-        downs: ReplacedDownProj | None = None,
+        down_projs: ReplacedDownProj | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Accuracy on the profile's number of items of a task: value, stderr, n."""
         limit = self.profile.n_items
         rows = self.task_results(
-            keep, task, limit=limit, downs=downs, progress=progress
+            keep, task, limit=limit, down_projs=down_projs, progress=progress
         )
         return next(row for row in rows if row["metric"] == "acc")
 
@@ -398,7 +398,7 @@ class Workbench:
         task: str,
         *,
         limit: int | None = None,
-        downs: ReplacedDownProj | None = None,
+        down_projs: ReplacedDownProj | None = None,
         progress: Progress | None = None,
     ) -> list[dict[str, Any]]:
         """Every metric of a task: rows of metric, value, stderr, n (items).
@@ -409,16 +409,16 @@ class Workbench:
                 which is named after a colon, or pydocs.
             limit: only the first `limit` items; by default all, or the profile's number
                 for `continuation`. Results are cached for exactly these items.
-            downs: as `perplexity` takes them.
+            down_projs: as `perplexity` takes them.
             progress: called with (requests done, in all) if it is computed.
         """
         data = digest(self.task_key(task, limit))
 
         def compute() -> list[dict[str, Any]]:
-            with self._pruned(keep, downs):
+            with self._pruned(keep, down_projs):
                 return self.run_task(task, limit=limit, progress=progress)
 
-        stored = downs is None
+        stored = down_projs is None
         return list(self._evaluated("tasks", keep, data, compute, stored=stored))
 
     def run_task(
@@ -514,11 +514,11 @@ class Workbench:
         return self._windows[key]
 
     def _pruned(
-        self, keep: KeepMask | None, downs: ReplacedDownProj | None = None
+        self, keep: KeepMask | None, down_projs: ReplacedDownProj | None = None
     ) -> contextlib.AbstractContextManager[Any]:
         if keep is None:
             return contextlib.nullcontext()
-        return masking(self.model, keep, downs)
+        return masking(self.model, keep, down_projs)
 
     def _evaluated(
         self,

@@ -82,7 +82,7 @@ def test_new_weights_are_the_least_squares(
                 ]
             )
         torch.testing.assert_close(
-            found.downs[layer.layer], expected, rtol=1e-6, atol=1e-9
+            found.down_projs[layer.layer], expected, rtol=1e-6, atol=1e-9
         )
 
 
@@ -122,7 +122,7 @@ def test_no_error_over_the_calibration_tokens_rises(span: str, seed: int) -> Non
             own, W = features[layer.layer], layer.down.detach()
             kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
             errors = []
-            for new in (found.downs[layer.layer], W * kept[:, None]):
+            for new in (found.down_projs[layer.layer], W * kept[:, None]):
                 change = torch.einsum("tei,edi->ted", own, new - W)
                 if span == "layer":
                     change = change.sum(1, keepdim=True)
@@ -219,11 +219,11 @@ def test_masked_is_sliced_with_new_weights(family: str) -> None:
     keep = random_keep(model)
     found = fit_compensation(model, keep, WINDOWS)
     dense = logits_of(model, WINDOWS.ids)
-    with masking(model, keep, found.downs):
+    with masking(model, keep, found.down_projs):
         masked = logits_of(model, WINDOWS.ids)
         with masking(model, keep):  # an inner mask keeps the outer weights
             torch.testing.assert_close(logits_of(model, WINDOWS.ids), masked)
-    pruned = prune(model, keep, downs=found.downs)
+    pruned = prune(model, keep, down_projs=found.down_projs)
     torch.testing.assert_close(masked, logits_of(pruned, WINDOWS.ids), **CLOSE)
     with masking(model, keep):
         assert (masked - logits_of(model, WINDOWS.ids)).abs().max() > 1e-4

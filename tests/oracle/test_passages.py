@@ -116,8 +116,8 @@ def test_token_losses_with_other_columns(tokenizer: Any) -> None:
     passage = read_passage(model, tokenizer, text=TEXT)
     plain = token_losses(model, passage, keep=keep)
     layer = find_experts(model)[0]
-    downs = {layer.layer: 2 * layer.down.detach()}
-    found = token_losses(model, passage, keep=keep, downs=downs)
+    down_projs = {layer.layer: 2 * layer.down.detach()}
+    found = token_losses(model, passage, keep=keep, down_projs=down_projs)
     pd.testing.assert_series_equal(found["dense_nll"], plain["dense_nll"])
     assert (found["pruned_nll"] != plain["pruned_nll"]).iloc[1:].all()
 

@@ -95,12 +95,12 @@ def peak(
     uncounted: None,
 ) -> Callable[[str], int]:
     """The most sums, or new W_down, in memory at a solve, and when a group is kept."""
-    counts: dict[str, list[int]] = {"sums": [0], "downs": [0]}
+    counts: dict[str, list[int]] = {"sums": [0], "down_projs": [0]}
 
     def look(original: Any) -> Any:
         def looked(*args: Any, **options: Any) -> Any:
             counts["sums"].append(n_held(*SUMS.values()))
-            counts["downs"].append(n_held(DOWN))
+            counts["down_projs"].append(n_held(DOWN))
             return original(*args, **options)
 
         return looked
@@ -156,10 +156,10 @@ def test_one_layer_is_in_memory(
     assert before == (0, 0)
     if room == 0:
         assert peak("sums") == 1
-        assert peak("downs") <= 2
+        assert peak("down_projs") <= 2
     else:
         assert peak("sums") >= N_LAYERS
-        assert peak("downs") >= N_LAYERS
+        assert peak("down_projs") >= N_LAYERS
 
 
 class _StoppedError(Exception):
@@ -217,14 +217,14 @@ def test_compensate(folder: Path, files: Path, peak: Callable[[str], int]) -> No
     keep = random_keep(model)
     found = fit_compensation(model, keep, WINDOWS)
     assert peak("sums") == 1
-    assert peak("downs") <= 2
+    assert peak("down_projs") <= 2
     kept = opened(folder, "1GB")
     wanted = fit_compensation(kept, keep, WINDOWS)
     assert found.fingerprint == wanted.fingerprint
     assert found.report.equals(wanted.report)
-    with masking(model, keep, found.downs), masking(kept, keep, wanted.downs):
+    with masking(model, keep, found.down_projs), masking(kept, keep, wanted.down_projs):
         masked = [window_nll(own, WINDOWS.ids) for own in (model, kept)]
-    pruned = prune(model, keep, downs=found.downs)
+    pruned = prune(model, keep, down_projs=found.down_projs)
     del found, wanted
     assert torch.equal(*masked)
     assert torch.allclose(window_nll(pruned, WINDOWS.ids), masked[0], rtol=1e-9)

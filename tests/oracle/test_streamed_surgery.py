@@ -98,8 +98,8 @@ def test_compensated_weights_are_saved(family: str, tmp_path: Path) -> None:
     """W_down of compensation replaces the file's."""
     models = both(family, tmp_path / "dense")
     keep = random_keep(models[0])
-    downs = fit_compensation(models[0], keep, WINDOWS).downs
-    pruned = [prune(own, keep, downs=downs) for own in models]
+    down_projs = fit_compensation(models[0], keep, WINDOWS).down_projs
+    pruned = [prune(own, keep, down_projs=down_projs) for own in models]
     assert_saved_alike(pruned, tmp_path, family)
 
 
@@ -132,10 +132,10 @@ def test_a_streamed_model_is_compensated(
     half = Selection(0.5, estimator="elimination")
     found = [CalibratedModel(own, WINDOWS).compensated(half) for own in models]
     assert found[0][0].fingerprint == found[1][0].fingerprint
-    downs = [made.downs for _, made in found]
-    assert downs[0].keys() == downs[1].keys()
-    for number, wanted in downs[0].items():
-        assert torch.allclose(downs[1][number], wanted, rtol=1e-9)
+    down_projs = [made.down_projs for _, made in found]
+    assert down_projs[0].keys() == down_projs[1].keys()
+    for number, wanted in down_projs[0].items():
+        assert torch.allclose(down_projs[1][number], wanted, rtol=1e-9)
     reads = []
     for n_tokens in (16, 80):  # in a batch: five batches, and two
         monkeypatch.setattr(activation_grams, "_TOKENS_AT_ONCE", n_tokens)

@@ -104,11 +104,13 @@ def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(found, wanted, rtol=tolerance, err_msg=name)
     ids, keep = WINDOWS.ids, random_keep(model)
     fitted = [fit_compensation(own, keep, WINDOWS) for own in (model, streamed)]
-    for layer, down in fitted[0].downs.items():
-        assert torch.allclose(fitted[1].downs[layer], down, rtol=tolerance, atol=1e-9)
+    for layer, down in fitted[0].down_projs.items():
+        assert torch.allclose(
+            fitted[1].down_projs[layer], down, rtol=tolerance, atol=1e-9
+        )
     losses = []
     for own, made in zip((model, streamed), fitted, strict=True):
-        with masking(own, keep, made.downs):
+        with masking(own, keep, made.down_projs):
             losses.append(window_nll(own, ids, batch_size=3))
     assert torch.allclose(*losses, rtol=1e-9)
     kl = [evaluate_divergence(own, keep, ids).kl for own in (model, streamed)]

@@ -94,9 +94,9 @@ def same(one: Compression, other: Compression) -> bool:
         return same_experts(one, other)
     if not isinstance(one, AtomCompression) or not isinstance(other, AtomCompression):
         return one.kept == other.kept  # type: ignore[attr-defined]
-    downs, others = one.downs or {}, other.downs or {}
-    equal = downs.keys() == others.keys()
-    equal = equal and all(torch.equal(downs[k], others[k]) for k in downs)
+    down_projs, others = one.down_projs or {}, other.down_projs or {}
+    equal = down_projs.keys() == others.keys()
+    equal = equal and all(torch.equal(down_projs[k], others[k]) for k in down_projs)
     return equal and one.keep == other.keep
 
 

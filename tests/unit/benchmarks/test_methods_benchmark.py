@@ -115,10 +115,10 @@ def test_a_fit_alone_finds_what_a_shared_one_finds(tiny: str) -> None:
     assert isinstance(shared, script.AtomCompression)
     assert alone.keep == shared.keep
     first, second = (case.compensated(shared, alone=own) for own in (True, False))
-    assert first.downs is not None
-    assert second.downs is not None
-    for layer, down in first.downs.items():
-        assert torch.equal(down, second.downs[layer])
+    assert first.down_projs is not None
+    assert second.down_projs is not None
+    for layer, down in first.down_projs.items():
+        assert torch.equal(down, second.down_projs[layer])
 
 
 def test_a_refused_ratio_has_a_row_with_the_reason(tiny: str) -> None:

@@ -272,12 +272,14 @@ def test_compensated_weights_are_not_resumed(tmp_path: Path) -> None:
     """What replaces W_down is not told by the mask: nothing is left to go on from."""
     model, source = source_of(tmp_path)
     keep = random_keep(model)
-    downs = {k.layer: k.down.detach() * 2 for k in find_experts(model)}
+    down_projs = {k.layer: k.down.detach() * 2 for k in find_experts(model)}
     dense = open_streamed(source, dtype=torch.float32, device=torch.device("cpu"))
 
     def stop(*_counts: int) -> None:
         raise StopError
 
     with pytest.raises(StopError):
-        save_pruned(prune(dense, keep, downs=downs), tmp_path / "out", progress=stop)
+        save_pruned(
+            prune(dense, keep, down_projs=down_projs), tmp_path / "out", progress=stop
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -74,8 +74,8 @@ def test_the_example_of_the_page_is_a_method_like_ours(install: Install) -> None
     found: Any = methods.get("smallest").fit(model, windows, ratio=0.25)
     assert found.achieved_ratio == 0.25
     for layer in find_experts(model):
-        downs = [matrices(layer.module, e)["W_down"] for e in range(4)]
-        norms = [float(down.detach().norm()) for down in downs]
+        down_projs = [matrices(layer.module, e)["W_down"] for e in range(4)]
+        norms = [float(down.detach().norm()) for down in down_projs]
         assert {0, 1, 2, 3} - {*found.kept[layer.layer]} == {norms.index(min(norms))}
     assert found.materialise(model).num_parameters() < model.num_parameters()
 

@@ -45,8 +45,8 @@ def active(model: nn.Module, **masks: Any) -> str | None:
     numbers = [int(name.removeprefix("layer")) for name in masks]
     layers = [find_experts(model)[number] for number in numbers]
     keeps = [mask[0] for mask in masks.values()]
-    downs = [mask[1] for mask in masks.values()]
-    with masked(layers, keeps, downs):
+    down_projs = [mask[1] for mask in masks.values()]
+    with masked(layers, keeps, down_projs):
         return identity_in_force(model).get("active")
 
 

@@ -292,8 +292,8 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     passage = tab._passage()
     made = session.made(session.selection, session.recipe)
     assert made.compensation is not None
-    downs = made.compensation.downs
-    expected = token_losses(bench.model, passage, keep=made.keep, downs=downs)
+    down_projs = made.compensation.down_projs
+    expected = token_losses(bench.model, passage, keep=made.keep, down_projs=down_projs)
     pd.testing.assert_frame_equal(tab.losses, expected)
     masked = token_losses(bench.model, passage, keep=made.keep)
     assert not np.allclose(tab.losses["pruned_nll"][1:], masked["pruned_nll"][1:])

@@ -60,7 +60,7 @@ def test_a_pruned_model_knows_its_mask(model: nn.Module, inplace: bool) -> None:
     assert not hasattr(pruned, "heapr_weights")
     assert hasattr(model, "heapr_keep") == inplace
     model = tiny_model("qwen2_moe")
-    pruned = prune(model, keep, downs=doubled(model), inplace=inplace)
+    pruned = prune(model, keep, down_projs=doubled(model), inplace=inplace)
     assert pruned.heapr_keep is keep
     assert pruned.heapr_weights == "W_down replaced, all else sliced"
     assert hasattr(model, "heapr_weights") == inplace
@@ -71,15 +71,15 @@ def test_only_the_layers_that_are_given_are_replaced(
     model: nn.Module, numbers: tuple[int, ...]
 ) -> None:
     """Masked, sliced and sliced in place, as if the weights had been those."""
-    keep, downs = random_keep(model), doubled(model, *numbers)
+    keep, down_projs = random_keep(model), doubled(model, *numbers)
     expected = logits_of(prune(with_doubled(model, *numbers), keep), IDS)
-    with masking(model, keep, downs) as same:
+    with masking(model, keep, down_projs) as same:
         assert same is model
         torch.testing.assert_close(logits_of(model, IDS), expected)
     torch.testing.assert_close(
-        logits_of(prune(model, keep, downs=downs), IDS), expected
+        logits_of(prune(model, keep, down_projs=down_projs), IDS), expected
     )
-    prune(model, keep, downs=downs, inplace=True)
+    prune(model, keep, down_projs=down_projs, inplace=True)
     torch.testing.assert_close(logits_of(model, IDS), expected)
 
 

@@ -47,8 +47,8 @@ def test_masks_and_weights_are_those_of_single_steps(
         keep, made = calibrated.compensated(HALF, span=span)
         assert keep.fingerprint == wanted.fingerprint
         once = fit_compensation(model, wanted, WINDOWS, span=span)
-        for layer, down in once.downs.items():
-            torch.testing.assert_close(made.downs[layer], down)
+        for layer, down in once.down_projs.items():
+            torch.testing.assert_close(made.down_projs[layer], down)
 
 
 def test_statistics_come_from_elsewhere_once(model: nn.Module) -> None:

@@ -62,7 +62,7 @@ def solved(
     """The new columns of the first expert (I,), and its layer's row of the report."""
     found = solve_layers([layer], keep, {0: grams}, ridge=ridge)
     (row,) = found.report.to_dict("records")
-    return found.downs[0][0, 5], row
+    return found.down_projs[0][0, 5], row
 
 
 # --- by hand ----------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_layers_are_solved_for_their_own_sums(model: nn.Module) -> None:
     found = fit_compensation(model, keep, WINDOWS)
     assert found.report["layer"].tolist() == [0, 1]
     assert found.report.index.tolist() == [0, 1]
-    assert list(found.downs) == [0, 1]
+    assert list(found.down_projs) == [0, 1]
     assert found.settings == {"span": "layer", "ridge": None}
     own = fit_compensation(model, keep, WINDOWS, span="expert", ridge=0.5)
     assert own.settings == {"span": "expert", "ridge": 0.5}
@@ -246,7 +246,7 @@ def test_the_pruned_model_has_the_report_and_says_what_was_done(
     )
     assert pruned.heapr_weights == describe_weights(found, WINDOWS) == said.format("")
     report = found.report.assign(changed=[False, False])
-    stayed = Compensation(found.downs, report, found.settings)
+    stayed = Compensation(found.down_projs, report, found.settings)
     assert describe_weights(stayed, WINDOWS) == said.format(", except in layers 0, 1")
 
 
@@ -261,8 +261,8 @@ def test_fingerprints_tell_weights_apart() -> None:
         {0: down, 1: down},
     ]
     prints = [
-        Compensation(downs, None, {}).fingerprint  # type: ignore[arg-type]
-        for downs in ({0: down}, *others)
+        Compensation(down_projs, None, {}).fingerprint  # type: ignore[arg-type]
+        for down_projs in ({0: down}, *others)
     ]
     for one, other in itertools.combinations(prints, 2):
         assert one != other

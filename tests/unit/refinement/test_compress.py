@@ -104,7 +104,7 @@ def test_it_is_never_worse_than_heapr_on_the_windows_that_decide(family: str) ->
         found = fit_compression(model, WINDOWS, ratio=ratio, fitted=fitted)
         with masking(model, paper(model, ratio)):
             theirs = window_nll(model, DECIDING.ids)
-        with masking(model, found.keep, found.downs):
+        with masking(model, found.keep, found.down_projs):
             ours = window_nll(model, DECIDING.ids)
         assert float((ours - theirs).mean()) <= 1e-12
         assert found.keep.n_kept == paper(model, ratio).n_kept
@@ -116,7 +116,7 @@ def test_where_compensation_is_not_better_the_papers_mask_is_taken(
     """With unchanged weights."""
     monkeypatch.setattr(compress, "_STANDARD_ERRORS", math.inf)
     found = fit_compression(model, WINDOWS, HALF, fitted=fitted)
-    assert found.downs is None
+    assert found.down_projs is None
     assert found.keep.fingerprint == paper(model, 0.5).fingerprint
     assert found.keep.settings["estimator"] == "heapr"
 
@@ -137,8 +137,8 @@ def test_else_a_mask_is_compensated(
     assert found.keep.fingerprint == keep.fingerprint
     assert found.compensation is not None
     wanted = fit_compensation(model, keep, FIT)
-    for layer, down in wanted.downs.items():
-        torch.testing.assert_close(found.compensation.downs[layer], down)
+    for layer, down in wanted.down_projs.items():
+        torch.testing.assert_close(found.compensation.down_projs[layer], down)
 
 
 def test_the_report_has_the_measured_losses(
@@ -152,7 +152,7 @@ def test_the_report_has_the_measured_losses(
     for name, windows in (("deciding", DECIDING), ("reported", REPORTED)):
         with masking(model, paper(model, 0.5)):
             theirs = window_nll(model, windows.ids)
-        with masking(model, keep, made.downs):
+        with masking(model, keep, made.down_projs):
             losses[name] = window_nll(model, windows.ids), theirs
     ours, theirs = losses["reported"]
     dense = window_nll(model, REPORTED.ids)
