@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install pip==26.3
 	$(BIN)/python -m pip install -c constraints.txt $(TORCH_ARGS) torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt --build-constraint constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -c constraints.txt --build-constraint constraints.txt -e '.[test,axe]'
 	touch $@
 
 test: lint types tests ## lint, types, tests

@@ -19,7 +19,7 @@ from heapr_lab.figures import save_figure, styled, write_table
 from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS, literal
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.jobs import alert, failure, status
-from heapr_lab.panel.looks import PICTURE, badge, beside
+from heapr_lab.panel.looks import badge, beside, picture
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.passage_html import table_html
@@ -130,10 +130,7 @@ class CompareTab(ipw.VBox):
 
     def _build_views(self) -> None:
         self.message = ipw.HTML(status(_NOTHING_YET))
-        self.chart = ipw.Image(
-            format="png", layout={"display": "none", "max_width": "900px"}
-        )
-        self.chart.add_class(PICTURE)
+        self.chart = picture("compared", display="none", max_width="900px")
         self.table = ipw.HTML()
         self.folder = ipw.Text(
             "comparison", description="folder", continuous_update=False

@@ -168,8 +168,7 @@ class Controls(ipw.VBox):
             _on_slider(selection.ratio), min=0, max=_LAST_STEP, description="ratio",
             readout=False, layout={"width": "240px"},
         )  # fmt: skip
-        # The slider has no name for a screen reader, the box has. The ratio is the one
-        # in the box; the slider shows the nearest of its steps.
+        # The ratio is the one in the box; the slider shows the nearest of its steps.
         self.ratio = ipw.Text(
             ratio_text(selection.ratio), description="ratio", continuous_update=False,
             layout={"width": "150px"},

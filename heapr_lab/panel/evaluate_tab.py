@@ -12,7 +12,7 @@ from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.cautions import cautions_html, judged_on_own
 from heapr_lab.panel.controls import WHOLE_LABEL, several_of
 from heapr_lab.panel.jobs import Job, Report, status
-from heapr_lab.panel.looks import PICTURE, STALE, badge, beside
+from heapr_lab.panel.looks import STALE, badge, beside, picture
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import drawn_png, figure_points
 from heapr_lab.panel.session import PruningSession, setting_text
@@ -75,10 +75,7 @@ class EvaluateTab(ipw.VBox):
             apart=True,
         )
         self.job.button.layout.width = "110px"
-        self.chart = ipw.Image(
-            format="png", layout={"display": "none", "max_width": "840px"}
-        )
-        self.chart.add_class(PICTURE)
+        self.chart = picture("losses", display="none", max_width="840px")
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.note, self.cautions = ipw.HTML(), ipw.HTML()
         self.results, self.differences = ipw.HTML(), ipw.HTML()

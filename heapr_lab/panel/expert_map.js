@@ -25,7 +25,8 @@ const MOVES = {
   End: ({ row }, whole) => [whole ? Infinity : row, Infinity],
 };
 
-let grids = 0;  // made so far in this page, for ids
+// Each widget has a copy of this script, so that ids are not counted but drawn.
+const drawn = () => Math.random().toString(36).slice(2);
 
 // --- colours ---
 
@@ -86,7 +87,7 @@ function make(parent, name, { kind = "div", ...attributes } = {}) {
 
 class Grid {
   constructor(model, el) {
-    Object.assign(this, { model, id: `heapr-map-${grids++}`, fitted: true, size: LEAST });
+    Object.assign(this, { model, id: `heapr-map-${drawn()}`, fitted: true, size: LEAST });
     this.cursor = { row: 0, column: 0 };
     this.build(el);
     this.listen();

@@ -14,6 +14,12 @@ PICTURE = "heapr-picture"
 
 _DARK = ('[data-jp-theme-light="false"]', ".vscode-dark")
 """How JupyterLab and Voilà, and VS Code, mark a page with a dark theme."""
+_TITLES = ", ".join(
+    f".heapr-panel {part}"
+    for part in (".jupyter-widget-Collapse-header span", ".lm-TabBar-tabLabel")
+)
+_LEGIBLE = "color: var(--jp-ui-font-color1)"
+"""Those of ipywidgets are grey on grey, a contrast below 4.5."""
 _TURNED = "invert(0.88) hue-rotate(180deg)"
 _GREY = "opacity: 0.35; filter: grayscale(1)"
 MEASURED = "measured"
@@ -30,11 +36,19 @@ def panel_style() -> ipw.HTML:
     Turning hues back after the inversion leaves blue blue and orange orange; white
     becomes the grey of the page.
     """
-    rules = [f".{STALE} {{{_GREY}}}"]
+    rules = [f".{STALE} {{{_GREY}}}", f"{_TITLES} {{{_LEGIBLE}}}"]
     for dark in _DARK:
         rules.append(f"{dark} .{PICTURE} {{filter: {_TURNED}}}")
         rules.append(f"{dark} .{PICTURE}.{STALE} {{{_GREY} {_TURNED}}}")
     return ipw.HTML(f"<style>{' '.join(rules)}</style>", layout={"display": "none"})
+
+
+def picture(kind: str, **layout: str) -> ipw.Image:
+    """A chart, whose name is set by `accessible_names` for its class, heapr-`kind`."""
+    image = ipw.Image(format="png", layout=layout)
+    image.add_class(PICTURE)
+    image.add_class(f"heapr-{kind}")
+    return image
 
 
 def beside(*parts: ipw.Widget) -> ipw.HBox:

@@ -12,6 +12,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.accessible_names import PANEL, AccessibleNames
 from heapr_lab.panel.answer import answers, answers_html
 from heapr_lab.panel.cautions import cautions, cautions_html
 from heapr_lab.panel.choice_numbers import Row, numbers_html, numbers_of, numbers_text
@@ -25,7 +26,7 @@ from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, failure, jobs_in, status, take_turns
 from heapr_lab.panel.last_session import LastSession
 from heapr_lab.panel.loading import LoadingWorkbench, remember
-from heapr_lab.panel.looks import PICTURE, STALE, beside, folded, panel_style
+from heapr_lab.panel.looks import STALE, beside, folded, panel_style, picture
 from heapr_lab.panel.passage_html import table_html
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
@@ -49,6 +50,15 @@ _CAPTION = (
     "scores, of atoms or of whole experts, with the pruned ones in front; dashed, the "
     "highest pruned score."
 )
+
+_NAMES = {
+    ".widget-slider [role=slider]": "ratio",
+    ".heapr-choice": _CAPTION,
+    ".heapr-losses": "Δloss of each evaluated setting over the removed share; the "
+    "table has the numbers.",
+    ".heapr-compared": "Pruned share of each layer, for each pin; the table has the "
+    "numbers.",
+}
 
 
 class Explorer(ipw.VBox):
@@ -99,6 +109,7 @@ class Explorer(ipw.VBox):
         super().__init__(
             [
                 panel_style(),
+                AccessibleNames(names=_NAMES, layout={"display": "none"}),
                 self.copy.hides,
                 self.header,
                 self.last,
@@ -114,6 +125,7 @@ class Explorer(ipw.VBox):
                 self.help,
             ]
         )
+        self.add_class(PANEL)
         add_tooltips(self)
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
@@ -134,8 +146,7 @@ class Explorer(ipw.VBox):
         )
         self.advanced = folded("Advanced", self.controls, self.weights, self.search)
         # At most as wide as it was drawn: if stretched, its text would blur.
-        self.picture = ipw.Image(format="png", layout={"max_width": "1100px"})
-        self.picture.add_class(PICTURE)
+        self.picture = picture("choice", max_width="1100px")
         self._picture = ChoicePicture(session.table)
         self.layers = ipw.HTML()
         self.behind = folded("All numbers", self.numbers, self.layers)

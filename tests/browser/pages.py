@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 
 import numpy as np
 from matplotlib.image import imread
@@ -37,6 +38,9 @@ _FLAGS = (
 )
 _LOCAL = re.compile(r"(https?|wss?)://127\.0\.0\.1[:/]")
 _NETWORK = re.compile(r"(https?|wss?):")
+_AXE = """root => axe.run(root, {
+  runOnly: ["wcag2a", "wcag2aa"], resultTypes: ["violations"], elementRef: false
+})"""
 _COUNTS = re.compile(r"^\s*[\d.]+% of the atomic experts removed")
 _TIME_ONE_PRESS = """
 image => {
@@ -109,8 +113,8 @@ class Panel:
 
     @property
     def handle(self) -> Locator:
-        """What is dragged; it has no name, the box beside it has."""
-        return self.root.locator(".widget-slider [role=slider]").first
+        """What is dragged."""
+        return self.root.get_by_role("slider", name="ratio", exact=True)
 
     @property
     def track(self) -> Locator:
@@ -263,10 +267,7 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def nameless(root: Locator) -> list[str]:
-    """Inputs, lists and buttons in `root` that a screen reader has no name for.
-
-    The handles of ipywidgets' sliders can have none; the number boxes beside them do.
-    """
+    """Inputs, lists and buttons in `root` that a screen reader has no name for."""
     controls = root.locator("input, select, textarea, button, [role=button]")
     found = []
     for control in controls.all():
@@ -276,6 +277,19 @@ def nameless(root: Locator) -> list[str]:
         if not lines or not re.search(r'- \w+ ".+"', lines[0]):
             found.append(str(control.evaluate("node => node.outerHTML"))[:200])
     return found
+
+
+def violations(root: Locator) -> list[str]:
+    """What axe-core finds in `root` of WCAG 2 A and AA, serious or worse."""
+    script = files("axe_core_python").joinpath("axe.min.js").read_text("utf-8")
+    root.page.evaluate(script)
+    found = root.evaluate(_AXE)
+    return [
+        f"{one['id']}: {node['html'][:200]}"
+        for one in found["violations"]
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+    ]
 
 
 def panels(page: Page) -> tuple[Panel, Panel]:

@@ -13,6 +13,7 @@ from browser.pages import (
     panels,
     pixels,
     use_theme,
+    violations,
 )
 from transformers import AutoModelForCausalLM
 
@@ -73,6 +74,26 @@ def test_every_value_can_be_set_without_a_mouse(page: "sync_api.Page") -> None:
     expect(panel.counts).to_contain_text(f"{N_ATOMS // 4} of {N_ATOMS} kept")
     for name, value in DEFAULTS.items():
         panel.choice(name).select_option(value)
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_axe_finds_nothing_serious(page: "sync_api.Page", theme: str) -> None:
+    """On any tab, with a picture and the sections of Inspect open, in either theme."""
+    pytest.importorskip("axe_core_python")
+    panel, _ = panels(page)
+    panel.type_ratio("0.5")
+    use_theme(page, theme)
+    found = []
+    for tab in TABS:
+        panel.open(tab)
+        if tab == "Inspect":
+            panel.unfold("Where pruning")
+        found += [
+            f"{tab}: {one}"
+            for one in violations(panel.root.locator(".jp-OutputArea-output").first)
+        ]
+    use_theme(page, "JupyterLab Light")
+    assert not found, "\n".join(sorted(set(found)))
 
 
 def test_every_control_has_a_name(page: "sync_api.Page") -> None:
