@@ -13,19 +13,21 @@ PANEL: Final = "heapr-panel"
 
 _SCRIPT: Final = """
 function render({ model, el }) {
-  const set = (panel) => {
-    for (const [place, name] of Object.entries(model.get("names"))) {
-      for (const found of panel.querySelectorAll(place)) {
-        found.setAttribute(found.tagName === "IMG" ? "alt" : "aria-label", name);
-      }
+  let panel = null, waiting;
+  const set = () => {
+    for (const slider of panel.querySelectorAll(".widget-slider")) {
+      const label = slider.querySelector(".widget-label").textContent;
+      slider.querySelector("[role=slider]")?.setAttribute("aria-label", label);
+    }
+    for (const [place, name] of Object.entries(model.get("pictures"))) {
+      for (const picture of panel.querySelectorAll(place)) picture.alt = name;
     }
   };
-  const observer = new MutationObserver(() => set(el.closest(".heapr-panel")));
-  let waiting;
+  const observer = new MutationObserver(set);
   const begin = () => {
-    const panel = el.closest(".heapr-panel");
+    panel = el.closest(".heapr-panel");
     if (!panel) { waiting = setTimeout(begin, 100); return; }
-    set(panel);
+    set();
     observer.observe(panel, { childList: true, subtree: true });
   };
   begin();
@@ -36,9 +38,9 @@ export default { render };
 
 
 class AccessibleNames(anywidget.AnyWidget):
-    """Sets the names of elements in the panel around it, now and when they are new."""
+    """Names pictures, and handles by the labels of their sliders, in its panel."""
 
     _esm = _SCRIPT
 
-    names = traitlets.Dict().tag(sync=True)
-    """By a CSS selector: the `alt` of pictures, the `aria-label` of all else."""
+    pictures = traitlets.Dict().tag(sync=True)
+    """By a CSS selector, the name of a picture."""

@@ -52,7 +52,6 @@ _CAPTION = (
 )
 
 _NAMES = {
-    ".widget-slider [role=slider]": "ratio",
     ".heapr-choice": _CAPTION,
     ".heapr-losses": "Δloss of each evaluated setting over the removed share; the "
     "table has the numbers.",
@@ -109,7 +108,7 @@ class Explorer(ipw.VBox):
         super().__init__(
             [
                 panel_style(),
-                AccessibleNames(names=_NAMES, layout={"display": "none"}),
+                AccessibleNames(pictures=_NAMES, layout={"display": "none"}),
                 self.copy.hides,
                 self.header,
                 self.last,
