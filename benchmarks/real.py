@@ -68,6 +68,8 @@ logger = logging.getLogger("real")
 
 SEQ_LEN, N_CALIBRATION = 512, 32
 CORPORA = ("wikitext2", "ptb", "c4")
+N_FIRST = 16
+"""Test windows of each corpus that every state has, for comparisons of them all."""
 FITTED_TO = CORPORA[0]
 RATIOS = (0.25, 0.4, 0.2, 0.5, 0.1)
 DENSE = "dense"
@@ -292,6 +294,9 @@ def row_of(state: State, found: dict[State, Results]) -> dict[str, Any]:
             difference,
             error,
         )
+        difference, error = paired_difference(losses[:N_FIRST], others[:N_FIRST])
+        row[f"first_delta_nll {corpus}"] = difference
+        row[f"first_delta_nll_stderr {corpus}"] = error
     accuracies = task_summary(own.items).set_index("task")
     for task in PAPER_TASKS:
         row[f"accuracy {task}"] = accuracies.loc[task, "value"]
@@ -370,7 +375,7 @@ def main() -> None:
     parser.add_argument("--models", default="smolmoe,smollm2")
     parser.add_argument("--only", default="", help="methods, by default all")
     parser.add_argument("--ratios", default="", help="of atoms, by default all")
-    parser.add_argument("--windows", type=int, default=16, help="0 for all")
+    parser.add_argument("--windows", type=int, default=N_FIRST, help="0 for all")
     parser.add_argument("--items", type=int, default=100, help="of each task")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of items")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -40,9 +40,8 @@ _APART = 0.004
 def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Every state of `benchmarks/real.py`, best mean accuracy first at each ratio.
 
-    Losses are in nats per token, less those of the dense model on the same windows, of
-    which there are as many in each corpus as the last columns say; ± is one standard
-    error.
+    Losses are in nats per token, less those of the dense model, on the first windows of
+    each corpus, which are the same for all; ± is one standard error.
     """
     order = ["model", "ratio", "method", "fitted_to", "seed"]
     rows = rows.sort_values(order, kind="stable", ignore_index=True)
@@ -50,7 +49,7 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = rows[list(_NAMES)].rename(columns=_NAMES)
     table[[_NAMES[name] for name in shares]] = rows[shares].map("{:.1%}".format)
     for corpus in _measured(rows, "perplexity "):
-        names = (f"{name} {corpus}" for name in ("delta_nll", "delta_nll_stderr"))
+        names = (f"first_delta_nll{part} {corpus}" for part in ("", "_stderr"))
         table[f"Δloss {corpus} ↓"] = _with_error(rows, *names, form="{:.3f}")
     table["mean accuracy of seven ↑"] = _with_error(rows, "accuracy", "accuracy_stderr")
     table["less HEAPr's, item by item ↑"] = _with_error(
@@ -58,7 +57,6 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     )
     for task in _measured(rows, "accuracy "):
         table[f"{task} ↑"] = rows[f"accuracy {task}"].map("{:.1%}".format)
-    table["windows of 512 tokens"] = rows["windows"]
     table["items of a task"] = rows["items"]
     return table
 
@@ -117,23 +115,28 @@ def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
 def measured_on(rows: pd.DataFrame) -> str:
     """What the numbers of `real_front_table` are of, in a sentence."""
     own = _front(rows)
-    said = tested_on(own)
-    said = f"{said[:1].upper()}{said[1:]}; ± is one standard error."
+    counts = own["windows"].str.split(", ", expand=True).astype(int)
+    windows = " / ".join(_span(counts[corpus]) for corpus in counts)
+    said = f"Perplexity of {windows} windows of 512 tokens; {_items(own)}; ± is one "
+    said += "standard error."
     if own["windows"].nunique() == 1:
         return said
     return f"{said} In brackets: the dense model on the same, fewer windows."
 
 
 def tested_on(rows: pd.DataFrame) -> str:
-    """The windows and items of the pretrained MoE."""
-    own = first_states(rows)
-    counts = own["windows"].str.split(", ", expand=True).astype(int)
-    windows = " / ".join(_span(counts[corpus]) for corpus in counts)
-    same = "the same for all" if own["items"].nunique() == 1 else "fewer among the more"
+    """The windows and items of the pretrained MoE, where all states are compared."""
+    fewest = rows["windows"].str.split(", ").explode().astype(int).min()
     return (
-        f"perplexity of {windows} windows of 512 tokens; the paper's seven tasks, "
-        f"{_span(own['items'])} items each, {same}"
+        f"losses on the first {fewest} windows of 512 tokens of each corpus, the same "
+        f"for all; {_items(first_states(rows))}"
     )
+
+
+def _items(rows: pd.DataFrame) -> str:
+    same = rows["items"].nunique() == 1
+    how = "the same for all" if same else "fewer among the more"
+    return f"the paper's seven tasks, {_span(rows['items'])} items each, {how}"
 
 
 def _span(counts: pd.Series) -> str:
@@ -154,7 +157,7 @@ def plot_real(
     """
     ax = own_axes(ax)
     own = first_states(data)
-    value = "against_dense" if shown == "accuracy" else f"delta_nll {shown}"
+    value = "against_dense" if shown == "accuracy" else f"first_delta_nll {shown}"
     error = value.replace("delta_nll", "delta_nll_stderr")
     error = "against_dense_stderr" if shown == "accuracy" else error
     ax.axhline(0.0, color=REFERENCE_GREY, linewidth=0.8)
