@@ -1,6 +1,7 @@
 """Progress of one task or of several, as a bar or as the time left."""
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -145,12 +146,19 @@ def progress_bar(
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[StartPart]:
-    """A bar for each part of the work, removed when the next one begins."""
+    """A bar for each part of the work that reports, removed when the next one does."""
     with contextlib.ExitStack() as shown:
 
         def start(label: str, unit: str) -> Progress:
-            shown.close()
-            return shown.enter_context(progress_bar(label, unit))
+            @functools.cache
+            def bar() -> Progress:
+                shown.close()
+                return shown.enter_context(progress_bar(label, unit))
+
+            def report(done: int, total: int) -> None:
+                bar()(done, total)
+
+            return report
 
         yield start
 

@@ -50,7 +50,8 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     table[[_NAMES[name] for name in shares]] = rows[shares].map("{:.1%}".format)
     for corpus in _measured(rows, "perplexity "):
         names = (f"first_delta_nll{part} {corpus}" for part in ("", "_stderr"))
-        table[f"Δloss {corpus} ↓"] = _with_error(rows, *names, form="{:.3f}")
+        losses = _with_error(rows, *names, form="{:.3f}")
+        table[f"Δloss {corpus} ↓"] = losses.where(rows["method"].ne("dense"), "–")
     table["mean accuracy of seven ↑"] = _with_error(rows, "accuracy", "accuracy_stderr")
     table["less HEAPr's, item by item ↑"] = _with_error(
         rows, "against_heapr", "against_heapr_stderr"
@@ -200,5 +201,5 @@ def _with_error(
     """Numbers and their standard errors as text; a dash where there are none."""
     pairs = zip(rows[value], rows[error], strict=True)
     said = f"{form} ± {form}".format
-    texts = [said(v, e) if pd.notna(v) and e else "–" for v, e in pairs]
+    texts = [said(v, e) if pd.notna(v) else "–" for v, e in pairs]
     return pd.Series(texts, index=rows.index)

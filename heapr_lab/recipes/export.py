@@ -213,8 +213,8 @@ def write_checkpoint(
     Raises:
         CacheError: the files, loaded again, have another loss; nothing is left.
     """
-    pruned, errors = pruned_model(bench, made, part)
-    facts = facts | errors
+    pruned, of_weights = pruned_model(bench, made, part)
+    facts = facts | of_weights
     source, stored = bench.source, stored_dtype(bench.model)
     round_experts(pruned, stored)
     change = {name: _perplexities(bench, pruned, name, part) for name in corpora}

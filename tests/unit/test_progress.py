@@ -7,7 +7,13 @@ import pytest
 
 from heapr_lab.panel import jobs
 from heapr_lab.panel.jobs import Job, Report
-from heapr_lab.progress import Parts, TimeLeft, no_report, time_left_text
+from heapr_lab.progress import (
+    Parts,
+    TimeLeft,
+    no_report,
+    progress_bars,
+    time_left_text,
+)
 
 
 class Clock:
@@ -40,6 +46,19 @@ def test_parts_that_nobody_watches() -> None:
         parts = Parts(4, nobody)
         parts(3, 4)
         assert parts.done == 3
+
+
+def test_a_part_that_never_reports_has_no_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a model's own text where none is asked for; the others have theirs."""
+    monkeypatch.setenv("HEAPR_LAB_PROGRESS", "1")
+    with progress_bars() as part:
+        part("own text", "token")
+        part("compensation", "window")(1, 4)
+    shown = capsys.readouterr().err
+    assert "own text" not in shown
+    assert "compensation" in shown
 
 
 def test_work_of_one_speed_takes_as_long_as_is_said() -> None:
