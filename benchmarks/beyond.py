@@ -3,11 +3,10 @@
     python benchmarks/beyond.py [--models lab,unbalanced,fine,biased] [--name beyond]
 
 On each model, calibrated on pydocs, at 40 and 60 % of the atoms: Δloss on held-out text
-of pydocs and WikiText-2, and the agreement of greedy continuations of pydocs with the
-dense model's (24 prompts of 128 tokens, 64 new ones). Distillation takes 100 steps of
-2048 tokens; *4 × text* draws them from 512 windows in place of 128.
-*own text* is calibrated on as many windows that the dense model itself wrote, from the
-first 8 tokens of windows of pydocs. Seconds are CPU time, and of each addition alone.
+of pydocs and WikiText-2. Distillation takes 100 steps of 2048 tokens; *4 × text* draws
+them from 512 windows in place of 128. *own text* is calibrated on as many windows that
+the dense model itself wrote, from the first 8 tokens of windows of pydocs. Seconds are
+CPU time, and of each addition alone.
 """
 
 import argparse
@@ -27,7 +26,6 @@ from benchmarks.machine import Rows
 from benchmarks.quality import model_folder
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import window_nll
-from heapr_lab.inspection.agreement import evaluate_agreement
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import fit_compression
@@ -39,7 +37,7 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.4, 0.6)
 CORPUS, OTHER = "pydocs", "wikitext2"
-N_TEST, N_PROMPT, N_NEW, N_OPENING = 24, 128, 64, 8
+N_TEST, N_OPENING = 24, 8
 N_STEPS, STEP_TOKENS = 100, 2048
 
 
@@ -105,7 +103,7 @@ TEXTS: dict[str, Callable[[Workbench, CalibrationSet], CalibrationSet]] = {
 
 
 def measured(case: Case, model: Any) -> dict[str, Any]:
-    """Losses on held-out text, and the agreement of what both models write."""
+    """Losses on held-out text."""
     bench = case.bench
     row: dict[str, Any] = {}
     for corpus in (CORPUS, OTHER):
@@ -113,12 +111,7 @@ def measured(case: Case, model: Any) -> dict[str, Any]:
         losses = [window_nll(own, ids).tolist() for own in (model, bench.model)]
         rise, stderr = paired_difference(*losses)
         row |= {f"delta_nll {corpus}": rise, f"stderr {corpus}": stderr}
-    prompts = bench.test_windows(CORPUS).ids[:N_TEST, :N_PROMPT]
-    found = evaluate_agreement(
-        bench.model, model, prompts, bench.tokenizer, n_new=N_NEW, batch_size=N_TEST
-    )
-    names = ("teacher_forced", "until_difference", "stderr", "chrf")
-    return row | {f"agreement {name}": getattr(found, name) for name in names}
+    return row
 
 
 def main() -> None:

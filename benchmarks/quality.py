@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import Rows
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import window_nll
-from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.named import LAB
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -65,7 +64,6 @@ class Variant:
     """How atoms are selected: fields of `Selection`."""
     weights: str = "unchanged"
     """"unchanged", compensated within an "expert" or the "layer", or "compress"."""
-    labels: str = "data"
     every_seed: bool = True
     """Whether it is measured for every seed and model, or on the lab model alone."""
     own_text: bool = False
@@ -85,25 +83,16 @@ VARIANTS = (
     Variant("shrunk", {"estimator": "shrunk"}),
     *(
         Variant(f"{name} + compensation", {"estimator": name}, "layer")
-        for name in ("heapr", "fisher", "shrunk", "elimination", "elimination_shrunk")
+        for name in ("heapr", "fisher", "shrunk", "elimination")
     ),
-    Variant("weighted", {"estimator": "weighted"}, every_seed=False),
     Variant("heapr_total", {"estimator": "heapr_total"}, every_seed=False),
-    Variant("taylor", {"estimator": "taylor"}, every_seed=False),
     Variant("camera", {"estimator": "camera", "scope": "layer"}, every_seed=False),
     Variant("magnitude", {"estimator": "magnitude"}, every_seed=False),
     Variant("frequency", {"estimator": "frequency"}, every_seed=False),
     Variant("random", {"estimator": "random"}, every_seed=False),
-    Variant("heapr, model's labels", {}, labels="model", every_seed=False),
-    Variant(
-        "fisher, model's labels",
-        {"estimator": "fisher"},
-        labels="model",
-        every_seed=False,
-    ),
     Variant("heapr + compensation in experts", {}, "expert", every_seed=False),
 )
-PASSES = {"statistics": 3, "sampled labels": 1, "sums": 1, "compress": 3.875}
+PASSES = {"statistics": 3, "sums": 1, "compress": 3.875}
 """Costs in forward passes; a backward pass counts as two.
 
 Elimination and compensation use the same sums. `compress` fits to three quarters of the
@@ -140,15 +129,9 @@ class Measured:
         found: CalibratedModel = self.kept[key]
         return found
 
-    def table(self, labels: str = "data") -> Any:
+    def table(self) -> Any:
         """The statistics of every atom."""
-        if labels == "data":
-            return self.model().table()
-        if labels not in self.kept:
-            model = self.bench.model
-            found = collect_statistics(model, self.windows(), labels=labels)
-            self.kept[labels] = found
-        return self.kept[labels]
+        return self.model().table()
 
     def _made(
         self, variant: Variant, selection: Selection
@@ -192,7 +175,6 @@ class Measured:
         model = self.bench.model
         cost: dict[str, Any] = {
             "passes": PASSES["statistics"]
-            + PASSES["sampled labels"] * (variant.labels == "model")
             + PASSES["sums"] * (variant.weights != "unchanged"),
             "chosen": "",
         }
@@ -203,8 +185,6 @@ class Measured:
             keep, down_projs = best.keep, best.down_projs
             cost["passes"] = PASSES["compress"]
             cost["chosen"] = best.report.loc[best.report["chosen"], "made"].item()
-        elif variant.labels != "data":
-            keep, down_projs = select(self.table(variant.labels), selection), None
         else:
             keep, down_projs = self._made(variant, selection)
         if variant.own_text:  # more windows, and writing them

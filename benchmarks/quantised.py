@@ -2,18 +2,19 @@
 
     python benchmarks/quantised.py [--models lab,unbalanced,fine] [--corpus pydocs]
 
-Δloss in nats per token against the bytes of the checkpoint's files. Atoms are selected
+Δloss in nats per token against the bytes of the weights. Atoms are selected
 by HEAPr as published, at up to 70 %; the weights of the experts that are left are in
-bfloat16, int8 or int4 (`heapr-lab convert --quantise`), all others in bfloat16. Every
-checkpoint is written, loaded again and evaluated in float32, on held-out windows of the
-corpus that importance was measured on. `stderr` is the standard error over windows of
+bfloat16, int8 (a scale for each row of W_gate, W_up and column of W_down) or int4 (one
+for each 32 weights of it), rounded to the nearest, all others in bfloat16. They are
+evaluated in float32, on held-out windows of the corpus that importance was measured on;
+bytes are those of weights and scales. `stderr` is the standard error over windows of
 the difference to the dense model.
 """
 
 import argparse
+import copy
 import dataclasses
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
 from benchmarks.quality import model_folder
-from heapr_lab.checkpoints.convert import quantise_model
-from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.models.folders import read_weights
-from heapr_lab.models.ragged_experts import QUANTISED
-from heapr_lab.models.sources import weights_bytes
+from heapr_lab.models.experts import sliced_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.text.calibration_spec import Calibration
@@ -38,6 +35,8 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 FLOATS = "bfloat16"
+INTEGERS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32)}
+"""Bits of a weight, and how many in a row share a scale: None for all of them."""
 N_TEST = 40
 
 
@@ -48,13 +47,33 @@ def mask(bench: Workbench, ratio: float, corpus: str) -> KeepMask:
     return KeepMask.full(bench.importance(Calibration(corpus)))
 
 
-def write(bench: Workbench, keep: KeepMask, weights: str, folder: Path) -> Path:
-    """The checkpoint of a mask, with experts in `weights`."""
-    pruned = prune(bench.model, keep).to(torch.bfloat16)
-    pruned.config.dtype = torch.bfloat16
-    if weights != FLOATS:
-        quantise_model(pruned, weights)
-    return save_pruned(pruned, folder)
+def pruned(bench: Workbench, keep: KeepMask, weights: str) -> tuple[Any, int]:
+    """The model of a mask with experts in `weights`, and the bytes of its weights."""
+    model = copy.deepcopy(prune(bench.model, keep))
+    model = model.to(torch.bfloat16).to(torch.float32)
+    n_bytes = torch.bfloat16.itemsize * sum(p.numel() for p in model.parameters())
+    if weights == FLOATS:
+        return model, n_bytes
+    bits, size = INTEGERS[weights]
+    for experts in sliced_experts(model).values():
+        for matrix in (experts.up_rows, experts.down_columns):
+            matrix.data, n_scales = rounded(matrix.data, bits, size or matrix.shape[1])
+            n_bytes += torch.bfloat16.itemsize * (n_scales - matrix.numel())
+            n_bytes += matrix.numel() * bits // 8
+    return model, n_bytes
+
+
+def rounded(weight: torch.Tensor, bits: int, size: int) -> tuple[torch.Tensor, int]:
+    """The nearest integer times a scale of each group, and the number of groups.
+
+    Shapes: weight and result (n, D); a group has `size` weights in a row.
+    """
+    groups = weight.unflatten(1, (-1, size))
+    most = 2 ** (bits - 1) - 1
+    scale = (groups.abs().amax(2, keepdim=True) / most).bfloat16().float()
+    steps = torch.where(scale > 0, scale, 1)
+    whole = (groups / steps).round().clamp(-most, most)
+    return (whole * scale).flatten(1), scale.numel()
 
 
 def measure(bench: Workbench, name: str, corpus: str) -> list[dict[str, Any]]:
@@ -64,12 +83,9 @@ def measure(bench: Workbench, name: str, corpus: str) -> list[dict[str, Any]]:
     rows = []
     for ratio in RATIOS:
         keep = mask(bench, ratio, corpus)
-        for weights in (FLOATS, *QUANTISED):
-            with tempfile.TemporaryDirectory() as place:
-                folder = write(bench, keep, weights, Path(place) / "out")
-                loaded = read_weights(folder, dtype="float32")
-                n_bytes = weights_bytes(folder)
-            found = evaluate_perplexity(loaded, windows.ids)
+        for weights in (FLOATS, *INTEGERS):
+            smaller, n_bytes = pruned(bench, keep, weights)
+            found = evaluate_perplexity(smaller, windows.ids)
             rise, stderr = paired_difference(found.windows, dense)
             rows.append(
                 {

@@ -10,8 +10,7 @@ the same tokens:
 - `dense_grouped_mm`, `dense_eager`: transformers' implementations. The faster of the
   two is the dense model that speedups refer to.
 - `masked`: `masking`, which computes everything, so that no speedup is expected.
-- `sliced`: `prune`, run as suits the device.
-- `sliced_at_once`: the same model, all experts at once (`run_ragged`).
+- `sliced`: `prune`.
 
 Prefill is one forward without a cache, with logits of the last token of each sequence;
 decode is greedy, with a KV cache, without the forward pass over the prompt. Methods
@@ -51,15 +50,14 @@ from benchmarks.latency import in_turns, seconds_of
 from benchmarks.machine import RESULTS, machine, write_results
 from heapr_lab import KeepMask, masking, prune
 from heapr_lab.models.architecture import Architecture
-from heapr_lab.models.experts import describe, find_experts, run_ragged
-from heapr_lab.models.ragged_experts import AT_ONCE
+from heapr_lab.models.experts import describe, find_experts
 
 logger = logging.getLogger("speed")
 
 RATIOS = (0.0, 0.2, 0.4, 0.6)
 DENSE = ("grouped_mm", "eager")
+SLICED = "sliced"
 """Transformers' implementations that the dense model is measured with."""
-PRUNED = ("sliced", "sliced_at_once")
 """Methods that compute what is kept alone."""
 MULTIPLE = 8
 """Of which widths are multiples, as kernels need in bfloat16."""
@@ -117,7 +115,6 @@ class Method:
     model: Any
     keep: KeepMask | None = None
     implementation: str | None = None
-    way: str | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -127,9 +124,6 @@ class Method:
                 previous = self.model.config._experts_implementation
                 self.model.set_experts_implementation(self.implementation)
                 stack.callback(self.model.set_experts_implementation, previous)
-            if self.way is not None:
-                run_ragged(self.model, self.way)
-                stack.callback(run_ragged, self.model, None)
             if self.keep is not None:
                 stack.enter_context(masking(self.model, self.keep))
             yield
@@ -186,11 +180,8 @@ def build_methods(model: Any, keeps: dict[float, KeepMask]) -> list[Method]:
     """All methods, dense ones first; sliced models are copies."""
     dense = [Method(0.0, f"dense_{n}", model, implementation=n) for n in DENSE]
     masked = [Method(r, "masked", model, keep) for r, keep in keeps.items()]
-    sliced = [Method(r, "sliced", prune(model, keep)) for r, keep in keeps.items()]
-    at_once = [
-        dataclasses.replace(m, name="sliced_at_once", way=AT_ONCE) for m in sliced
-    ]
-    return dense + masked + sliced + at_once
+    sliced = [Method(r, SLICED, prune(model, keep)) for r, keep in keeps.items()]
+    return dense + masked + sliced
 
 
 # --- what is measured ---------------------------------------------------------------
@@ -292,7 +283,7 @@ def predicted_speedups(
 
     dense = cost(methods[0], keeps[0.0])
     return [
-        dense / cost(m, keeps[m.ratio]) if m.name in PRUNED else 1.0 for m in methods
+        dense / cost(m, keeps[m.ratio]) if m.name == SLICED else 1.0 for m in methods
     ]
 
 
@@ -316,7 +307,7 @@ def measure(
         speedup = statistics.median(
             base / mine for base, mine in zip(dense, own, strict=True)
         )
-        keep = keeps[method.ratio] if method.name in PRUNED else None
+        keep = keeps[method.ratio] if method.name == SLICED else None
         rows.append(
             {
                 "mode": mode.name,

@@ -9,9 +9,9 @@ is the same on every machine.
 import re
 from pathlib import Path
 
-from heapr_lab.models.sizes import gigabytes
 from heapr_lab.storage import paths
 from heapr_lab.streaming.plan import IN_MEMORY, STREAMED, plan
+from heapr_lab.streaming.sizes import gigabytes
 
 PAGE = Path(__file__).with_name("plan.md")
 SHAPES = (

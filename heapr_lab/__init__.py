@@ -142,6 +142,7 @@ for _registry in _REGISTRIES:
 
 PARTS = {
     "models on disk": "streaming.opening:open_stepping",
+    "why a model is streamed": "streaming.opening:why_on_disk",
     "scores with a pass of their own": "refinement.elimination:extra_pass",
     "sums that weights are fitted with": "refinement.calibrated:CalibratedModel",
     "tasks": "tasks.asked:AskedTask",

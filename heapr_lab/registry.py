@@ -17,8 +17,8 @@ def register(name: str, place: str) -> None:
     _PLACES[name] = place
 
 
-def find(name: str) -> Any:
-    """What is registered as `name`.
+def find(name: str, **default: Any) -> Any:
+    """What is registered as `name`, or `default` where it is given and nothing is.
 
     Raises:
         SpecError: nothing is, or it is not installed.
@@ -27,6 +27,8 @@ def find(name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, ValueError) as error:
+        if default:
+            return default["default"]
         raise SpecError(
             f"this needs {name}, which is not there ({module or 'not registered'}); "
             f"expected one of {', '.join(sorted(_PLACES))}"

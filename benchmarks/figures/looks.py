@@ -8,9 +8,6 @@ _LOOKS = {
     "shrunk + compensation": Look("#999999", "d", "p·h, shrunk, compensated"),
     "elimination + compensation": Look("#222222", "*", "elimination, compensated"),
     "fisher + compensation": Look("#D55E00", "s", "Fisher, compensated"),
-    "elimination_shrunk + compensation": Look(
-        "#E69F00", "v", "elimination, shrunk price, compensated"
-    ),
     "compress": Look("#D55E00", "o", "compress"),
     "compress + own text": Look("#882255", "P", "compress, with own text"),
     "heapr-L": Look("#E69F00", "v", "HEAPr-L (layer-wise)"),

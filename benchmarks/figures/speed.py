@@ -1,7 +1,5 @@
 """Tables of speed: of sliced experts, of pruned models in vLLM, and of the panel."""
 
-from typing import Any
-
 import pandas as pd
 
 
@@ -25,8 +23,7 @@ def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
             predicted_speedup, share_of_predicted and parameter_bytes.
 
     Returns:
-        A row for each mode and ratio; the speedup of all experts at once where it was
-        measured.
+        A row for each mode and ratio.
     """
     sliced = measured[measured["method"].eq("sliced") & measured["ratio"].gt(0)]
     dense = measured[measured["ratio"].eq(0) & measured["method"].eq("sliced")]
@@ -37,22 +34,12 @@ def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
             "ratio": sliced["ratio"],
             "tokens per second ↑": sliced["tokens_per_second"],
             "÷ dense ↑": sliced["speedup_over_dense"],
-            **_at_once(measured, sliced[["mode", "ratio"]]),
             "predicted": sliced["predicted_speedup"],
             "reached of it ↑": sliced["share_of_predicted"],
             "bytes ÷ dense ↓": sliced["parameter_bytes"]
             / sliced["mode"].map(bytes_before),
         }
     ).reset_index(drop=True)
-
-
-def _at_once(measured: pd.DataFrame, keys: pd.DataFrame) -> dict[str, Any]:
-    """The column of sliced models that run all experts at once, if there are any."""
-    found = measured[measured["method"].eq("sliced_at_once")]
-    if found.empty:
-        return {}
-    speedups = found.set_index(["mode", "ratio"])["speedup_over_dense"]
-    return {"at once ÷ dense ↑": speedups[pd.MultiIndex.from_frame(keys)].to_numpy()}
 
 
 def serving_table(measured: pd.DataFrame) -> pd.DataFrame:

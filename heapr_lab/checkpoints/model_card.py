@@ -63,9 +63,6 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 _OWN_RAGGED = f"""{_WIDTHS} transformers has no class for the architecture.
 {_WITH_HEAPR_LAB}"""
 
-_INTEGERS = """The weights of experts are integers ({kind}) with a scale for each group,
-dequantised one expert at a time."""
-
 _USE = {
     (True, True): _STOCK,
     (True, False): _OWN_STOCK,
@@ -93,9 +90,6 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         pipeline_tag="image-text-to-text" if wrapped else "text-generation",
     )
     use = _USE[stock, native].replace("AutoModelForCausalLM", _class_of(manifest))
-    if "quantised" in manifest:
-        said = _INTEGERS.format(kind=manifest["quantised"])
-        use = use.replace(_WIDTHS, f"{_WIDTHS} {said}")
     return _CARD.format(
         header=header.to_yaml(),
         base=name,
@@ -111,7 +105,8 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
 
 def _is_stock(manifest: Mapping[str, Any]) -> bool:
     """Whether a checkpoint is an ordinary one of its architecture."""
-    return manifest["structure"] == "uniform" and "quantised" not in manifest
+    found: bool = manifest["structure"] == "uniform"
+    return found
 
 
 _HEAPR = "HEAPr"

@@ -30,7 +30,7 @@ from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import backend_of
-from heapr_lab.models.experts import quantised_as, sliced_experts
+from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.folders import (
     has_tokenizer,
     is_native,
@@ -38,7 +38,7 @@ from heapr_lab.models.folders import (
     skeleton_of,
 )
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer, finish
-from heapr_lab.models.wrapped import what_is_pruned
+from heapr_lab.models.wrapped import is_wrapper
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
@@ -123,8 +123,6 @@ def save_pruned(
     with new_folder(Path(folder), resume=plan is not None) as partial:
         if plan is not None:
             claim(partial, plan)
-        kind = quantised_as(model)
-        facts |= {} if kind is None else {"quantised": kind}
         facts |= _padded_by(getattr(written, "heapr_zero_atoms", 0))
         checksums = write_weights(written, partial, max_shard_size, progress=progress)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
@@ -215,10 +213,21 @@ def _other_parts(model: Any, folder: Path, *, base: str) -> dict[str, str]:
         folder: to which the processor is copied.
         base: folder or hub id of the dense model.
     """
-    part = what_is_pruned(model)
+    part = _what_is_pruned(model)
     if part is None:
         return {}
     return {"pruned": part, "processor": save_processor(folder, base=base)}
+
+
+def _what_is_pruned(model: Any) -> str | None:
+    """Which part of a wrapper is pruned, in words; None of another model."""
+    if not is_wrapper(model.config):
+        return None
+    inside = type(model.get_decoder()).__name__
+    return (
+        f"the language model ({inside}) of a {type(model).__name__}; all other parts "
+        "are unchanged"
+    )
 
 
 def _mask_of(model: Any) -> KeepMask:
@@ -258,7 +267,7 @@ def write_weights(
 
 def checkpoint_of(model: Any, keep: KeepMask, dtype: torch.dtype) -> Any:
     """`model`, ready for `save_pretrained`: stock if uniform, else with `attach`."""
-    if quantised_as(model) is None and structure_of(keep) == "uniform":
+    if structure_of(keep) == "uniform":
         return stock_model(model, uniform_width(keep, dtype))
     attach(model, structure_of(keep))
     return model
@@ -271,11 +280,9 @@ def attach(model: Any, structure: str) -> None:
     """
     experts = sliced_experts(model)
     widths = {name: module.heapr_widths for name, module in experts.items()}
-    kind = quantised_as(model)
-    config = HeaprConfig(widths, quantised=kind, structure=structure)
-    quantizer = HeaprQuantizer(config)
+    quantizer = HeaprQuantizer(HeaprConfig(widths, structure=structure))
     loaded = getattr(model, "hf_quantizer", None)
-    if type(loaded) is type(quantizer) and _agree(loaded, quantizer):
+    if type(loaded) is type(quantizer):
         return
     family = None if loaded is not None else getattr(model, "_weight_conversions", None)
     if family is None:
@@ -295,12 +302,6 @@ def _padded_by(n_zero: int) -> dict[str, str]:
     if not n_zero:
         return {}
     return {"padded": f"{n_zero} zero atoms in the shared experts of each layer"}
-
-
-def _agree(one: Any, other: Any) -> bool:
-    """Whether two quantizers read weights of the same kind."""
-    kinds = [getattr(q.quantization_config, "quantised", None) for q in (one, other)]
-    return kinds[0] == kinds[1]
 
 
 # --- the folder -------------------------------------------------------------------

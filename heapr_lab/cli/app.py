@@ -17,7 +17,6 @@ from heapr_lab.cli import (
     compare,
     evaluate,
     exports,
-    generate,
     options,
     panel,
     plan,
@@ -97,11 +96,8 @@ def _common(
 app.command(epilog=options.PLAN_EXAMPLES)(plan.plan)
 app.command(epilog=options.SCORE_EXAMPLES)(score.score)
 app.command(cls=GroupedCommand, epilog=options.PRUNE_EXAMPLES)(prune.prune)
-app.command(epilog=options.CONVERT_EXAMPLES)(exports.convert)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
 app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)
-app.command(epilog=options.GENERATE_EXAMPLES)(generate.generate)
-app.command(epilog=options.FIGURES_EXAMPLES)(reproduce.figures)
 app.command(epilog=options.REPRODUCE_EXAMPLES)(reproduce.reproduce)
 app.command(epilog=options.TRAIN_EXAMPLES)(train.train_lab_model)
 app.command(epilog=options.PROVENANCE_EXAMPLES)(exports.provenance)

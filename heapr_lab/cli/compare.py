@@ -73,14 +73,6 @@ def compare(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Number of items of each task.")
     ] = None,
-    agreement: Annotated[
-        bool,
-        typer.Option(
-            "--agreement",
-            help="Also how far each writes what the dense model writes after the "
-            "corpora's test text.",
-        ),
-    ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -131,7 +123,6 @@ def compare(
     preflight.check_tasks(asked.tasks)
     bench = open_bench(name, profile, seq_len, device, dtype, stream, host_memory)
     measured = {"calibration": calibration, "tasks": asked.tasks, "limit": limit}
-    measured["agreement"] = agreement
     if preset is None:
         _ordinary(bench, name, wanted, asked.corpora, as_json=as_json, **measured)
     else:

@@ -10,12 +10,7 @@ from heapr_lab.cli.console import names_in, print_facts
 from heapr_lab.cli.opening import open_bench
 from heapr_lab.errors import SpecError
 
-_N_PROMPTS = 32
-_N_NEW = 64
-
 if TYPE_CHECKING:
-    from torch import nn
-
     from heapr_lab.pruning.masks import KeepMask
     from heapr_lab.workbench.workbench import Workbench
 
@@ -34,14 +29,6 @@ def evaluate(
     kl: Annotated[
         bool, typer.Option("--kl", help="Also KL(dense || pruned) and top-1 agreement.")
     ] = False,
-    generation: Annotated[
-        bool,
-        typer.Option("--generation", help="Also compare what both write: with --mask."),
-    ] = False,
-    against: Annotated[
-        str | None,
-        typer.Option(help="The dense model, to compare what a pruned one writes."),
-    ] = None,
     seq_len: options.SeqLen = None,
     profile: options.Profile = None,
     device: options.Device = "auto",
@@ -54,9 +41,8 @@ def evaluate(
     _check_asked(
         names_in(corpora),
         names_in(tasks),
-        compared=[o for o, on in (("--kl", kl), ("--generation", generation)) if on],
+        kl=kl,
         masked=mask is not None,
-        against=against is not None,
     )
     from heapr_lab.pruning.masks import KeepMask
 
@@ -65,21 +51,12 @@ def evaluate(
     preflight.check_corpora(names_in(corpora), split="test")
     preflight.check_tasks(names_in(tasks))
     from heapr_lab.checkpoints.same_model import own_mask
-    from heapr_lab.models.backend import backend_of
 
     bench = open_bench(model, profile, seq_len, device, dtype, stream, host_memory)
-    if generation or against is not None:
-        backend_of(bench.model).require_loaded(
-            remedy="leave --generation and --against out, or give --no-stream",
-        )
     keep = None if mask is None else own_mask(mask, bench.identity, name=model)
     rows = []
     for corpus in names_in(corpora):
         rows += _losses(bench, keep, corpus, kl=kl)
-    if generation or against is not None:
-        pair = _pair(bench, keep, against)
-        for corpus in names_in(corpora):
-            rows += _writing(bench, *pair, corpus)
     for task in names_in(tasks):
         found = bench.task_results(keep, task, limit=limit)
         rows += [_row(task, r["metric"], r["value"], r["stderr"]) for r in found]
@@ -93,12 +70,7 @@ def evaluate(
 
 
 def _check_asked(
-    corpora: list[str],
-    tasks: list[str],
-    *,
-    compared: list[str],
-    masked: bool,
-    against: bool,
+    corpora: list[str], tasks: list[str], *, kl: bool, masked: bool
 ) -> None:
     """Make sure that there is something to measure.
 
@@ -107,70 +79,11 @@ def _check_asked(
     """
     if not corpora and not tasks:
         raise SpecError("nothing to measure: give --corpora, --tasks or both")
-    if compared and not masked:
+    if kl and not masked:
         raise SpecError(
-            f"{compared[0]} compares a pruned model with the dense one, and there is "
-            f"no mask; give one with --mask, or leave {compared[0]} out"
+            "--kl compares a pruned model with the dense one, and there is no mask; "
+            "give one with --mask, or leave --kl out"
         )
-    if against and masked:
-        raise SpecError(
-            "--mask compares with MODEL itself, --against with another one: give one "
-            "of them"
-        )
-    if against and not corpora:
-        raise SpecError("--against continues text: give --corpora")
-
-
-def _pair(
-    bench: "Workbench", keep: "KeepMask | None", against: str | None
-) -> "tuple[nn.Module, nn.Module]":
-    """The dense and the pruned model.
-
-    Raises:
-        SpecError: they have different tokens.
-    """
-    from heapr_lab.models.loading import load_model
-    from heapr_lab.pruning.surgery import prune
-    from heapr_lab.text.calibration import tokenizer_fingerprint
-
-    if against is None:
-        assert keep is not None
-        return bench.model, prune(bench.model, keep)
-    model: Any = bench.model
-    dense, tokenizer = load_model(
-        against, device=str(model.device), dtype=model.dtype, stream=False
-    )
-    if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(bench.tokenizer):
-        raise SpecError(
-            f"{against} has another tokenizer than {bench.name}: give the dense model "
-            "that it was made from"
-        )
-    return dense, model
-
-
-def _writing(
-    bench: "Workbench", dense: "nn.Module", pruned: "nn.Module", corpus: str
-) -> list[dict[str, Any]]:
-    """Rows of the agreement on continuations of the test windows' first halves."""
-    from heapr_lab.inspection.agreement import evaluate_agreement
-    from heapr_lab.progress import progress_bar
-
-    windows = bench.test_windows(corpus).ids[:_N_PROMPTS]
-    half = max(2, windows.shape[1] // 2)
-    with progress_bar(f"continuations of {corpus}", "token") as bar:
-        found = evaluate_agreement(
-            dense,
-            pruned,
-            windows[:, :half],
-            bench.tokenizer,
-            n_new=min(_N_NEW, half),
-            progress=bar,
-        )
-    return [
-        _row(corpus, "teacher_forced_agreement", found.teacher_forced),
-        _row(corpus, "until_difference", found.until_difference, found.stderr),
-        _row(corpus, "chrf", found.chrf),
-    ]
 
 
 def _losses(

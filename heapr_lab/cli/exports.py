@@ -1,4 +1,4 @@
-"""`heapr-lab convert` and `provenance`: convert and describe files."""
+"""`heapr-lab provenance`: where a file came from."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,25 +8,6 @@ import typer
 
 from heapr_lab.cli import options
 from heapr_lab.cli.console import print_facts
-
-
-def convert(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
-    out: Annotated[Path, typer.Option(help="A new folder.")],
-    quantised: options.Quantised,
-    as_json: options.AsJson = False,
-) -> None:
-    """Write a pruned checkpoint again with quantised experts.
-
-    What is written is read again and compared bit for bit.
-    """
-    from heapr_lab.checkpoints.convert import convert as write
-    from heapr_lab.checkpoints.folder import check_new
-    from heapr_lab.models.sources import weights_bytes
-
-    check_new(out)
-    write(folder, out, quantised=quantised)
-    print_facts({"out": str(out), "bytes": weights_bytes(out)}, as_json=as_json)
 
 
 def provenance(

@@ -9,7 +9,7 @@ from heapr_lab.storage.disk import disk_error
 _CACHED = "measurements are kept, and the same command continues from there"
 _SAVED = "the same command continues from the last saved state"
 _RESUMED = {
-    **dict.fromkeys(["compare", "evaluate", "figures", "prune", "reproduce"], _CACHED),
+    **dict.fromkeys(["compare", "evaluate", "prune", "reproduce"], _CACHED),
     **dict.fromkeys(["score", "train-lab-model"], _SAVED),
 }
 """What remains of an interrupted command; other commands leave nothing behind."""

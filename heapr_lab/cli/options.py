@@ -39,17 +39,11 @@ Examples:
   heapr-lab prune lab --ratio 0.4 --distill 100 --out distilled
   heapr-lab prune lab --max-rise 0.02 --out at_most_two_per_cent
 """
-CONVERT_EXAMPLES = """\b
-Examples:
-  heapr-lab prune ./my_moe --ratio 0.5 --out pruned
-  heapr-lab convert pruned --quantise int4 --out pruned-int4
-"""
 EVALUATE_EXAMPLES = """\b
 Examples:
   heapr-lab evaluate lab --corpora pydocs,ptb
   heapr-lab evaluate lab --mask mask.parquet --kl --tasks continuation
   heapr-lab evaluate ./my_moe --tasks arc_easy,piqa --limit 200 --json
-  heapr-lab evaluate ./pruned --against ./my_moe
 """
 COMPARE_EXAMPLES = """\b
 Examples:
@@ -59,12 +53,6 @@ Examples:
   heapr-lab compare ./my_moe --methods heapr,reap --tasks arc_easy,piqa --limit 200
   heapr-lab compare qwen1.5-moe-a2.7b-chat --preset paper-table1
 """
-GENERATE_EXAMPLES = """\b
-Examples:
-  heapr-lab generate ./my_moe --out own.jsonl
-  heapr-lab generate ./my_chat_moe --corpus chats.jsonl --out answers.jsonl
-  heapr-lab prune ./my_moe --ratio 0.4 --corpus own.jsonl --out pruned
-"""
 TRAIN_EXAMPLES = """\b
 Examples:
   heapr-lab train-lab-model --out my_lab_model
@@ -72,15 +60,11 @@ Examples:
   heapr-lab train-lab-model --out tiny --work tiny_work --steps 200 --seed 1
   heapr-lab train-lab-model --out more --work more_work --steps 500 --start-from tiny
 """
-FIGURES_EXAMPLES = """\b
-Examples:
-  heapr-lab figures
-  heapr-lab figures --model ./my_moe --out my_figures
-"""
 REPRODUCE_EXAMPLES = """\b
 Examples:
   heapr-lab reproduce
   heapr-lab reproduce --model ./my_moe --profile lab
+  heapr-lab reproduce --no-notebooks --out my_figures
 """
 PROVENANCE_EXAMPLES = """\b
 Examples:
@@ -235,9 +219,8 @@ EstimatorOrMethods = Annotated[
     str | None,
     typer.Option(
         "--estimator",
-        help="heapr, heapr_total, fisher, weighted, shrunk, elimination, "
-        "elimination_shrunk, taylor, camera, magnitude, frequency or random [default: "
-        "the method's].",
+        help="heapr, heapr_total, fisher, shrunk, elimination, camera, magnitude, "
+        "frequency or random [default: the method's].",
         rich_help_panel="Method",
     ),
 ]
@@ -333,13 +316,5 @@ PrunedOut = Annotated[
     typer.Option(
         help="FILE.parquet for only the mask, else a checkpoint folder.",
         rich_help_panel="Output",
-    ),
-]
-Quantised = Annotated[
-    str,
-    typer.Option(
-        "--quantise",
-        help="To what weights of experts are rounded: int8, a scale for each row, or "
-        "int4, one for 32 weights.",
     ),
 ]

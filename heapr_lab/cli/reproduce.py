@@ -1,4 +1,4 @@
-"""`heapr-lab figures` and `heapr-lab reproduce`: make the published results again."""
+"""`heapr-lab reproduce`: make the published results again."""
 
 from typing import Annotated
 
@@ -6,22 +6,6 @@ import typer
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts
-
-
-def figures(
-    model: options.ModelOption = "lab",
-    profile: options.Profile = None,
-    out: options.OutFolder = None,
-    n_workers: options.Workers = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    as_json: options.AsJson = False,
-) -> None:
-    """Make every figure and table."""
-    reproduce(
-        model, profile, out, notebooks=False, publish=False, n_workers=n_workers,
-        device=device, dtype=dtype, as_json=as_json,
-    )  # fmt: skip
 
 
 def reproduce(

@@ -141,8 +141,6 @@ def as_table1(results: pd.DataFrame) -> pd.DataFrame:
         line = lines.setdefault((row["method"], row["ratio"]), labels)
         if pd.notna(row.get("perplexity")):
             line[f"{row['dataset']}_ppl"] = row["perplexity"]
-            if pd.notna(row.get("agreement")):
-                line[f"{row['dataset']}_agreement"] = row["agreement"]
         else:
             line[row["dataset"]] = row.get("acc")
     frame = pd.DataFrame(lines.values())

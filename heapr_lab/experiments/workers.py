@@ -25,8 +25,8 @@ T = TypeVar("T")
 Step = Callable[["Workbench"], Any]
 """A part of a run that fills the cache; it and its result can be pickled."""
 
-_SMALL = 100_000_000
-"""Number of parameters below which one core is enough for a model."""
+_SMALL = 200_000_000
+"""Parameters below which a process for each core is faster than threads of one."""
 _AT_MOST = 8
 
 _of_this_process: list[Callable[[], "Workbench"]] = []

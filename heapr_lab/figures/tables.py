@@ -9,7 +9,7 @@ from heapr_lab.figures.paper import paper_dense, paper_table
 from heapr_lab.figures.style import LABELS, look, place
 
 plot_main = plot_comparison
-DRAWN = ("heapr", "fisher", "shrunk", "taylor", "camera")
+DRAWN = ("heapr", "fisher", "shrunk", "heapr_total", "camera")
 """Estimators in the figure, where they were measured; the table has all."""
 
 

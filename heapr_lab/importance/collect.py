@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, HeaprLabError, SpecError, whole_number
+from heapr_lab.errors import CoverageError, HeaprLabError, whole_number
 from heapr_lab.importance.measured import (
     check_coverage,
     provenance_of,
@@ -33,7 +33,6 @@ from heapr_lab.models.identity import check_unchanged, identity_in_force, weight
 from heapr_lab.models.likelihood import (
     check_fits,
     input_device,
-    sampled_targets,
     token_nll,
 )
 from heapr_lab.models.memory import halving_batches, starting_batch_size
@@ -47,35 +46,30 @@ logger = logging.getLogger(__name__)
 STATISTICS_SCHEMA = 1
 """Increased whenever the same input would give other numbers."""
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}
-"""Tokens in the first batch, by type of device.
-
-On a CPU larger ones take more memory and no less time: what the backward pass keeps is
-handed out by the system in pages that it zeroes first.
-"""
-
-LABELS = ("data", "model")
+"""Tokens in the first batch, by type of device."""
+_TOKENS_AND_LAYERS = 2**14
+"""On a CPU, at most so many tokens times layers: larger batches take more memory and no
+less time, because what the backward pass keeps comes in pages that are zeroed first."""
 
 
 def statistics_spec(
-    identity: dict[str, str], calibration: CalibrationSet, *, labels: str = "data"
+    identity: dict[str, str], calibration: CalibrationSet
 ) -> dict[str, Any]:
     """Every field that determines the statistics: the key of the cache.
 
     `identity` is that of the model, from `identity.identity_in_force`.
     """
-    spec = {
+    return {
         "schema": STATISTICS_SCHEMA,
         "model": identity,
         "calibration": calibration.fingerprint,
     }
-    return spec if labels == "data" else spec | {"labels": labels}
 
 
 def collect_statistics(
     model: nn.Module,
     calibration: CalibrationSet,
     *,
-    labels: str = "data",
     batch_size: int | None = None,
     progress: Progress | None = None,
     state: Path | None = None,
@@ -90,10 +84,6 @@ def collect_statistics(
         model: any transformers causal language model with fused experts; it is used in
             eval mode and is not changed.
         calibration: the windows to measure on.
-        labels: the next tokens in the loss: those of the text ("data", as in the
-            paper), or drawn from the model's predictions with a fixed seed ("model"),
-            as in the definition of the Fisher information; the latter takes another
-            forward pass.
         batch_size: windows per batch; by default chosen automatically, and halved
             whenever the device runs out of memory.
         progress: called after each batch with (windows done, total windows).
@@ -104,22 +94,20 @@ def collect_statistics(
             and get the same table; progress and state are those of each one's part.
 
     Raises:
-        SpecError: the labels are unknown, a token is not in the vocabulary, the batch
-            size is not positive, or autocast or foreign hooks are active.
+        SpecError: a token is not in the vocabulary, the batch size is not positive, or
+            autocast or foreign hooks are active.
         LayoutError: an experts layer cannot be measured exactly (it is named).
         CoverageError: a layer did not take part in a pass.
         HeaprLabError: a gradient is not finite (layer and batch are named), or the
             weights changed during the pass, or another rank failed.
         CacheError: `state` belongs to another pass, or is damaged.
     """
-    if labels not in LABELS:
-        raise SpecError(f"labels is {labels!r}, expected one of {', '.join(LABELS)}")
     if batch_size is not None:
         whole_number(batch_size, name="batch_size")
     check_fits(model, calibration.ids)
     started = time.perf_counter()
     layers = find_experts(model)
-    spec = statistics_spec(identity_in_force(model), calibration, labels=labels)
+    spec = statistics_spec(identity_in_force(model), calibration)
     _warn_of_repeats(calibration.window_fingerprints())
     share = range(calibration.n_sequences)
     if ranks is not None:
@@ -131,13 +119,12 @@ def collect_statistics(
         ids=calibration.ids[share.start : share.stop],
         first=share.start,
         layers=layers,
-        labels=labels,
         progress=progress or no_report,
         state=state,
         key=digest(spec),
     )
     if batch_size is None:
-        size = starting_batch_size(model, *run.ids.shape, tokens=TOKENS_PER_BATCH)
+        size = starting_batch_size(model, *run.ids.shape, tokens=_tokens(model))
         halving_batches(run.measure, size, model=model)
     else:
         run.measure(batch_size)
@@ -147,6 +134,13 @@ def collect_statistics(
     if state is not None:
         state.unlink(missing_ok=True)
     return table
+
+
+def _tokens(model: Any) -> dict[str, int]:
+    """Tokens in the first batch of a model, by type of device."""
+    n_layers = model.config.get_text_config().num_hidden_layers
+    few = min(TOKENS_PER_BATCH["cpu"], _TOKENS_AND_LAYERS // n_layers)
+    return TOKENS_PER_BATCH | {"cpu": few}
 
 
 def _table(
@@ -190,7 +184,6 @@ class _Pass:
     first: int
     """Number of the first of them among those of all ranks."""
     layers: list[ExpertsLayer]
-    labels: str
     progress: Progress
     state: Path | None
     key: str
@@ -224,11 +217,7 @@ class _Pass:
         """The sum over the predicted tokens of some windows of -log p."""
         # A clone is no inference tensor, even if the ids are one.
         ids = self.ids[windows].clone().to(input_device(self.model))
-        targets = None
-        if self.labels == "model":
-            seeds = range(self.first + windows.start, self.first + windows.stop)
-            targets = sampled_targets(self.model, ids, seeds=seeds, states=states)
-        return token_nll(self.model, ids, targets=targets, states=states).sum()
+        return token_nll(self.model, ids, states=states).sum()
 
     def weighed(self, layer: int) -> dict[str, torch.Tensor]:
         """The squared norms of a layer's weights, which are checked to be finite."""

@@ -43,31 +43,21 @@ _SIGNED = ("sum_hg",)
 NORMS = ("w_down_sq", "w_up_sq", "w_gate_sq")
 """Columns that depend on the weights only, equal in all tables of a model."""
 
-ELIMINATIONS = ("elimination", "elimination_shrunk")
-"""Columns of `refinement.elimination`, whose settings are in the specification."""
+ELIMINATION = "elimination"
+"""Column of `refinement.elimination`, whose settings are in the specification."""
 ELIMINATION_SCHEMA = 2
 """Raised whenever the same input would give other scores of elimination."""
 
 _TYPES = {"layer": np.int16, "expert": np.int16, "atom": np.int32}
 
-DEFAULTS = {"labels": "data"}
-"""Entries of a specification that are left out if they have this value."""
-
 _PIECE = 2**16
 
 
-def of_earlier_schemas(
-    names: Collection[str], spec: Mapping[str, Any] | None
-) -> list[str]:
-    """Those of the columns `names` that an earlier version computed in another way."""
-    made = spec or {}
-    return [
-        name
-        for name in ELIMINATIONS
-        if name in names
-        and (made.get(name) or {}).get("schema", ELIMINATION_SCHEMA)
-        != ELIMINATION_SCHEMA
-    ]
+def is_outdated(names: Collection[str], spec: Mapping[str, Any] | None) -> bool:
+    """Whether an earlier version computed the scores of elimination in another way."""
+    made = (spec or {}).get(ELIMINATION) or {}
+    found = made.get("schema", ELIMINATION_SCHEMA)
+    return ELIMINATION in names and found != ELIMINATION_SCHEMA
 
 
 def typed_rows(frame: pd.DataFrame) -> pd.DataFrame:

@@ -4,9 +4,8 @@ Without torch. Notation: e = w_down · h is an atom's part of its expert's outpu
 activation, ∂ℓ/∂h the gradient of the summed loss, p the routing weight, T the tokens
 routed to the expert (column `tokens`), N the predicted tokens (metadata); Σ and mean
 are over the T routed tokens. Scores are float64 arrays, one value per row; a larger one
-means a more important atom, and only those of `taylor` can be negative. Equations are
-numbered as in the paper (HEAPr, ICLR 2026); `heapr_lab.importance` derives that `heapr`
-is its Algorithm 1.
+means a more important atom; none is negative. Equations are numbered as in the paper
+(HEAPr, ICLR 2026); `heapr_lab.importance` derives that `heapr` is its Algorithm 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -137,16 +136,6 @@ def _fisher(x: Inputs) -> _Scores:
     return 0.5 * x["sum_hg2"] / x.N
 
 
-def _weighted(x: Inputs) -> _Scores:
-    """½ · Σ(p·h)²/T · Σ(∂ℓ/∂h)²/T.
-
-    The activation as it reaches the layer's output; ∂ℓ/∂h includes p in `heapr` too.
-
-    Source: this project.
-    """
-    return 0.5 * (x["sum_ph2"] / x.routed) * (x["sum_g2"] / x.routed)
-
-
 def _shrunk(x: Inputs) -> _Scores:
     """½ · Σ(p·h)²/T · √(Σ(∂ℓ/∂h)²/T · γ ‖w_down‖²).
 
@@ -178,25 +167,6 @@ def _elimination(x: Inputs) -> _Scores:
     Source: Optimal Brain Surgeon (Hassibi & Stork 1993; HEAPr, equation 2) of W_down.
     """
     return x["elimination"]
-
-
-def _elimination_shrunk(x: Inputs) -> _Scores:
-    """`elimination` with the price of the expert's `shrunk` scores.
-
-    Source: as `elimination`.
-    """
-    return x["elimination_shrunk"]
-
-
-def _taylor(x: Inputs) -> _Scores:
-    """(½ · Σ(h · ∂ℓ/∂h)² − Σ h · ∂ℓ/∂h) / N.
-
-    The second-order expansion at h → 0 with its first-order term; negative if the loss
-    would decrease.
-
-    Source: HEAPr, equation 1, before its gradient is taken to be 0.
-    """
-    return (0.5 * x["sum_hg2"] - x["sum_hg"]) / x.N
 
 
 def _camera(x: Inputs) -> _Scores:
@@ -265,16 +235,10 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 needs=("sum_hg2",),
             ),
             Estimator(
-                "weighted",
-                "the paper's score of p · h, as the router weights it, in place of h",
-                _weighted,
-                unit=PER_ROUTED_TOKEN,
-                needs=("tokens", "sum_ph2", "sum_g2"),
-            ),
-            Estimator(
                 "shrunk",
-                "weighted, with mean (∂ℓ/∂h)² shrunk halfway, in the logarithm, to "
-                "what its layer's mean gradient variance and ‖w_down‖² predict",
+                "the paper's score of p · h in place of h, with mean (∂ℓ/∂h)² shrunk "
+                "halfway, in the logarithm, to what its layer's mean and ‖w_down‖² "
+                "predict",
                 _shrunk,
                 unit=PER_ROUTED_TOKEN,
                 needs=("layer", "tokens", "sum_ph2", "sum_g2", "w_down_sq"),
@@ -287,22 +251,6 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 unit=PER_TOKEN,
                 needs=("elimination",),
                 extra_pass=True,
-            ),
-            Estimator(
-                "elimination_shrunk",
-                "elimination with an expert's error priced by its shrunk scores, "
-                "means per routed token, in place of its share of the loss",
-                _elimination_shrunk,
-                unit=PER_ROUTED_TOKEN,
-                needs=("elimination_shrunk",),
-                extra_pass=True,
-            ),
-            Estimator(
-                "taylor",
-                "fisher with the first-order term −h · ∂ℓ/∂h kept; may be negative",
-                _taylor,
-                unit=PER_TOKEN,
-                needs=("sum_hg", "sum_hg2"),
             ),
             Estimator(
                 "camera",

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.columns import DEFAULTS, KEYS, MAXIMA, NORMS, SUMS
+from heapr_lab.importance.columns import KEYS, MAXIMA, NORMS, SUMS
 from heapr_lab.storage.hashing import digest
 
 # Two devices sum a squared norm in different orders; other weights differ by more.
@@ -95,20 +95,12 @@ def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_rows(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
-    if len(ours) != len(theirs):
+    a, b = (frame[list(KEYS)].to_numpy() for frame in (ours, theirs))
+    if not np.array_equal(a, b):
         raise SpecError(
-            f"cannot merge tables of different rows: {len(ours)} and {len(theirs)} "
-            "atoms"
+            f"cannot merge tables of different rows: {len(a)} and {len(b)} atoms, "
+            f"whose {', '.join(KEYS)} are not the same"
         )
-    for name in KEYS:
-        differs = ours[name].to_numpy() != theirs[name].to_numpy()
-        if differs.any():
-            row = int(np.argmax(differs))
-            raise SpecError(
-                f"cannot merge tables of different rows: row {row} has {name} "
-                f"{ours[name].iloc[row]} in one and {theirs[name].iloc[row]} in the "
-                "other"
-            )
 
 
 def _check_architecture(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -131,7 +123,7 @@ def _check_settings(specs: Sequence[Mapping[str, Any]]) -> None:
     """
     given = [spec for spec in specs if spec]
     for name in sorted({name for spec in given for name in spec} - {"calibration"}):
-        values = [spec.get(name, DEFAULTS.get(name)) for spec in given]
+        values = [spec.get(name) for spec in given]
         different = [value for value in values if value != values[0]]
         if different:
             raise SpecError(

@@ -20,10 +20,11 @@ import pandas as pd
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance import estimators
 from heapr_lab.importance.columns import (
+    ELIMINATION,
     KEYS,
     check_spec,
     check_values,
-    of_earlier_schemas,
+    is_outdated,
     sorted_rows,
     typed_rows,
 )
@@ -240,15 +241,14 @@ class ImportanceTable:
         wanted = None if columns is None else list(dict.fromkeys([*KEYS, *columns]))
         frame, metadata = files.read_frame(path, wanted)
         del metadata["kind"]
-        outdated = of_earlier_schemas(frame.columns, metadata.get("spec"))
-        if outdated:
+        if is_outdated(frame.columns, metadata.get("spec")):
             logger.warning(
                 "%s: left out %s, which an earlier version of heapr_lab computed in "
                 "another way; measure it again with `heapr-lab score --eliminate`",
                 path,
-                ", ".join(outdated),
+                ELIMINATION,
             )
-            frame = frame.drop(columns=outdated)
+            frame = frame.drop(columns=ELIMINATION)
         try:
             _check_metadata(metadata)
             return cls(frame, metadata)

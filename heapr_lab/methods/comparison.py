@@ -6,19 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import torch
 
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity, exp_nll
-from heapr_lab.inspection.agreement import agreement_with
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import Compression
 from heapr_lab.methods.method import Method
 from heapr_lab.models.identity import check_unchanged, weights_state
 from heapr_lab.progress import Progress, progress_bar
 from heapr_lab.pruning.options import exact_ratio
-from heapr_lab.refinement.generation import continuations
 from heapr_lab.storage import cache
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
@@ -28,10 +25,6 @@ METHODS_SCHEMA = 1
 """Increased whenever results change for the same input."""
 DENSE = "dense"
 """The name of the model without compression in the table."""
-
-_N_PROMPTS = 32
-_N_NEW = 64
-"""Most tokens of a continuation, whose prompt is the first half of a test window."""
 
 Watch = Callable[[str, int, int], None]
 """Called with (what is done, done, total) during each fit and each measurement; an
@@ -86,7 +79,6 @@ def compare_methods(
     *,
     tasks: Sequence[str] = (),
     limit: int | None = None,
-    agreement: bool = False,
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     watch: Watch | None = None,
@@ -103,7 +95,6 @@ def compare_methods(
         corpora: corpora on whose test splits perplexity is measured.
         tasks: tasks whose accuracy is measured, as in `Workbench.task_results`.
         limit: only the first `limit` items of each task, as there.
-        agreement: whether to compare what the compressed models write, too.
         calibration: the text that methods are fitted to, by default that of the
             default corpus; its seed is also that of methods that draw numbers.
         progress: called with (results done, in all); by default a bar is shown.
@@ -117,9 +108,7 @@ def compare_methods(
         experts' parameters), `dataset`, `perplexity`, `nll` [nats per token],
         `parameters`, `bytes`, and `routed_flops` of a mean token. Rows of tasks have,
         in place of perplexity, a column for each metric of the harness, such as `acc`
-        and `acc_norm`, its standard error, `acc_stderr`, and `n_items`. With
-        `agreement`, rows of compressed models have `agreement`, the share of the dense
-        model's greedy tokens that they would write, too, and `chrf`, as `Agreement`.
+        and `acc_norm`, its standard error, `acc_stderr`, and `n_items`.
 
     Raises:
         SpecError: a ratio is infeasible for a method.
@@ -131,7 +120,7 @@ def compare_methods(
     shared.expect(own for entry in wanted for own in entry.method.collectors)
     tests = {corpus: bench.test_windows(corpus) for corpus in corpora}
     items = {task: bench.task_key(task, limit) for task in tasks}
-    run = _Run(bench, shared, asked.seed, tests, items, limit, agreement, watch)
+    run = _Run(bench, shared, asked.seed, tests, items, limit, watch)
     rows = []
     total = (1 + len(wanted)) * (len(tests) + len(items))
     with progress_bar("methods", "result", also=progress) as bar:
@@ -152,7 +141,6 @@ class _Run:
     tasks: Mapping[str, Mapping[str, Any]]
     """By name, what determines the items."""
     limit: int | None
-    agreement: bool
     watch: Watch | None
 
     def rows(
@@ -202,8 +190,7 @@ class _Run:
             found = self._losses(entry, corpus, fit)
             labels = _labels(own.name, own.compresses, entry.ratio, corpus)
             losses = found | {"perplexity": exp_nll(found["nll"])}
-            same = self._agreement(entry, corpus, fit) if self.agreement else {}
-            yield labels | losses | same
+            yield labels | losses
         for task in self.tasks:
             found = self._accuracies(entry, task, fit)
             labels = _labels(own.name, own.compresses, entry.ratio, task)
@@ -222,43 +209,6 @@ class _Run:
                 }
 
         return self._cached(entry, windows.fingerprint, fit, measure)
-
-    def _agreement(
-        self, entry: Entry, corpus: str, fit: Callable[[], Compression]
-    ) -> dict[str, float]:
-        windows, bench = self.tests[corpus], self.bench
-        half = max(2, windows.seq_len // 2)
-        prompts, n_new = windows.ids[:_N_PROMPTS, :half], min(_N_NEW, half)
-        data = {"continuations": windows.fingerprint, "n_prompts": len(prompts)}
-        data |= {"n_prompt": half, "n_new": n_new, "tokenizer": bench.tokenizer_id}
-        wanted = self._written(corpus, data, prompts, n_new)
-
-        def measure() -> dict[str, Any]:
-            also = self._watched(f"{entry.label}, text of {corpus}")
-            with progress_bar(f"continuations of {corpus}", "token", also=also) as bar:
-                found = agreement_with(
-                    wanted, bench.model, prompts, bench.tokenizer, n_new=n_new,
-                    progress=bar,
-                )  # fmt: skip
-            return {"agreement": found.teacher_forced, "chrf": found.chrf}
-
-        found = self._cached(entry, data, fit, measure)
-        return {name: found[name] for name in ("agreement", "chrf")}
-
-    def _written(
-        self, corpus: str, data: Mapping[str, Any], prompts: torch.Tensor, n_new: int
-    ) -> list[torch.Tensor]:
-        """What the dense model writes after each prompt, from the cache once it has."""
-        model = self.bench.model
-        key = {"schema": METHODS_SCHEMA, "model": self.bench.identity, "data": data}
-
-        def write() -> list[list[int]]:
-            also = self._watched(f"{DENSE}, text of {corpus}")
-            with progress_bar(f"continuations of {corpus}", "token", also=also) as bar:
-                texts = continuations(model, prompts, n_new=n_new, progress=bar)
-            return [tokens.tolist() for tokens in texts]
-
-        return [torch.tensor(t) for t in cache.cached_json("continuations", key, write)]
 
     def _accuracies(
         self, entry: Entry, task: str, fit: Callable[[], Compression]

@@ -6,6 +6,8 @@ from heapr_lab.errors import SpecError
 
 NAMES = ("float32", "bfloat16", "float16", "float64")
 """Types in which everything in this package can be computed."""
+DEQUANTISED = ("fp8", "mxfp4")
+"""Formats of quantised weights that are dequantised when they are read."""
 
 
 def check_dtype(name: str) -> None:

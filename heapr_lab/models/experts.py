@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import LayoutError
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.families import refuse_by_name
-from heapr_lab.models.ragged_experts import WAYS, RaggedExperts, activate
+from heapr_lab.models.ragged_experts import RaggedExperts, activate
 from heapr_lab.models.wrapped import is_wrapper, text_modules
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
@@ -233,52 +233,6 @@ def sliced_experts(model: nn.Module) -> dict[str, RaggedExperts]:
         for name, module in model.named_modules()
         if isinstance(module, RaggedExperts)
     }
-
-
-def run_ragged(model: nn.Module, way: str | None) -> None:
-    """Choose how the experts of a pruned model run.
-
-    Args:
-        model: a pruned model.
-        way: `loop`, one expert after the other; `at_once`, each product of all experts
-            in one call, for which torch has kernels on CUDA from SM90 on (widths in
-            multiples of 8 in bfloat16; install nvmath-python) and else a loop; None,
-            at once where there are such kernels.
-
-    Raises:
-        SpecError: there is no such way, or the model is not pruned.
-    """
-    experts = sliced_experts(model)
-    if way not in (None, *WAYS) or not experts:
-        raise SpecError(
-            f"cannot run {len(experts)} layers of ragged experts by {way!r}: expected "
-            f"a pruned model that is not stock, and one of {', '.join(WAYS)}"
-        )
-    for module in experts.values():
-        module.way = way
-
-
-def quantised_as(model: nn.Module) -> str | None:
-    """The kind of integers that the experts of a pruned model are; None if floats."""
-    kinds = (
-        getattr(experts, "kind", None) for experts in sliced_experts(model).values()
-    )
-    return next(kinds, None)
-
-
-def trainable_experts(model: nn.Module) -> dict[str, RaggedExperts]:
-    """As `sliced_experts`, of a pruned model whose weights may be changed.
-
-    Raises:
-        SpecError: they are integers.
-    """
-    kind = quantised_as(model)
-    if kind is not None:
-        raise SpecError(
-            f"the weights of the experts of this {type(model).__name__} are {kind}, "
-            "expected floating-point weights: quantise it afterwards"
-        )
-    return sliced_experts(model)
 
 
 def _decorated(

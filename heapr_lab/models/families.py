@@ -39,31 +39,6 @@ REFUSED = {
 }
 """Model types, and why their experts cannot be measured, masked and sliced exactly."""
 
-NOT_STREAMED = {
-    "deepseek_v4": "its attention has buffers in every layer that no file holds",
-}
-"""Model types that are supported in memory only, and why."""
-
-
-def refuse_to_stream(config: Any, name: str) -> None:
-    """Check that the layers of a family can be read one at a time.
-
-    Args:
-        config: the model's configuration.
-        name: its class.
-
-    Raises:
-        LayoutError: they cannot; the message says why.
-    """
-    why = NOT_STREAMED.get(config.model_type)
-    if getattr(config.get_text_config(), "hidden_size_per_layer_input", 0):
-        why = "it has a second table of embeddings, which every layer reads"
-    if why is not None:
-        raise LayoutError(
-            f"{name} ({config.model_type}) cannot be streamed: {why}; load the model "
-            "with stream=False"
-        )
-
 
 def refuse_by_name(config: Any) -> None:
     """Check that the model type of a configuration is none of those refused.

@@ -26,12 +26,12 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.dtypes import DEQUANTISED
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.fp8 import FP8, with_exact_blocks
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import check_no_missing_weights
 from heapr_lab.models.safetensors_headers import names_in
-from heapr_lab.models.sizes import DEQUANTISED
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -46,7 +46,6 @@ def token_nll(
     model: nn.Module,
     ids: torch.Tensor,
     *,
-    targets: torch.Tensor | None = None,
     states: torch.Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
@@ -55,13 +54,11 @@ def token_nll(
     It can be differentiated with respect to the hidden states; with gradients enabled
     the head of each chunk is run again in the backward pass instead of being kept.
 
-    Shapes: ids (B, L); targets and result (B, L - 1), the result in float32 or the
-    model's float64.
+    Shapes: ids (B, L); result (B, L - 1), in float32 or the model's float64.
 
     Args:
         model: a causal language model of transformers.
         ids: token ids.
-        targets: the next tokens; by default those of `ids`.
         states: their final states, (B, L, d_model); by default they are computed.
         chunk_tokens: tokens whose logits are in memory together; by default as many as
             fit into 4 MiB on a CPU and 128 MiB on a GPU, and at least 128.
@@ -70,7 +67,7 @@ def token_nll(
         HeaprLabError: the log-likelihood of a token is not finite.
     """
     states = (final_states(model, ids) if states is None else states)[:, :-1]
-    targets = (ids[:, 1:] if targets is None else targets).to(states.device)
+    targets = ids[:, 1:].to(states.device)
     n_tokens = targets.numel()
     chunk = chunk_tokens or _chunk_tokens(model)
     head = _head(model)
@@ -200,41 +197,6 @@ def iter_log_probs(
     for part in rows.split(chunk_tokens or _chunk_tokens(model)):
         logits = head(part)
         yield logits.to(accumulating_dtype(logits)).log_softmax(-1)
-
-
-@torch.no_grad()
-def sampled_targets(
-    model: nn.Module,
-    ids: torch.Tensor,
-    *,
-    seeds: Sequence[int],
-    states: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Next tokens drawn from what `model` predicts, one for each position.
-
-    Each window has its own seed, so that the draw does not depend on the batch.
-
-    Shapes: ids (B, L); seeds (B,); states, which are computed where they are not given,
-    (B, L, d_model); result (B, L - 1).
-    """
-    states = (final_states(model, ids) if states is None else states)[:, :-1]
-    size = states.shape[1]
-    rows = [  # always in float32, because the numbers depend on the type
-        torch.rand(
-            size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
-        )
-        for seed in seeds
-    ]
-    uniform = torch.cat(rows).to(states.device)
-    drawn, start = [], 0
-    for log_probs in iter_log_probs(model, states):
-        below = log_probs.exp().cumsum(-1)  # (n, d_vocab)
-        wanted = uniform[start : start + len(below), None] * below[:, -1:]
-        found = torch.searchsorted(below, wanted.to(below.dtype), right=True)[:, 0]
-        drawn.append(found.clamp(max=below.shape[1] - 1))
-        start += len(below)
-    targets: torch.Tensor = torch.cat(drawn).unflatten(0, states.shape[:2])
-    return targets
 
 
 def _nll(

@@ -5,7 +5,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
@@ -17,7 +16,6 @@ from heapr_lab.models.all_experts import ready
 from heapr_lab.models.dtypes import check_dtype
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.folders import (
-    quantisation,
     read_config,
     read_tokenizer,
     read_weights,
@@ -25,20 +23,12 @@ from heapr_lab.models.folders import (
 )
 from heapr_lab.models.named import AS_MOE, dense_of, folder_of, what_is_expected
 from heapr_lab.models.paper_models import hub_id
-from heapr_lab.models.safetensors_headers import read_source
-from heapr_lab.models.sizes import (
-    DEQUANTISED,
-    shapes_in,
-    size_of,
-    sizes_of,
-    why_streamed,
-)
 from heapr_lab.progress import silent
 
 logger = logging.getLogger(__name__)
 
-ON_DISK = "models on disk"
-"""What opens a model whose layers stay on disk, in the registry."""
+ON_DISK, WHY_ON_DISK = "models on disk", "why a model is streamed"
+"""In the registry, what opens a model whose layers stay on disk, and says why."""
 
 
 def load_model(
@@ -83,7 +73,6 @@ def load_model(
         raise SpecError(f"stream is {stream!r}, expected True, False or 'auto'")
     check_device(device)
     length = whole_number(seq_len, name="seq_len", least=1)
-    budget = None if host_memory is None else size_of(host_memory, least=0)
     path = _resolve(f"{AS_MOE}{name_or_path}" if as_moe else name_or_path)
     on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     chosen = _dtype(dtype, on_gpu=on_gpu)
@@ -95,7 +84,8 @@ def load_model(
     refuse_format(path, config)
     tokenizer = read_tokenizer(path)
     if stream == "auto":
-        why = _why_streamed(path, config, chosen, free_memory(device), length)
+        ask = registry.find(WHY_ON_DISK, default=None)
+        why = ask and ask(path, config, dtype=chosen, device=device, n_tokens=length)
         if why is not None:
             logger.warning("%s", why)
         stream = why is not None
@@ -104,43 +94,13 @@ def load_model(
         placed = torch.device(default if device == "auto" else device)
         open_on_disk = registry.find(ON_DISK)
         model = open_on_disk(
-            model_folder(path), dtype=chosen, device=placed, host_memory=budget
+            model_folder(path), dtype=chosen, device=placed, host_memory=host_memory
         )
         return model, tokenizer
     model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
         model.to("cpu" if device == "auto" else device)
     return ready(model), tokenizer
-
-
-def _why_streamed(
-    path: str, config: Any, dtype: str | torch.dtype, free: int, n_tokens: int
-) -> str | None:
-    """Why `auto` streams a model; None if it is pruned, or has no routed experts."""
-    method = quantisation(config)
-    if method not in (None, *DEQUANTISED):
-        return None
-    if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
-    assert isinstance(dtype, torch.dtype)
-    try:
-        stored, _ = read_source(model_folder(path))
-        sizes = sizes_of(shapes_in(stored), config.to_dict())
-    except SpecError:  # of files that are damaged, or not of safetensors
-        return None
-    if not sizes.atoms:
-        return None
-    return why_streamed(sizes, dtype.itemsize, n_tokens, free, method=method)
-
-
-def free_memory(device: str) -> int:
-    """Free bytes of a GPU, of all GPUs (`auto`), or of the machine."""
-    gpus: list[Any] = [device] if device.startswith("cuda") else []
-    if device == "auto" and torch.cuda.is_available():
-        gpus = [*range(torch.cuda.device_count())]
-    if not gpus:
-        return int(psutil.virtual_memory().available)
-    return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
 
 
 def check_device(device: str) -> None:

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +32,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "heapr"
-FORMAT_VERSION = 3
-_FIRST_VERSION = 1
-"""Of checkpoints with nothing that needs a later one."""
-OUTPUT_BIAS = (
-    "the experts of the checkpoint have output biases, which heapr-lab 0.1 of 2026-11 "
-    "wrote and reads: load it with that version, or prune the base model again"
-)
-"""Why checkpoints with output biases that their family does not have are refused."""
+FORMAT_VERSION = 1
+"""Of what is written; 2 and 3 were those of what is in `_GONE`."""
+_GONE = {"output_bias": "output biases", "quantised": "weights that are integers"}
+"""What experts had in checkpoints of before, by the field that says so."""
 CODE_NAME = "modeling_heapr"
 """Name of the copy of this file in a checkpoint."""
 
 # --- experts ----------------------------------------------------------------------
-
-LOOP, AT_ONCE = "loop", "at_once"
-WAYS = (LOOP, AT_ONCE)
-"""How ragged experts run: one after the other, or each product of all of them at once,
-as kernels do that multiply matrices of different shapes."""
 
 
 class RaggedExperts(nn.Module):
@@ -60,8 +51,6 @@ class RaggedExperts(nn.Module):
 
     family: Any
     """The family's own module without weights: activation, gating and norm."""
-    way: str | None = None
-    """A name in `WAYS`; without one, that which suits the device."""
 
     def __init__(self, module: Any, widths: list[int]) -> None:
         """Allocate `widths` (E,) atoms for the experts in `module`, without values."""
@@ -101,92 +90,21 @@ class RaggedExperts(nn.Module):
 
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
-        way = self.way or (AT_ONCE if self._has_kernel(hidden_states) else LOOP)
-        if way == AT_ONCE:
-            return self._all_at_once(hidden_states, top_k_index, top_k_weights)
         n_experts = len(self.heapr_widths)
         return routed_sum(
             self._expert, n_experts, hidden_states, top_k_index, top_k_weights
         )
 
-    def _has_kernel(self, x: torch.Tensor) -> bool:
-        """Whether torch has a kernel for these products: CUDA from SM90 on."""
-        in_16_bytes = 16 // x.element_size()
-        return (
-            x.is_cuda
-            and hasattr(torch, "_foreach_mm")
-            and torch.cuda.get_device_capability(x.device) >= (9, 0)
-            and not torch.is_autocast_enabled("cuda")
-            and all(width % in_16_bytes == 0 for width in self.heapr_widths)
-        )
-
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         rows = self._rows_of(expert)
         up_bias = None if self.up_bias is None else self.up_bias[rows]
-        h = activate(self.family, linear(x, self._up(rows), up_bias))
-        return self._finished(times(h, self._down(self._atoms_of(expert))), expert)
-
-    def _finished(self, out: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
-        """Rows `out` (n, D) with the output bias of `expert`, one or (n,), and norm."""
+        h = activate(self.family, linear(x, self.up_rows[rows], up_bias))
+        out = times(h, self.down_columns[self._atoms_of(expert)])
         if self.down_bias is not None:
             out = out + self.down_bias[expert]
         if normalises(self.family):
             out = self.family.post_expert_norm(out)
         return out
-
-    def _all_at_once(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        experts, order, counts = by_expert(top_k_index, len(self.heapr_widths))
-        tokens = order // top_k_index.shape[-1]
-        out = self._outputs(hidden_states[tokens].split(counts))
-        out = self._finished(out, experts)
-        out = out * top_k_weights.reshape(-1)[order][:, None]
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        total = torch.zeros_like(hidden_states, dtype=wide)
-        return total.index_add_(0, tokens, out.to(wide)).to(hidden_states.dtype)
-
-    def _outputs(self, routed: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Outputs without biases of the rows routed to each expert, joined."""
-        outputs = [torch.zeros_like(x) for x in routed]
-        busy = [e for e, x in enumerate(routed) if len(x) and self.heapr_widths[e]]
-        if busy:
-            hs = self._activations(busy, [routed[e] for e in busy])
-            down_projs = [self._down(self._atoms_of(e)) for e in busy]
-            found = torch._foreach_mm(hs, down_projs)
-            for expert, own in zip(busy, found, strict=True):
-                outputs[expert] = own
-        return torch.cat(outputs)
-
-    def _activations(
-        self, busy: list[int], xs: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Atom activations of the experts `busy` for `xs`, (n, w_e) each."""
-        n_parts = self.factor if self.family.is_concatenated else 1
-        weights = [part.T for e in busy for part in self._up_parts(e, n_parts)]
-        found = torch._foreach_mm([x for x in xs for _ in range(n_parts)], weights)
-        if self.up_bias is not None:
-            biases = [
-                part
-                for e in busy
-                for part in self.up_bias[self._rows_of(e)].chunk(n_parts)
-            ]
-            found = tuple(out + bias for out, bias in zip(found, biases, strict=True))
-        flat = [
-            torch.cat([out.reshape(-1) for out in found[part::n_parts]])
-            for part in range(n_parts)
-        ]
-        # Gate and up of each atom and token side by side: the gating is elementwise.
-        pairs = torch.stack(flat, 1).view(-1, self.factor)
-        sizes = [(len(x), self.heapr_widths[e]) for e, x in zip(busy, xs, strict=True)]
-        h = activate(self.family, pairs).view(-1).split([n * w for n, w in sizes])
-        return [own.view(size) for own, size in zip(h, sizes, strict=True)]
-
-    def _up_parts(self, expert: int, n_parts: int) -> tuple[torch.Tensor, ...]:
-        return self._up(self._rows_of(expert)).chunk(n_parts)
 
     def _atoms_of(self, expert: int) -> slice:
         return slice(self.starts[expert], self.starts[expert + 1])
@@ -194,12 +112,6 @@ class RaggedExperts(nn.Module):
     def _rows_of(self, expert: int) -> slice:
         atoms = self._atoms_of(expert)
         return slice(self.factor * atoms.start, self.factor * atoms.stop)
-
-    def _up(self, rows: slice) -> torch.Tensor:
-        return self.up_rows[rows]
-
-    def _down(self, atoms: slice) -> torch.Tensor:
-        return self.down_columns[atoms]
 
 
 def routed_sum(
@@ -215,7 +127,7 @@ def routed_sum(
 
     Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
     """
-    _, order, counts = by_expert(top_k_index, n_experts)
+    order, counts = by_expert(top_k_index, n_experts)
     routed = (order // top_k_index.shape[-1]).split(counts)  # tokens of each expert
     p = top_k_weights.reshape(-1)[order][:, None].split(counts)
     # Each expert's output is added to the total while it is still in the cache:
@@ -231,17 +143,16 @@ def routed_sum(
 
 def by_expert(
     top_k_index: torch.Tensor, n_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Slots sorted by expert: the expert of each, its number, and how many each has.
+) -> tuple[torch.Tensor, list[int]]:
+    """Slots sorted by their expert, and how many each expert has.
 
     Slots whose index is `n_experts` are left out.
 
-    Shapes: top_k_index (T, K); experts and slots (at most T · K,); counts (E,).
+    Shapes: top_k_index (T, K); slots (at most T · K,); counts (E,).
     """
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = torch.bincount(experts, minlength=n_experts)[:n_experts].tolist()
-    n_routed = sum(counts)
-    return experts[:n_routed], order[:n_routed], counts
+    return order[: sum(counts)], counts
 
 
 def linear(
@@ -318,105 +229,6 @@ def without_weights(module: nn.Module) -> Any:
     shell._parameters = dict.fromkeys(module._parameters)
     shell._modules = copy.deepcopy(module._modules)  # a norm keeps its weights
     return shell
-
-
-# --- quantised weights ------------------------------------------------------------
-
-QUANTISED = {"int8": (8, None), "int4": (4, 32)}
-"""Bits of a weight, and how many in a row share a scale: None for all of them."""
-SCALES = {"up_rows": "up_scale", "down_columns": "down_scale"}
-"""The scales of each matrix of `RaggedExperts`."""
-
-
-class QuantisedExperts(RaggedExperts):
-    """Ragged experts with integers for weights, which `quantise` makes of others.
-
-    A weight is an integer times the scale of its group. A group is part of an atom's
-    row of W_gate or W_up, or of its column of W_down, so that an atom has scales of its
-    own. The weights of one expert at a time are dequantised.
-
-    Shapes: up_rows (2W, D) int8, or (2W, D/2) uint8 with two integers of 4 bits each;
-    up_scale (2W, n_groups), of the dtype of the activations; without a gate, W rows;
-    likewise down_columns and down_scale, W rows.
-    """
-
-    kind: str
-    """A name in `QUANTISED`."""
-    up_scale: nn.Parameter
-    down_scale: nn.Parameter
-
-    def _up(self, rows: slice) -> torch.Tensor:
-        return dequantised(self.up_rows[rows], self.up_scale[rows], self.kind)
-
-    def _down(self, atoms: slice) -> torch.Tensor:
-        return dequantised(self.down_columns[atoms], self.down_scale[atoms], self.kind)
-
-
-@torch.no_grad()
-def quantise(experts: RaggedExperts, kind: str) -> None:
-    """Round the weights of `experts` to integers; biases stay as they are.
-
-    Args:
-        experts: on any device, the meta device too.
-        kind: `int8`, a scale for each row, or `int4`, one for each 32 weights of a row.
-
-    Raises:
-        ValueError: there is no such kind, the experts are quantised already, d_model is
-            no multiple of the size of a group, or a weight is not finite.
-    """
-    if kind not in QUANTISED:
-        raise ValueError(f"there is no {kind!r}, expected {', '.join(QUANTISED)}")
-    group = QUANTISED[kind][1] or experts.d_expert
-    if isinstance(experts, QuantisedExperts) or experts.d_expert % group:
-        found = getattr(experts, "kind", f"rows of {experts.d_expert} weights")
-        raise ValueError(
-            f"experts with {found} cannot become {kind}, which needs weights that are "
-            f"not quantised, in rows of a multiple of {group}"
-        )
-    weights = {name: getattr(experts, name) for name in SCALES}
-    broken = [name for name, own in weights.items() if not _is_finite(own)]
-    if broken:
-        raise ValueError(f"{broken[0]} has weights that are NaN or infinite")
-    for name, scale_name in SCALES.items():
-        integers, scale = quantised(weights[name], kind)
-        setattr(experts, name, nn.Parameter(integers, requires_grad=False))
-        setattr(experts, scale_name, nn.Parameter(scale, requires_grad=False))
-    experts.__class__ = QuantisedExperts
-    experts.__dict__["kind"] = kind
-
-
-def _is_finite(weight: torch.Tensor) -> bool:
-    return weight.is_meta or bool(torch.isfinite(weight).all())
-
-
-def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest integers and the scale of each group, symmetric about 0.
-
-    Shapes: weight (n, D); integers (n, D), or (n, D/2) of 4 bits; scale (n, n_groups).
-    """
-    bits, size = QUANTISED[kind]
-    size = size or weight.shape[1]
-    groups = weight.unflatten(1, (weight.shape[1] // size, size))
-    most = 2 ** (bits - 1) - 1
-    scale = groups.abs().amax(2) / most  # rounded to the dtype it is stored in
-    steps = torch.where(scale > 0, scale, 1).float()[..., None]
-    whole = (groups.float() / steps).round().clamp(-most, most).flatten(1)
-    if bits == 8:
-        return whole.to(torch.int8), scale
-    low, high = (whole + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
-    return low | (high << 4), scale
-
-
-def dequantised(integers: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
-    """The weights (n, D) of what `quantised` returned, in the dtype of `scale`."""
-    if QUANTISED[kind][0] == 4:
-        pair = torch.stack((integers & 15, integers >> 4), dim=2)
-        integers = pair.flatten(1).to(torch.int8) - 8
-    n_groups = scale.shape[1]
-    size = integers.shape[1] // n_groups
-    whole = integers.to(scale.dtype).unflatten(1, (n_groups, size))
-    weight: torch.Tensor = (whole * scale[..., None]).flatten(1)
-    return weight
 
 
 # --- files: one tensor for each expert, packed when it is loaded ------------------
@@ -557,12 +369,6 @@ def expert_conversions(
         return WeightConverter(sources, f"{here}.{target}", [op])
 
     found = [packed(rows, "up_rows", ROWS), packed(columns, "down_columns", COLUMNS)]
-    if isinstance(module, QuantisedExperts):
-        scales = [
-            [n.replace(".weight", ".scale") for n in own] for own in (rows, columns)
-        ]
-        found.append(packed(scales[0], "up_scale", ROWS))
-        found.append(packed(scales[1], "down_scale", COLUMNS))
     if module.up_bias is not None:
         biases = [name.replace(".weight", ".bias") for name in rows]
         found.append(packed(biases, "up_bias", ROWS))
@@ -603,26 +409,19 @@ class HeaprConfig(QuantizationConfigMixin):
     def __init__(
         self,
         widths: dict[str, list[int]] | None = None,
-        format_version: int | None = None,
-        quantised: str | None = None,
+        format_version: int = FORMAT_VERSION,
         **facts: Any,
     ) -> None:
-        """The `widths` of the experts in each experts module, by its path.
-
-        `quantised` is a name in `QUANTISED`.
-        """
+        """The `widths` of the experts in each experts module, by its path."""
         self.quant_method: Any = METHOD
         self.widths = widths or {}
-        self.quantised = quantised
-        least = FORMAT_VERSION if quantised else _FIRST_VERSION
-        self.format_version = format_version or least
+        self.format_version = format_version
         self.facts = facts
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         version = {"quant_method": METHOD, "format_version": self.format_version}
-        more = {"quantised": self.quantised} if self.quantised else {}
-        return {**version, **more, **self.facts, "widths": self.widths}
+        return {**version, **self.facts, "widths": self.widths}
 
 
 _CONVERSIONS = inspect.signature(HfQuantizer.update_weight_conversions)
@@ -639,19 +438,12 @@ class HeaprQuantizer(HfQuantizer):
     """The model whose experts were replaced, until its weights are loaded."""
 
     def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
-        """Refuse a checkpoint of a later version, or one with output biases.
+        """Refuse a checkpoint of a later version, or with what is no longer read.
 
         Raises:
             ValueError: it is one.
         """
-        if self.quantization_config.facts.get("output_bias"):
-            raise ValueError(OUTPUT_BIAS)
-        found = self.quantization_config.format_version
-        if found > FORMAT_VERSION:
-            raise ValueError(
-                f"the checkpoint has format version {found}, this version of heapr_lab "
-                f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
-            )
+        check_format(self.quantization_config.to_dict())
 
     def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
         """Replace the model's experts by ragged ones.
@@ -668,11 +460,8 @@ class HeaprQuantizer(HfQuantizer):
         check_widths(every, {n: len(m.down_proj) for n, m in modules.items()}, model)
         for path, widths in every.items():
             parent, _, name = path.rpartition(".")
-            ragged = RaggedExperts(modules[path], widths)
-            if self.quantization_config.quantised:
-                quantise(ragged, self.quantization_config.quantised)
             block: Any = model.get_submodule(parent)
-            setattr(block, name, ragged)
+            setattr(block, name, RaggedExperts(modules[path], widths))
             # Some families would initialise the parameters that were replaced.
             block._is_hf_initialized = True
         base: Any = type(model)
@@ -707,7 +496,7 @@ class HeaprQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the model can be trained: yes, all but weights that are integers."""
+        """Whether the model can be trained: yes."""
         return True
 
 
@@ -739,6 +528,27 @@ def check_widths(widths: Any, n_experts: dict[str, int], model: Any) -> None:
                 f"{n_experts[path]} counts of atoms: use the config.json that the "
                 "checkpoint was written with"
             )
+
+
+def check_format(settings: Mapping[str, Any]) -> None:
+    """Check that this version reads what `quantization_config` describes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for name, what in _GONE.items():
+        if settings.get(name):
+            raise ValueError(
+                f"the experts of the checkpoint have {what}, which heapr-lab 0.1 of "
+                "2026-11 wrote and reads: load it with that version, or prune the base "
+                "model again"
+            )
+    found = int(settings.get("format_version", FORMAT_VERSION))
+    if found > FORMAT_VERSION:
+        raise ValueError(
+            f"the checkpoint has format version {found}, this version of heapr_lab "
+            f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
+        )
 
 
 if METHOD not in AUTO_QUANTIZER_MAPPING:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from heapr_lab.models.dtypes import DEQUANTISED
 from heapr_lab.models.folders import quantisation, read_config
 from heapr_lab.models.named import local_folder
-from heapr_lab.models.sizes import DEQUANTISED
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,11 @@ _TOO_MANY = 2**31
 """More atoms than any expert has."""
 _LAYERS = re.compile(r"([0-9]{1,6})(?:\s*[-–]\s*([0-9]{1,6}))?")
 _REDUNDANT = "own_layers"
-_REMOVED = {"price": None, "protect_outliers": 0.0}
+_REMOVED: Mapping[str, Any] = {
+    "price": None,
+    "protect_outliers": 0.0,
+    "layer_ratios": {},
+}
 """Fields that heapr-lab 0.1 had, besides `own_layers`, and their defaults."""
 
 
@@ -192,8 +196,6 @@ class Selection:
     "per_layer" and "uniform" unless given."""
     of: str = "atoms"
     """What the ratio counts: routed "atoms", or parameters of the whole "model"."""
-    layer_ratios: tuple[tuple[int, float], ...] = ()
-    """(layer, ratio) of layers with a ratio of their own; a mapping is accepted."""
     exclude_layers: tuple[int, ...] = ()
     """Layers that are not pruned."""
     min_atoms: int = 0
@@ -205,8 +207,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         self._settle_words()
-        self._settle_ratios()
-        self._settle_counts()
+        self._settle_numbers()
         self._check_combinations()
 
     # --- checks ---------------------------------------------------------------
@@ -230,20 +231,11 @@ class Selection:
                 "'global'; give scope='layer'"
             )
 
-    def _settle_ratios(self) -> None:
-        own = dict(self.layer_ratios)
-        layers = layer_numbers(own, name="layer_ratios")
-        ratios = {layer: own[layer] for layer in layers}
+    def _settle_numbers(self) -> None:
         self._set(
-            ratio=_as_written(self.ratio, name="pruning ratio"),
-            layer_ratios=tuple(
-                (layer, _as_written(ratio, name=f"layer_ratios[{layer}]"))
-                for layer, ratio in ratios.items()
-            ),
+            ratio=_shortest(exact_ratio(self.ratio), self.ratio),
             exclude_layers=layer_numbers(self.exclude_layers, name="exclude_layers"),
         )
-
-    def _settle_counts(self) -> None:
         for name, least in (("min_atoms", 0), ("multiple", 1)):
             value = getattr(self, name)
             if value is not None:
@@ -271,35 +263,18 @@ class Selection:
                 f"structure 'ragged' does not round widths, got multiple="
                 f"{self.multiple}; give structure='aligned', or omit it"
             )
-        both = sorted({*self.own_layers} & {*self.exclude_layers})
-        if both:
+        if self.structure == "uniform" and self.exclude_layers:
             raise SpecError(
-                f"layers {both} are in layer_ratios and in exclude_layers; "
-                "name each layer in one of them"
-            )
-        if self.own_layers and self.of != "atoms":
-            raise SpecError(
-                f"layer_ratios are shares of a layer's atoms, got of={self.of!r}; give "
-                "of='atoms'"
-            )
-        if self.structure == "uniform" and (self.own_layers or self.exclude_layers):
-            raise SpecError(
-                "structure 'uniform' has one width for all layers, got layer_ratios or "
-                "exclude_layers; give structure='per_layer'"
+                "structure 'uniform' has one width for all layers, got exclude_layers; "
+                "give structure='per_layer'"
             )
 
     # --- derived properties -----------------------------------------------------
 
     @property
-    def own_layers(self) -> tuple[int, ...]:
-        """Layers with a ratio of their own."""
-        return tuple(layer for layer, _ in self.layer_ratios)
-
-    @property
     def ranking_key(self) -> Self:
-        """The selection without its ratios: equal keys give the same ranking."""
-        own = tuple((layer, 0.0) for layer in self.own_layers)
-        return replace(self, ratio=0.0, layer_ratios=own)
+        """The selection without its ratio: equal keys give the same ranking."""
+        return replace(self, ratio=0.0)
 
     @property
     def step(self) -> int:
@@ -313,7 +288,7 @@ class Selection:
 
     @property
     def in_one_group(self) -> bool:
-        """Whether layers without a ratio of their own are pruned together."""
+        """Whether all layers are pruned together."""
         return self.scope == "global" or self.structure == "uniform"
 
     @property
@@ -323,14 +298,13 @@ class Selection:
         return "parameters" if whole else "atoms"
 
     def groups(self, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The layers that are pruned together: first those without their own ratio.
+        """The layers that are pruned together.
 
         Raises:
             SpecError: the selection names a layer that is not in `layers`, or excludes
                 all of them.
         """
-        named = {*self.own_layers, *self.exclude_layers}
-        unknown = sorted(named.difference(layers))
+        unknown = sorted({*self.exclude_layers}.difference(layers))
         if unknown:
             raise SpecError(
                 f"no routed experts in layers {', '.join(map(str, unknown))}; layers "
@@ -338,9 +312,7 @@ class Selection:
             )
         if set(layers) == {*self.exclude_layers}:
             raise SpecError("exclude_layers names every layer with routed experts")
-        alone = self.own_layers if self.in_one_group else layers
-        together = tuple(layer for layer in layers if layer not in alone)
-        return tuple(g for g in (together, *((layer,) for layer in alone)) if g)
+        return (layers,) if self.in_one_group else tuple((own,) for own in layers)
 
     # --- as text and as data ----------------------------------------------------
 
@@ -387,7 +359,6 @@ class Selection:
         """Plain data for files and manifests; `from_dict` reads it."""
         plain = dataclasses.asdict(self)
         plain["ratio"] = float(self.ratio)
-        plain["layer_ratios"] = {str(k): float(r) for k, r in self.layer_ratios}
         plain["estimator_options"] = dict(self.estimator_options)
         plain["exclude_layers"] = list(self.exclude_layers)
         return plain
@@ -413,13 +384,7 @@ class Selection:
                 f"a selection has the fields {', '.join(sorted(names))}, of which "
                 f"ratio is required; got {', '.join(sorted(given)) or 'none'}"
             )
-        layers = {int(k): r for k, r in dict(given.get("layer_ratios", {})).items()}
-        return cls(**{**given, "layer_ratios": layers})
-
-
-def _as_written(value: Any, *, name: str) -> Any:
-    """A ratio in [0, 1) in its shortest type."""
-    return _shortest(exact_ratio(value, name=name), value)
+        return cls(**given)
 
 
 def _shortest(exact: Fraction, value: Any) -> Any:

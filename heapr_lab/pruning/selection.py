@@ -10,7 +10,6 @@ Without torch. What a ratio r means:
 * `of="model"`: at least r of the parameters of the whole model are pruned, the
   lowest-ranked atoms first; with scope `layer`, the same share of the atoms of every
   layer that may be pruned.
-* `layer_ratios` gives layers their own r; the others reach `ratio` among themselves.
 * `exclude_layers` are not pruned. With scope `global` their atoms still count, so that
   more atoms of the others are pruned; with scope `layer` each of the others loses r.
 
@@ -108,7 +107,6 @@ def _amounts(
     # A ratio of the whole model is scaled to a ratio of the groups.
     factor = _factor(table, selection)
     ratio = exact_ratio(selection.ratio)
-    own_ratios = {layer: exact_ratio(r) for layer, r in selection.layer_ratios}
     exact = selection.counts_atoms_exactly and selection.of == "atoms"
     amounts: dict[int, int] = {}
     refused, largest = False, Fraction(1)
@@ -118,16 +116,10 @@ def _amounts(
         if not selection.in_one_group and group[0] in selection.exclude_layers:
             amounts[group[0]] = 0
             continue
-        own = own_ratios.get(group[0])
-        wanted = (factor * ratio if own is None else own) * total
+        wanted = factor * ratio * total
         amount = math.floor(wanted) if exact else math.ceil(wanted)
-        if own is not None and amount > removable:
-            name = f"layer_ratios[{group[0]}]"
-            limit = Fraction(removable, total)
-            raise SpecError(_refusal(name, own, limit, selection.multiple))
-        if own is None:
-            refused |= amount > removable
-            largest = min(largest, Fraction(removable, total) / factor)
+        refused |= amount > removable
+        largest = min(largest, Fraction(removable, total) / factor)
         amounts |= dict.fromkeys(group, amount)
     if refused:
         name = _NAMES[selection.of]

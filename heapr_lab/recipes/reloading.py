@@ -10,9 +10,8 @@ from heapr_lab.errors import CacheError, HeaprLabError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.all_experts import ready
 from heapr_lab.models.folders import read_weights
-from heapr_lab.models.loading import free_memory
-from heapr_lab.models.sizes import gigabytes
-from heapr_lab.streaming.opening import open_stepping
+from heapr_lab.streaming.opening import free_memory, open_stepping
+from heapr_lab.streaming.sizes import gigabytes
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 

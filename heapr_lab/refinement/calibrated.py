@@ -18,7 +18,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.compensation import Compensation, compensation_of
-from heapr_lab.refinement.elimination import PRICES, with_elimination
+from heapr_lab.refinement.elimination import with_elimination
 from heapr_lab.refinement.layer_sums import LayerSums
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -81,7 +81,7 @@ class CalibratedModel:
         table = self.table(progress=progress)
         progress.end(self.windows.n_sequences)
         grams = self.sums.grams(progress)
-        return with_elimination(table, grams, prices=[PRICES[estimator]])
+        return with_elimination(table, grams)
 
     def keep(self, selection: Selection, progress: Progress | None = None) -> KeepMask:
         """The mask of a selection.

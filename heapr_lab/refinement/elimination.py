@@ -10,8 +10,8 @@ costs
 in squared output error. The ridge λ is relative to each feature's own products, so that
 neither the scale of an activation nor the traffic of its expert makes an atom look
 expensive. The cost in loss of an expert's squared error is its price: the sum of its
-scores in the importance table, by default `fisher` (its share of the corpus loss), over
-the summed squared contributions of its atoms to the output. The score of an atom is its
+`fisher` scores, its share of the corpus loss, over the summed squared contributions of
+its atoms to the output. The score of an atom is its
 cost when it is removed, so the masks of all ratios are nested, and every structure and
 budget of `select` can use it. It needs no gradients besides those of the table.
 
@@ -19,11 +19,11 @@ Atoms that no token reaches cost nothing, whatever their weights; an expert with
 tokens than atoms has a larger ridge, because its products say little.
 
 Shapes: E n_experts, I d_inter, D d_expert; P problems of F features: one for each
-expert, or one of all experts; Q prices.
+expert, or one of all experts.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.columns import ELIMINATION_SCHEMA, ELIMINATIONS
+from heapr_lab.importance.columns import ELIMINATION, ELIMINATION_SCHEMA
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Progress
@@ -42,10 +42,6 @@ from heapr_lab.refinement.normal_equations import at_once, scarcity, small_facto
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
-COLUMNS = dict(zip(("fisher", "shrunk"), ELIMINATIONS, strict=True))
-"""The column of the table, and the estimator that reads it, by the price."""
-PRICES = {column: price for price, column in COLUMNS.items()}
-"""The price by the column."""
 _PRICE = "fisher"
 _RIDGE = 0.03
 _N_STEPS = 128
@@ -59,7 +55,6 @@ def eliminate(
     table: ImportanceTable,
     calibration: CalibrationSet,
     *,
-    price: str = _PRICE,
     span: str | None = None,
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
@@ -71,8 +66,6 @@ def eliminate(
         model: the dense model that `table` was measured on.
         table: its statistics.
         calibration: the windows whose activations are used, usually the table's.
-        price: the estimator that prices an expert's error: "fisher", or "shrunk", whose
-            scores are the column `elimination_shrunk`.
         span: whether the atoms of a "layer" or of an "expert" compensate each other, as
             in `compensation.compensate`.
         ridge: relative to each feature's own products.
@@ -81,8 +74,8 @@ def eliminate(
         progress: called with (windows done, windows in all).
 
     Raises:
-        SpecError: the table is of another model, there is no such price, ridge or
-            n_steps are not positive, or autocast is on.
+        SpecError: the table is of another model, ridge or n_steps are not positive, or
+            autocast is on.
         LayoutError: weights are offloaded, or not finite.
 
     Example:
@@ -96,13 +89,11 @@ def eliminate(
         raise SpecError(
             f"ridge is {ridge} and n_steps {n_steps}, expected both above 0"
         )
-    if price not in COLUMNS:
-        raise SpecError(f"price is {price!r}, expected one of {', '.join(COLUMNS)}")
     check_table(model, layers, table)
     grams = iter_grams(model, calibration, span=chosen, progress=progress)
     settings: dict[str, Any] = {"ridge": ridge, "n_steps": n_steps}
-    spec = elimination_spec(table, calibration, price=price, span=span, **settings)
-    return with_elimination(table, grams, spec=spec, prices=[price], **settings)
+    spec = elimination_spec(table, calibration, span=span, **settings)
+    return with_elimination(table, grams, spec=spec, **settings)
 
 
 def with_elimination(
@@ -110,27 +101,24 @@ def with_elimination(
     grams: Iterable[tuple[ExpertsLayer, LayerGrams]],
     *,
     spec: dict[str, Any] | None = None,
-    prices: Sequence[str] = tuple(COLUMNS),
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
 ) -> ImportanceTable:
     """`table` with the scores of elimination, from sums that were collected before.
 
-    `spec` describes the result; without it, the table has no specification. A second
-    price costs less than the first one.
+    `spec` describes the result; without it, the table has no specification.
     """
     frame = table.frame
-    bases = np.stack([table.score(price).to_numpy() for price in prices])
-    scores = np.zeros(bases.shape)
+    bases = table.score(_PRICE).to_numpy()
+    scores = np.zeros(len(bases))
     for layer, own in grams:
         rows = frame["layer"].eq(layer.layer).to_numpy()
         shape = layer.n_experts, layer.d_inter
-        wanted = torch.from_numpy(bases[:, rows]).unflatten(1, shape)
+        wanted = torch.from_numpy(bases[rows]).unflatten(0, shape)
         costs = layer_costs(layer, own, wanted, ridge=ridge, n_steps=n_steps)
-        scores[:, rows] = costs.flatten(1).numpy()
+        scores[rows] = costs.flatten().numpy()
         del own  # before the sums of the next layer
-    for price, own_scores in zip(prices, scores, strict=True):
-        frame[COLUMNS[price]] = own_scores
+    frame[ELIMINATION] = scores
     unknown = {"spec", "spec_hash"}
     metadata = {k: v for k, v in table.metadata.items() if k not in unknown}
     if spec is not None:
@@ -142,23 +130,19 @@ def extra_pass(
     model: nn.Module,
     table: ImportanceTable,
     calibration: CalibrationSet,
-    *,
-    estimator: str,
 ) -> tuple[dict[str, Any], Callable[..., ImportanceTable]]:
-    """The key of the cache of an estimator's scores, and what computes them.
+    """The key of the cache of the scores, and what computes them.
 
     It takes `progress`, and gives `table` with these scores.
     """
-    price = PRICES[estimator]
-    run = functools.partial(eliminate, model, table, calibration, price=price)
-    return elimination_spec(table, calibration, price=price), run
+    run = functools.partial(eliminate, model, table, calibration)
+    return elimination_spec(table, calibration), run
 
 
 def elimination_spec(
     table: ImportanceTable,
     calibration: CalibrationSet,
     *,
-    price: str = _PRICE,
     span: str | None = None,
     ridge: float = _RIDGE,
     n_steps: int = _N_STEPS,
@@ -166,7 +150,7 @@ def elimination_spec(
     """The settings that determine the scores: the key of the cache."""
     settings = {"span": span, "ridge": ridge, "n_steps": n_steps}
     text = {"calibration": calibration.fingerprint, "schema": ELIMINATION_SCHEMA}
-    return {**(table.metadata.get("spec") or {}), COLUMNS[price]: settings | text}
+    return {**(table.metadata.get("spec") or {}), ELIMINATION: settings | text}
 
 
 @torch.no_grad()
@@ -180,31 +164,27 @@ def layer_costs(
 ) -> torch.Tensor:
     """The costs of each atom of one layer when it is removed, float64.
 
-    Shapes: bases and result (E, I), or (Q, E, I) for Q prices: the scores whose sum
-    over an expert is the cost of its error.
+    Shapes: bases, the scores whose sum over an expert is the cost of its error, and
+    result (E, I).
     """
-    shape, bases = bases.shape, bases.reshape(-1, *bases.shape[-2:])
     sums = grams.total
     down = layer.down.detach().to(sums)  # (E, D, I)
     together = grams.span == "layer"
     weights = down.movedim(0, 1).flatten(1)[None] if together else down  # (P, D, F)
     energy = weights.square().sum(1) * sums.diagonal(dim1=-2, dim2=-1)  # (P, F)
-    energy = energy.reshape(bases.shape[1:]).sum(1)  # (E,)
-    rates = torch.where(energy > 0, bases.to(sums).sum(2) / energy, 0.0)  # (Q, E)
+    energy = energy.reshape(bases.shape).sum(1)  # (E,)
+    rates = torch.where(energy > 0, bases.to(sums).sum(1) / energy, 0.0)  # (E,)
     ridges = ridge * scarcity(grams, layer.d_inter)
     rates, ridges = (
-        own[..., None].expand(*own.shape, layer.d_inter).flatten(-2)
+        own.repeat_interleave(layer.d_inter).unflatten(0, (len(sums), -1))
         for own in (rates, ridges)
     )
-    rates, ridges = (own.unflatten(-1, (len(sums), -1)) for own in (rates, ridges))
-    size = at_once(sums)
     parts = zip(
-        *(own.split(size) for own in (sums, weights, ridges)),
-        rates.split(size, dim=1),
+        *(own.split(at_once(sums)) for own in (sums, weights, ridges, rates)),
         strict=True,
     )
     costs = [_costs(*part, n_steps=n_steps) for part in parts]
-    return torch.cat(costs, dim=1).reshape(shape).cpu()
+    return torch.cat(costs).reshape(bases.shape).cpu()
 
 
 def _costs(
@@ -215,9 +195,9 @@ def _costs(
     *,
     n_steps: int,
 ) -> torch.Tensor:
-    """Costs (Q, P, F) float64 of P problems.
+    """Costs (P, F) float64 of P problems.
 
-    Shapes: products C (P, F, F), weights W (P, D, F), ridges (P, F), rates (Q, P, F).
+    Shapes: products C (P, F, F), weights W (P, D, F), ridges and rates (P, F).
     """
     size = C.diagonal(dim1=-2, dim2=-1).sqrt()  # (P, F)
     unit = torch.where(size > 0, size, 1.0)
@@ -234,17 +214,9 @@ def _costs(
     W = W / largest.sqrt()[:, None]
     if narrow:
         B, W = B.float(), W.float()
-    first = rates[..., :1]
-    if bool((rates == first).all()):  # one rate for a problem: it changes no order
-        ones = torch.ones_like(rates[0], dtype=B.dtype)
-        return _eliminated(B, W, ones, n_steps).double() * largest * first
-    found = []
-    for rate in rates:
-        dearest = _or_one(rate.amax(1))[:, None]
-        relative = (rate / dearest).to(B.dtype)
-        own = _eliminated(B.clone(), W.clone(), relative, n_steps)
-        found.append(own.double() * largest * dearest)
-    return torch.stack(found)
+    dearest = _or_one(rates.amax(1))[:, None]
+    relative = (rates / dearest).to(B.dtype)
+    return _eliminated(B, W, relative, n_steps).double() * largest * dearest
 
 
 def _or_one(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import backend_of
-from heapr_lab.models.experts import ExpertsLayer, find_experts, trainable_experts
+from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Progress
@@ -62,13 +62,13 @@ def _students(pruned: nn.Module, dense: nn.Module) -> dict[str, RaggedExperts]:
     """The sliced experts of `pruned` by their names, which are those of `dense`.
 
     Raises:
-        SpecError: it has none, was not made from `dense`, is streamed or quantised.
+        SpecError: it has none, was not made from `dense`, or is streamed.
     """
     backend_of(pruned).require_loaded(
         remedy="make it from a dense model that is loaded with stream=False "
         "(--no-stream) to distil",
     )
-    found = trainable_experts(pruned)
+    found = sliced_experts(pruned)
     expected = {layer.name: layer.n_experts for layer in find_experts(dense)}
     if {name: len(own.heapr_widths) for name, own in found.items()} != expected:
         raise SpecError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.ragged_experts import FORMAT_VERSION, OUTPUT_BIAS
+from heapr_lab.models.ragged_experts import check_format
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 
@@ -22,23 +22,13 @@ def widths_by_layer(settings: Mapping[str, Any]) -> Widths:
     An engine has names of its own for modules, but the same numbers of layers.
 
     Raises:
-        SpecError: the format is of a later version, experts have output biases that
-            their family does not have, or their weights are integers.
+        SpecError: the format is of a later version, or one that is no longer read.
         LayoutError: an experts module is in no numbered layer, or shares it.
     """
-    found = int(settings.get("format_version", FORMAT_VERSION))
-    if found > FORMAT_VERSION:
-        raise SpecError(
-            f"the checkpoint has format version {found}, this version of heapr_lab "
-            f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
-        )
-    if settings.get("output_bias"):
-        raise SpecError(OUTPUT_BIAS)
-    if settings.get("quantised"):
-        raise SpecError(
-            f"the weights of the checkpoint's experts are {settings['quantised']}, "
-            "which only transformers reads: serve the checkpoint it was made of"
-        )
+    try:
+        check_format(settings)
+    except ValueError as error:
+        raise SpecError(str(error)) from error
     paths: dict[int, str] = {}
     for path in settings["widths"]:
         layer = layer_of(path)

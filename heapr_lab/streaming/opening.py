@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.all_experts import ready
-from heapr_lab.models.families import refuse_to_stream
+from heapr_lab.models.dtypes import DEQUANTISED
 from heapr_lab.models.folders import (
     build,
     quantisation,
@@ -18,17 +19,65 @@ from heapr_lab.models.folders import (
     refuse_format,
 )
 from heapr_lab.models.fp8 import with_exact_blocks
+from heapr_lab.models.loading import model_folder
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
-from heapr_lab.models.sizes import DEQUANTISED
+from heapr_lab.models.safetensors_headers import read_source
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.on_disk import on_disk
+from heapr_lab.streaming.sizes import shapes_in, size_of, sizes_of, why_streamed
 from heapr_lab.streaming.stream import Stream, stream_of
+
+NOT_STREAMED = {
+    "deepseek_v4": "its attention has buffers in every layer that no file holds",
+}
+"""Model types that are supported in memory only, and why."""
+
+
+def why_on_disk(
+    path: str, config: Any, *, dtype: Any, device: str, n_tokens: int
+) -> str | None:
+    """Why a model is streamed where it is not said.
+
+    Args:
+        path: the folder of the model, or its hub id.
+        config: its configuration.
+        dtype: of the weights in memory; `auto` is the checkpoint's own.
+        device: as `load_model`.
+        n_tokens: of a calibration window.
+
+    Returns:
+        The reason; None if the model fits, is pruned, or has no routed experts.
+    """
+    method = quantisation(config)
+    if method not in (None, *DEQUANTISED):
+        return None
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    try:
+        stored, _ = read_source(model_folder(path))
+        sizes = sizes_of(shapes_in(stored), config.to_dict())
+    except SpecError:  # of files that are damaged, or not of safetensors
+        return None
+    if not sizes.atoms:
+        return None
+    free = free_memory(device)
+    return why_streamed(sizes, dtype.itemsize, n_tokens, free, method=method)
+
+
+def free_memory(device: str) -> int:
+    """Free bytes of a GPU, of all GPUs (`auto`), or of the machine."""
+    gpus: list[Any] = [device] if device.startswith("cuda") else []
+    if device == "auto" and torch.cuda.is_available():
+        gpus = [*range(torch.cuda.device_count())]
+    if not gpus:
+        return int(psutil.virtual_memory().available)
+    return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
 
 
 def open_stepping(
-    folder: Path, *, dtype: Any, device: torch.device, host_memory: int | None
+    folder: Path, *, dtype: Any, device: torch.device, host_memory: int | str | None
 ) -> Any:
     """As `open_streamed`, a model whose layers can be run one by one.
 
@@ -36,20 +85,38 @@ def open_stepping(
         folder: with safetensors files.
         dtype: of the weights in memory; `auto` is the checkpoint's own.
         device: of the weights in memory.
-        host_memory: bytes for the states of its layers; by default half of what is
-            free.
+        host_memory: bytes for the states of its layers, or a size such as "16GB"; by
+            default half of what is free.
 
     Raises:
+        SpecError: the size is none, or as `open_streamed`.
         LayoutError: they cannot.
     """
+    budget = None if host_memory is None else size_of(host_memory, least=0)
     model = open_streamed(folder, dtype=dtype, device=device)
-    refuse_to_stream(model.config, type(model).__name__)
+    _refuse_family(model.config, type(model).__name__)
     stream = stream_of(model)
     assert stream is not None
-    stream.host_memory = host_memory
+    stream.host_memory = budget
     with evaluating(ready(model)):
         LayerByLayer(model, [torch.zeros(1, 2, dtype=torch.long)])
     return model
+
+
+def _refuse_family(config: Any, name: str) -> None:
+    """Check that the layers of a family can be read one at a time.
+
+    Raises:
+        LayoutError: they cannot; the message says why.
+    """
+    why = NOT_STREAMED.get(config.model_type)
+    if getattr(config.get_text_config(), "hidden_size_per_layer_input", 0):
+        why = "it has a second table of embeddings, which every layer reads"
+    if why is not None:
+        raise LayoutError(
+            f"{name} ({config.model_type}) cannot be streamed: {why}; load the model "
+            "with stream=False"
+        )
 
 
 def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:

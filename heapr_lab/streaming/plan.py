@@ -17,13 +17,14 @@ from huggingface_hub import snapshot_download
 
 from heapr_lab import hub
 from heapr_lab.errors import LayoutError, SpecError, whole_number
-from heapr_lab.models.dtypes import check_dtype
+from heapr_lab.models.dtypes import DEQUANTISED, check_dtype
 from heapr_lab.models.named import dense_of, folder_of, what_is_expected
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
-from heapr_lab.models.sizes import (
+from heapr_lab.repr_html import card_html
+from heapr_lab.storage.files import read_json
+from heapr_lab.streaming.sizes import (
     ATOM_BYTES,
-    DEQUANTISED,
     Shapes,
     gigabytes,
     shapes_in,
@@ -32,8 +33,6 @@ from heapr_lab.models.sizes import (
     text_settings,
     why_streamed,
 )
-from heapr_lab.repr_html import card_html
-from heapr_lab.storage.files import read_json
 
 IN_MEMORY, STREAMED = "in memory", "streamed"
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

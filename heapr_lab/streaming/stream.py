@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.models.wrapped import decoder_layers
+from heapr_lab.models.wrapped import text_modules
 
 _STREAM, _PART = "heapr_stream", "heapr_part"
 _EMBEDDINGS = -1
@@ -346,3 +346,23 @@ def stream_of(module: nn.Module) -> Stream | None:
     """What reads the layers of a streamed model, or of a module of it; else None."""
     found: Stream | None = module.__dict__.get(_STREAM)
     return found
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The decoder layers of a model, in order.
+
+    Raises:
+        LayoutError: they are not in one list.
+    """
+    config = model.config.get_text_config()
+    lists = [
+        module
+        for _, module in text_modules(model)
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+    ]
+    if not lists:
+        raise LayoutError(
+            f"{type(model).__name__} has no list of {config.num_hidden_layers} decoder "
+            "layers, so it cannot be streamed"
+        )
+    return list(lists[0])

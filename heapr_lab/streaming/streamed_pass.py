@@ -11,8 +11,8 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import GradientPass
-from heapr_lab.models.sizes import EXTRA_STATES
 from heapr_lab.progress import noted
+from heapr_lab.streaming.sizes import EXTRA_STATES
 from heapr_lab.streaming.stream import Stream
 from heapr_lab.streaming.sweep_store import SweepStore, budget_of, opened
 from heapr_lab.streaming.two_sweeps import TwoSweeps

@@ -35,41 +35,6 @@ def rendered(corpus: Corpus, tokenizer: Any) -> str:
     return "".join(parts)
 
 
-def questions(
-    corpus: Corpus, tokenizer: Any, *, limit: int | None = None
-) -> list[tuple[list[Any], list[int]]]:
-    """Each conversation up to its last user's turn, and the ids that ask for an answer.
-
-    Conversations without a user's turn are left out; with a `limit` only so many of the
-    first ones are rendered.
-
-    Raises:
-        CorpusError: as `rendered`, or no conversation has a user's turn.
-    """
-    _check_template(corpus, tokenizer)
-    found = []
-    for number, text in enumerate(corpus.texts, start=1):
-        turns = json.loads(text)
-        asked = [at for at, turn in enumerate(turns) if turn["role"] == "user"]
-        if not asked:
-            continue
-        messages = turns[: asked[-1] + 1]
-        with _named(corpus, number):
-            prompt = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        ids = tokenizer(str(prompt), add_special_tokens=False)["input_ids"]
-        found.append((messages, list(ids)))
-        if len(found) == limit:
-            break
-    if not found:
-        raise CorpusError(
-            f"no conversation of corpus {corpus.name!r} has a turn of role 'user' to "
-            "be answered"
-        )
-    return found
-
-
 @contextlib.contextmanager
 def _named(corpus: Corpus, number: int) -> Iterator[None]:
     """Raise an error of the template as one that names the conversation.

@@ -222,9 +222,9 @@ class Workbench:
         windows = self.calibration_set(calibration)
         extra_pass = find_estimator(estimator).extra_pass
         # Only the last table is kept, with its rankings, because it can be large.
-        key = digest(self.identity), windows.fingerprint, extra_pass and estimator
+        key = digest(self.identity), windows.fingerprint, extra_pass
         if self._table is None or self._table[0] != key:
-            made = self._eliminated(windows, estimator) if extra_pass else None
+            made = self._eliminated(windows) if extra_pass else None
             self._table = key, self.measure(windows) if made is None else made
         return self._table[1]
 
@@ -234,14 +234,14 @@ class Workbench:
             setting.calibration, estimator=setting.selection.estimator
         )
 
-    def _eliminated(self, windows: CalibrationSet, estimator: str) -> ImportanceTable:
-        """The table of `windows` with the scores of `eliminate` for `estimator`."""
+    def _eliminated(self, windows: CalibrationSet) -> ImportanceTable:
+        """The table of `windows` with the scores of `eliminate`."""
         table = self.measure(windows)
         extra_pass = registry.find("scores with a pass of their own")
-        spec, run = extra_pass(self.model, table, windows, estimator=estimator)
+        spec, run = extra_pass(self.model, table, windows)
 
         def compute() -> ImportanceTable:
-            with progress_bar(f"{estimator} on {windows.label}", "window") as bar:
+            with progress_bar(f"elimination on {windows.label}", "window") as bar:
                 found: ImportanceTable = run(progress=bar)
             return found
 
@@ -259,12 +259,8 @@ class Workbench:
         `progress` is called besides the progress bar if they are computed.
         """
         spec = statistics_spec(self.identity, windows)
-        return _cached_table(
-            spec,
-            lambda: self._collected(
-                windows, spec, batch_size=batch_size, progress=progress
-            ),
-        )
+        asked: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+        return _cached_table(spec, lambda: self._collected(windows, spec, **asked))
 
     def measure_on(
         self, ranks: Ranks, windows: CalibrationSet, *, batch_size: int | None = None
@@ -274,9 +270,10 @@ class Workbench:
         Only rank 0 reads and writes the cache, and gets the table; others get None.
         """
         spec = statistics_spec(self.identity, windows)
+        asked: dict[str, Any] = {"batch_size": batch_size, "ranks": ranks}
         return ranks.stored(
-            lambda compute: _cached_table(spec, compute),
-            lambda: self._collected(windows, spec, batch_size=batch_size, ranks=ranks),
+            functools.partial(_cached_table, spec),
+            lambda: self._collected(windows, spec, **asked),
         )
 
     def _collected(
@@ -284,21 +281,15 @@ class Workbench:
         windows: CalibrationSet,
         spec: dict[str, Any],
         *,
-        batch_size: int | None,
         progress: Progress | None = None,
-        ranks: Ranks | None = None,
+        **asked: Any,
     ) -> ImportanceTable:
         """The statistics on `windows`, computed, or resumed from a saved state."""
-        with progress_bar(
-            f"importance on {windows.label}", "window", also=progress
-        ) as bar:
+        label = f"importance on {windows.label}"
+        state = cache.cache_path("importance", spec, extension="state")
+        with progress_bar(label, "window", also=progress) as bar:
             return collect_statistics(
-                self.model,
-                windows,
-                batch_size=batch_size,
-                progress=bar,
-                state=cache.cache_path("importance", spec, extension="state"),
-                ranks=ranks,
+                self.model, windows, state=state, progress=bar, **asked
             )
 
     def fitted(self, calibration: Calibration | None = None) -> Any:

@@ -23,7 +23,6 @@ from heapr_lab import Calibration, CalibrationSet, Setting, Workbench, methods
 from heapr_lab.evaluation.perplexity import evaluate_perplexity, window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.inspection.activations import atoms_of_token
-from heapr_lab.inspection.agreement import evaluate_agreement
 from heapr_lab.inspection.attribution import attribute_loss
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.inspection.routing import routing
@@ -33,6 +32,7 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compress import compress
 from heapr_lab.refinement.elimination import eliminate
+from heapr_lab.refinement.generation import continuations
 from heapr_lab.tasks.harness import continuation_task
 from heapr_lab.tasks.items import task_items
 from heapr_lab.workbench.settings import PROFILES
@@ -178,10 +178,7 @@ def benched(side: Side) -> float:
 
 
 CALLS: dict[str, Callable[[Side], Any]] = {
-    "collect_statistics": lambda side: [
-        side.table.frame,
-        heapr_lab.collect_statistics(side.model, side.windows, labels="model").frame,
-    ],
+    "collect_statistics": lambda side: side.table.frame,
     "compensate": lambda side: heapr_lab.compensate(
         side.model, side.keep, side.windows
     ),
@@ -244,10 +241,8 @@ def passage_of(side: Side) -> Any:
 
 
 INSPECTED: dict[str, Callable[[Side], Any]] = {
-    "agreement": lambda side: (
-        evaluate_agreement(
-            side.model, side.pruned(), IDS, side.tokenizer, n_new=4
-        ).teacher_forced
+    "generation": lambda side: torch.stack(
+        continuations(side.model, IDS, n_new=4, to_the_end=False)
     ),
     "elimination": lambda side: eliminate(side.model, side.table, side.windows).frame,
     "atoms of a token": lambda side: atoms_of_token(

@@ -103,13 +103,12 @@ def test_no_size(wrong: Any, folder: Path) -> None:
         opened(folder, host_memory=wrong)
 
 
-@pytest.mark.parametrize("labels", ["data", "model"])
 def test_windows_go_in_parts_where_the_disk_is_small(
-    labels: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of two, four and seven windows give the same table, with either labels."""
+    """Parts of two, four and seven windows give the same table."""
     model = opened(folder, host_memory=0)
-    whole = collect_statistics(model, WINDOWS, batch_size=2, labels=labels)
+    whole = collect_statistics(model, WINDOWS, batch_size=2)
     n_bytes = 16 * 16 * 8 * (3 + 3)  # tokens, d_model, float64, layers and the others
     reads = []
     for fit in (2, 5, 100):
@@ -118,7 +117,7 @@ def test_windows_go_in_parts_where_the_disk_is_small(
         stream = stream_of(model)
         assert stream is not None
         before = stream.n_bytes_read
-        found = collect_statistics(model, WINDOWS, batch_size=2, labels=labels)
+        found = collect_statistics(model, WINDOWS, batch_size=2)
         reads.append(stream.n_bytes_read - before)
         assert_same(found, whole)
     assert reads[0] > reads[1] > reads[2]
@@ -251,11 +250,12 @@ def test_every_step_can_be_the_last(model: Any, tmp_path: Path) -> None:
 
 
 def test_the_state_of_another_pass_is_refused(model: Any, tmp_path: Path) -> None:
-    """Other labels are another pass; another batch size begins again."""
+    """Other windows are another pass; another batch size begins again."""
     state = tmp_path / "pass.state"
     interrupted(model, state, 20, batch_size=2)
+    others = CalibrationSet.from_ids(WINDOWS.ids.flip(0))
     with pytest.raises(CacheError, match="another pass"):
-        collect_statistics(model, WINDOWS, batch_size=2, state=state, labels="model")
+        collect_statistics(model, others, batch_size=2, state=state)
     found = collect_statistics(model, WINDOWS, batch_size=3, state=state)
     whole = collect_statistics(model, WINDOWS, batch_size=3)
     assert found.frame.equals(whole.frame)

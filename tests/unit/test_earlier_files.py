@@ -20,7 +20,7 @@ from heapr_lab.models.loading import load_model
 
 EARLIER = Path(__file__).parents[1] / "data" / "earlier"
 SETTING = Setting(0.5, calibration="text.txt")
-REMOVED = ("own_layers", "price", "protect_outliers")
+REMOVED = ("own_layers", "price", "protect_outliers", "layer_ratios")
 """What settings had then, at the values of which they chose nothing."""
 
 
@@ -80,12 +80,21 @@ def test_an_earlier_checkpoint_is_loaded(earlier: Path) -> None:
         torch.testing.assert_close(pruned(ids).logits, expected)
 
 
-def test_output_biases_are_refused_by_name(earlier: Path) -> None:
+@pytest.mark.parametrize(
+    ("own", "what"),
+    [
+        ({"output_bias": True, "format_version": 2}, "output biases"),
+        ({"quantised": "int8", "format_version": 3}, "weights that are integers"),
+    ],
+)
+def test_experts_of_before_are_refused_by_name(
+    own: dict[str, object], what: str, earlier: Path
+) -> None:
     """With what reads them, in one line: by transformers, in memory, and streamed."""
     path = earlier / "ragged" / "config.json"
     with changed_json(path) as config:
-        config["quantization_config"] |= {"output_bias": True, "format_version": 2}
-    why = r"output biases, which heapr-lab 0\.1 of 2026-11"
+        config["quantization_config"] |= own
+    why = rf"{what}, which heapr-lab 0\.1 of 2026-11"
     with pytest.raises(ValueError, match=why):
         AutoModelForCausalLM.from_pretrained(path.parent)
     for stream in (False, True):

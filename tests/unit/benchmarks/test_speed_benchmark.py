@@ -5,8 +5,8 @@ from typing import Any
 from benchmarks import speed
 
 
-def test_bytes_of_every_way() -> None:
-    """A way to run experts takes no memory; a sliced model takes less than a dense."""
+def test_bytes_of_sliced_models() -> None:
+    """A sliced model takes less than a masked or dense one."""
     model: Any = speed.build_model(speed.QUICK, "cpu")
     keeps = {r: speed.ragged_mask(speed.QUICK, r) for r in speed.RATIOS}
     found = {
@@ -14,6 +14,5 @@ def test_bytes_of_every_way() -> None:
         for method in speed.build_methods(model, keeps)
     }
     for ratio in speed.RATIOS:
-        assert found["sliced_at_once", ratio] == found["sliced", ratio]
         assert (found["sliced", ratio] < found["masked", ratio]) == (ratio > 0)
     assert found["masked", 0.4] == found["dense_eager", 0.0]

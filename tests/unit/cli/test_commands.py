@@ -12,8 +12,8 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage.hashing import without_nan
 
 COMMANDS = (
-    "plan", "score", "prune", "convert", "evaluate", "compare",
-    "generate", "figures", "reproduce", "train-lab-model", "app",
+    "plan", "score", "prune", "evaluate", "compare",
+    "reproduce", "train-lab-model", "app",
 )  # fmt: skip
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
@@ -279,54 +279,9 @@ def test_evaluate_dense_and_pruned(folder: Path) -> None:
     assert all(row["stderr"] is None for row in pruned)
 
 
-def test_evaluate_what_a_pruned_model_writes(folder: Path, tmp_path: Path) -> None:
-    """From a mask and from a checkpoint; the dense model agrees with itself."""
-    mask, out = tmp_path / "mask.parquet", tmp_path / "pruned"
-    for place in (mask, out):
-        prune(folder, "--ratio", 0.8, "--out", place)
-    text = ("--corpora", folder / "text.txt", *TINY, "--json")
-    found = [
-        json.loads(run("evaluate", *asked, *text))["results"]
-        for asked in (
-            (folder / "moe", "--mask", mask, "--generation"),
-            (out, "--against", folder / "moe"),
-            (folder / "moe", "--against", folder / "moe"),
-        )
-    ]
-    values = [{row["metric"]: row["value"] for row in rows} for rows in found]
-    names = ("teacher_forced_agreement", "until_difference", "chrf")
-    assert [values[0][n] for n in names] == pytest.approx([values[1][n] for n in names])
-    assert [values[2][n] for n in names] == [1.0, 1.0, 100.0]
-    assert values[0]["until_difference"] < 1
-
-
-def test_comparisons_that_cannot_be_made(folder: Path, tmp_path: Path) -> None:
-    """Without a mask, with two dense models, and without text."""
-    moe = folder / "moe"
-    text = ("--corpora", folder / "text.txt", *TINY)
-    assert "--generation compares" in one_line("evaluate", moe, "--generation", *text)
-    prune(folder, "--ratio", 0.5, "--out", tmp_path / "mask.parquet")
-    both = ("--mask", tmp_path / "mask.parquet", "--against", moe)
-    assert "give one of them" in one_line("evaluate", moe, *both, *text)
-    none = ("--corpora", "", "--tasks", "piqa", "--against", moe)
-    assert "give --corpora" in one_line("evaluate", moe, *none)
-
-
-def test_text_of_the_model_calibrates_it(folder: Path, tmp_path: Path) -> None:
-    """The same seed gives the same file, and `score` reads it."""
-    files = [tmp_path / f"{name}.jsonl" for name in "abc"]
-    for path, seed in zip(files, (0, 0, 1), strict=True):
-        run("generate", folder / "moe", "--out", path, "--corpus", folder / "text.txt",
-            "--n-texts", 10, "--n-tokens", 40, "--seed", seed, "--profile", "small",
-        )  # fmt: skip
-    one, two, other = (path.read_bytes() for path in files)
-    assert one == two != other
-    assert len(one.splitlines()) == 10
-    facts = json.loads(
-        run("score", folder / "moe", "--corpus", files[0], *TINY, "--json")
-    )
-    assert facts["calibration"].endswith("a.jsonl train")
-    assert "jsonl" in one_line("generate", folder / "moe", "--out", tmp_path / "x.txt")
+def test_a_divergence_needs_a_mask(folder: Path) -> None:
+    """Which is said before anything is read."""
+    assert "--kl compares" in one_line("evaluate", folder / "moe", "--kl")
 
 
 def test_evaluate_a_task(folder: Path) -> None:

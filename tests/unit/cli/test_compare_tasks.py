@@ -11,7 +11,6 @@ import pytest
 from commands import TINY, invoke, one_line, run
 
 from heapr_lab import methods
-from heapr_lab.inspection.agreement import evaluate_agreement
 from heapr_lab.methods.comparison import Entry, compare_methods, entries
 from heapr_lab.methods.method import Method
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
@@ -161,39 +160,13 @@ def test_a_refused_method_is_named_and_others_go_on(
         compare_methods(bench, wanted, [text], calibration=calibration)
 
 
-def test_agreement_is_that_of_two_models(bench: Workbench, text: str) -> None:
-    """As measured with the dense and the materialised model, and from the cache."""
-    windows = bench.test_windows(text)
-    calibration = Calibration(text)
-    wanted = entries(["heapr", "frequency"], [0.5])
-    options: Any = {"calibration": calibration, "agreement": True}
-    found = compare_methods(bench, wanted, [text], **options)
-    assert found["agreement"].isna().tolist() == [True, False, False]
-    half = windows.seq_len // 2
-    for entry, row in zip(wanted, found.to_dict("records")[1:], strict=True):
-        made = entry.method.fit(
-            bench.model, bench.calibration_set(calibration), ratio=0.5
-        )
-        direct = evaluate_agreement(
-            bench.model,
-            made.materialise(bench.model),
-            windows.ids[:, :half],
-            bench.tokenizer,
-            n_new=half,
-        )
-        assert row["agreement"] == direct.teacher_forced < 1
-        assert row["chrf"] == pytest.approx(direct.chrf, rel=1e-9)
-    again = compare_methods(bench, wanted, [text], **options)
-    pd.testing.assert_frame_equal(found, again)
-
-
 def test_an_ordinary_comparison_has_accuracies(root: Path, text: str) -> None:
     """Beside perplexity, in the table and as JSON."""
     task = f"continuation:{text}"
     asked = (
         "compare", root / "moe", "--methods", "heapr", "--ratios", "0.5",
         "--corpora", text, "--corpus", text, "--tasks", task, "--limit", "6",
-        "--agreement", *TINY,
+        *TINY,
     )  # fmt: skip
     rows = json.loads(run(*asked, "--json"))["results"]
     assert [row["dataset"] for row in rows] == [text, task] * 2
@@ -202,8 +175,7 @@ def test_an_ordinary_comparison_has_accuracies(root: Path, text: str) -> None:
     assert rows[1]["n_items"] == 6
     table = run(*asked)
     assert f"{rows[3]['acc']:.4f}" in table
-    assert {"acc_norm", "agreement", "chrf"} <= {*table.splitlines()[0].split()}
-    assert f"{rows[2]['agreement']:.4f}" in table
+    assert "acc_norm" in table.splitlines()[0].split()
     message = one_line("compare", root / "moe", "--tasks", "continuation:gone", *TINY)
     assert "gone" in message
 

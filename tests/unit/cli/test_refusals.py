@@ -87,12 +87,11 @@ def test_a_mask_or_checkpoint_that_cannot_be_written(
     assert sorted(places.iterdir()) == before
 
 
-@pytest.mark.parametrize("command", ["figures", "reproduce"])
-def test_figures_that_cannot_be_written(places: Path, command: str) -> None:
+def test_figures_that_cannot_be_written(places: Path) -> None:
     """Neither into a file, nor into a folder that is named like one."""
     for out in ("file", "figures.png", "file/figures"):
-        assert "give" in one_line(command, "--out", places / out)
-    assert "has no name: give the name" in one_line(command, "--out", "")
+        assert "give" in one_line("reproduce", "--out", places / out)
+    assert "has no name: give the name" in one_line("reproduce", "--out", "")
 
 
 def test_training_that_cannot_be_written(places: Path) -> None:
@@ -130,13 +129,13 @@ def test_files_are_readable_as_the_umask_says(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "nonsense", "", "meta", "é", "CPU"])
-@pytest.mark.parametrize("command", ["score", "evaluate", "figures", "app"])
+@pytest.mark.parametrize("command", ["score", "evaluate", "reproduce", "app"])
 def test_a_device_that_is_not_there(
     folder: Path, command: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Said before the weights are read, with those that are there."""
     monkeypatch.setattr("heapr_lab.models.loading.read_weights", None)
-    model = ("--model",) if command == "figures" else ()
+    model = ("--model",) if command == "reproduce" else ()
     text = {"score": "--corpus", "evaluate": "--corpora"}
     given = (text[command], folder / "text.txt") if command in text else ()
     message = one_line(command, *model, folder / "moe", "--device", device, *given)
@@ -312,8 +311,6 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("compare", "lab", "--ratios", "0.2,many"), "many"),
     (("compare", "lab", "--ratios", "25"), "25"),
     (("compare", "lab", "--set", "reap"), "reap"),
-    (("generate", "lab", "--out", "texts.csv"), "jsonl"),
-    (("convert", "nosuchfolder", "--out", "x", "--quantise", "int4"), "nosuchfolder"),
     (("reproduce", "--out", "figures.png"), "figures.png"),
     (("reproduce", "--profile", "huge"), "huge"),
     (("train-lab-model", "--recipe", "magic"), "magic"),

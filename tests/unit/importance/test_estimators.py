@@ -36,7 +36,6 @@ FRAME = pd.DataFrame(
         "w_up_sq": [1.0, 2.0],
         "w_gate_sq": [0.5, 0.25],
         "elimination": [1.5, 0.0],
-        "elimination_shrunk": [2.5, 0.0],
     }
 )
 N = {"N": 4}
@@ -48,10 +47,8 @@ N = {"N": 4}
         ("heapr", 0.5 * 10 / 2 * 4 / 2),  # ½ · 5 · 2
         ("heapr_total", 0.5 * 10 * 4 / 2 / 4),  # ½ · 40 / 2 / 4
         ("fisher", 0.5 * 6 / 4),
-        ("weighted", 0.5 * 2 / 2 * 4 / 2),  # ½ · 1 · 2
         # One atom has the layer's mean gradient, so that shrinking changes nothing.
         ("shrunk", 0.5 * 2 / 2 * 4 / 2),
-        ("taylor", (-1 + 0.5 * 6) / 4),
         ("camera", 5 * (0.1 * 2 + 0.9 * 3**2)),
     ],
 )
@@ -125,7 +122,7 @@ def test_shrunk_passes_over_pruned_atoms() -> None:
 def test_unrouted_scores_zero(estimator: str) -> None:
     """Without routed tokens a second-order score is 0 whatever the sums hold."""
     sums = ("sum_h2", "sum_g2", "sum_hg", "sum_hg2", "sum_ph2", "elimination")
-    stale = FRAME.assign(**dict.fromkeys(sums, 1.0), elimination_shrunk=1.0)
+    stale = FRAME.assign(**dict.fromkeys(sums, 1.0))
     routed, unrouted = score(stale, N, estimator=estimator)
     assert routed != 0
     assert (unrouted != 0) == (estimator in {"camera", "magnitude", "random"})
@@ -183,7 +180,7 @@ def test_magnitude_without_gates() -> None:
         score(frame, gated, estimator="magnitude")
 
 
-@pytest.mark.parametrize("estimator", ["heapr_total", "fisher", "taylor"])
+@pytest.mark.parametrize("estimator", ["heapr_total", "fisher"])
 def test_missing_predicted_tokens_is_an_error(estimator: str) -> None:
     """Estimators per predicted token do not run without N."""
     with pytest.raises(SpecError, match="number of predicted tokens"):
@@ -210,10 +207,10 @@ def test_not_finite_names_the_first_rows() -> None:
 
 
 def test_not_finite_where_two_infinities_meet() -> None:
-    """∞ − ∞ is reported as an error alone, without a warning of NumPy's."""
-    frame = FRAME.assign(sum_hg=np.inf, sum_hg2=np.inf)
-    with pytest.raises(SpecError, match="column sum_hg, sum_hg2, at"):
-        score(frame, N, estimator="taylor")
+    """∞ · 0 is reported as an error alone, without a warning of NumPy's."""
+    frame = FRAME.assign(sum_h2=np.inf, sum_g2=0.0)
+    with pytest.raises(SpecError, match="column sum_h2, at"):
+        score(frame, N)
 
 
 def test_not_finite_gates_are_named() -> None:
@@ -289,8 +286,8 @@ def test_units_are_found_by_the_name_of_the_scores() -> None:
     for name in [*ESTIMATORS, "my own score"]:
         names.setdefault(unit_of(name), []).append(name)
     assert names == {
-        "nats per routed token": ["heapr", "weighted", "shrunk", "elimination_shrunk"],
-        "nats per token": ["heapr_total", "fisher", "elimination", "taylor"],
+        "nats per routed token": ["heapr", "shrunk"],
+        "nats per token": ["heapr_total", "fisher", "elimination"],
         "arbitrary unit": ["camera", "magnitude", "random", "my own score"],
         "tokens": ["frequency"],
     }

@@ -7,8 +7,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 import transformers
@@ -21,7 +19,7 @@ from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.hooks import edits_of, masked, observed, probed
 from heapr_lab.models.identity import identity_in_force
-from heapr_lab.models.likelihood import sampled_targets, token_nll
+from heapr_lab.models.likelihood import token_nll
 from heapr_lab.storage import files
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
@@ -123,36 +121,6 @@ def test_squares_of_one_factor_that_underflow_are_said(
     assert any("squares are 0 in float32" in own for own in caplog.messages)
 
 
-# --- what it is told --------------------------------------------------------------
-
-
-def test_labels_that_there_are_not(model: nn.Module) -> None:
-    """Are refused, with those that there are."""
-    with pytest.raises(
-        SpecError, match="labels is 'mine', expected one of data, model"
-    ):
-        collect_statistics(model, WINDOWS, labels="mine")
-
-
-def test_the_models_own_labels(model: nn.Module) -> None:
-    """Are drawn by the number of each window, whatever the batches are."""
-    seen: list[list[int]] = []
-
-    def noted(of: nn.Module, ids: torch.Tensor, *, seeds: Any, states: None) -> Any:
-        seen.append(list(seeds))
-        return sampled_targets(of, ids, seeds=seeds, states=states)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect, "sampled_targets", noted)
-        table = collect_statistics(model, WINDOWS, labels="model", batch_size=2)
-    assert seen == [[0, 1], [2, 3], [4]]
-    whole = collect_statistics(model, WINDOWS, labels="model", batch_size=5)
-    pd.testing.assert_frame_equal(table.frame, whole.frame, rtol=1e-12)
-    data = collect_statistics(model, WINDOWS)
-    assert not np.allclose(data.column("sum_g2"), table.column("sum_g2"))
-    assert np.allclose(data.column("sum_h2"), table.column("sum_h2"))
-
-
 # --- what is written down ---------------------------------------------------------
 
 
@@ -172,8 +140,6 @@ def test_metadata(model: nn.Module) -> None:
     assert metadata["windows"] == windows.window_fingerprints()
     assert metadata["architecture"] == describe(model).to_dict()
     assert metadata["N"] == 40
-    own = statistics_spec(identity_in_force(model), windows, labels="model")
-    assert own == spec | {"labels": "model"}
     said = metadata["provenance"]
     assert begun <= datetime.fromisoformat(said.pop("created")) <= datetime.now(UTC)
     seconds = said.pop("seconds")

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from families import tiny_ids, tiny_model
@@ -222,16 +221,3 @@ def test_weights_that_change_during_a_pass(
     assert not state.exists()
     again = bench.perplexity(None, WINDOWS)
     assert again == evaluate_perplexity(model, WINDOWS.ids) != first
-
-
-def test_the_default_type_changes_no_number(model: nn.Module) -> None:
-    """Labels that the model draws are the same under torch.set_default_dtype."""
-    expected = collect_statistics(model, WINDOWS, labels="model")
-    before = torch.get_default_dtype()
-    try:
-        for kind in (torch.float64, torch.bfloat16):
-            torch.set_default_dtype(kind)
-            got = collect_statistics(model, WINDOWS, labels="model")
-            pd.testing.assert_frame_equal(got.frame, expected.frame)
-    finally:
-        torch.set_default_dtype(before)

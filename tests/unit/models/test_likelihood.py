@@ -8,7 +8,6 @@ from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.likelihood import (
     final_states,
     iter_log_probs,
-    sampled_targets,
     token_nll,
 )
 
@@ -118,14 +117,3 @@ def test_a_model_without_head(model):
     """A bare body is refused by name."""
     with pytest.raises(LayoutError, match="Qwen2MoeModel has no body apart"):
         token_nll(model.model, tiny_ids())
-
-
-def test_sampled_targets_follow_the_predictions(model):
-    """Frequencies of many draws at one position are its probabilities."""
-    ids = tiny_ids(n_sequences=1, seq_len=3).repeat(4000, 1)
-    drawn = sampled_targets(model, ids, seeds=range(4000))[:, 1]
-    with torch.no_grad():
-        expected = model(ids[:1]).logits[0, 1].softmax(-1)
-    found = torch.bincount(drawn, minlength=len(expected)) / len(drawn)
-    error = (found - expected).abs()
-    assert (error <= 5 * (expected * (1 - expected) / len(drawn)).sqrt()).all()

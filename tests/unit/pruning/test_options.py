@@ -24,7 +24,6 @@ def selections(draw: st.DrawFn) -> Selection:
     structure = draw(st.sampled_from(STRUCTURES))
     ragged, uniform = structure == "ragged", structure == "uniform"
     multiples = st.none() if ragged else st.integers(1, 64)
-    own = {} if uniform else draw(st.dictionaries(st.integers(0, 3), st.floats(0, 0.9)))
     excluded = st.just(()) if uniform else st.lists(st.integers(4, 9), max_size=3)
     return Selection(
         draw(st.floats(0, 1, exclude_max=True)),
@@ -33,8 +32,7 @@ def selections(draw: st.DrawFn) -> Selection:
         granularity=draw(st.sampled_from(("atom", "expert"))) if ragged else "atom",
         structure=structure,
         multiple=draw(multiples) or (8 if structure == "aligned" else None),
-        of="atoms" if own else draw(st.sampled_from(("atoms", "model"))),
-        layer_ratios=own,  # type: ignore[arg-type]
+        of=draw(st.sampled_from(("atoms", "model"))),
         exclude_layers=draw(excluded),  # type: ignore[arg-type]
         min_atoms=draw(st.integers(0, 9)),
         protect_unrouted=draw(st.booleans()),
@@ -58,13 +56,8 @@ def test_a_repr_makes_the_selection_again(selection: Selection) -> None:
 
 def test_one_form_of_what_is_equal() -> None:
     """However numbers and layers were given, equal selections are equal."""
-    given_so = Selection(
-        np.float64(0.3), layer_ratios={np.int64(2): 0.1, 1: 0.5}, exclude_layers=[4, 3]
-    )  # type: ignore[arg-type]
-    assert given_so == Selection(
-        Decimal("0.3"), layer_ratios=((1, 0.5), (2, 0.1)), exclude_layers=(3, 4)
-    )  # type: ignore[arg-type]
-    assert given_so.own_layers == (1, 2)
+    given_so = Selection(np.float64(0.3), exclude_layers=[4, 3])  # type: ignore[arg-type]
+    assert given_so == Selection(Decimal("0.3"), exclude_layers=(3, 4))  # type: ignore[arg-type]
     for layers in (np.array([1, 0]), range(2), (layer for layer in (0, 1))):
         other = Selection(0.3, exclude_layers=layers)  # type: ignore[arg-type]
         assert other == Selection(0.3, exclude_layers=(0, 1))
@@ -88,31 +81,30 @@ def test_numbers_of_numpy_become_python_numbers() -> None:
 def test_plain_data_of_a_selection() -> None:
     """Whatever exact numbers it was made of, files hold floats, by name."""
     third: Any = Fraction(1, 3)
-    selection = Selection(
-        third,
-        layer_ratios={1: third},  # type: ignore[arg-type]
-        exclude_layers=(4, 2),
-    )
+    selection = Selection(third, exclude_layers=(4, 2))
     plain = selection.to_dict()
     assert json.loads(json.dumps(plain)) == plain
     assert plain == Selection(0.5).to_dict() | {
         "ratio": 1 / 3,
-        "layer_ratios": {"1": 1 / 3},
         "exclude_layers": [2, 4],
     }
 
 
 def test_files_of_earlier_versions_are_read() -> None:
-    """They hold the layers of `layer_ratios` once more, and settings that are gone."""
-    selection = Selection(0.5, layer_ratios={1: 0.25})  # type: ignore[arg-type]
-    gone = {"price": None, "protect_outliers": 0.0}
-    earlier = {**selection.to_dict(), "own_layers": [1], **gone}
+    """They hold settings that are gone; one that was used is refused by name."""
+    selection = Selection(0.5)
+    gone = {"price": None, "protect_outliers": 0.0, "layer_ratios": {}}
+    earlier = {**selection.to_dict(), "own_layers": [], **gone}
     assert Selection.from_dict(earlier) == selection
-    for used in ({"price": 0.5}, {"protect_outliers": 0.1}):
+    for used in (
+        {"price": 0.5},
+        {"protect_outliers": 0.1},
+        {"layer_ratios": {"1": 0.5}},
+    ):
         with pytest.raises(SpecError, match="was a setting of heapr-lab 0"):
             Selection.from_dict(earlier | used)
     with pytest.raises(SpecError, match="of must be one of 'atoms', 'model'"):
-        Selection.from_dict(earlier | {"layer_ratios": {}, "of": "bytes"})
+        Selection.from_dict(earlier | {"of": "bytes"})
 
 
 @pytest.mark.parametrize(
@@ -156,7 +148,6 @@ def test_a_selection_as_text(selection: Selection, text: str, rules: str) -> Non
         ({}, ((1, 3, 5),), "atoms"),
         ({"scope": "layer"}, ((1,), (3,), (5,)), "atoms"),
         ({"scope": "layer", "structure": "uniform"}, ((1, 3, 5),), "atoms"),
-        ({"layer_ratios": {3: 0.1}}, ((1, 5), (3,)), "atoms"),
         ({"of": "model"}, ((1, 3, 5),), "parameters"),
         ({"of": "model", "scope": "layer"}, ((1,), (3,), (5,)), "atoms"),
     ],
@@ -164,7 +155,7 @@ def test_a_selection_as_text(selection: Selection, text: str, rules: str) -> Non
 def test_what_is_pruned_together(
     fields: dict[str, Any], groups: tuple[tuple[int, ...], ...], unit: str
 ) -> None:
-    """Layers share an amount, unless they are pruned one by one or have their own.
+    """Layers share an amount, unless they are pruned one by one.
 
     Within one layer all atoms are alike.
     """
@@ -184,10 +175,8 @@ def test_a_ratio_stays_exact() -> None:
 
 def test_ratios_do_not_change_the_ranking() -> None:
     """Selections that differ in ratios alone share a ranking; others do not."""
-    one = Selection(0.2, layer_ratios={1: 0.5})  # type: ignore[arg-type]
-    other = Selection(0.7, layer_ratios={1: 0.1})  # type: ignore[arg-type]
-    assert one.ranking_key == other.ranking_key
-    assert one.ranking_key != Selection(0.2).ranking_key
+    one = Selection(0.2)
+    assert one.ranking_key == Selection(0.7).ranking_key
     assert one.ranking_key != Selection(0.2, min_atoms=1).ranking_key
 
 
@@ -206,7 +195,6 @@ def test_ratios_do_not_change_the_ranking() -> None:
             ({"ratio": 0.5, "exclude_layers": layers}, "exclude_layers must be .*got")
             for layers in ([-1], [1.7], ["1"], [True], [None], 1, b"\x01", [1.0])
         ),
-        ({"ratio": 0.5, "layer_ratios": {-1: 0}}, "a layer of layer_ratios must be"),
     ],
 )
 def test_what_cannot_be_used_is_named(plain: dict[str, Any], message: str) -> None:

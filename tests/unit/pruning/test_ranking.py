@@ -128,13 +128,12 @@ def test_of_equal_scores_the_first_rows_go() -> None:
         assert np.flatnonzero(~kept).tolist() == sorted(first)
 
 
-def test_negative_scores_of_steps() -> None:
-    """Steps of two atoms of -1 and -1, and of -3 and -2: the lower mean goes first."""
-    zeros = dict.fromkeys(("sum_hg2", "max_abs_ph"), 0.0)
+def test_steps_go_by_their_mean() -> None:
+    """Steps of two atoms of 3 and 2, and of 4 and 0: the lower mean goes first."""
     table = table_of(
-        {4: [[0, 0], [0, 0]]}, {4: [1, 1]}, sum_hg=[8.0, 8.0, 24.0, 16.0], **zeros
+        {4: [[0, 0], [0, 0]]}, {4: [1, 1]}, sum_hg2=[3.0, 2.0, 4.0, 0.0], max_abs_ph=0.0
     )
     keep = select(
-        table, ratio=0.25, estimator="taylor", structure="aligned", multiple=2
+        table, ratio=0.25, estimator="fisher", structure="aligned", multiple=2
     )
     assert keep.widths().loc[4].tolist() == [2, 0]

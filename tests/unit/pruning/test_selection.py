@@ -135,22 +135,6 @@ def test_excluded_layers_are_left_whole() -> None:
     assert select(table, ratio=0.55, exclude_layers=[0]).n_removed == 8
 
 
-def test_layers_with_their_own_ratio() -> None:
-    """The others reach the ratio among themselves."""
-    table = make_table(TWO_LAYERS)
-    for scope in ("global", "layer"):
-        keep = select(table, ratio=0.25, layer_ratios={1: 0.75}, scope=scope)
-        assert keep.layer_ratios().tolist() == [0.25, 0.75]
-    with pytest.raises(
-        SpecError, match=r"layer_ratios\[1\] must be in \[0, 1\), got 3"
-    ):
-        select(table, ratio=0, layer_ratios={1: 3})
-    with pytest.raises(SpecError, match=r"layer_ratios\[1\] 0\.9 .* possible is 0\.5$"):
-        select(table, ratio=0, layer_ratios={1: 0.9}, min_atoms=2)
-    keep = select(table, ratio=0, layer_ratios={1: 0.5}, min_atoms=2)
-    assert keep.layer_ratios().tolist() == [0, 0.5]
-
-
 def test_the_largest_possible_ratio_can_be_had() -> None:
     """Two thirds are rounded down, so that what an error names is not refused."""
     table = make_table({0: [[1, 2, 3]]})
@@ -190,12 +174,6 @@ def test_every_expert_keeps_its_least() -> None:
         ({"granularity": "expert", "structure": "uniform"}, "requires structure"),
         ({"exclude_layers": [7]}, "no routed experts in layers 7; layers .* 0, 1"),
         ({"exclude_layers": [0, 1]}, "names every layer"),
-        ({"exclude_layers": [0], "layer_ratios": {0: 0.1}}, r"layers \[0\] are in"),
-        ({"layer_ratios": {0: 0.1}, "of": "model"}, "layer_ratios are shares"),
-        *(
-            ({"layer_ratios": {layer: 0.1}}, "layer_ratios must be a whole number")
-            for layer in (1.7, "1", True)
-        ),
         ({"exclude_layers": [0], "structure": "uniform"}, "one width for all layers"),
         ({"estimator_options": {"seed": 1}}, "'heapr' has no option seed"),
     ],

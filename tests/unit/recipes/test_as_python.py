@@ -30,7 +30,6 @@ OTHER: dict[str, dict[str, Any]] = {
     "structure": {"structure": "per_layer"},
     "multiple": {"structure": "aligned", "multiple": 4},
     "of": {"of": "model", "ratio": 0.1},
-    "layer_ratios": {"layer_ratios": {1: 0.75}},
     "exclude_layers": {"exclude_layers": (0,)},
     "min_atoms": {"min_atoms": 3},
     "protect_unrouted": {"protect_unrouted": True},

@@ -60,7 +60,7 @@ def test_statistics_come_from_elsewhere_once(model: nn.Module) -> None:
         return collect_statistics(model, windows)
 
     calibrated = CalibratedModel(model, WINDOWS, measure=measure)  # type: ignore[arg-type]
-    for estimator in ("elimination", "heapr", "elimination_shrunk"):
+    for estimator in ("elimination", "heapr", "fisher"):
         calibrated.compensated(Selection(0.5, estimator=estimator))
     assert asked == [WINDOWS]
 

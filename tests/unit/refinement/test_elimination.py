@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from families import tiny_ids, tiny_model
@@ -14,7 +13,6 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement.activation_grams import LayerGrams, collect_grams
 from heapr_lab.refinement.elimination import (
-    COLUMNS,
     eliminate,
     elimination_spec,
     layer_costs,
@@ -163,21 +161,6 @@ def test_defaults_are_those_that_the_specification_names(
     assert torch.stack(costs).flatten().tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("span", ["expert", "layer"])
-def test_prices_together_are_each_alone(
-    model: nn.Module, table: ImportanceTable, span: str
-) -> None:
-    """They share the inverse, and within an expert the order, too."""
-    sums = collect_grams(model, WINDOWS, span=span)
-    pairs = [(layer, sums[layer.layer]) for layer in find_experts(model)]
-    together = with_elimination(table, pairs).frame
-    for price, column in COLUMNS.items():
-        alone = with_elimination(table, pairs, prices=[price]).frame
-        assert set(COLUMNS.values()) & set(alone) == {column}
-        assert np.allclose(together[column], alone[column], rtol=1e-5, atol=0)
-    assert not np.allclose(*(together[column] for column in COLUMNS.values()))
-
-
 def test_the_number_of_steps_reaches_the_arithmetic(
     model: nn.Module, table: ImportanceTable
 ) -> None:
@@ -234,17 +217,15 @@ def test_normalised_experts_are_refused_together() -> None:
         eliminate(model, table, WINDOWS, span="layer")
 
 
-@pytest.mark.parametrize("price", ["fisher", "shrunk"])
 def test_scores_of_an_earlier_version_are_not_read(
     model: nn.Module,
     table: ImportanceTable,
-    price: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The column is left out with a warning, and asking for it says what to do."""
-    column = COLUMNS[price]
-    made = eliminate(model, table, WINDOWS, price=price)
+    column = "elimination"
+    made = eliminate(model, table, WINDOWS)
     made.write(tmp_path / "now.parquet")
     same = ImportanceTable.read(tmp_path / "now.parquet")
     assert same.score(column).equals(made.score(column))

@@ -24,6 +24,7 @@ def test_by_layer() -> None:
     [
         ({"format_version": 99}, "format version 99.*upgrade"),
         ({"output_bias": True}, "output biases, which heapr-lab 0"),
+        ({"quantised": "int8", "format_version": 3}, "integers, which heapr-lab 0"),
         ({"widths": {"model.experts": [1]}}, "no numbered layer"),
         (
             {"widths": WIDTHS | {"vision.layers.1.experts": [1]}},

@@ -15,9 +15,9 @@ from tiny_folder import write_tokenizer
 from benchmarks.machine import RESULTS
 from benchmarks.streaming import SHAPES, config_of
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models import loading
 from heapr_lab.models.loading import load_model
 from heapr_lab.storage import paths
+from heapr_lab.streaming import opening
 from heapr_lab.streaming import plan as planning
 from heapr_lab.streaming.plan import IN_MEMORY, STREAMED, Plan, plan
 from heapr_lab.streaming.stream import stream_of
@@ -101,7 +101,7 @@ def test_both_stream_the_same(
     """With room for a share of the scores of one window, and for the same reason."""
     asked = {"seq_len": seq_len, "dtype": dtype}
     room = round(share * plan(folder, **asked).needed_bytes[IN_MEMORY] / 0.75)
-    monkeypatch.setattr(loading, "free_memory", lambda _device: room)
+    monkeypatch.setattr(opening, "free_memory", lambda _device: room)
     loaded, _ = load_model(folder, device="cpu", **asked)
     found = plan(folder, memory=room, **asked)
     assert (stream_of(loaded) is not None) == (found.engine == STREAMED) == (share < 1)
@@ -121,7 +121,7 @@ def test_a_workbench_leaves_room_for_its_own_windows(
 ) -> None:
     """The length of its profile, or the one that is given."""
     room = round(2 * plan(folder, seq_len=2).needed_bytes[IN_MEMORY])
-    monkeypatch.setattr(loading, "free_memory", lambda _device: room)
+    monkeypatch.setattr(opening, "free_memory", lambda _device: room)
     for seq_len, streams in ((2, False), (LENGTH, True), (None, True)):
         bench = workbench.open_workbench(str(folder), seq_len=seq_len, device="cpu")
         assert (stream_of(bench.model) is not None) == streams

@@ -1,21 +1,18 @@
 """Conversations in files: through the chat template, and refused where they cannot."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from commands import run
 from tiny_folder import write_model
 from transformers import AutoTokenizer
 
 from heapr_lab.errors import CorpusError, SpecError
 from heapr_lab.tasks.continuation import continuation_items
 from heapr_lab.text.calibration import load_calibration, load_windows
-from heapr_lab.text.conversations import questions
 from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.workbench import open_workbench
 
@@ -148,38 +145,3 @@ def test_no_continuation_items_of_conversations(tmp_path: Path) -> None:
     corpus = load_corpus(write_jsonl(tmp_path / "chats.jsonl", CHATS))
     with pytest.raises(SpecError, match="expected plain text"):
         continuation_items(corpus, n_items=4)
-
-
-def test_questions_end_with_the_last_turn_of_a_user(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    """And with what the template says before an answer; others are left out."""
-    tokenizer.chat_template = (
-        TEMPLATE + "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    alone = [{"role": "system", "content": "be brief"}]
-    path = write_jsonl(tmp_path / "chats.jsonl", [CHATS[3], alone])
-    ((messages, ids),) = questions(load_corpus(path), tokenizer)
-    assert messages == CHATS[3][:1]
-    expected = by_hand([CHATS[3][:1]]) + "[assistant]"
-    assert tokenizer.decode(ids) == expected
-    path = write_jsonl(tmp_path / "none.jsonl", [alone])
-    with pytest.raises(CorpusError, match=r"no conversation .* 'user'"):
-        questions(load_corpus(path), tokenizer)
-
-
-def test_the_model_answers_questions(tmp_path: Path, model: Path) -> None:
-    """The file of answers is one of conversations again, which calibrates."""
-    plain = AutoTokenizer.from_pretrained(model)
-    plain.chat_template = TEMPLATE
-    folder = tmp_path / "chat_model"
-    shutil.copytree(model, folder)
-    plain.save_pretrained(folder)
-    path, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "own.jsonl"
-    run("generate", folder, "--corpus", path, "--out", out, "--n-texts", 5,
-        "--n-tokens", 9, "--profile", "small")  # fmt: skip
-    rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
-    assert [row[:-1] for row in rows] == [chat[:1] for chat in CHATS[:5]]
-    assert all(row[-1]["role"] == "assistant" for row in rows)
-    assert len({row[-1]["content"] for row in rows}) == 5
-    assert load_calibration(str(out), plain, n_sequences=2, seq_len=16)

@@ -17,7 +17,7 @@ from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import MAXIMA, SUMS
 from heapr_lab.models.safetensors_headers import StoredTensor, read_source
-from heapr_lab.models.sizes import (
+from heapr_lab.streaming.sizes import (
     ATOM_BYTES,
     Sizes,
     shapes_in,
@@ -25,7 +25,7 @@ from heapr_lab.models.sizes import (
     sizes_of,
     why_streamed,
 )
-from heapr_lab.models.wrapped import decoder_layers
+from heapr_lab.streaming.stream import decoder_layers
 
 SIZES = Sizes((600, 600), (100, 100), 10, {0: 64, 1: 64}, 8, 4, 2)
 """Of no model; with round numbers."""

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.dtypes import DEQUANTISED
 from heapr_lab.models.safetensors_headers import Stored
 
 ATOM_BYTES = 64
 """Of the running sums of one atom: eight columns in float64."""
 EXTRA_STATES = 3
 """Kept besides the outputs of all layers: the first inputs, and two gradients."""
-DEQUANTISED = ("fp8", "mxfp4")
-"""Formats of quantised weights that are dequantised when they are read."""
 _SHARE_OF_MEMORY = 0.75
 """Of what is free, for scores; the rest is for what exists for a moment."""
 
