@@ -6,7 +6,7 @@ One layer of random float32 weights at the true widths of the paper's four model
 scores are timed on 2048 random tokens and extrapolated to the paper's calibration set
 (128 windows of 2048 tokens), because their time is proportional to tokens. The solves
 do not depend on the number of tokens; they are timed on sums of random products, as
-large as those of that set; `compress` needs each once. Experts are solved one by one;
+large as those of that set; `compress` eliminates once and compensates twice. Experts are solved one by one;
 of the two larger models a quarter of them is timed. Besides, `compress` as it is, on a
 whole model of 0.9 billion parameters (8 layers of 64 experts of 512 atoms, d_model
 1024) and no more than 16 windows of 256 tokens. Seconds of one run.
@@ -37,9 +37,9 @@ from heapr_lab.refinement.elimination import with_elimination
 RATIO = 0.4
 N_TOKENS = 128 * 2048
 """Tokens of the paper's calibration set."""
-PASSES = 0.75 * (3 + 2) + 5 / 8
-"""Forward passes of `compress` in experts: scores and twice the sums of three quarters
-of the windows, and five losses of an eighth."""
+PASSES = 0.75 * (3 + 3) + 7 / 8
+"""Forward passes of `compress` in experts: scores and three times the sums of three
+quarters of the windows, for two masks; and seven losses of an eighth."""
 TIMED = 2048
 LAYERS = {
     "DeepSeekMoE-16B": Configuration(
@@ -118,7 +118,7 @@ def one_layer(
     solvers = [LayerSolver(*pair) for pair in pairs]
     _, compensation = timed(lambda: compensation_of(solvers, keep), device)
     elimination, compensation = parts * elimination, parts * compensation
-    solves = elimination + compensation
+    solves = elimination + 2 * compensation
     return {
         "tokens": N_TOKENS,
         "scores": scores,
