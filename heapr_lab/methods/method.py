@@ -182,8 +182,8 @@ class Method:
         """`options`, completed with the defaults.
 
         Raises:
-            SpecError: there is no such option, or the value is of another type or no
-                number.
+            SpecError: there is no such option, or the value is of another type, no
+                number, or a count below 1.
         """
         unknown = sorted(set(options) - set(self.options))
         if unknown:
@@ -195,9 +195,11 @@ class Method:
             kind = type(self.options[name])
             kinds = (int, float) if kind is float else kind
             other = not isinstance(value, kinds) or (kind is not bool) & (value is True)
-            if other or (kind is float and not math.isfinite(value)):
+            small = kind is int and not other and value < 1
+            if other or small or (kind is float and not math.isfinite(value)):
+                wanted = f"{kind.__name__}{' from 1' if kind is int else ''}"
                 raise SpecError(
                     f"option {name} of method {self.name!r} is {value!r}, expected "
-                    f"{kind.__name__}, such as {self.options[name]!r}"
+                    f"{wanted}, such as {self.options[name]!r}"
                 )
         return {**self.options, **options}
