@@ -6,10 +6,11 @@ One layer of random float32 weights at the true widths of the paper's four model
 scores are timed on 2048 random tokens and extrapolated to the paper's calibration set
 (128 windows of 2048 tokens), because their time is proportional to tokens. The solves
 do not depend on the number of tokens; they are timed on sums of random products, as
-large as those of that set; `compress` eliminates once and compensates twice. Experts are solved one by one;
-of the two larger models a quarter of them is timed. Besides, `compress` as it is, on a
-whole model of 0.9 billion parameters (8 layers of 64 experts of 512 atoms, d_model
-1024) and no more than 16 windows of 256 tokens. Seconds of one run.
+large as those of that set; `compress` eliminates once and compensates twice. Experts
+are solved one by one; of the two larger models a quarter of them is timed. Besides,
+`compress` as it is, on a whole model of 0.9 billion parameters (8 layers of 64 experts
+of 512 atoms, d_model 1024) and no more than 16 windows of 256 tokens. Seconds of one
+run.
 """
 
 import argparse

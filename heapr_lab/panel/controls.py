@@ -80,6 +80,15 @@ def shown_by(control: ipw.Widget) -> Any:
     return control.number if isinstance(control, NumberBox) else control.value
 
 
+def said_by(*controls: ipw.Widget) -> str:
+    """The labels and values of controls, as text.
+
+    Raises:
+        SpecError: as `shown_by`.
+    """
+    return ", ".join(f"{one.description} {shown_by(one)}" for one in controls)
+
+
 def offer(box: ipw.Dropdown, options: Sequence[Any], *, first: int = 0) -> None:
     """Offer other options in one message: between two, another would be chosen.
 

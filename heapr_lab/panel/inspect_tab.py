@@ -16,7 +16,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.atom_contexts import find_companions, find_contexts
-from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, shown_by
+from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, said_by, shown_by
 from heapr_lab.panel.jobs import Report, ResultJob, alert, parts_of, status
 from heapr_lab.panel.looks import folded
 from heapr_lab.panel.map_section import MapSection
@@ -156,6 +156,7 @@ class InspectTab(ipw.VBox):
             "Show routing",
             self._routed,
             asked=lambda: self._asked(self.text, self.layer, self.position),
+            of=lambda: said_by(self.layer, self.position),
             tooltip="which experts and atoms serve the token",
         )
 
@@ -175,6 +176,7 @@ class InspectTab(ipw.VBox):
             "Show contexts",
             self._contexts,
             asked=lambda: self._asked(*self._boxes),
+            of=lambda: said_by(*self._boxes),
             tooltip="where in the calibration corpus the atom is most active, and what "
             "else is there",
         )

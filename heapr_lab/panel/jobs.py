@@ -255,8 +255,11 @@ class ResultJob(Job):
         self.note.value = status(self._said) if stale else ""
         (self._view.add_class if stale else self._view.remove_class)(STALE)
 
-    def _work(self, report: Report) -> None:
+    def _run(self) -> None:
         self.clear()
+        super()._run()
+
+    def _work(self, report: Report) -> None:
         asked = self._asked()
         made = self._make(report, asked)
         self._made_of, self._view.value = asked, made

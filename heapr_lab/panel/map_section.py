@@ -15,7 +15,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import unit_of
 from heapr_lab.panel.atom_contexts import find_contexts
-from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, check_value, offer
+from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, check_value, offer, said_by
 from heapr_lab.panel.expert_html import expert_html, layer_html
 from heapr_lab.panel.expert_map import ExpertMap
 from heapr_lab.panel.expert_values import (
@@ -110,6 +110,7 @@ class MapSection(ipw.VBox):
             "Show contexts of the expert",
             self._contexts,
             asked=lambda: (self.layer.number, self.expert.number),
+            of=lambda: said_by(self.layer, self.expert),
             tooltip="tokens of the calibration corpus that the router sends to the "
             "expert with the largest weights",
         )

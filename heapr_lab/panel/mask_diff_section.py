@@ -92,6 +92,7 @@ class MaskDiffSection(ipw.VBox):
             "Compare masks",
             self._compared,
             asked=self._asked,
+            of=lambda: f"{self.a.value} and {self.b.value}",
             tooltip="which atoms both remove and which only one; measures a corpus "
             "that the model was not measured on yet",
         )
@@ -108,6 +109,7 @@ class MaskDiffSection(ipw.VBox):
             "Find contexts",
             self._contexts,
             asked=lambda: (self._asked(), self.atom.value),
+            of=lambda: self.atom.label or "",
             tooltip="where the atom is most active, in the calibration corpus of the "
             "mask that keeps it",
         )

@@ -55,6 +55,7 @@ class MethodRuns(ipw.VBox):
             "Run methods",
             self._run,
             tooltip="fit the methods and measure perplexity",
+            of=lambda: ", ".join(self.methods.value),
             never="" if session.workbench else _NO_MODEL,
         )
         super().__init__([beside(self.methods, self.ratio, self.corpora), self.job])

@@ -239,6 +239,7 @@ class SweepSection(ipw.VBox):
             "Sweep",
             self._sweep,
             tooltip="evaluate each estimator at each ratio",
+            of=lambda: f"{', '.join(self.estimators.value)} at {self.ratios.value}",
             never="" if session.workbench else NO_MODEL,
         )
         super().__init__([beside(self.ratios, self.estimators), self.note, self.job])

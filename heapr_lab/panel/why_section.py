@@ -16,7 +16,7 @@ from heapr_lab.panel.attribution_html import (
     measured_html,
     token_html,
 )
-from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, shown_by
+from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, said_by, shown_by
 from heapr_lab.panel.jobs import Report, ResultJob, status
 from heapr_lab.panel.passage_html import left_out_html
 from heapr_lab.panel.session import PruningSession
@@ -81,6 +81,7 @@ class WhySection(ipw.VBox):
             "Attribute",
             self._attributed,
             asked=lambda: self._asked(self._text),
+            of=self.session.named,
             tooltip="share of each layer and token in the loss increase, first order",
         )
         self.what = ipw.Dropdown(
@@ -97,6 +98,7 @@ class WhySection(ipw.VBox):
             "Measure",
             self._measured,
             asked=lambda: self._asked(self._text, *self._part()),
+            of=self.session.named,
             tooltip="run the model again with each part restored, and pruned alone",
         )
         token = self._text, self._layer, self._position
@@ -104,6 +106,7 @@ class WhySection(ipw.VBox):
             "Attribute to atoms",
             self._explained,
             asked=lambda: self._asked(*token),
+            of=lambda: f"{self.session.named()}; {said_by(*token[1:])}",
             tooltip="which pruned experts and atoms of the token change the loss",
         )
 

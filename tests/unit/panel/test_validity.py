@@ -12,6 +12,7 @@ from random_tables import random_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.compare_tab import CompareTab
+from heapr_lab.panel.jobs import jobs_in
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.pictures import ChoicePicture, drawn_png, figure_points
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
@@ -173,6 +174,13 @@ def test_what_was_measured_is_said(panel: Explorer) -> None:
     assert f">{loss:.3g}<" in panel.numbers.value
     panel.controls.ratio.value = "0.45"
     assert "measured" not in panel.numbers.value
+
+
+def test_every_job_names_what_it_is_of(panel: Explorer) -> None:
+    """So that its progress says it, whatever the settings are by then."""
+    said = {job.button.description: job._of() for job in jobs_in(panel)}
+    assert [name for name, text in said.items() if not text] == []
+    assert said["Show contexts"] == "layer of the atom 0, expert 0, atom 0"
 
 
 def test_an_evaluation_is_marked_when_settings_or_corpora_change(
