@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertDropping
 from heapr_lab.methods.dropping import dropping
@@ -74,8 +74,6 @@ def _evoesap(request: Request) -> ExpertDropping:
         SpecError: an option is invalid, or too many experts would go.
     """
     check_budget(request)
-    for name in _SEARCH:
-        whole_number(request.options[name], name=name)
     if request.options["fitness"] not in FITNESS:
         raise SpecError(
             f"fitness is {request.options['fitness']!r}, expected one of "

@@ -32,14 +32,12 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 
 
 def check_budget(request: Request) -> None:
-    """Check the options of `BUDGET`.
+    """Check that there are candidates enough.
 
     Raises:
-        SpecError: one is no whole number, or too small.
+        SpecError: there are not.
     """
-    least = {"population": _LEAST, "generations": 1, "most_windows": 1}
-    for name, smallest in least.items():
-        whole_number(request.options[name], name=name, least=smallest)
+    whole_number(request.options["population"], name="population", least=_LEAST)
 
 
 def evolved(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Collector, routed_outputs
 from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
@@ -94,7 +94,7 @@ def saliency(norms: GatedNorms, batch: torch.Tensor, n_experts: int) -> np.ndarr
 def _batches(request: Request) -> torch.Tensor:
     """The batch of each token, (T,): windows in the order of their contents."""
     windows, (n, length) = request.calibration, request.calibration.ids.shape
-    size = whole_number(request.options["batch_size"], name="batch_size")
+    size = request.options["batch_size"]
     prints = windows.window_fingerprints()
     place = np.argsort(sorted(range(n), key=prints.__getitem__))
     return torch.from_numpy(place // size).repeat_interleave(length)
