@@ -580,8 +580,6 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
     said = refused(*best, "--distill", 5, "--stream", *text_of(tmp_path))
     assert "--no-stream" in said
     assert not (tmp_path / "best").exists()
-    written = ("--mask", mask, "--corpora", text, "--generation", "--stream", *TINY)
-    assert "--no-stream" in refused("evaluate", tmp_path / "moe", *written)
 
 
 def test_compress_writes_the_same_checkpoint(
