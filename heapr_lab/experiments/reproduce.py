@@ -206,11 +206,12 @@ def run_experiments(
         operator.methodcaller("evaluate", setting, corpora)
         for setting in (None, *paper.all_settings())
     ]
-    # Long steps first, so that no process waits for them at the end.
-    steps = [_measure, _eliminate, *draws, paper.bin_results, *evaluations]
+    # Long steps first, so that no process waits for them at the end; and what no other
+    # process measures meanwhile, so that none waits for it now.
+    steps = [_eliminate, *draws, paper.bin_results, *evaluations]
     with progress_bar("experiments", "step") as show:
-        given = run_steps(steps, bench, executor, progress=show)
-    sizes, (tenths, *results) = given[2 : 2 + len(draws)], given[2 + len(draws) :]
+        _, *given = run_steps(steps, bench, executor, progress=show)
+    sizes, (tenths, *results) = given[: len(draws)], given[len(draws) :]
     return Measurements(
         results=pd.concat(results, ignore_index=True),
         # Each draw includes the rows of the dense model.
@@ -236,12 +237,8 @@ def evidence_of(
     )
 
 
-def _measure(bench: Workbench) -> None:
-    bench.importance()
-
-
 def _eliminate(bench: Workbench) -> None:
-    """Compute the scores of elimination, which a notebook needs."""
+    """Compute the statistics, and the scores of elimination, which a notebook needs."""
     bench.importance(estimator="elimination")
 
 
