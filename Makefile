@@ -61,7 +61,8 @@ types: $(STAMP)
 tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (browser or gpu or slow or network or engine)"
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m browser tests/browser
-	HEAPR_GPU=second $(BIN)/python -m pytest -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests)
+	HEAPR_GPU=second $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m gpu \
+		$$(grep -rl --include='*.py' 'mark\.gpu' tests)
 
 engines: $(ENGINES_STAMP) ## make .engines, an environment of its own with vLLM and llama.cpp for the CPU
 

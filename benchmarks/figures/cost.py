@@ -26,6 +26,8 @@ COST_COLUMNS = [
     "peak_bytes",
     "state_bytes",
 ]
+_HATCHES = ("", "///", "...", "xxx", "\\\\\\")
+"""By which bars differ besides their colour."""
 LABELS = {
     "seconds": "time [s] ↓",
     "peak_bytes": "peak memory [MiB] ↓",
@@ -124,7 +126,10 @@ def plot_cost(
         rows = np.arange(len(models)) + shift
         scale = 1 if quantity == "seconds" else MIB
         color, label = look(method).color, look(method).label
-        ax.barh(rows, values / scale, height=height, color=color, label=label)
+        ax.barh(
+            rows, values / scale, height=height, color=color, label=label,
+            hatch=_HATCHES[number % len(_HATCHES)], edgecolor="white",
+        )  # fmt: skip
     ax.set_yticks(range(len(models)), models)
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
