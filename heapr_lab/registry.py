@@ -10,6 +10,7 @@ from typing import Any
 from heapr_lab.errors import SpecError
 
 _PLACES: dict[str, str] = {}
+_NEEDED: Any = object()
 
 
 def register(name: str, place: str) -> None:
@@ -17,7 +18,7 @@ def register(name: str, place: str) -> None:
     _PLACES[name] = place
 
 
-def find(name: str, **default: Any) -> Any:
+def find(name: str, default: Any = _NEEDED) -> Any:
     """What is registered as `name`, or `default` where it is given and nothing is.
 
     Raises:
@@ -27,8 +28,8 @@ def find(name: str, **default: Any) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, ValueError) as error:
-        if default:
-            return default["default"]
+        if default is not _NEEDED:
+            return default
         raise SpecError(
             f"this needs {name}, which is not there ({module or 'not registered'}); "
             f"expected one of {', '.join(sorted(_PLACES))}"

@@ -8,6 +8,7 @@ import typer
 from heapr_lab.models.dtypes import check_dtype
 from heapr_lab.models.named import check_there, dense_of
 from heapr_lab.models.paper_models import hub_id
+from heapr_lab.streaming.sizes import size_of
 
 EXAMPLES = """\b
 Examples:
@@ -78,6 +79,17 @@ Examples:
   heapr-lab app ./my_moe --profile lab
   heapr-lab app importance.parquet --port 8866 --no-browser
 """
+
+
+def _size(size: str | None) -> str | None:
+    """`size`, if it is one, whether it is needed or not.
+
+    Raises:
+        SpecError: it is not.
+    """
+    if size is not None:
+        size_of(size, least=0)
+    return size
 
 
 def model_name(name: str) -> str:
@@ -160,6 +172,7 @@ HostMemory = Annotated[
     typer.Option(
         "--host-memory",
         metavar="SIZE",
+        callback=_size,
         help="Of a streamed model: memory for the states of its layers, such as 16GB; "
         "others go to files in the cache [default: half of what is free].",
     ),

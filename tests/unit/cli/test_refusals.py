@@ -312,6 +312,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("compare", "lab", "--ratios", "25"), "25"),
     (("compare", "lab", "--set", "reap"), "reap"),
     (("reproduce", "--out", "figures.png"), "figures.png"),
+    (("score", "lab", "--host-memory", "24 bananas"), "16GB"),
     (("reproduce", "--profile", "huge"), "huge"),
     (("train-lab-model", "--recipe", "magic"), "magic"),
     (("train-lab-model", "--recipe", "smolmoe", "--steps", "5"), "neither --steps"),
