@@ -201,21 +201,6 @@ def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
             )
 
 
-def solve_layers(
-    layers: Sequence[ExpertsLayer],
-    keep: KeepMask,
-    grams: Mapping[int, LayerGrams],
-    *,
-    ridge: float | None = None,
-) -> Compensation:
-    """New weights for any mask, from sums that were collected once.
-
-    Errors are those of `compensation_of`.
-    """
-    made = (LayerSolver(layer, grams[layer.layer]) for layer in layers)
-    return compensation_of(made, keep, ridge=ridge)
-
-
 def compensation_of(
     solvers: "Iterable[LayerSolver]",
     keep: KeepMask,

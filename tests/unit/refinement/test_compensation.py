@@ -17,10 +17,11 @@ from heapr_lab.refinement.activation_grams import LayerGrams
 from heapr_lab.refinement.compensation import (
     RIDGES,
     Compensation,
+    LayerSolver,
     compensate,
+    compensation_of,
     describe_weights,
     fit_compensation,
-    solve_layers,
 )
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -60,7 +61,7 @@ def solved(
     layer: ExpertsLayer, grams: LayerGrams, *, keep: KeepMask, ridge: float | None = 0.0
 ) -> tuple[torch.Tensor, dict[str, object]]:
     """The new columns of the first expert (I,), and its layer's row of the report."""
-    found = solve_layers([layer], keep, {0: grams}, ridge=ridge)
+    found = compensation_of([LayerSolver(layer, grams)], keep, ridge=ridge)
     (row,) = found.report.to_dict("records")
     return found.down_projs[0][0, 5], row
 
