@@ -24,7 +24,13 @@ from heapr_lab.checkpoints.folder import (
     save_processor,
     save_tokenizer,
 )
-from heapr_lab.checkpoints.predicting import what_is_dropped, without_predicting
+from heapr_lab.checkpoints.predicting import (
+    Heads,
+    add_heads,
+    predicting_heads,
+    said_of,
+    without_predicting,
+)
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
@@ -111,10 +117,11 @@ def save_pruned(
     stream, dtype = stream_of(model), dtype or stored_dtype(model)
     if stream is not None:
         stream.stored = dtype
-    if stream is not None and stream.dequantised_from is not None:
+    dequantised = None if stream is None else stream.dequantised_from
+    if dequantised is not None:
         changed = (
             f"{changed or 'sliced, otherwise unchanged'}, dequantised from "
-            f"{stream.dequantised_from} to bfloat16"
+            f"{dequantised} to bfloat16"
         )
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     plan, origin = _plan_of(model, keep), str(source or base)
@@ -124,9 +131,14 @@ def save_pruned(
         if plan is not None:
             claim(partial, plan)
         facts |= _padded_by(getattr(written, "heapr_zero_atoms", 0))
-        checksums = write_weights(written, partial, max_shard_size, progress=progress)
+        heads = predicting_heads(_dense_skeleton(model), origin)
+        # With quantised weights in files they cannot be read beside bfloat16.
+        whole = structure_of(keep) != "uniform" and dequantised is None
+        facts |= said_of(heads, kept=whole)
+        checksums = write_weights(
+            written, partial, max_shard_size, heads if whole else {}, progress=progress
+        )
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
-        facts |= what_is_dropped(_dense_skeleton(model), origin)
         facts |= _other_parts(model, partial, base=origin)
         facts |= {} if check is None else _checked(partial, check)
         describe(
@@ -249,20 +261,30 @@ def structure_of(keep: KeepMask) -> str:
 def write_weights(
     model: Any,
     folder: Path,
-    max_shard_size: str = "5GB",
+    max_shard_size: str,
+    heads: Heads,
     *,
     progress: Progress | None = None,
 ) -> dict[str, str]:
     """Write weights and config.json of what `checkpoint_of` or `attach` prepared.
 
+    Args:
+        model: the model.
+        folder: an empty one, or that of an interrupted call.
+        max_shard_size: of a file.
+        heads: the layers that predict further tokens, which are copied.
+        progress: as in `save_pruned`.
+
     Returns:
         The SHA-256 of each file of weights.
     """
-    without_predicting(model.config)
+    if not heads:
+        without_predicting(model.config)
     known = backend_of(model).write(
         model, folder, max_shard_size=max_shard_size, progress=progress or no_report
     )
-    return known or checksums_in(folder)
+    added = add_heads(folder, heads) if heads else {}
+    return known | added if known else checksums_in(folder)
 
 
 def checkpoint_of(model: Any, keep: KeepMask, dtype: torch.dtype) -> Any:

@@ -11,6 +11,7 @@ from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.ragged_experts import check_format
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
+_PREDICTING = re.compile(r"(^|\.)mtp[._]")
 
 Widths = dict[int, list[int]]
 """Atoms of each expert (E,), by decoder layer."""
@@ -45,12 +46,18 @@ def layer_of(path: str) -> int:
     """The number of the decoder layer in the path of a module.
 
     Raises:
-        LayoutError: it has none.
+        LayoutError: it has none, or the module predicts further tokens (MTP).
 
     Example:
         >>> layer_of("model.layers.3.mlp.experts")
         3
     """
+    if _PREDICTING.search(path):
+        raise LayoutError(
+            f"the experts module {path} predicts further tokens (MTP) and is not "
+            "pruned, which is not supported beside experts of other widths: serve "
+            "without speculative decoding"
+        )
     match = _LAYER.fullmatch(path)
     if match is None:
         raise LayoutError(

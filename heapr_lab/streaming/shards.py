@@ -57,7 +57,7 @@ def save_streamed(
             written[path.name] = files.checksum(path)
             files.write_json(folder / _WRITTEN, written)
         (progress or no_report)(done, len(parts))
-    files.write_json(folder / INDEX, _index(folder, sorted(written)))
+    files.write_json(folder / INDEX, index_of(folder, sorted(written)))
     (folder / _WRITTEN).unlink()
     return written
 
@@ -72,7 +72,7 @@ def _finished(folder: Path) -> dict[str, str]:
     return {name: own for name, own in written.items() if (folder / name).exists()}
 
 
-def _index(folder: Path, names: list[str]) -> dict[str, Any]:
+def index_of(folder: Path, names: list[str]) -> dict[str, Any]:
     """The index of shards, whose headers are read."""
     headers = {name: read_header(folder / name) for name in names}
     n_bytes = sum(own.n_bytes for found in headers.values() for own in found.values())

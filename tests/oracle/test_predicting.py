@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (MTP) are in no pruned checkpoint."""
+"""Layers that predict further tokens (MTP): kept in pruned checkpoints, or left out."""
 
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,18 @@ def source_of(folder: Path, family: str) -> tuple[Any, Path, set[str]]:
     return model, folder, set(extra)
 
 
-@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+@pytest.mark.parametrize("structure", ["ragged", "per_layer", "uniform"])
 @pytest.mark.parametrize("family", COUNTS)
-def test_dropped_in_memory_streamed_and_by_files(tmp_path, family, structure):
-    """Tensors are gone, the configuration counts none, and the card says so."""
+def test_in_memory_streamed_and_by_files(tmp_path, family, structure):
+    """Bit for bit as they were, or gone; configuration and card say which.
+
+    A stock configuration has one width for the experts of all layers.
+    """
     model, source, extra = source_of(tmp_path / "source", family)
+    whole = structure != "uniform"
     keep = random_keep(model)
-    if structure == "uniform":
-        keep = widths_keep(model, 4, structure="uniform")
+    if structure != "ragged":
+        keep = widths_keep(model, 4, structure=structure)
     cpu = torch.device("cpu")
     loaded = {
         "memory": read_weights(source, dtype=torch.float64),
@@ -64,12 +68,15 @@ def test_dropped_in_memory_streamed_and_by_files(tmp_path, family, structure):
     for folder in folders:
         found = tensors_in(folder)
         assert found.keys() == first.keys()
-        assert not found.keys() & extra
+        assert found.keys() & extra == (extra if whole else set())
         assert all(torch.equal(found[name], first[name]) for name in first)
-        assert read_json(folder / "config.json")[COUNTS[family]] == 0
-        said = read_json(folder / "heapr_manifest.json")["dropped"]
+        before = tensors_in(source)
+        assert all(torch.equal(found[n], before[n]) for n in extra & found.keys())
+        assert read_json(folder / "config.json")[COUNTS[family]] == whole
+        verb = "kept" if whole else "dropped"
+        said = read_json(folder / "heapr_manifest.json")[verb]
         assert said.startswith(f"{len(extra)} tensors of layers")
-        assert f"| dropped | {said} |" in (folder / "README.md").read_text()
+        assert f"| {verb} | {said} |" in (folder / "README.md").read_text()
         again = read_weights(folder, dtype=torch.float64)
         again.set_experts_implementation("eager")
         logits = logits_of(again, tiny_ids())
@@ -81,4 +88,5 @@ def test_nothing_is_said_of_a_model_without(tmp_path):
     model = tiny_model("glm4_moe")
     model.save_pretrained(tmp_path / "source")
     out = prune_folder(tmp_path / "source", random_keep(model), tmp_path / "out")
-    assert "dropped" not in read_json(out / "heapr_manifest.json")
+    said = read_json(out / "heapr_manifest.json")
+    assert not {"kept", "dropped"} & said.keys()

@@ -26,6 +26,7 @@ def test_by_layer() -> None:
         ({"output_bias": True}, "output biases, which heapr-lab 0"),
         ({"quantised": "int8", "format_version": 3}, "integers, which heapr-lab 0"),
         ({"widths": {"model.experts": [1]}}, "no numbered layer"),
+        ({"widths": {"mtp.layers.0.mlp.experts": [1]}}, "without speculative"),
         (
             {"widths": WIDTHS | {"vision.layers.1.experts": [1]}},
             "layer 1 has two experts modules",
