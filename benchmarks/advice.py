@@ -1,6 +1,6 @@
 """The tables of docs/when_not.md, each made from committed results."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -18,6 +18,7 @@ COUNTED = ("compress", "fisher + compensation", "elimination + compensation")
 _ERRORS = 2.0
 """Standard errors that a difference exceeds to count."""
 _METHODS = ("heapr", "heapr-expert", "reap", "evoesap")
+_OF_EXPERTS = ("heapr-expert", "reap", "frequency", "hc-smoe", "mc-smoe")
 _USUAL = (0.4, 0.6)
 _MIXTURE = "0.5*pydocs + 0.5*wikitext2"
 
@@ -29,6 +30,7 @@ def tables() -> dict[str, pd.DataFrame]:
         "pretrained": pretrained_table(),
         "worse": worse_table(quality),
         "experts": experts_table(results_of("methods")),
+        "whole_experts": whole_experts_table(),
         "quantised": quantised_table(results_of("quantised")),
         "text": text_table(quality),
     }
@@ -41,19 +43,41 @@ def of_atoms(rows: pd.DataFrame) -> pd.DataFrame:
 
 def pretrained_table() -> pd.DataFrame:
     """The default less HEAPr on the pretrained MoE, with 95 % intervals."""
+    windows, _ = _pretrained()
+    ratios = sorted({*windows.loc[windows["method"].eq(real.DEFAULT), "ratio"]})
+    table = _less_heapr([(real.DEFAULT, ratio) for ratio in ratios])
+    return table.drop(columns="method")
+
+
+def whole_experts_table() -> pd.DataFrame:
+    """Methods of whole experts less HEAPr's atoms on the pretrained MoE."""
+    windows, _ = _pretrained()
+    there = {*zip(windows["method"], windows["ratio"], strict=True)}
+    ratios = sorted({ratio for method, ratio in there if method in _OF_EXPERTS})
+    pairs = [(own, ratio) for ratio in ratios for own in _OF_EXPERTS]
+    return _less_heapr([pair for pair in pairs if pair in there])
+
+
+def _pretrained() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Losses by window and answers by item of the pretrained MoE, first draws."""
     windows, items = (
         real.first_states(rows_beside("real", part)) for part in ("windows", "items")
     )
-    own, default = windows["corpus"].eq(real.FITTED_TO), real.DEFAULT
-    ratios = sorted({*windows.loc[windows["method"].eq(default), "ratio"]})
+    return windows, items
+
+
+def _less_heapr(pairs: Sequence[tuple[str, float]]) -> pd.DataFrame:
+    """A row for each method and ratio: what it loses less HEAPr, on the same text."""
+    windows, items = _pretrained()
+    own = windows["corpus"].eq(real.FITTED_TO)
     found = []
-    for ratio in ratios:
+    for method, ratio in pairs:
         parts = {"WikiText-2": windows[own], "PTB and C4": windows[~own]}
-        row: dict[str, Any] = {"removed": f"{ratio:.0%}"}
+        row: dict[str, Any] = {"method": method, "removed": f"{ratio:.0%}"}
         for name, part in parts.items():
-            gap = loss_difference(part, default, "heapr", ratio)
+            gap = loss_difference(part, method, "heapr", ratio)
             row[f"Δloss, {name} [nats per token] ↓"] = gap.said() if gap else "–"
-        right = accuracy_difference(items, default, "heapr", ratio)
+        right = accuracy_difference(items, method, "heapr", ratio)
         row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
         found.append(row)
     return pd.DataFrame(found)
