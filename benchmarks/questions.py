@@ -190,7 +190,10 @@ def _scores(_committed: Committed) -> str:
     at = rows[rows["ratio"].sub(_MIDDLE).abs().lt(0.005)]
     wide = at.pivot(index="dataset", columns="name", values="value")[list(DRAWN)]
     lowest = wide.idxmin(axis="columns").map(lambda name: look(name).label)
-    said = listed(f"*{name}* on {corpus}" for corpus, name in lowest.items())
+    said = listed(
+        f"*{name}* on {listed(corpora)}"
+        for name, corpora in lowest.groupby(lowest).groups.items()
+    )
     more = wide["heapr"] / wide.min(axis="columns")
     return (
         f"Of the scores that are drawn, the one with the lowest perplexity where "
