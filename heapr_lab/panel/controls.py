@@ -86,7 +86,7 @@ def said_by(*controls: ipw.Widget) -> str:
     Raises:
         SpecError: as `shown_by`.
     """
-    return ", ".join(f"{one.description} {shown_by(one)}" for one in controls)
+    return ", ".join(f"{label_of(one)} {shown_by(one)}" for one in controls)
 
 
 def offer(box: ipw.Dropdown, options: Sequence[Any], *, first: int = 0) -> None:

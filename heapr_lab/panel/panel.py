@@ -142,7 +142,7 @@ class Explorer(ipw.VBox):
             SEARCH,
             self._search,
             tooltip="evaluate one ratio after the other, about five, up to the target",
-            of=session.named,
+            of=lambda: session.recipe.text,
         )
         self.advanced = folded("Advanced", self.controls, self.weights, self.search)
         # At most as wide as it was drawn: if stretched, its text would blur.

@@ -5,7 +5,8 @@ its weights, which are 0 here, so that the atomic experts are the neurons of the
 
 Logits are the dense model's to the last bit in float32 on a CPU if the width of the FFN
 is a multiple of 32, as it usually is. Otherwise SiLU, which sees the gate's rows apart
-here, rounds the last values of each in another way, by 1e-7 of them.
+here, rounds the last values of each in another way, by 1e-7 of them; and for a single
+token some processors add up products in another order.
 """
 
 from collections.abc import Mapping

@@ -126,7 +126,7 @@ def test_float32_is_enough_under_the_default_ridge(
     size = (2 * numbers(3, n_atoms, seed=3)).exp()
     sums = sums * size[:, :, None] * size[:, None]
     weights = numbers(3, 40, n_atoms, seed=4) / size[:, None]
-    rates = numbers(1, 3, n_atoms, seed=5).exp()
+    rates = numbers(3, n_atoms, seed=5).exp()
     ridge = torch.full((3, n_atoms), 0.03).double()
     used = []
     eliminated = elimination._eliminated
