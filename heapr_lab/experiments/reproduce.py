@@ -126,15 +126,18 @@ def reproduce(
     )
     bench = open_bench()
     folder = figures_dir or _folder_of(bench, name_or_path, publish=publish)
-    with workers(n_workers or default_workers(bench), open_bench) as executor:
+    n_processes = n_workers or default_workers(bench)
+    with workers(n_processes, open_bench) as executor:
         _harvest(bench, executor)
         corpora, skipped = paper.test_corpora()
         measured = run_experiments(bench, corpora, executor)
         found = claims.claims(evidence_of(bench, measured, corpora))
         drawn = draw_all(bench, measured, found, folder, executor)
-        executed: list[Path] = []
-        if notebooks:
-            output = None if publish else folder / "notebooks"
+    executed: list[Path] = []
+    if notebooks:
+        output = None if publish else folder / "notebooks"
+        # Processes of their own: those before hold the model, as each kernel does.
+        with workers(n_processes, open_bench) as executor:
             executed = _execute_notebooks(bench, name_or_path, drawn, output, executor)
     return Summary(
         figures=folder,
