@@ -1,5 +1,6 @@
 """The tables of docs/when_not.md, each made from committed results."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,35 +44,26 @@ def of_atoms(rows: pd.DataFrame) -> pd.DataFrame:
 
 def pretrained_table() -> pd.DataFrame:
     """The default less HEAPr on the pretrained MoE, with 95 % intervals."""
-    windows, _ = _pretrained()
-    ratios = sorted({*windows.loc[windows["method"].eq(real.DEFAULT), "ratio"]})
-    table = _less_heapr([(real.DEFAULT, ratio) for ratio in ratios])
-    return table.drop(columns="method")
+    return _less_heapr((real.DEFAULT,)).drop(columns="method")
 
 
 def whole_experts_table() -> pd.DataFrame:
     """Methods of whole experts less HEAPr's atoms on the pretrained MoE."""
-    windows, _ = _pretrained()
-    there = {*zip(windows["method"], windows["ratio"], strict=True)}
-    ratios = sorted({ratio for method, ratio in there if method in _OF_EXPERTS})
-    pairs = [(own, ratio) for ratio in ratios for own in _OF_EXPERTS]
-    return _less_heapr([pair for pair in pairs if pair in there])
+    return _less_heapr(_OF_EXPERTS)
 
 
-def _pretrained() -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Losses by window and answers by item of the pretrained MoE, first draws."""
+def _less_heapr(methods: Sequence[str]) -> pd.DataFrame:
+    """A row for each ratio and method: what it loses less HEAPr, on the same text."""
     windows, items = (
         real.first_states(rows_beside("real", part)) for part in ("windows", "items")
     )
-    return windows, items
-
-
-def _less_heapr(pairs: Sequence[tuple[str, float]]) -> pd.DataFrame:
-    """A row for each method and ratio: what it loses less HEAPr, on the same text."""
-    windows, items = _pretrained()
+    there = {*zip(windows["ratio"], windows["method"], strict=True)}
+    ratios = sorted({ratio for ratio, _ in there})
     own = windows["corpus"].eq(real.FITTED_TO)
     found = []
-    for method, ratio in pairs:
+    for ratio, method in itertools.product(ratios, methods):
+        if (ratio, method) not in there:
+            continue
         parts = {"WikiText-2": windows[own], "PTB and C4": windows[~own]}
         row: dict[str, Any] = {"method": method, "removed": f"{ratio:.0%}"}
         for name, part in parts.items():

@@ -56,9 +56,9 @@ logger = logging.getLogger("speed")
 
 RATIOS = (0.0, 0.2, 0.4, 0.6)
 DENSE = ("grouped_mm", "eager")
-SLICED = "sliced"
 """Transformers' implementations that the dense model is measured with."""
-"""Methods that compute what is kept alone."""
+SLICED = "sliced"
+"""The method that computes what is kept alone."""
 MULTIPLE = 8
 """Of which widths are multiples, as kernels need in bfloat16."""
 

@@ -57,7 +57,6 @@ def zeroed_twin(model: nn.Module, keep: KeepMask) -> nn.Module:
     return twin
 
 
-@torch.no_grad()
 def assert_same_logits(found: torch.Tensor, own: torch.Tensor) -> None:
     """To the last bit, or to rounding of a single token.
 
@@ -68,6 +67,7 @@ def assert_same_logits(found: torch.Tensor, own: torch.Tensor) -> None:
     torch.testing.assert_close(found, own, rtol=close, atol=2 * close)
 
 
+@torch.no_grad()
 def logits_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Logits without a cache, (n_sequences, seq_len, d_vocab)."""
     return model(ids, use_cache=False).logits

@@ -20,11 +20,11 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
 from heapr_lab.storage import files
 from heapr_lab.streaming.shards import index_of
+from heapr_lab.streaming.sizes import PREDICTING
 from heapr_lab.streaming.weights_on_disk import FoundTensor, find_tensors
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names of the number of such layers in configurations."""
-_MODULE = re.compile(r"(^|\.)mtp[._]")
 _LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
 _OWN_FILE = "model-mtp.safetensors"
 _FIRST = "model-00001-of-00001.safetensors"
@@ -64,7 +64,7 @@ def _by_file(skeleton: Any, every: Iterable[FoundTensor]) -> Heads:
     def is_one(name: str) -> bool:
         place = _LAYER.match(name)
         further = place is not None and int(place[2]) >= depths.get(place[1], 10**9)
-        return name not in known and (further or _MODULE.search(name) is not None)
+        return name not in known and (further or PREDICTING.search(name) is not None)
 
     heads: dict[Path, list[str]] = {}
     for found in every:

@@ -27,10 +27,10 @@ SUMS = (
 )
 """Columns that are summed over samples.
 
-No score in `estimators` reads `sum_p` (Σ p), `sum_p_out` (Σ p · ‖E(x)‖) or `sum_abs_h`
-(Σ |h|). They are collected for the criteria of other papers, which then need no second
-pass: REAP ranks experts by sum_p_out / tokens, others by mean router weight or by mean
-activation. Existing tables and caches contain them.
+No score in `estimators` reads `sum_p` (Σ p), `sum_p_out` (Σ p · ‖E(x)‖), `sum_abs_h`
+(Σ |h|) or `sum_hg` (Σ h · ∂ℓ/∂h). They are collected for the criteria of other papers,
+which then need no second pass: REAP ranks experts by sum_p_out / tokens, others by mean
+router weight or by mean activation. Existing tables and caches contain them.
 """
 MAXIMA = ("max_abs_h", "max_abs_ph")
 """Columns of which the maximum over samples is taken.

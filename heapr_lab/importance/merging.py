@@ -95,12 +95,20 @@ def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_rows(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
-    a, b = (frame[list(KEYS)].to_numpy() for frame in (ours, theirs))
-    if not np.array_equal(a, b):
+    if len(ours) != len(theirs):
         raise SpecError(
-            f"cannot merge tables of different rows: {len(a)} and {len(b)} atoms, "
-            f"whose {', '.join(KEYS)} are not the same"
+            f"cannot merge tables of different rows: {len(ours)} and {len(theirs)} "
+            "atoms"
         )
+    for name in KEYS:
+        differs = ours[name].to_numpy() != theirs[name].to_numpy()
+        if differs.any():
+            row = int(np.argmax(differs))
+            raise SpecError(
+                f"cannot merge tables of different rows: row {row} has {name} "
+                f"{ours[name].iloc[row]} in one and {theirs[name].iloc[row]} in the "
+                "other"
+            )
 
 
 def _check_architecture(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

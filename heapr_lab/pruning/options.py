@@ -32,13 +32,13 @@ BUDGETS = {"atoms": "atoms", "model": "parameters (model)"}
 _TOO_MANY = 2**31
 """More atoms than any expert has."""
 _LAYERS = re.compile(r"([0-9]{1,6})(?:\s*[-–]\s*([0-9]{1,6}))?")
-_REDUNDANT = "own_layers"
 _REMOVED: Mapping[str, Any] = {
     "price": None,
     "protect_outliers": 0.0,
     "layer_ratios": {},
+    "own_layers": [],
 }
-"""Fields that heapr-lab 0.1 had, besides `own_layers`, and their defaults."""
+"""Fields that heapr-lab 0.1 had, and their defaults."""
 
 
 def exact_ratio(value: Any, *, name: str = "pruning ratio") -> Fraction:
@@ -371,7 +371,7 @@ class Selection:
             SpecError: there is no ratio, or a field is unknown or has an invalid value.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        given = {k: v for k, v in plain.items() if k != _REDUNDANT}
+        given = dict(plain)
         used = {k: v for k, v in _REMOVED.items() if given.pop(k, v) != v}
         if used:
             raise SpecError(

@@ -9,9 +9,9 @@ from typing import Any
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.ragged_experts import check_format
+from heapr_lab.streaming.sizes import PREDICTING
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
-_PREDICTING = re.compile(r"(^|\.)mtp[._]")
 
 Widths = dict[int, list[int]]
 """Atoms of each expert (E,), by decoder layer."""
@@ -52,7 +52,7 @@ def layer_of(path: str) -> int:
         >>> layer_of("model.layers.3.mlp.experts")
         3
     """
-    if _PREDICTING.search(path):
+    if PREDICTING.search(path):
         raise LayoutError(
             f"the experts module {path} predicts further tokens (MTP) and is not "
             "pruned, which is not supported beside experts of other widths: serve "

@@ -26,7 +26,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt])(i?)b")
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
-_PREDICTING = re.compile(r"(^|\.)mtp[._]")
+PREDICTING = re.compile(r"(^|\.)mtp[._]")
+"""In the path of a module that predicts further tokens (MTP)."""
 _ENDS = re.compile(r"\b(embed_tokens|embeddings|word_embeddings|lm_head|head)\.weight$")
 _EXPERTS = re.compile(
     r"(\.experts\..*(down_proj|w2|fc2)|moe\.output_linear)(\.weight|_blocks)?$"
@@ -118,7 +119,7 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any]) -> Sizes:
     depth = text.get("num_hidden_layers", math.inf)
     numbers = _layer_numbers(shapes)
     inside = {name: number for name, number in numbers.items() if number < depth}
-    around = [n for n in shapes if n not in numbers and not _PREDICTING.search(n)]
+    around = [n for n in shapes if n not in numbers and not PREDICTING.search(n)]
     ends = [name for name in around if _ENDS.search(name)]
     if not ends or not inside:
         raise SpecError("the weights have no embeddings, or no layers, of known names")

@@ -59,13 +59,16 @@ def test_norms_may_differ_by_rounding_alone() -> None:
 
 
 def test_rows_that_differ() -> None:
-    """Fewer of them, or another layer, expert or atom."""
+    """The first difference is named, in whichever key it is."""
     with pytest.raises(SpecError, match="different rows: 3 and 2 atoms"):
         merge_frames(frame(), frame().iloc[:2])
     for name in ("layer", "expert", "atom"):
         other = frame()
         other.loc[1:, name] = 9
-        with pytest.raises(SpecError, match="layer, expert, atom are not the same"):
+        found = frame()[name].iloc[1]
+        with pytest.raises(
+            SpecError, match=f"row 1 has {name} {found} in one and 9 in the other"
+        ):
             merge_frames(frame(), other)
 
 
