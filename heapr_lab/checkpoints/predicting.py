@@ -7,7 +7,7 @@ them, and its configuration says that there are none.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
+from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_source
 from heapr_lab.storage import files
 from heapr_lab.streaming.shards import index_of
 from heapr_lab.streaming.sizes import PREDICTING
@@ -30,8 +30,8 @@ _OWN_FILE = "model-mtp.safetensors"
 _FIRST = "model-00001-of-00001.safetensors"
 """The name of a single file of weights once there is another one beside it."""
 
-Heads = Mapping[Path, list[str]]
-"""The names of the tensors of such layers, by the file that they are in."""
+Heads = Sequence[FoundTensor]
+"""The tensors of such layers, in their files."""
 
 
 def predicting_heads(skeleton: Any, base: str) -> Heads:
@@ -49,13 +49,7 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
     try:
         stored, _ = read_source(folder)
     except SpecError:
-        return {}
-    every = find_tensors(skeleton, get_model_conversion_mapping(skeleton), stored)
-    return _by_file(skeleton, every)
-
-
-def _by_file(skeleton: Any, every: Iterable[FoundTensor]) -> Heads:
-    """Those of `every` tensor that are of such layers."""
+        return []
     known = skeleton.state_dict()
     depths: dict[str, int] = {}
     for place in filter(None, map(_LAYER.match, known)):
@@ -66,16 +60,18 @@ def _by_file(skeleton: Any, every: Iterable[FoundTensor]) -> Heads:
         further = place is not None and int(place[2]) >= depths.get(place[1], 10**9)
         return name not in known and (further or PREDICTING.search(name) is not None)
 
-    heads: dict[Path, list[str]] = {}
-    for found in every:
-        if is_one(found.parameter):
-            heads.setdefault(found.file, []).append(found.name)
-    return heads
+    every = find_tensors(skeleton, get_model_conversion_mapping(skeleton), stored)
+    return [found for found in every if is_one(found.parameter)]
+
+
+def are_floats(heads: Heads) -> bool:
+    """Whether they can stand in a checkpoint that says nothing of quantised weights."""
+    return all(found.tensor.dtype in FLOATS for found in heads)
 
 
 def said_of(heads: Heads, *, kept: bool) -> dict[str, str]:
     """What manifest and card say of such layers; nothing if there are none."""
-    names = sorted(name for own in heads.values() for name in own)
+    names = sorted(found.name for found in heads)
     if not names:
         return {}
     said = f"{len(names)} tensors of layers that predict further tokens (MTP), from "
@@ -99,9 +95,9 @@ def add_heads(folder: Path, heads: Heads) -> dict[str, str]:
         unchanged, but for the name of a single file.
     """
     tensors: dict[str, Any] = {}
-    for file, names in heads.items():
-        with safe_open(file, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in names}
+    for found in heads:
+        with safe_open(found.file, framework="pt") as opened:
+            tensors[found.name] = opened.get_tensor(found.name)
     save_file(tensors, folder / _OWN_FILE, metadata={"format": "pt"})
     if (folder / SINGLE).is_file():
         (folder / SINGLE).rename(folder / _FIRST)

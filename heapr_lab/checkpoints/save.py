@@ -27,6 +27,7 @@ from heapr_lab.checkpoints.folder import (
 from heapr_lab.checkpoints.predicting import (
     Heads,
     add_heads,
+    are_floats,
     predicting_heads,
     said_of,
     without_predicting,
@@ -117,11 +118,10 @@ def save_pruned(
     stream, dtype = stream_of(model), dtype or stored_dtype(model)
     if stream is not None:
         stream.stored = dtype
-    dequantised = None if stream is None else stream.dequantised_from
-    if dequantised is not None:
+    if stream is not None and stream.dequantised_from is not None:
         changed = (
             f"{changed or 'sliced, otherwise unchanged'}, dequantised from "
-            f"{dequantised} to bfloat16"
+            f"{stream.dequantised_from} to bfloat16"
         )
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     plan, origin = _plan_of(model, keep), str(source or base)
@@ -132,11 +132,10 @@ def save_pruned(
             claim(partial, plan)
         facts |= _padded_by(getattr(written, "heapr_zero_atoms", 0))
         heads = predicting_heads(_dense_skeleton(model), origin)
-        # With quantised weights in files they cannot be read beside bfloat16.
-        whole = structure_of(keep) != "uniform" and dequantised is None
+        whole = structure_of(keep) != "uniform" and are_floats(heads)
         facts |= said_of(heads, kept=whole)
         checksums = write_weights(
-            written, partial, max_shard_size, heads if whole else {}, progress=progress
+            written, partial, max_shard_size, heads if whole else (), progress=progress
         )
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
         facts |= _other_parts(model, partial, base=origin)

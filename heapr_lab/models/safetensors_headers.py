@@ -14,8 +14,8 @@ from heapr_lab.errors import SpecError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-"""Bytes of numbers whose tensors are checked."""
+FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+"""Bytes of a number of the types of weights that are not quantised."""
 ORDER = (
     "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0",
     "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32", "F32",
@@ -100,7 +100,7 @@ def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
 
 def _size_of(tensor: StoredTensor) -> int:
     """Size of a floating-point tensor in bytes, computed from its shape."""
-    return math.prod(tensor.shape) * _FLOATS[tensor.dtype]
+    return math.prod(tensor.shape) * FLOATS[tensor.dtype]
 
 
 def names_in(source: Path) -> set[str]:
@@ -154,7 +154,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 f"{path}: {name} is misplaced or has an unknown type ({tensor.dtype}): "
                 "download the file again"
             )
-        if tensor.dtype in _FLOATS and tensor.n_bytes != _size_of(tensor):
+        if tensor.dtype in FLOATS and tensor.n_bytes != _size_of(tensor):
             raise SpecError(
                 f"{path}: {name} has {tensor.n_bytes} bytes, its shape "
                 f"{tensor.shape} needs {_size_of(tensor)}: download the file again"

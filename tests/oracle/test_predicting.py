@@ -83,6 +83,21 @@ def test_in_memory_streamed_and_by_files(tmp_path, family, structure):
         assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_quantised_ones_are_left_out(tmp_path):
+    """They would be numbers without their scales' meaning beside other weights."""
+    model, source, extra = source_of(tmp_path / "source", "glm4_moe")
+    with changed_tensors(source) as stored:
+        for name in extra:
+            if name.endswith("down_proj.weight"):
+                stored[name] = stored[name].to(torch.float8_e4m3fn)
+    loaded = read_weights(source, dtype=torch.float64)
+    keep = random_keep(model)
+    out = save_pruned(prune(loaded, keep), tmp_path / "out", base=str(source))
+    assert not tensors_in(out).keys() & extra
+    assert "dropped" in read_json(out / "heapr_manifest.json")
+    assert read_json(out / "config.json")[COUNTS["glm4_moe"]] == 0
+
+
 def test_nothing_is_said_of_a_model_without(tmp_path):
     """No tensors, no words."""
     model = tiny_model("glm4_moe")
