@@ -191,7 +191,7 @@ class MaskDiffSection(ipw.VBox):
         """Take away what else is shown of the last masks."""
         self.show_contexts.clear()
         self.sides = self.alone = self.contexts = None
-        self.atom.options = [(_NO_ATOM, None)]
+        offer(self.atom, [(_NO_ATOM, None)])
 
     def _mask(self, side: Side, report: Report) -> ScoredMask:
         """The mask of one side; it is measured unless that is in the cache."""

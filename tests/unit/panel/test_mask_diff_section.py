@@ -248,6 +248,7 @@ def test_an_error_leaves_no_result(
     assert section.compare.value == section.show_contexts.value == ""
     assert section.sides is section.alone is section.contexts is None
     assert section.atom.options == (("none yet: compare two masks", None),)
+    assert section.atom.label == "none yet: compare two masks"
     assert "compare two masks" in failed(section.show_contexts)
     section.b.value = section.a.value
     assert "choose two" in failed(section.compare)
