@@ -97,33 +97,6 @@ def restored_losses(
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def restored_layers(
-    bench: Workbench, mine: ScoredMask, other: ScoredMask, corpus: str
-) -> pd.DataFrame:
-    """Δloss as the atoms of one layer are put back that only one mask removes.
-
-    Args:
-        bench: of the model.
-        mine: the mask that removes them.
-        other: the mask that keeps them.
-        corpus: on whose test split the loss is measured.
-
-    Returns:
-        Columns layer, n_restored, delta_nll, explained, as `restored_losses`; the
-        shares of the layers need not add up.
-
-    Raises:
-        SpecError: the masks are of different models.
-    """
-    alone = removed_alone(mine, other)
-    layers = _layers_of(mine.keep)[alone]
-    rows = [
-        {"layer": layer, **_restored(bench, mine.keep, alone[layers == layer], corpus)}
-        for layer in mine.keep.layers
-    ]
-    return pd.DataFrame(rows)
-
-
 def kept_of_alone(
     third: KeepMask,
     mine: ScoredMask,

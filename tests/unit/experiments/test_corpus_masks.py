@@ -18,7 +18,6 @@ from heapr_lab.experiments.corpus_masks import (
     kept_of_alone,
     mask_losses,
     removed_alone,
-    restored_layers,
     restored_losses,
     with_rows,
 )
@@ -178,21 +177,6 @@ def test_restored_losses(
     assert last["delta_nll"] == pytest.approx(by_hand(bench, keep, pair[1]), abs=1e-12)
 
 
-def test_restored_layers(
-    bench: Workbench, pair: tuple[str, str], masks: dict[str, ScoredMask]
-) -> None:
-    """The atoms of each layer alone; together they are all."""
-    one, other = (masks[name] for name in pair)
-    found = restored_layers(bench, one, other, pair[1])
-    assert found["layer"].tolist() == list(one.keep.layers)
-    assert found["n_restored"].sum() == len(removed_alone(one, other))
-    for row in found.itertuples():
-        arrays = dict(one.keep.arrays)
-        arrays[row.layer] = arrays[row.layer] | other.keep.by_layer(row.layer)
-        expected = by_hand(bench, KeepMask.from_arrays(arrays), pair[1])
-        assert row.delta_nll == pytest.approx(expected, abs=1e-12)
-
-
 def test_equal_masks_explain_nothing(
     bench: Workbench, pair: tuple[str, str], masks: dict[str, ScoredMask]
 ) -> None:
@@ -201,4 +185,3 @@ def test_equal_masks_explain_nothing(
     found = restored_losses(bench, one, one, pair[0], shares=SHARES)
     assert found.empty
     assert "explained" in found
-    assert restored_layers(bench, one, one, pair[0])["n_restored"].eq(0).all()
