@@ -45,10 +45,6 @@ def evolved(
     decode: Callable[[np.ndarray], Candidate],
     cost: Callable[[Candidate], float],
     starts: np.ndarray,
-    *,
-    bounds: tuple[float, float] = (0.0, 1.0),
-    mutation: tuple[float, float] = (0.5, 1.0),
-    recombination: float = 0.7,
 ) -> Candidate:
     """The candidate of the least cost that is found from `starts`, at least as good.
 
@@ -56,19 +52,14 @@ def evolved(
         request: with the seed and the number of generations.
         decode: from keys (N,) to what they stand for.
         cost: called once for each candidate.
-        starts: keys of the first candidates, (population, N).
-        bounds: of every key.
-        mutation: the range of the factor of differences between candidates.
-        recombination: the share of keys that a new candidate changes.
+        starts: keys of the first candidates, (population, N), each in [0, 1].
     """
     remembered = functools.cache(cost)
     found = differential_evolution(
         lambda keys: remembered(decode(keys)),
-        [bounds] * starts.shape[1],
+        [(0.0, 1.0)] * starts.shape[1],
         init=starts,
         maxiter=request.options["generations"],
-        mutation=mutation,
-        recombination=recombination,
         polish=False,
         tol=0.0,
         rng=request.seed,

@@ -8,7 +8,6 @@ from heapr_lab.errors import SpecError
 from heapr_lab.methods.atoms import ATOMS
 from heapr_lab.methods.camera import CAMERA
 from heapr_lab.methods.d2_moe import D2_MOE
-from heapr_lab.methods.eep import EEP
 from heapr_lab.methods.evoesap import EVOESAP
 from heapr_lab.methods.experts import EXPERTS
 from heapr_lab.methods.hc_smoe import HC_SMOE
@@ -39,7 +38,6 @@ _OURS = (
     NAEE,
     MONE,
     EVOESAP,
-    EEP,
     MOE_I2,
     HC_SMOE,
     MC_SMOE,

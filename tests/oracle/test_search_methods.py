@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import eep, evoesap, evolution, moe_i2, naee
+from heapr_lab.methods import evoesap, evolution, moe_i2, naee
 from heapr_lab.methods.dropping import drop_experts, dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import find_experts
@@ -218,49 +218,6 @@ def test_shares_are_exact_and_limited() -> None:
     for wanted in itertools.product(range(4), repeat=3):
         found = evolution.apportioned(list(map(float, wanted)), sum(wanted), [3, 3, 3])
         assert found == wanted
-
-
-def test_eep_keeps_the_best_experts_and_does_not_lose_by_merging() -> None:
-    """The sets of the least loss of all; with them, merging lowers the loss further."""
-    model = tiny_model("qwen2_moe")
-    subsets = list(itertools.combinations(range(4), 3))
-    losses = {
-        kept: nll(drop_experts(model, dict(enumerate(kept))))
-        for kept in itertools.product(subsets, repeat=2)
-    }
-    best = min(losses, key=lambda kept: losses[kept])
-    found = fitted("eep", model, 0.25, **MUCH)
-    assert tuple(found.kept.values()) == best
-    with found.apply(model):
-        assert nll(model) < losses[best] - 1e-6
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
-def test_eep_combines_router_rows_and_weights(family: str) -> None:
-    """The smaller model, whose tensors are sums over experts, written out."""
-    model = tiny_model(family)
-    axis = find_expert_axes(model)[0]
-    kept, order = (0, 2, 3), (3, 1, 0, 2)
-    plan = eep._Plan(eep.LayerMerger(axis), order, kept)
-    changes = np.random.default_rng(0).normal(size=plan.size).reshape(2, 3, 4)
-    both = plan.coefficients(changes.ravel())
-    for matrix, change in zip(both, changes, strict=True):
-        for row, place in ((0, 2), (1, 0), (2, 1)):  # experts 3, 0 and 2 by rank
-            for column, expert in enumerate(order):
-                own = float(kept[place] == expert) + change[row, column]
-                assert float(matrix[place, expert]) == pytest.approx(own)
-    made = plan.merger.experts(both[1])
-    for k in range(3):
-        for name, projection in made.projections.items():
-            expected = sum(
-                float(both[1, k, e]) * axis.layer.expert(e)[name] for e in range(4)
-            )
-            torch.testing.assert_close(projection.dense.tensors[k], expected)
-    rows = plan.merger.router(both[0])["weight"]
-    expected_rows = sum(
-        both[0, :, e, None] * axis.router.weight[e].detach() for e in range(4)
-    )
-    torch.testing.assert_close(rows, expected_rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

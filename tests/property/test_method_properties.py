@@ -43,7 +43,6 @@ ORDERED = {"compress"}
 """Methods that hold out windows by their place, which their deviations say."""
 SMALL = {"population": 5, "generations": 2, "most_windows": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "eep": SMALL,
     "moe-i2-like": SMALL,
 }
 """Options with which a method takes less time."""
