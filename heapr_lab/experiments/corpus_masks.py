@@ -32,13 +32,17 @@ def corpus_masks(
 
     All three are measured on the same number of windows.
     """
-    one, other = pair
-    texts = {one: one, other: other, MIXTURE: f"0.5*{one} + 0.5*{other}"}
+    texts = {name: name for name in pair} | {MIXTURE: mixture_of(pair)}
     settings = {name: Setting(ratio, text) for name, text in texts.items()}
     return {
         name: ScoredMask.select(name, bench.table_of(setting), setting.selection)
         for name, setting in settings.items()
     }
+
+
+def mixture_of(pair: tuple[str, str]) -> str:
+    """The corpus that is half of each of two."""
+    return " + ".join(f"0.5*{name}" for name in pair)
 
 
 def mask_losses(

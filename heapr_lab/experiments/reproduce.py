@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments import claims, paper
+from heapr_lab.experiments import claims, corpus_masks, paper
 from heapr_lab.experiments.summary import summary_table
 from heapr_lab.experiments.workers import (
     Step,
@@ -35,7 +35,7 @@ from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import cache, files, paths
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text import pydocs
-from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
+from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
@@ -211,9 +211,10 @@ def run_experiments(
     ]
     # Long steps first, so that no process waits for them at the end; and what no other
     # process measures meanwhile, so that none waits for it now.
-    steps = [_eliminate, *draws, paper.bin_results, *evaluations]
+    ahead: list[Step] = [_eliminate, _mix]
+    steps = [*ahead, *draws, paper.bin_results, *evaluations]
     with progress_bar("experiments", "step") as show:
-        _, *given = run_steps(steps, bench, executor, progress=show)
+        given = run_steps(steps, bench, executor, progress=show)[len(ahead) :]
     sizes, (tenths, *results) = given[: len(draws)], given[len(draws) :]
     return Measurements(
         results=pd.concat(results, ignore_index=True),
@@ -243,6 +244,12 @@ def evidence_of(
 def _eliminate(bench: Workbench) -> None:
     """Compute the statistics, and the scores of elimination, which a notebook needs."""
     bench.importance(estimator="elimination")
+
+
+def _mix(bench: Workbench) -> None:
+    """Compute the statistics of the mixture, which two notebooks need at a time."""
+    mixture = corpus_masks.mixture_of(paper.calibration_pair(bench))
+    bench.importance(Calibration(mixture))
 
 
 @dataclass(frozen=True)
