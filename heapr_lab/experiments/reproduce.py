@@ -10,7 +10,8 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from heapr_lab.experiments import claims, corpus_masks, paper
 from heapr_lab.experiments.summary import summary_table
 from heapr_lab.experiments.workers import (
     Step,
+    cores,
     default_workers,
     finished,
+    pool,
     run_steps,
     workers,
 )
@@ -124,6 +127,23 @@ def reproduce(
     open_bench = functools.partial(
         open_workbench, name_or_path, profile=profile, device=device, dtype=dtype
     )
+    summary, to_execute = _measure_and_draw(
+        open_bench, name_or_path, figures_dir, publish=publish, n_workers=n_workers
+    )
+    executed = _execute_notebooks(to_execute) if notebooks else []
+    seconds = time.perf_counter() - started
+    return replace(summary, notebooks=executed, seconds=seconds)
+
+
+def _measure_and_draw(
+    open_bench: Callable[[], Workbench],
+    name_or_path: str,
+    figures_dir: Path | None,
+    *,
+    publish: bool,
+    n_workers: int | None,
+) -> tuple[Summary, "_Notebooks"]:
+    """All but the notebooks. Nothing holds the model then, as each kernel will."""
     bench = open_bench()
     folder = figures_dir or _folder_of(bench, name_or_path, publish=publish)
     n_processes = n_workers or default_workers(bench)
@@ -133,21 +153,23 @@ def reproduce(
         measured = run_experiments(bench, corpora, executor)
         found = claims.claims(evidence_of(bench, measured, corpora))
         drawn = draw_all(bench, measured, found, folder, executor)
-    executed: list[Path] = []
-    if notebooks:
-        output = None if publish else folder / "notebooks"
-        # Processes of their own: those before hold the model, as each kernel does.
-        with workers(n_processes, open_bench) as executor:
-            executed = _execute_notebooks(bench, name_or_path, drawn, output, executor)
-    return Summary(
+    summary = Summary(
         figures=folder,
         files=drawn,
-        notebooks=executed,
+        notebooks=[],
         skipped=skipped,
         perplexity=_perplexities(bench, corpora),
         saved=bench.savings(Setting(0.25)).iloc[0],
         claims=found,
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
+    )
+    path = Path(name_or_path)
+    model = str(path.resolve()) if path.is_dir() else name_or_path
+    return summary, _Notebooks(
+        parameters={"MODEL": model, "PROFILE": bench.profile.name},
+        inputs=_inputs(bench, drawn),
+        output=None if publish else folder / "notebooks",
+        n_processes=n_processes,
     )
 
 
@@ -352,13 +374,19 @@ def _folder_of(bench: Workbench, name_or_path: str, *, publish: bool) -> Path:
     return paths.figures_dir() / f"{name}-{bench.profile.name}"
 
 
-def _execute_notebooks(
-    bench: Workbench,
-    name_or_path: str,
-    drawn: list[Path],
-    output: Path | None,
-    executor: Executor | None,
-) -> list[Path]:
+@dataclass(frozen=True)
+class _Notebooks:
+    """How the notebooks are executed."""
+
+    parameters: dict[str, str]
+    inputs: str
+    """Digest of what their outputs depend on besides their sources."""
+    output: Path | None
+    """Where they are written; None for in place."""
+    n_processes: int
+
+
+def _execute_notebooks(asked: _Notebooks) -> list[Path]:
     """Execute the notebooks: all of them the first time, then those out of date.
 
     A clone contains executed notebooks, so that the first time shows that they run
@@ -366,17 +394,16 @@ def _execute_notebooks(
     """
     from heapr_lab.experiments.notebooks import execute_all
 
-    inputs = _inputs(bench, drawn)
-    key = {"inputs": inputs, "output": str(output)}
+    key = {"inputs": asked.inputs, "output": str(asked.output)}
     done = cache.cache_path("reproduced", key, extension="json")
-    path = Path(name_or_path)
-    model = str(path.resolve()) if path.is_dir() else name_or_path
-    with progress_bar("notebooks", "notebook") as bar:
+    n = asked.n_processes
+    several = pool(n, threads=max(1, cores() // n)) if n > 1 else nullcontext()
+    with several as executor, progress_bar("notebooks", "notebook") as bar:
         executed = execute_all(
             paths.project_dir() / "notebooks",
-            parameters={"MODEL": model, "PROFILE": bench.profile.name},
-            inputs=inputs,
-            output=output,
+            parameters=asked.parameters,
+            inputs=asked.inputs,
+            output=asked.output,
             force=not done.exists(),
             executor=executor,
             progress=bar,

@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from heapr_lab.errors import HeaprLabError
@@ -52,13 +52,13 @@ def default_workers(bench: "Workbench") -> int:
 def workers(
     n: int, open_bench: Callable[[], "Workbench"]
 ) -> Iterator[concurrent.futures.Executor | None]:
-    """A pool of `n` processes, or None if `n` is 1.
+    """Let this process and `n` - 1 others share the cores: a pool of the others.
 
-    Each process opens its own workbench when it needs it. A script that calls this has
-    to guard the call with `if __name__ == "__main__"`, as for any process pool.
+    Each opens its own workbench when it needs it. A script that calls this has to guard
+    the call with `if __name__ == "__main__"`, as for any process pool.
 
     Args:
-        n: number of processes.
+        n: number of processes; 1 gives None in place of a pool.
         open_bench: opens the workbench; it has to be picklable.
 
     Raises:
@@ -67,11 +67,31 @@ def workers(
     if n == 1:
         yield None
         return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads := max(1, cores() // n))
+    try:
+        with pool(n - 1, threads=threads, open_bench=open_bench) as executor:
+            yield executor
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def pool(
+    n: int, *, threads: int, open_bench: Callable[[], "Workbench"] | None = None
+) -> Iterator[concurrent.futures.Executor]:
+    """`n` processes, with as many threads each.
+
+    Raises:
+        HeaprLabError: a process was killed.
+    """
     with concurrent.futures.ProcessPoolExecutor(
         n,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
-        initargs=(open_bench, max(1, cores() // n)),
+        initargs=(open_bench, threads),
     ) as executor:
         for _ in range(n):  # their imports take seconds, too
             executor.submit(cores)
@@ -94,19 +114,36 @@ def run_steps(
     *,
     progress: Progress,
 ) -> list[Any]:
-    """Results of all steps, run by the executor or, without one, in this process.
+    """Results of all steps, run here and by the executor, if there is one.
 
     If a step fails, the results of finished steps stay in the cache.
     """
-    calls: dict[int, Callable[[], Any]] = {
-        place: partial(_work, step) if executor else partial(step, bench)
-        for place, step in enumerate(steps)
-    }
-    results = {}
-    for place, future in finished(calls, executor):
-        results[place] = future.result()
+    others = [executor.submit(_work, step) for step in steps] if executor else []
+    results: dict[int, Any] = {}
+    for place, result in _results(steps, bench, dict(enumerate(others))):
+        results[place] = result
         progress(len(results), len(steps))
-    return [results[place] for place in calls]
+    return [results[place] for place in range(len(steps))]
+
+
+def _results(
+    steps: Sequence[Step],
+    bench: "Workbench",
+    others: dict[int, concurrent.futures.Future[Any]],
+) -> Iterator[tuple[int, Any]]:
+    """The place and the result of each step, once it is done.
+
+    This process takes those that none of the `others` has begun.
+    """
+    for place, step in enumerate(steps):
+        if place not in others or others[place].cancel():
+            others.pop(place, None)
+            yield place, step(bench)
+        for there in [there for there, future in others.items() if future.done()]:
+            yield there, others.pop(there).result()
+    places = {future: place for place, future in others.items()}
+    for future in concurrent.futures.as_completed(places):
+        yield places[future], future.result()
 
 
 def finished(
@@ -136,15 +173,16 @@ def _called(call: Callable[[], T]) -> concurrent.futures.Future[T]:
     return future
 
 
-def _begin(open_bench: Callable[[], "Workbench"], threads: int) -> None:
+def _begin(open_bench: Callable[[], "Workbench"] | None, threads: int) -> None:
     """Initialise a new process."""
-    import torch
-
     signal.signal(signal.SIGINT, _leave)
-    _of_this_process.append(cache(open_bench))
     os.environ["HEAPR_LAB_PROGRESS"] = "0"  # one bar is enough
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for notebook kernels it starts
-    torch.set_num_threads(threads)
+    if open_bench is not None:
+        import torch
+
+        _of_this_process.append(cache(open_bench))
+        torch.set_num_threads(threads)
 
 
 def _leave(*_args: object) -> None:

@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -23,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def note(bench: Workbench, *, folder: Path, name: str) -> None:
     """Write down which process did this, and with which model."""
+    time.sleep(0.3)  # so that the others begin, too
     (folder / name).write_text(f"{os.getpid()} {bench.identity['weights']}")
 
 
@@ -31,9 +33,11 @@ def refuse(_bench: Workbench) -> None:
     raise SpecError("this step cannot be had")
 
 
-def end(_bench: Workbench) -> None:
-    """Be ended from outside, as for lack of memory."""
-    os.kill(os.getpid(), signal.SIGKILL)
+def end(_bench: Workbench, *, but: int) -> None:
+    """Be ended from outside, as for lack of memory, in another process than `but`."""
+    if os.getpid() != but:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
 
 
 def done_by(bench: Workbench, executor: Executor | None, folder: Path) -> set[str]:
@@ -65,16 +69,19 @@ def test_steps_are_done_here(folder: Path, tmp_path: Path) -> None:
 
 
 def in_two_processes(opened: Callable[[], Workbench], folder: Path) -> None:
-    """Steps that are done, one that fails with its own error, and one that is ended."""
+    """Steps that are done, one that fails with its own error, and some that end."""
     bench = opened()
     with workers.workers(2, opened) as executor:
-        assert str(os.getpid()) not in done_by(bench, executor, folder)
+        by = done_by(bench, executor, folder)
+        assert len(by) == 2
+        assert str(os.getpid()) in by
         with pytest.raises(SpecError, match="this step cannot be had"):
             workers.run_steps([refuse], bench, executor, progress=print)
-        workers.run_steps([end], bench, executor, progress=print)
+        killing = functools.partial(end, but=os.getpid())
+        workers.run_steps([killing] * 4, bench, executor, progress=print)
 
 
-def test_steps_are_done_in_other_processes(folder: Path, tmp_path: Path) -> None:
+def test_steps_are_done_in_two_processes(folder: Path, tmp_path: Path) -> None:
     """If one of these is gone, the error says what to do."""
     opened = functools.partial(open_workbench, str(folder), profile="small")
     with pytest.raises(HeaprLabError, match="run again with --workers 1"):
