@@ -16,8 +16,6 @@ DRAWN = (
     "compress",
 )
 """Variants in the figure; the table has all."""
-OWN_TEXT = "compress + own text"
-"""Of `gains_table`."""
 _USUAL = (0.4, 0.6)
 """Ratios at which most variants are measured."""
 MEASURABLE = 0.005
@@ -209,48 +207,6 @@ def _worst_where(rows: pd.DataFrame) -> str | None:
     worst = usual.loc[usual["relative"].idxmax()]
     where = f"{worst['model']}, {worst['test']}, {worst['ratio']:.0%}"
     return f"{worst['relative']:.2f} ({where})"
-
-
-def gains_table(data: pd.DataFrame, variant: str = OWN_TEXT) -> pd.DataFrame:
-    """Δloss of one variant ÷ HEAPr's: a row for each model, and one for all.
-
-    Pooled over calibrated corpora and seeds (sum ÷ sum), ± half of its 95 % interval
-    over test windows, which all seeds share; a dash where HEAPr loses less than 0.005
-    nats on the mean. The worst is that of any corpus, seed and ratio.
-    *Other text* is tested on a corpus that nothing was calibrated on.
-
-    Args:
-        data: from `models_data`.
-        variant: one of its variants.
-    """
-    own = data[data["variant"].eq(variant)]
-    parts = {model: own[own["model"].eq(model)] for model in data["model"].unique()}
-    groups = [(model, part) for model, part in parts.items() if len(part)]
-    groups.append(("all", own))
-    rows = []
-    for model, part in groups:
-        row: dict[str, object] = {"model": model}
-        calibrated = _calibrated(part)
-        for ratio, some in calibrated.groupby("ratio"):
-            row[f"{100 * ratio:g} % ↓"] = _quotient(some)
-        row["worst ↓"] = _worst(calibrated)
-        other = _on_other_text(part)
-        row["40 %, other text ↓"] = _quotient(other[other["ratio"].eq(0.4)])
-        row["worst, other text ↓"] = _worst(other)
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def _worst(rows: pd.DataFrame) -> str:
-    """The largest quotient, as text."""
-    worst = rows["relative"].max()
-    return "–" if np.isnan(worst) else f"{worst:.2f}"
-
-
-def _quotient(rows: pd.DataFrame) -> str:
-    """Sum of Δloss ÷ HEAPr's, ± half of its 95 % interval, as text."""
-    value, error = _gain(rows)
-    return "–" if np.isnan(value) else f"{value:.2f} ± {error:.2f}"
 
 
 def _gain(rows: pd.DataFrame) -> tuple[float, float]:

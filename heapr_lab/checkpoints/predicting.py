@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_source
+from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_headers
 from heapr_lab.storage import files
 from heapr_lab.streaming.shards import index_of
 from heapr_lab.streaming.sizes import PREDICTING
@@ -47,7 +47,7 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
         paths = [Path(path) for path in cached if isinstance(path, str)]
         folder = paths[0].parent if paths else folder
     try:
-        stored, _ = read_source(folder)
+        stored, _ = read_headers(folder)
     except SpecError:
         return []
     known = skeleton.state_dict()

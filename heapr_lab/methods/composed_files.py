@@ -72,17 +72,10 @@ class ComposedQuantizer(HfQuantizer):
     quantization_config: ComposedConfig
 
     def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
-        """Refuse a checkpoint that was written by a later version.
-
-        Raises:
-            ValueError: a later version wrote it.
-        """
-        found = self.quantization_config.format_version
-        if found > FORMAT_VERSION:
-            raise ValueError(
-                f"the checkpoint has format version {found}, this version of heapr_lab "
-                f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
-            )
+        """Refuse a checkpoint of another version, as `check_version`."""
+        ragged_experts.check_version(
+            self.quantization_config.format_version, FORMAT_VERSION
+        )
 
     def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
         """Narrow the layers that lost experts, and replace experts.

@@ -543,11 +543,24 @@ def check_format(settings: Mapping[str, Any]) -> None:
                 "2026-11 wrote and reads: load it with that version, or prune the base "
                 "model again"
             )
-    found = int(settings.get("format_version", FORMAT_VERSION))
-    if found > FORMAT_VERSION:
+    check_version(settings.get("format_version", FORMAT_VERSION), FORMAT_VERSION)
+
+
+def check_version(found: object, newest: int) -> None:
+    """Check that a format version is one up to `newest`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(found, int):
+        raise ValueError(
+            f"format_version of the checkpoint is {found!r}, expected a whole number "
+            f"up to {newest}: its config.json is damaged; get the file again"
+        )
+    if found > newest:
         raise ValueError(
             f"the checkpoint has format version {found}, this version of heapr_lab "
-            f"reads up to {FORMAT_VERSION}: upgrade heapr_lab"
+            f"reads up to {newest}: upgrade heapr_lab"
         )
 
 

@@ -48,7 +48,7 @@ Stored = dict[Path, dict[str, StoredTensor]]
 """The tensors in each file."""
 
 
-def read_source(source: Path) -> tuple[Stored, dict[str, Any] | None]:
+def read_headers(source: Path) -> tuple[Stored, dict[str, Any] | None]:
     """The tensors in each file of a checkpoint, and its index if it has one.
 
     Raises:
@@ -111,7 +111,7 @@ def names_in(source: Path) -> set[str]:
     """
     if not any((source / name).exists() for name in (SINGLE, INDEX)):
         return set()
-    stored, _ = read_source(source)
+    stored, _ = read_headers(source)
     return {name for tensors in stored.values() for name in tensors}
 
 

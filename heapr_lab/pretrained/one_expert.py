@@ -26,7 +26,7 @@ from heapr_lab.models.folders import (
     read_tokenizer,
     skeleton_of,
 )
-from heapr_lab.models.safetensors_headers import INDEX, Stored, read_source
+from heapr_lab.models.safetensors_headers import INDEX, Stored, read_headers
 from heapr_lab.storage.cache import cached_folder
 from heapr_lab.storage.files import write_json
 from heapr_lab.streaming.weights_on_disk import check_whole, find_tensors
@@ -160,7 +160,7 @@ def _files(source: Path) -> list[Path]:
 
 def _convert(source: Path, config: Any, folder: Path, name: str) -> None:
     """Write the MoE of the dense model in `source` to an empty folder."""
-    stored, index = read_source(source)
+    stored, index = read_headers(source)
     parameters = _parameters(config, stored)
     one_expert_config(config).save_pretrained(folder)
     weight_map: dict[str, str] = {}

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.fp8 import Fp8Quantizer, check_grid
-from heapr_lab.models.safetensors_headers import read_source
+from heapr_lab.models.safetensors_headers import read_headers
 from heapr_lab.streaming.weights_on_disk import (
     FoundTensor,
     check_whole,
@@ -106,7 +106,7 @@ class FileReader:
         self._n_bytes_read = 0
         self._model, self._dtype, self._device = model, dtype, device
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-        stored, _ = read_source(folder)
+        stored, _ = read_headers(folder)
         self._files = {path: _state(path) for path in stored}
         every = list(find_tensors(model, conversions, stored))
         check_whole(model, every)

@@ -22,7 +22,7 @@ from heapr_lab.models.fp8 import with_exact_blocks
 from heapr_lab.models.loading import model_folder
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
-from heapr_lab.models.safetensors_headers import read_source
+from heapr_lab.models.safetensors_headers import read_headers
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.on_disk import on_disk
@@ -56,7 +56,7 @@ def why_on_disk(
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
     try:
-        stored, _ = read_source(model_folder(path))
+        stored, _ = read_headers(model_folder(path))
         sizes = sizes_of(shapes_in(stored), config.to_dict())
     except SpecError:  # of files that are damaged, or not of safetensors
         return None

@@ -20,7 +20,7 @@ from heapr_lab.errors import LayoutError, SpecError, whole_number
 from heapr_lab.models.dtypes import DEQUANTISED, check_dtype
 from heapr_lab.models.named import dense_of, folder_of, what_is_expected
 from heapr_lab.models.paper_models import hub_id
-from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_source
+from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_headers
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.sizes import (
@@ -214,7 +214,7 @@ def _read(name: str) -> _Model:
         )
     if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
         return _Model(config, method, _built(folder), None)
-    stored, _ = read_source(folder)
+    stored, _ = read_headers(folder)
     n_bytes = sum(own.n_bytes for found in stored.values() for own in found.values())
     return _Model(config, method, shapes_in(stored), n_bytes)
 

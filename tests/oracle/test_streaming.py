@@ -29,7 +29,7 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
-from heapr_lab.models.safetensors_headers import read_source
+from heapr_lab.models.safetensors_headers import read_headers
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
@@ -88,7 +88,7 @@ def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
     The last batch is smaller than the others.
     """
     model, streamed = both(written(family, tmp_path))
-    sizes = sizes_of(shapes_in(read_source(tmp_path)[0]), model.config.to_dict())
+    sizes = sizes_of(shapes_in(read_headers(tmp_path)[0]), model.config.to_dict())
     assert sizes.atoms == {k: own.n_atoms for k, own in describe(model).layers.items()}
     tolerance = 1e-4 if family in ROUNDED else 1e-9
     table, again = (
@@ -262,7 +262,8 @@ DAMAGE: dict[str, dict[str, Any]] = {
     "of others": {
         "widths": {WIDTHS: [8, 0, 4, 2], "model.layers.1.mlp.experts": [2] * 4}
     },
-    "of a later version": {"format_version": "x"},
+    "of a later version": {"format_version": 99},
+    "of no version": {"format_version": "x"},
     "of another kind": {"quantised": [1]},
     "with biases": {"output_bias": True},
 }

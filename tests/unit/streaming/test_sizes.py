@@ -16,7 +16,7 @@ from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import MAXIMA, SUMS
-from heapr_lab.models.safetensors_headers import StoredTensor, read_source
+from heapr_lab.models.safetensors_headers import StoredTensor, read_headers
 from heapr_lab.streaming.sizes import (
     ATOM_BYTES,
     Sizes,
@@ -53,7 +53,7 @@ def test_sizes_from_files_are_those_of_the_model(family: str, tmp_path: Path) ->
     model: Any = tiny_model(family)
     model.save_pretrained(tmp_path)
     config = model.config.to_dict()
-    check(sizes_of(shapes_in(read_source(tmp_path)[0]), config), model)
+    check(sizes_of(shapes_in(read_headers(tmp_path)[0]), config), model)
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
