@@ -252,6 +252,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "How fast the panel answers",
                 table=speed.panel_table,
             ),
+            Benchmark(
+                "first_minute",
+                "first_minute.py",
+                "The first minute of a user",
+                table=speed.first_minute_table,
+            ),
             Benchmark("tables", "tables.py", "Importance tables of large models"),
         )
     }

@@ -187,8 +187,6 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         },
     },
 }
-NOT_STREAMED = ("glm5_next", "mistral_large4")
-"""Their decoder layers hand on more than hidden states."""
 NO_STOCK = ("inkling_mm_model",)
 """The width of their shared experts is that of the routed ones."""
 

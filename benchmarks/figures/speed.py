@@ -15,6 +15,15 @@ def panel_table(measured: pd.DataFrame) -> pd.DataFrame:
     return measured[list(named)].rename(columns=named)
 
 
+def first_minute_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/first_minute.py` for readers: a row for each step."""
+    table = measured.pivot(index=["step", "clicks"], columns="model", values="seconds")
+    order = measured[["step", "clicks"]].drop_duplicates()
+    table = order.merge(table.reset_index())
+    names = {name: f"{name} [s] ↓" for name in measured["model"].unique()}
+    return table.rename(columns={"clicks": "clicks until then"} | names)
+
+
 def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
     """Rows of `benchmarks/speed.py` for readers: sliced against the faster dense model.
 

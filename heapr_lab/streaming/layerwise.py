@@ -3,12 +3,16 @@
 Statistics then need memory for one layer at a time, while all layers together cost the
 arithmetic of one forward pass. A layer is called with the arguments that its model gave
 it: masks and positions depend only on the shape of a batch, which is checked if two
-batches have the same shape.
+batches have the same shape. Two arguments are of a batch itself: the ids, by which
+layers with hash tables route, and what the layer before handed on beside its states,
+the tokens that indexed attention attends to.
 
 Shapes: B windows, L tokens in each; d_model.
 """
 
 import contextlib
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +26,8 @@ from heapr_lab.models.likelihood import final_states
 from heapr_lab.streaming.stream import replace_layers, stream_of
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+_IDS, _HANDED = "input_ids", "prev_topk_indices"
+"""Arguments of decoder layers that are of a batch, not of its shape."""
 
 
 class _ReachedFirstLayerError(Exception):
@@ -77,7 +83,10 @@ class LayerByLayer:
         self._model = model
         stream = stream_of(model)
         self._blocks = _blocks(model, layers) if stream is None else stream.blocks
+        self._batches = batches
         self._shapes = [tuple(ids.shape) for ids in batches]
+        self.handed: list[torch.Tensor | None] = [None] * len(batches)
+        """What the last layer that ran handed on beside the states of each batch."""
         self._calls = self._recorded(batches)
         self.states = [self._first_input(ids) for ids in batches]
         """The inputs of the next layer."""
@@ -103,24 +112,42 @@ class LayerByLayer:
 
     def output(self, number: int, index: int, states: torch.Tensor) -> torch.Tensor:
         """What a layer makes of the states of a batch."""
-        return self._output(number, self._calls[self._shapes[index]][number], states)
+        call = self._calls[self._shapes[index]][number]
+        own = {_IDS: self._batches[index], _HANDED: self.handed[index]}
+        states, self.handed[index] = self._output(number, call, states, own)
+        return states
 
     def finished(self, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """What the rest of the body makes of the last layer's output."""
         last = self.n_layers - 1
 
-        def given(number: int, own: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return states if number == last else own
+        def given(number: int, own: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return self._returned(states if number == last else own)
 
         with replace_layers(given, embeds=False):
             return final_states(self._model, ids)
 
-    def _output(self, number: int, call: _Call, states: torch.Tensor) -> torch.Tensor:
+    def _output(
+        self, number: int, call: _Call, states: torch.Tensor, own: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states, and what is handed on beside them."""
         block = self._blocks[number]
         args, options = call
         stream = stream_of(block)
         device = next(block.parameters()).device if stream is None else stream.device
-        return _states_in(block(states.to(device), *args, **options))
+        own = {name: _on(device, own[name]) for name in options.keys() & own.keys()}
+        found = block(states.to(device), *args, **options | own)
+        return _states_in(found), found[1] if self.hands_on else None
+
+    @functools.cached_property
+    def hands_on(self) -> bool:
+        """Whether layers return what the next one takes beside the states."""
+        forward = type(self._blocks[0]).forward
+        return _HANDED in inspect.signature(forward).parameters
+
+    def _returned(self, states: torch.Tensor) -> Any:
+        """What a layer with these states returns if it is not run."""
+        return (states, None) if self.hands_on else states
 
     # --- how the model calls its layers -------------------------------------------
 
@@ -140,14 +167,17 @@ class LayerByLayer:
             return self._by_shape(batches, self._recorded_alone)
         window = batches[0][:1]
         called, states, last = self._record(window)
+        handed = None
         for number, call in enumerate(called):
-            states = self._output(number, call, states)
+            own = {_IDS: window, _HANDED: handed}
+            states, handed = self._output(number, call, states, own)
         if not torch.equal(states, _states_in(last)):
             raise LayoutError(
                 "decoder layers run one by one give other states than the model"
             )
         with contextlib.ExitStack() as contexts:
-            if isinstance(last, torch.Tensor) and self._same_without(window, called):
+            alone = isinstance(last, torch.Tensor) or self.hands_on
+            if alone and self._same_without(window, called):
                 contexts.enter_context(self._unused())
             return self._by_shape(batches, lambda ids: self._record(ids)[0])
 
@@ -166,13 +196,16 @@ class LayerByLayer:
         own = [block.__dict__.get("forward") for block in self._blocks]
         try:
             for block in self._blocks:
-                block.forward = _unchanged
+                block.forward = self._unchanged
             yield
         finally:
             for block, forward in zip(self._blocks, own, strict=True):
                 del block.forward
                 if forward is not None:
                     block.forward = forward
+
+    def _unchanged(self, states: torch.Tensor, *_args: Any, **_options: Any) -> Any:
+        return self._returned(states)
 
     def _by_shape(
         self,
@@ -214,7 +247,7 @@ class LayerByLayer:
                 raise LayoutError("decoder layers are not run once each, in order")
             if not args:
                 raise LayoutError("decoder layers get their states by keyword")
-            calls.append((args[1:], dict(options)))
+            calls.append((args[1:], _of_shape(options)))
             inputs.append(args[0])
 
         def after(_block: nn.Module, _args: Any, found: Any) -> None:
@@ -249,8 +282,8 @@ class LayerByLayer:
         def note(number: int, states: torch.Tensor, *args: Any, **options: Any) -> Any:
             if number != len(calls):
                 raise RuntimeError("they are not run once each, in order")
-            calls.append((args, options))
-            return states
+            calls.append((args, _of_shape(options)))
+            return self._returned(states)
 
         try:
             with replace_layers(note):
@@ -301,8 +334,13 @@ def _states_in(returned: Any) -> torch.Tensor:
     return states
 
 
-def _unchanged(states: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
-    return states
+def _on(device: torch.device, own: torch.Tensor | None) -> torch.Tensor | None:
+    return None if own is None else own.to(device)
+
+
+def _of_shape(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments without what is of a batch itself, of which the names are kept."""
+    return options | dict.fromkeys(options.keys() & {_IDS, _HANDED})
 
 
 def _blocks(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[nn.Module]:

@@ -27,7 +27,7 @@ from heapr_lab.streaming.layerwise import swept_states
 from heapr_lab.streaming.shards import save_streamed
 from heapr_lab.streaming.sliced_stream import stream_slices, unchanged
 from heapr_lab.streaming.stream import Stream
-from heapr_lab.streaming.streamed_pass import streamed_pass
+from heapr_lab.streaming.streamed_pass import streamed_pass, token_bytes
 from heapr_lab.streaming.sweep_store import budget_of
 
 
@@ -88,8 +88,7 @@ class OnDisk:
 
     def at_once(self, model: Any, n: int) -> int:
         """As many as the states of tokens, between two layers and the last, fit."""
-        d_model: int = model.config.get_text_config().hidden_size
-        n_bytes = 2 * d_model * self.stream.dtype.itemsize
+        n_bytes = 2 * token_bytes(model, self.stream.dtype)
         return max(n, budget_of(self.stream) // n_bytes)
 
     def final_states(

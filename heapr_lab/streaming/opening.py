@@ -29,11 +29,6 @@ from heapr_lab.streaming.on_disk import on_disk
 from heapr_lab.streaming.sizes import shapes_in, size_of, sizes_of, why_streamed
 from heapr_lab.streaming.stream import Stream, stream_of
 
-NOT_STREAMED = {
-    "deepseek_v4": "its attention has buffers in every layer that no file holds",
-}
-"""Model types that are supported in memory only, and why."""
-
 
 def why_on_disk(
     path: str, config: Any, *, dtype: Any, device: str, n_tokens: int
@@ -109,13 +104,10 @@ def _refuse_family(config: Any, name: str) -> None:
     Raises:
         LayoutError: they cannot; the message says why.
     """
-    why = NOT_STREAMED.get(config.model_type)
     if getattr(config.get_text_config(), "hidden_size_per_layer_input", 0):
-        why = "it has a second table of embeddings, which every layer reads"
-    if why is not None:
         raise LayoutError(
-            f"{name} ({config.model_type}) cannot be streamed: {why}; load the model "
-            "with stream=False"
+            f"{name} ({config.model_type}) cannot be streamed: it has a second table "
+            "of embeddings, which every layer reads; load the model with stream=False"
         )
 
 

@@ -18,6 +18,7 @@ ATOM_BYTES = 64
 """Of the running sums of one atom: eight columns in float64."""
 EXTRA_STATES = 3
 """Kept besides the outputs of all layers: the first inputs, and two gradients."""
+_INDEX_BYTES = 4
 _SHARE_OF_MEMORY = 0.75
 """Of what is free, for scores; the rest is for what exists for a moment."""
 
@@ -47,7 +48,7 @@ class Sizes:
     Example:
         Two layers, each with 2 experts of 8 atoms, between embeddings and head:
 
-        >>> sizes = Sizes((200, 200), (100, 100), 2, {0: 16, 1: 16}, 4, 2, 1)
+        >>> sizes = Sizes((200, 200), (100, 100), 2, {0: 16, 1: 16}, 4, 2, 1, (2, 0))
         >>> sizes.n_parameters, sizes.n_atoms, sizes.states(2, n_tokens=10)
         (602, 32, 200)
     """
@@ -64,6 +65,8 @@ class Sizes:
     """Routed experts of all layers."""
     d_model: int
     top_k: int
+    state: tuple[int, int]
+    """From `state_of`."""
 
     @property
     def n_parameters(self) -> int:
@@ -102,7 +105,26 @@ class Sizes:
     def states(self, itemsize: int, *, n_tokens: int) -> int:
         """Bytes of the states between the layers of a streamed pass."""
         n_states = len(self.layers) + EXTRA_STATES
-        return n_states * n_tokens * self.d_model * itemsize
+        return n_states * n_tokens * state_bytes(self.state, itemsize)
+
+
+def state_of(text: Mapping[str, Any], d_model: int) -> tuple[int, int]:
+    """Numbers of a token that are kept between two layers, and how many in int32.
+
+    The first are in the type of the weights: the state, of which models with
+    hyper-connections have several. The others are of indexed attention, at most: the
+    tokens that a layer attends to, which it chooses and may hand on.
+
+    Args:
+        text: the settings of the language model.
+        d_model: the width of one state.
+    """
+    return d_model * (text.get("hc_mult") or 1), 2 * (text.get("index_topk") or 0)
+
+
+def state_bytes(state: tuple[int, int], itemsize: int) -> int:
+    """Bytes of what `state_of` counts."""
+    return state[0] * itemsize + state[1] * _INDEX_BYTES
 
 
 def sizes_of(shapes: Shapes, config: Mapping[str, Any]) -> Sizes:
@@ -139,6 +161,7 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any]) -> Sizes:
         n_experts=n_experts,
         d_model=d_model,
         top_k=next((text[name] for name in _TOP_K if text.get(name)), 1),
+        state=state_of(text, d_model),
     )
 
 

@@ -205,7 +205,8 @@ class Stream:
                         )
                         module._parameters[name] = meta
                 for name, buffer in module._buffers.items():
-                    if buffer is not None and top in self.blocks:
+                    in_files = name not in module._non_persistent_buffers_set
+                    if buffer is not None and top in self.blocks and in_files:
                         module._buffers[name] = buffer.to("meta")
 
     def each(self, measure: Callable[[torch.Tensor], T]) -> Iterator[tuple[str, T]]:
@@ -244,10 +245,13 @@ class Stream:
         for own in [*self.model.parameters(), *self.model.buffers()]:
             own._is_hf_initialized = not own.is_meta  # so that it is left as it is
         for module in self.model.modules():
-            if id(module) in inside:
-                continue
+            in_files = module._buffers.keys() - module._non_persistent_buffers_set
             empty = [
-                n for n, b in module._buffers.items() if b is not None and b.is_meta
+                n
+                for n, b in module._buffers.items()
+                if b is not None
+                and b.is_meta
+                and not (id(module) in inside and n in in_files)
             ]
             for name in empty:
                 made = torch.empty_like(module._buffers[name], device=self.device)

@@ -12,7 +12,7 @@ import torch
 from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import GradientPass
 from heapr_lab.progress import noted
-from heapr_lab.streaming.sizes import EXTRA_STATES
+from heapr_lab.streaming.sizes import EXTRA_STATES, state_bytes, state_of
 from heapr_lab.streaming.stream import Stream
 from heapr_lab.streaming.sweep_store import SweepStore, budget_of, opened
 from heapr_lab.streaming.two_sweeps import TwoSweeps
@@ -80,17 +80,22 @@ def _windows_at_once(
     store.begin("all")
     if "windows" in store:  # the room for them is taken already
         return int(store.get("windows")["at_once"])
-    d_model = model.config.get_text_config().hidden_size
     n_groups = len(stream.blocks) + EXTRA_STATES
     size = fitting_windows(
         len(run.ids),
-        n_bytes=run.ids.shape[1] * d_model * stream.dtype.itemsize * n_groups,
+        n_bytes=run.ids.shape[1] * token_bytes(model, stream.dtype) * n_groups,
         batch_size=run.batch_size,
         budget=0 if run.state is not None else budget_of(stream),
         store=store,
     )
     store.put("windows", {"at_once": torch.tensor(size)})
     return size
+
+
+def token_bytes(model: Any, dtype: torch.dtype) -> int:
+    """Bytes of what is kept of a token between two layers, at most."""
+    text = model.config.get_text_config()
+    return state_bytes(state_of(text.to_dict(), text.hidden_size), dtype.itemsize)
 
 
 def fitting_windows(

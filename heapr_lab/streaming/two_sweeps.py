@@ -33,7 +33,7 @@ from heapr_lab.streaming.sweep_store import SweepStore
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _Choices = list[torch.Tensor]
-_TOKENS, _STATES, _CHOICE = "tokens", "states", "choice."
+_TOKENS, _STATES, _CHOICE, _HANDED = "tokens", "states", "choice.", "handed"
 
 
 class TwoSweeps:
@@ -105,10 +105,14 @@ class TwoSweeps:
 
     def _run_batch(self, number: int, index: int) -> None:
         choices: _Choices = []
+        before = self._walk.handed[index] = self._handed(number, index)
         with _Noted(choices), self._counted(number):
             out = self._walk.output(number, index, self._input(number, index))
-        noted = {f"{_CHOICE}{n:03d}": own for n, own in enumerate(choices)}
-        self._store.put(_out(number, index), {_STATES: out} | noted)
+        kept = {f"{_CHOICE}{n:03d}": own for n, own in enumerate(choices)}
+        handed = self._walk.handed[index]
+        if handed is not None and handed is not before:
+            kept[_HANDED] = handed
+        self._store.put(_out(number, index), {_STATES: out} | kept)
 
     def backward(self) -> Iterator[tuple[int, slice]]:
         """Go back through every layer.
@@ -158,6 +162,7 @@ class TwoSweeps:
         kept = self._store.get(_out(number, index))
         choices = [kept[name] for name in sorted(kept) if name.startswith(_CHOICE)]
         states = self._input(number, index).to(self._device).requires_grad_()
+        self._walk.handed[index] = self._handed(number, index)
         with _Replayed(choices):
             found = self._walk.output(number, index, states)
         gradient = self._store.get(f"grad-{number + 1}-{index}")[_STATES]
@@ -168,6 +173,14 @@ class TwoSweeps:
         """The states with which a batch comes to a layer."""
         name = _out(number - 1, index) if number else f"out-first-{index}"
         return self._store.get(name)[_STATES]
+
+    def _handed(self, number: int, index: int) -> torch.Tensor | None:
+        """What a layer before handed on to this one beside the states of a batch."""
+        for before in range(number - 1, -1, -1) if self._walk.hands_on else ():
+            kept = self._store.get(_out(before, index))
+            if _HANDED in kept:
+                return kept[_HANDED]
+        return None
 
     def _counted(self, number: int) -> contextlib.AbstractContextManager[None]:
         found = self._tokens.get(number)

@@ -1,5 +1,7 @@
 """Layers run one by one compute what the model does, in one forward's arithmetic."""
 
+from typing import Any
+
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
@@ -9,20 +11,21 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.models.modes import evaluating
 from heapr_lab.refinement import activation_grams as grams
 from heapr_lab.streaming.layerwise import LayerByLayer
+from heapr_lab.streaming.sizes import state_of
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 
-# Its layers get part of the embedding besides the states.
-UNFIT = {"hy_v4"}
+HANDING = ("deepseek_v4", "glm_moe_dsa", "hy_v4")
+"""Their layers get the ids, or what the layer before attended to, beside states."""
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
 
 
-@pytest.mark.parametrize("family", REPRESENTATIVES)
+@pytest.mark.parametrize("family", [*REPRESENTATIVES, *HANDING])
 def test_sums_are_those_of_whole_forwards(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, for every family; those that cannot be stepped through say so."""
+    """Bit for bit, with what is of a batch and not of its shape, too."""
     model = tiny_model(family)
     expected = grams.collect_grams(model, WINDOWS, span="expert")
     monkeypatch.setattr(grams, "_AT_ONCE", 1)
@@ -36,10 +39,25 @@ def test_sums_are_those_of_whole_forwards(
         torch.testing.assert_close(own.sums, expected[layer].sums)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", *HANDING])
+def test_what_is_kept_between_layers_is_foreseen(family: str) -> None:
+    """States of any width, and as many indices of tokens that are attended to."""
+    model: Any = tiny_model(family)
+    text = model.config.get_text_config()
+    n_numbers, n_indices = state_of(text.to_dict(), text.hidden_size)
+    with evaluating(model):
+        walk = LayerByLayer(model, [WINDOWS.ids], find_experts(model))
+        for _, run in walk.layers():
+            assert list(run) == [0]
+            assert walk.states[0][0, 0].numel() == n_numbers
+            handed = walk.handed[0]
+            assert 2 * (0 if handed is None else handed[0, 0].numel()) <= n_indices
+    assert (handed is not None) == walk.hands_on == (family in HANDING[1:])
+
+
 def test_what_cannot_be_stepped_through_is_refused() -> None:
-    """A family whose layers get more than states."""
-    (family,) = UNFIT
-    model = tiny_model(family)
+    """A family whose layers get a part of a second embedding beside the states."""
+    model = tiny_model("gemma4_text", hidden_size_per_layer_input=4)
     with (
         evaluating(model),
         pytest.raises(LayoutError, match="cannot be run one by one"),

@@ -249,6 +249,19 @@ def test_every_step_can_be_the_last(model: Any, tmp_path: Path) -> None:
         assert found.frame.equals(whole.frame), at
 
 
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v4"])
+def test_what_is_of_a_batch_is_resumed(family: str, tmp_path: Path) -> None:
+    """The tokens that a layer handed on, and the ids by which it routes."""
+    tiny_model(family).save_pretrained(tmp_path / family)
+    write_tokenizer(tmp_path / family)
+    model, state = opened(tmp_path / family), tmp_path / "pass.state"
+    whole = collect_statistics(model, WINDOWS, batch_size=2)
+    for at in (6, 11, 15, 22):
+        interrupted(model, state, at, batch_size=2)
+        found = collect_statistics(model, WINDOWS, batch_size=2, state=state)
+        assert found.frame.equals(whole.frame), at
+
+
 def test_the_state_of_another_pass_is_refused(model: Any, tmp_path: Path) -> None:
     """Other windows are another pass; another batch size begins again."""
     state = tmp_path / "pass.state"

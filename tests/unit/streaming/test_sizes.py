@@ -27,7 +27,7 @@ from heapr_lab.streaming.sizes import (
 )
 from heapr_lab.streaming.stream import decoder_layers
 
-SIZES = Sizes((600, 600), (100, 100), 10, {0: 64, 1: 64}, 8, 4, 2)
+SIZES = Sizes((600, 600), (100, 100), 10, {0: 64, 1: 64}, 8, 4, 2, (4, 0))
 """Of no model; with round numbers."""
 
 

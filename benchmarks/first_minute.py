@@ -1,0 +1,165 @@
+"""The first minute of a user, by the clock: the picture, what 25 % costs, a folder.
+
+python -m benchmarks.first_minute [--models lab,smolmoe]
+
+A real browser opens the panel, as the page that `heapr-lab app` serves and in a
+notebook, and goes on there click by click, with what is chosen at first (25 %, the
+default weights). Scores are in the cache, models are not in memory: each page has a
+kernel of its own. The results are written to `results/first_minute.csv`.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import RESULTS, machine, write_results
+from heapr_lab.workbench.workbench import open_workbench
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from browser.pages import Panel, browser, expect
+from browser.servers import CHROMIUM, lab, served
+from playwright.sync_api import Browser, Locator, Page
+
+LONGEST = 900_000
+"""Milliseconds that a step may take."""
+CELLS = (
+    "from heapr_lab import explore\nexplore({model!r})",
+    "from heapr_lab import load_model\nload_model('pruned')[0].num_parameters()",
+)
+STEPS = {
+    "page": ("page, from the command to the picture", 0),
+    "picture": ("notebook, from running its cell to the picture", 1),
+    "masked": ("Evaluate, to the numbers of the mask", 2),
+    "answer": ("Evaluate, to those of the default weights", 2),
+    "folder": ("Export, to the smaller folder", 4),
+    "reloaded": ("the folder loaded again, by another cell", 5),
+}
+"""What each step is, and the clicks up to its end."""
+
+
+class Clock:
+    """Seconds of each step, from the end of the one before."""
+
+    def __init__(self) -> None:
+        """Begin now."""
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Begin a step now."""
+        self._began = time.perf_counter()
+
+    def end(self, step: str) -> None:
+        """End a step, from which the next begins."""
+        now = time.perf_counter()
+        self.seconds[step], self._began = now - self._began, now
+
+
+def measure(model: str, chromium: Browser) -> dict[str, float]:
+    """The seconds of each step, by its name in `STEPS`."""
+    open_workbench(model).importance()
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        _page(model, chromium, clock, Path(folder))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        lab(private=Path(folder), environment={}) as server,
+        _opened(chromium) as page,
+    ):
+        cells = [cell.format(model=model) for cell in CELLS]
+        page.goto(server.notebook("minute", cells))
+        _in_notebook(page, clock)
+    return clock.seconds
+
+
+@contextmanager
+def _opened(chromium: Browser) -> Iterator[Page]:
+    page = chromium.new_page(viewport={"width": 1280, "height": 1000})
+    page.set_default_timeout(LONGEST)
+    yield page
+    page.close()
+
+
+def _page(model: str, chromium: Browser, clock: Clock, folder: Path) -> None:
+    """From the command to the picture in a browser that is open."""
+    command = ["heapr_lab", "app", model, "--no-browser"]
+    with _opened(chromium) as page:
+        clock.begin()
+        with served(command, private=folder, environment={}) as (address, _):
+            page.goto(address)
+            Panel(page.locator("body")).is_ready()
+            clock.end("page")
+
+
+def _in_notebook(page: Page, clock: Clock) -> None:
+    """The steps in a notebook whose kernel is there."""
+    bar = page.locator("#jp-main-statusbar")
+    expect(bar).to_contain_text("| Idle", timeout=LONGEST)
+    cells = page.locator(".jp-Notebook .jp-Cell")
+    panel = Panel(cells.nth(0))
+    clock.begin()
+    _run(cells.nth(0))
+    panel.is_ready()
+    clock.end("picture")
+    said = panel.root.get_by_role("status", name="what pruning saves and costs")
+    expect(panel.button("Evaluate")).to_be_enabled(timeout=LONGEST)
+    panel.button("Evaluate").click()
+    expect(said).to_contain_text("perplexity", timeout=LONGEST)
+    expect(said).to_contain_text("nats per token", timeout=LONGEST)
+    clock.end("masked")
+    point = panel.root.get_by_text("Last point, compress")
+    point.wait_for(state="attached", timeout=LONGEST)
+    clock.end("answer")
+    panel.open("Export")
+    panel.button("Export").click()
+    written = panel.root.get_by_text("Written to pruned")
+    expect(written).to_be_visible(timeout=LONGEST)
+    clock.end("folder")
+    _run(cells.nth(1))
+    output = cells.nth(1).locator(".jp-OutputArea-output")
+    expect(output).to_be_visible(timeout=LONGEST)
+    clock.end("reloaded")
+
+
+def _run(cell: Locator) -> None:
+    cell.locator(".cm-content").click()
+    cell.page.keyboard.press("Shift+Enter")
+
+
+def rows_of(model: str, chromium: Browser) -> list[dict[str, Any]]:
+    """A row for each step of a model."""
+    seconds = measure(model, chromium)
+    return [
+        {"model": model, "step": said, "clicks": clicks, "seconds": round(took, 2)}
+        for name, (said, clicks) in STEPS.items()
+        if (took := seconds.get(name)) is not None
+    ]
+
+
+def main() -> None:
+    """Measure the models one after the other and write the results.
+
+    Raises:
+        SystemExit: there is no browser.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="lab,smolmoe")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if CHROMIUM is None:
+        raise SystemExit("found no chromium; install it: apt-get install chromium")
+    with browser(CHROMIUM) as chromium:
+        rows = [
+            row for name in options.models.split(",") for row in rows_of(name, chromium)
+        ]
+    write_results("first_minute", rows, machine(), options.out)
+
+
+if __name__ == "__main__":
+    main()
