@@ -18,7 +18,7 @@ from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
 RATIO = 0.25
-SHARES = (0.01, 0.05, 0.25, 1.0)
+SHARES = (0.05, 0.25, 1.0)
 """Of the atoms that only one mask removes: how many are put back."""
 MIXTURE = "mixture"
 RANKED, DRAWN = "as the other ranks them", "drawn"

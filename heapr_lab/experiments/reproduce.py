@@ -6,6 +6,7 @@ Committed files are rewritten only with `publish`.
 """
 
 import functools
+import gc
 import operator
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from heapr_lab.experiments.workers import (
     workers,
 )
 from heapr_lab.figures.files import draw_files, write_table
+from heapr_lab.models.memory import return_freed
 from heapr_lab.models.named import LAB
 from heapr_lab.progress import progress_bar
 from heapr_lab.pruning.savings import at_context
@@ -130,6 +132,8 @@ def reproduce(
     summary, to_execute = _measure_and_draw(
         open_bench, name_or_path, figures_dir, publish=publish, n_workers=n_workers
     )
+    gc.collect()
+    return_freed()  # what held the model, before each kernel holds its own
     executed = _execute_notebooks(to_execute) if notebooks else []
     seconds = time.perf_counter() - started
     return replace(summary, notebooks=executed, seconds=seconds)

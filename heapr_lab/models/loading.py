@@ -21,6 +21,7 @@ from heapr_lab.models.folders import (
     read_weights,
     refuse_format,
 )
+from heapr_lab.models.memory import return_freed
 from heapr_lab.models.named import AS_MOE, dense_of, folder_of, what_is_expected
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.progress import silent
@@ -100,6 +101,7 @@ def load_model(
     model = read_weights(path, dtype=chosen, device_map=placement)
     if placement is None:
         model.to("cpu" if device == "auto" else device)
+    return_freed()
     return ready(model), tokenizer
 
 

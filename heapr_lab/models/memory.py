@@ -1,7 +1,9 @@
-"""Batches as large as the device of a model allows."""
+"""Batches as large as the device of a model allows, and memory that is free again."""
 
+import ctypes
 import gc
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -76,3 +78,12 @@ def _empty_cache(device: torch.device) -> None:
     module: Any = torch.get_device_module(device)
     if hasattr(module, "empty_cache"):
         module.empty_cache()
+
+
+def return_freed() -> None:
+    """Give freed memory back to the system; glibc keeps it in its heaps otherwise."""
+    trim = (
+        getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    )
+    if trim is not None:
+        trim(0)

@@ -9,9 +9,7 @@ that `from_pretrained` would give it, or none.
 """
 
 import contextlib
-import ctypes
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -23,6 +21,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
+from heapr_lab.models.memory import return_freed
 from heapr_lab.models.wrapped import text_modules
 
 _STREAM, _PART = "heapr_stream", "heapr_part"
@@ -191,7 +190,7 @@ class Stream:
         """Have the weights of no part in memory."""
         if self._resident is not None:
             self._empty(self._resident)
-            _return_freed()
+            return_freed()
 
     def _empty(self, number: int) -> None:
         """Drop the weights of a part."""
@@ -275,15 +274,6 @@ def _parts(model: Any, blocks: list[nn.Module]) -> dict[int, _Part]:
         )
         for n, own in sorted(groups.items())
     }
-
-
-def _return_freed() -> None:
-    """Give freed memory back to the system; glibc keeps it in its heaps otherwise."""
-    trim = (
-        getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    )
-    if trim is not None:
-        trim(0)
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:
