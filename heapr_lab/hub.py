@@ -40,14 +40,6 @@ def is_reachable() -> bool:
     return False
 
 
-def offline_by_choice() -> bool:
-    """Whether `HF_HUB_OFFLINE` was set from outside: then nothing is to be fetched.
-
-    Where only the hub does not answer, other places can be tried.
-    """
-    return constants.is_offline_mode() and not os.environ.get(UNREACHABLE)
-
-
 def _asked() -> bool:
     page = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:

@@ -266,17 +266,16 @@ class Request:
         """Write the checkpoint; without compensation the model need not be loaded."""
         from heapr_lab.models.folders import has_tokenizer
         from heapr_lab.models.named import LAB
-        from heapr_lab.models.sources import is_dequantised, read_source
+        from heapr_lab.models.sources import read_source
         from heapr_lab.progress import progress_bars
         from heapr_lab.recipes import export
 
         named = self.model == LAB or not Path(self.model).is_dir()
         base = self.model if named else str(source)
-        facts = export.facts_of(
-            table, made, source=read_source(source), seq_len=self.seq_len
-        )
+        files = read_source(source)
+        facts = export.facts_of(table, made, source=files, seq_len=self.seq_len)
         with progress_bars() as part:
-            if is_dequantised(source) or made.differs:
+            if files.dequantised_from or made.differs:
                 export.write_checkpoint(
                     out, made, self.open_bench(), base=base, facts=facts,
                     corpora=corpora, part=part,

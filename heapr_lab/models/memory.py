@@ -1,9 +1,9 @@
 """Batches as large as the device of a model allows, and memory that is free again."""
 
+import contextlib
 import ctypes
 import gc
 import logging
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -82,8 +82,5 @@ def _empty_cache(device: torch.device) -> None:
 
 def return_freed() -> None:
     """Give freed memory back to the system; glibc keeps it in its heaps otherwise."""
-    trim = (
-        getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    )
-    if trim is not None:
-        trim(0)
+    with contextlib.suppress(AttributeError, TypeError):  # of another libc
+        ctypes.CDLL(None).malloc_trim(0)

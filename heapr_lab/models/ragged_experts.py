@@ -552,15 +552,10 @@ def check_version(found: object, newest: int) -> None:
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(found, int):
+    if not isinstance(found, int) or found > newest:
         raise ValueError(
-            f"format_version of the checkpoint is {found!r}, expected a whole number "
-            f"up to {newest}: its config.json is damaged; get the file again"
-        )
-    if found > newest:
-        raise ValueError(
-            f"the checkpoint has format version {found}, this version of heapr_lab "
-            f"reads up to {newest}: upgrade heapr_lab"
+            f"the checkpoint has format version {found!r}, this version of heapr_lab "
+            f"reads up to {newest}: upgrade heapr_lab, or get config.json again"
         )
 
 

@@ -72,11 +72,6 @@ def weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def is_dequantised(folder: Path) -> bool:
-    """Whether weights are dequantised when they are read."""
-    return quantisation(read_config(folder)) in DEQUANTISED
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a type without its prefix.
 

@@ -16,9 +16,10 @@ import msgspec
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.named import local_folder
+from heapr_lab.models.named import LAB, local_folder, names
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
+from heapr_lab.storage.paths import cache_dir
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
 from heapr_lab.text.corpora import source_key
 from heapr_lab.workbench.opening import Opening
@@ -188,9 +189,17 @@ def _table_path(known: Known) -> Path:
     )
 
 
+def _folder_of(name: str) -> Path | None:
+    """The files of a model: of one that is made at first use, the newest made."""
+    if name == LAB or name not in names():
+        return local_folder(name)
+    made = cache_dir().glob(f"models/*/{name}")
+    return max(made, key=lambda folder: folder.stat().st_mtime_ns, default=None)
+
+
 def _path_of(opening: Opening, calibration: Calibration) -> Path | None:
     """Where a table is remembered; None of a model without files here."""
-    folder = local_folder(opening.model)
+    folder = _folder_of(opening.model)
     if folder is None:
         return None
     texts = [source_key(name, split="train") for name in corpora_of(calibration.corpus)]

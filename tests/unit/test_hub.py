@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from heapr_lab import hub
 from heapr_lab.errors import CorpusError, SpecError
 from heapr_lab.models.loading import load_model
+from heapr_lab.pretrained.wheel import offline_by_choice
 from heapr_lab.text import corpora
 
 
@@ -86,7 +87,7 @@ def test_a_proxy_that_refuses_is_no_hub(server: Server, status: int) -> None:
     assert constants.is_offline_mode()
     assert datasets.config.HF_HUB_OFFLINE
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    assert not hub.offline_by_choice()
+    assert not offline_by_choice()
 
 
 def test_nothing_is_tried_where_the_variable_says_so(
@@ -95,7 +96,7 @@ def test_nothing_is_tried_where_the_variable_says_so(
     """`HF_HUB_OFFLINE=1` needs no try."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert not hub.is_reachable()
-    assert hub.offline_by_choice()
+    assert offline_by_choice()
     assert server.asked == []
 
 

@@ -72,6 +72,8 @@ def in_two_processes(opened: Callable[[], Workbench], folder: Path) -> None:
     """Steps that are done, one that fails with its own error, and some that end."""
     bench = opened()
     with workers.workers(2, opened) as executor:
+        assert executor is not None
+        executor.submit(os.getpid).result()  # the other process is there
         by = done_by(bench, executor, folder)
         assert len(by) == 2
         assert str(os.getpid()) in by

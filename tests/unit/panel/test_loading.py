@@ -10,8 +10,10 @@ from pressing import press
 from tiny_folder import write_model, write_text
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models import named
 from heapr_lab.panel.loading import LoadingWorkbench
 from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.storage.cache import cached_folder
 from heapr_lab.text.calibration_spec import Calibration
 
 MOST_MODULES = 1_300
@@ -48,6 +50,20 @@ def opened(asked: dict[str, Any]) -> tuple[Explorer, LoadingWorkbench]:
     bench: Any = panel.session.workbench
     assert isinstance(bench, LoadingWorkbench)
     return panel, bench
+
+
+def test_nor_does_that_of_a_model_with_a_name(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is in the cache, made at first use."""
+
+    def made() -> Path:
+        return cached_folder("models", {"tiny": 1}, write_model, name="tinymoe")
+
+    monkeypatch.setitem(named._FOLDERS, "tinymoe", made)
+    for is_loaded in (True, False):
+        _, bench = opened(asked | {"source": "tinymoe"})
+        assert bench.is_loaded == is_loaded
 
 
 def test_the_first_picture_needs_no_model(asked: dict[str, Any]) -> None:
