@@ -4,14 +4,17 @@ A small model leaves cores idle, because its matrix products are too small to be
 divided. Steps that share only the cache can run in separate processes instead.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from heapr_lab.errors import HeaprLabError
@@ -118,10 +121,9 @@ def run_steps(
 
     If a step fails, the results of finished steps stay in the cache.
     """
-    others = [executor.submit(_work, step) for step in steps] if executor else []
     results: dict[int, Any] = {}
-    for place, result in _results(steps, bench, dict(enumerate(others))):
-        results[place] = result
+    for place, future in _results(steps, bench, executor):
+        results[place] = future.result()
         progress(len(results), len(steps))
     return [results[place] for place in range(len(steps))]
 
@@ -129,21 +131,36 @@ def run_steps(
 def _results(
     steps: Sequence[Step],
     bench: "Workbench",
-    others: dict[int, concurrent.futures.Future[Any]],
-) -> Iterator[tuple[int, Any]]:
-    """The place and the result of each step, once it is done.
+    executor: concurrent.futures.Executor | None,
+) -> Iterator[tuple[int, concurrent.futures.Future[Any]]]:
+    """The place of each step and what it came to, once it is done.
 
-    This process takes those that none of the `others` has begun.
+    This process and each of the others take the next step whenever they are free.
     """
-    for place, step in enumerate(steps):
-        if place not in others or others[place].cancel():
-            others.pop(place, None)
-            yield place, step(bench)
-        for there in [there for there, future in others.items() if future.done()]:
-            yield there, others.pop(there).result()
-    places = {future: place for place, future in others.items()}
-    for future in concurrent.futures.as_completed(places):
-        yield places[future], future.result()
+    waiting = collections.deque(enumerate(steps))
+    found: queue.SimpleQueue[tuple[int, concurrent.futures.Future[Any]]]
+    found = queue.SimpleQueue()
+
+    def serve() -> None:
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                place, step = waiting.popleft()
+                found.put((place, _called(partial(_there, executor, step))))
+
+    for _ in range(getattr(executor, "_max_workers", 0)):
+        threading.Thread(target=serve, daemon=True).start()
+    n_left = len(steps)
+    while n_left:
+        with contextlib.suppress(IndexError):
+            place, step = waiting.popleft()
+            found.put((place, _called(partial(step, bench))))
+        yield found.get()
+        n_left -= 1
+
+
+def _there(executor: Any, step: Step) -> Any:
+    """What a step comes to in another process."""
+    return executor.submit(_work, step).result()
 
 
 def finished(
@@ -168,7 +185,7 @@ def _called(call: Callable[[], T]) -> concurrent.futures.Future[T]:
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
     try:
         future.set_result(call())
-    except HeaprLabError as error:
+    except Exception as error:  # whoever asks for the result gets it
         future.set_exception(error)
     return future
 
