@@ -244,13 +244,13 @@ class Stream:
         for own in [*self.model.parameters(), *self.model.buffers()]:
             own._is_hf_initialized = not own.is_meta  # so that it is left as it is
         for module in self.model.modules():
-            in_files = module._buffers.keys() - module._non_persistent_buffers_set
+            names = set(module._buffers)
+            if id(module) in inside:  # the others are in files
+                names = module._non_persistent_buffers_set
             empty = [
-                n
-                for n, b in module._buffers.items()
-                if b is not None
-                and b.is_meta
-                and not (id(module) in inside and n in in_files)
+                name
+                for name in names
+                if (buffer := module._buffers[name]) is not None and buffer.is_meta
             ]
             for name in empty:
                 made = torch.empty_like(module._buffers[name], device=self.device)

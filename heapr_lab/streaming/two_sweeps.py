@@ -33,7 +33,7 @@ from heapr_lab.streaming.sweep_store import SweepStore
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _Choices = list[torch.Tensor]
-_TOKENS, _STATES, _CHOICE, _HANDED = "tokens", "states", "choice.", "handed"
+_TOKENS, _STATES, _CHOICE = "tokens", "states", "choice."
 
 
 class TwoSweeps:
@@ -108,11 +108,11 @@ class TwoSweeps:
         before = self._walk.handed[index] = self._handed(number, index)
         with _Noted(choices), self._counted(number):
             out = self._walk.output(number, index, self._input(number, index))
-        kept = {f"{_CHOICE}{n:03d}": own for n, own in enumerate(choices)}
-        handed = self._walk.handed[index]
+        noted = {f"{_CHOICE}{n:03d}": own for n, own in enumerate(choices)}
+        self._store.put(_out(number, index), {_STATES: out} | noted)
+        handed, self._walk.handed[index] = self._walk.handed[index], None
         if handed is not None and handed is not before:
-            kept[_HANDED] = handed
-        self._store.put(_out(number, index), {_STATES: out} | kept)
+            self._store.put(_handed(number, index), {_STATES: handed})
 
     def backward(self) -> Iterator[tuple[int, slice]]:
         """Go back through every layer.
@@ -157,6 +157,7 @@ class TwoSweeps:
         self._store.put(f"back-{number}", state)
         self._store.drop(f"grad-{number + 1}-")  # after what makes it needless
         self._store.drop(f"out-{number}-")
+        self._store.drop(f"handed-{number}-")
 
     def _back_batch(self, number: int, index: int) -> None:
         kept = self._store.get(_out(number, index))
@@ -165,6 +166,7 @@ class TwoSweeps:
         self._walk.handed[index] = self._handed(number, index)
         with _Replayed(choices):
             found = self._walk.output(number, index, states)
+        self._walk.handed[index] = None
         gradient = self._store.get(f"grad-{number + 1}-{index}")[_STATES]
         (own,) = torch.autograd.grad(found, states, gradient.to(found.device))
         self._store.put(f"grad-{number}-{index}", {_STATES: own})
@@ -177,9 +179,8 @@ class TwoSweeps:
     def _handed(self, number: int, index: int) -> torch.Tensor | None:
         """What a layer before handed on to this one beside the states of a batch."""
         for before in range(number - 1, -1, -1) if self._walk.hands_on else ():
-            kept = self._store.get(_out(before, index))
-            if _HANDED in kept:
-                return kept[_HANDED]
+            if (name := _handed(before, index)) in self._store:
+                return self._store.get(name)[_STATES]
         return None
 
     def _counted(self, number: int) -> contextlib.AbstractContextManager[None]:
@@ -200,6 +201,10 @@ class TwoSweeps:
 
 def _out(number: int, index: int) -> str:
     return f"out-{number}-{index}"
+
+
+def _handed(number: int, index: int) -> str:
+    return f"handed-{number}-{index}"
 
 
 class _Tokens:
