@@ -6,6 +6,7 @@ sources, inputs and installed packages give the same bytes. Digests of the sourc
 inputs in its metadata, under `heapr_lab`, show whether it has to be executed again.
 """
 
+import asyncio
 import functools
 import html
 import json
@@ -13,14 +14,13 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from concurrent.futures import Executor
 from pathlib import Path
 
 import nbformat
 import pandas as pd
 
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.experiments.workers import finished
+from heapr_lab.experiments.workers import finished, threads_of
 from heapr_lab.progress import Progress
 from heapr_lab.storage import files, paths
 from heapr_lab.storage.hashing import digest
@@ -54,6 +54,7 @@ def execute_notebook(
     inputs: str = "",
     output: Path | str | None = None,
     timeout: float = TIMEOUT_SECONDS,
+    threads: int | None = None,
 ) -> Path:
     """Execute one notebook from top to bottom and write it atomically.
 
@@ -63,6 +64,7 @@ def execute_notebook(
         inputs: digest of what the outputs depend on besides the sources; recorded.
         output: where the executed notebook is written; by default in place.
         timeout: seconds for one cell.
+        threads: number that its kernel may use; None leaves it to torch.
 
     Returns:
         Path of the executed notebook.
@@ -73,7 +75,7 @@ def execute_notebook(
     path = Path(path)
     target = path if output is None else Path(output)
     notebook = _prepared(path, parameters)
-    _run(notebook, path=path, timeout=timeout)
+    _run(notebook, path=path, timeout=timeout, threads=threads)
     normalise(notebook, name=path.name)
     notebook.metadata[MARK] = _record(notebook, inputs)
     with files.replacing(target) as temporary:
@@ -89,7 +91,7 @@ def execute_all(
     inputs: str = "",
     output: Path | str | None = None,
     force: bool = False,
-    executor: Executor | None = None,
+    n_kernels: int = 1,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Execute the notebooks of a folder that are not up to date.
@@ -103,7 +105,7 @@ def execute_all(
         inputs: as `execute_notebook`.
         output: folder of the executed notebooks; by default in place.
         force: also execute those that are up to date.
-        executor: executes them in parallel; None executes them one by one here.
+        n_kernels: number of notebooks at a time, which share the cores.
         progress: called with (notebooks done, notebooks in all).
 
     Returns:
@@ -122,13 +124,18 @@ def execute_all(
         for path, target in targets.items()
         if force or _recorded(target) != _record(_prepared(path, parameters), inputs)
     ]
-    execute = functools.partial(execute_notebook, parameters=parameters, inputs=inputs)
+    execute = functools.partial(
+        execute_notebook,
+        parameters=parameters,
+        inputs=inputs,
+        threads=threads_of(n_kernels) if n_kernels > 1 else None,
+    )
     calls = {
         path: functools.partial(execute, path, output=targets[path])
         for path in reversed(stale)  # the last ones take longest
     }
     failures = {}
-    for through, (path, future) in enumerate(finished(calls, executor), start=1):
+    for through, (path, future) in enumerate(finished(calls, n_kernels), start=1):
         try:
             future.result()
         except HeaprLabError as error:
@@ -171,7 +178,9 @@ def _prepared(path: Path, parameters: Mapping[str, str]) -> nbformat.NotebookNod
     return notebook
 
 
-def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None:
+def _run(
+    notebook: nbformat.NotebookNode, *, path: Path, timeout: float, threads: int | None
+) -> None:
     """Execute the cells of `notebook` and store their outputs in it.
 
     Raises:
@@ -195,7 +204,7 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None
     )
     client.on_cell_start = lambda **event: started.append(event["cell_index"])
     try:
-        client.execute(env=_environment())
+        asyncio.run(client.async_execute(env=_environment(threads)))
     except CellExecutionError as error:
         what = f"{error.ename}: {error.evalue}"
     except (CellControlSignal, DeadKernelError) as error:
@@ -207,23 +216,28 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, timeout: float) -> None
     )
 
 
-def _environment() -> dict[str, str]:
+def _environment(threads: int | None) -> dict[str, str]:
     """The environment of a kernel: inline figures, no progress bars, fixed hashes.
 
     Panels open as they are for everybody, without the last session on this machine.
     """
     inherited = os.environ.get("PYTHONPATH")
     folders = [str(paths.project_dir()), *([inherited] if inherited else [])]
-    return os.environ | {
-        "HEAPR_LAB_PROGRESS": "0",
-        "HEAPR_LAB_RESUME": "0",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-        "PYTHONHASHSEED": "0",
-        # The notebooks run the code that executes them.
-        "PYTHONPATH": os.pathsep.join(folders),
-    }
+    share = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return (
+        os.environ
+        | share
+        | {
+            "HEAPR_LAB_PROGRESS": "0",
+            "HEAPR_LAB_RESUME": "0",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            "PYTHONHASHSEED": "0",
+            # The notebooks run the code that executes them.
+            "PYTHONPATH": os.pathsep.join(folders),
+        }
+    )
 
 
 # --- what a notebook was made from ------------------------------------------------

@@ -11,7 +11,6 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,7 @@ from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments import claims, corpus_masks, paper
 from heapr_lab.experiments.summary import summary_table
-from heapr_lab.experiments.workers import (
-    Step,
-    cores,
-    default_workers,
-    finished,
-    pool,
-    run_steps,
-    workers,
-)
+from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
 from heapr_lab.figures.files import draw_files, write_table
 from heapr_lab.models.memory import return_freed
 from heapr_lab.models.named import LAB
@@ -309,23 +300,30 @@ def draw_all(
     """
     savings = paper.savings(bench, paper.all_settings())
     made_on = _made_on(bench)
-    calls = {
-        drawing.name: functools.partial(
-            draw_files,
-            drawing.data,
-            drawing.figure,
-            folder / drawing.name,
-            table_of=drawing.table,
-            provenance=made_on,
-        )
+    steps = [
+        functools.partial(_draw, drawing, folder, made_on)
         for drawing in _drawings(bench, measured, savings)
-    }
-    futures = (future for _, future in finished(calls, executor))
-    written = [path for future in futures for path in future.result()]
+    ]
+    with progress_bar("figures", "figure") as show:
+        drawn = run_steps(steps, bench, executor, progress=show)
+    written = [path for paths_of_one in drawn for path in paths_of_one]
     written += write_table(found, folder / "0_claims_table")
     summary = summary_table(measured.results, savings)
     written += write_table(summary, folder / "0_summary_table")
     return sorted(written)
+
+
+def _draw(
+    drawing: Drawing, folder: Path, made_on: dict[str, Any], _bench: Workbench
+) -> list[Path]:
+    """Write the files of one figure."""
+    return draw_files(
+        drawing.data,
+        drawing.figure,
+        folder / drawing.name,
+        table_of=drawing.table,
+        provenance=made_on,
+    )
 
 
 def _drawings(
@@ -400,16 +398,14 @@ def _execute_notebooks(asked: _Notebooks) -> list[Path]:
 
     key = {"inputs": asked.inputs, "output": str(asked.output)}
     done = cache.cache_path("reproduced", key, extension="json")
-    n = asked.n_processes
-    several = pool(n, threads=max(1, cores() // n)) if n > 1 else nullcontext()
-    with several as executor, progress_bar("notebooks", "notebook") as bar:
+    with progress_bar("notebooks", "notebook") as bar:
         executed = execute_all(
             paths.project_dir() / "notebooks",
             parameters=asked.parameters,
             inputs=asked.inputs,
             output=asked.output,
             force=not done.exists(),
-            executor=executor,
+            n_kernels=asked.n_processes,
             progress=bar,
         )
     files.write_json(done, key)

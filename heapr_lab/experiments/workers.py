@@ -7,14 +7,15 @@ divided. Steps that share only the cache can run in separate processes instead.
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import multiprocessing
+import operator
 import os
 import queue
 import signal
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from heapr_lab.errors import HeaprLabError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # notebooks are executed without torch
     from heapr_lab.workbench.workbench import Workbench
 
 K = TypeVar("K", bound=Hashable)
+S = TypeVar("S")
 T = TypeVar("T")
 Step = Callable[["Workbench"], Any]
 """A part of a run that fills the cache; it and its result can be pickled."""
@@ -51,6 +53,11 @@ def default_workers(bench: "Workbench") -> int:
     return min(cores(), _AT_MOST) if small and on_cpu else 1
 
 
+def threads_of(n: int) -> int:
+    """Threads for each of `n` processes, which share the cores."""
+    return max(1, cores() // n)
+
+
 @contextlib.contextmanager
 def workers(
     n: int, open_bench: Callable[[], "Workbench"]
@@ -73,17 +80,17 @@ def workers(
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(threads := max(1, cores() // n))
+    torch.set_num_threads(threads_of(n))
     try:
-        with pool(n - 1, threads=threads, open_bench=open_bench) as executor:
+        with _pool(n - 1, threads_of(n), open_bench) as executor:
             yield executor
     finally:
         torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
-def pool(
-    n: int, *, threads: int, open_bench: Callable[[], "Workbench"] | None = None
+def _pool(
+    n: int, threads: int, open_bench: Callable[[], "Workbench"]
 ) -> Iterator[concurrent.futures.Executor]:
     """`n` processes, with as many threads each.
 
@@ -140,22 +147,36 @@ def _results(
     waiting = collections.deque(enumerate(steps))
     found: queue.SimpleQueue[tuple[int, concurrent.futures.Future[Any]]]
     found = queue.SimpleQueue()
-
-    def serve() -> None:
-        with contextlib.suppress(IndexError):  # none is left
-            while True:
-                place, step = waiting.popleft()
-                found.put((place, _called(partial(_there, executor, step))))
-
-    for _ in range(getattr(executor, "_max_workers", 0)):
-        threading.Thread(target=serve, daemon=True).start()
+    n_others = getattr(executor, "_max_workers", 0)
+    _serve(n_others, waiting, functools.partial(_there, executor), found)
     n_left = len(steps)
     while n_left:
         with contextlib.suppress(IndexError):
             place, step = waiting.popleft()
-            found.put((place, _called(partial(step, bench))))
+            found.put((place, _called(functools.partial(step, bench))))
         yield found.get()
         n_left -= 1
+
+
+def _serve(
+    n: int,
+    waiting: collections.deque[tuple[K, S]],
+    call: Callable[[S], T],
+    found: "queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]",
+) -> None:
+    """Start `n` threads, each of which calls the next of what waits until none does.
+
+    They end with the process, whatever they wait for.
+    """
+
+    def serve() -> None:
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                name, item = waiting.popleft()
+                found.put((name, _called(functools.partial(call, item))))
+
+    for _ in range(n):
+        threading.Thread(target=serve, daemon=True).start()
 
 
 def _there(executor: Any, step: Step) -> Any:
@@ -164,21 +185,19 @@ def _there(executor: Any, step: Step) -> Any:
 
 
 def finished(
-    calls: Mapping[K, Callable[[], T]], executor: concurrent.futures.Executor | None
+    calls: Mapping[K, Callable[[], T]], n: int
 ) -> Iterator[tuple[K, concurrent.futures.Future[T]]]:
-    """Each call when it is done, run by the executor or, without one, here.
+    """Each call when it is done, `n` at a time, in threads of this process.
 
     Args:
-        calls: what to call, by name; with an executor, it can be pickled.
-        executor: runs them in parallel.
+        calls: what to call, by name: what waits for other processes, mostly.
+        n: number of threads.
     """
-    if executor is None:
-        for name, call in calls.items():
-            yield name, _called(call)
-        return
-    names = {executor.submit(call): name for name, call in calls.items()}
-    for future in concurrent.futures.as_completed(names):
-        yield names[future], future
+    found: queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]
+    found = queue.SimpleQueue()
+    _serve(n, collections.deque(calls.items()), operator.call, found)
+    for _ in calls:
+        yield found.get()
 
 
 def _called(call: Callable[[], T]) -> concurrent.futures.Future[T]:
@@ -190,16 +209,14 @@ def _called(call: Callable[[], T]) -> concurrent.futures.Future[T]:
     return future
 
 
-def _begin(open_bench: Callable[[], "Workbench"] | None, threads: int) -> None:
+def _begin(open_bench: Callable[[], "Workbench"], threads: int) -> None:
     """Initialise a new process."""
+    import torch
+
     signal.signal(signal.SIGINT, _leave)
     os.environ["HEAPR_LAB_PROGRESS"] = "0"  # one bar is enough
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # for notebook kernels it starts
-    if open_bench is not None:
-        import torch
-
-        _of_this_process.append(cache(open_bench))
-        torch.set_num_threads(threads)
+    _of_this_process.append(functools.cache(open_bench))
+    torch.set_num_threads(threads)
 
 
 def _leave(*_args: object) -> None:

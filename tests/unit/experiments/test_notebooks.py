@@ -1,8 +1,5 @@
 """`notebooks`: parameters, normalising, and what is run when."""
 
-import contextlib
-import multiprocessing
-from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -19,6 +16,7 @@ from heapr_lab.experiments.notebooks import (
     read_notebook,
     sources_digest,
 )
+from heapr_lab.experiments.workers import cores
 
 
 def _notebook(*sources: str) -> nbformat.NotebookNode:
@@ -31,13 +29,6 @@ def _written(folder: Path, *sources: str, name: str = "a.ipynb") -> Path:
     path = folder / name
     path.write_text(nbformat.writes(_notebook(*sources)), encoding="utf-8")
     return path
-
-
-def processes(n: int) -> contextlib.AbstractContextManager[Executor | None]:
-    """A pool of so many processes; None for none."""
-    if n == 0:
-        return contextlib.nullcontext()
-    return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
 
 
 class TestNormalise:
@@ -120,9 +111,9 @@ class TestExecute:
         path.write_text(nbformat.writes(edited), encoding="utf-8")
         assert execute_all(tmp_path, parameters={"A": "2"}, inputs="y") == [path]
 
-    @pytest.mark.parametrize("n_processes", [0, 2])
+    @pytest.mark.parametrize("n_kernels", [1, 2])
     def test_one_that_fails_keeps_none_from_running(
-        self, tmp_path: Path, n_processes: int
+        self, tmp_path: Path, n_kernels: int
     ) -> None:
         """The others are written; all that failed are named, in order, at the end."""
         sources = {"a": "1 / len(A)", "b": "A", "c": "undefined", "d": "len(A)"}
@@ -132,14 +123,11 @@ class TestExecute:
         }
         before = paths["a"].read_bytes()
         seen: list[tuple[int, int]] = []
-        with (
-            processes(n_processes) as executor,
-            pytest.raises(HeaprLabError) as error,
-        ):
+        with pytest.raises(HeaprLabError) as error:
             execute_all(
                 tmp_path,
                 parameters={"A": ""},
-                executor=executor,
+                n_kernels=n_kernels,
                 progress=lambda *step: seen.append(step),
             )
         message = str(error.value)
@@ -152,6 +140,14 @@ class TestExecute:
         for name, text in {"b": "''", "d": "0"}.items():
             outputs = read_notebook(paths[name]).cells[1].outputs
             assert outputs[0].data["text/plain"] == text
+
+    def test_kernels_share_the_cores(self, tmp_path: Path) -> None:
+        """Each of several is told how many threads it may use."""
+        threads = "import os\nos.environ.get('OMP_NUM_THREADS')"
+        path = _written(tmp_path, "A = 0", threads)
+        execute_all(tmp_path, parameters={"A": ""}, n_kernels=cores())
+        outputs = read_notebook(path).cells[1].outputs
+        assert outputs[0].data["text/plain"] == "'1'"
 
     def test_what_is_no_notebook_is_named(self, tmp_path: Path) -> None:
         """A damaged file is an error with its name."""
