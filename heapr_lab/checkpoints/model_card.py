@@ -200,7 +200,7 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights", manifest["weights"]),
         ("tokenizer", manifest["tokenizer"]),
     ]
-    others = ("pruned", "processor", "kept", "dropped", "padded")
+    others = ("pruned", "processor", "kept", "also pruned", "dropped", "padded")
     rows += [(key, manifest[key]) for key in others if key in manifest]
     saved = manifest.get("savings")
     if saved:

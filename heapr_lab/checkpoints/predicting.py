@@ -1,23 +1,27 @@
-"""Layers of a checkpoint that predict further tokens (MTP), which are not pruned.
+"""Layers of a checkpoint that predict further tokens (MTP): kept, pruned or dropped.
 
 Transformers leaves them out of a causal language model, so that they are copied from
-file to file. Their experts have the widths of the unpruned model, and a stock
-configuration has one width for all layers: a `uniform` checkpoint is written without
-them, and its configuration says that there are none.
+file to file, as wide as they are. A stock configuration has one width for all layers:
+in a `uniform` checkpoint they are pruned to it where they can be scored; else they are
+dropped, and the configuration says that there are none.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from heapr_lab.errors import SpecError
+from heapr_lab.checkpoints.shared_experts import Shapes, fit
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_headers
+from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
 from heapr_lab.streaming.shards import index_of
 from heapr_lab.streaming.sizes import PREDICTING
@@ -26,12 +30,25 @@ from heapr_lab.streaming.weights_on_disk import FoundTensor, find_tensors
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names of the number of such layers in configurations."""
 _LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
 _OWN_FILE = "model-mtp.safetensors"
 _FIRST = "model-00001-of-00001.safetensors"
 """The name of a single file of weights once there is another one beside it."""
 
 Heads = Sequence[FoundTensor]
 """The tensors of such layers, in their files."""
+
+
+@dataclass(frozen=True)
+class Further:
+    """What a pruned checkpoint has of such layers."""
+
+    heads: Heads
+    """Those that are written."""
+    said: dict[str, str]
+    """What manifest and card say of them."""
+    keep: KeepMask | None = None
+    """The kept atoms of the one that is pruned, if one is."""
 
 
 def predicting_heads(skeleton: Any, base: str) -> Heads:
@@ -64,19 +81,45 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
     return [found for found in every if is_one(found.parameter)]
 
 
+def check_experts(heads: Heads) -> None:
+    """Check that such layers have each matrix of every expert.
+
+    Raises:
+        LayoutError: one is missing.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
+    for place in filter(None, (_EXPERT.match(own.name) for own in heads)):
+        found.setdefault((place[1], place[3]), set()).add(place[2])
+    every = set().union(*found.values())
+    for (stem, matrix), numbers in found.items():
+        if numbers != every:
+            raise LayoutError(
+                f"{stem}*.{matrix}, in a layer that predicts further tokens, is there "
+                f"of {len(numbers)} experts, expected {len(every)}: the files are "
+                "incomplete, download them again"
+            )
+
+
 def are_floats(heads: Heads) -> bool:
     """Whether they can stand in a checkpoint that says nothing of quantised weights."""
     return all(found.tensor.dtype in FLOATS for found in heads)
 
 
-def said_of(heads: Heads, *, kept: bool) -> dict[str, str]:
+def can_be_sliced(heads: Heads) -> bool:
+    """Whether it is one layer, in floating point, with a tensor for each matrix."""
+    layers = {place[0] for own in heads if (place := _LAYER.match(own.name))}
+    fused = [own.name for own in heads if ".experts." in own.name]
+    apart = all(map(_EXPERT.match, fused))
+    return len(layers) == 1 and apart and bool(fused) and are_floats(heads)
+
+
+def said_of(heads: Heads, verb: str, how: str = "") -> dict[str, str]:
     """What manifest and card say of such layers; nothing if there are none."""
     names = sorted(found.name for found in heads)
     if not names:
         return {}
     said = f"{len(names)} tensors of layers that predict further tokens (MTP), from "
-    said += f"{names[0]} to {names[-1]}"
-    return {"kept": f"{said}, not pruned"} if kept else {"dropped": said}
+    return {verb: f"{said}{names[0]} to {names[-1]}{how}"}
 
 
 def without_predicting(config: Any) -> None:
@@ -87,20 +130,47 @@ def without_predicting(config: Any) -> None:
                 setattr(own, name, 0)
 
 
-def add_heads(folder: Path, heads: Heads) -> dict[str, str]:
-    """Copy such layers to the checkpoint in `folder`, as they are in their files.
+def add_heads(folder: Path, further: Further, model: Any) -> dict[str, str]:
+    """Write such layers to the checkpoint in `folder`.
+
+    Args:
+        folder: the checkpoint, complete but for them.
+        further: the layers.
+        model: the model in `folder`, whose shared experts may be wider than before.
 
     Returns:
         The SHA-256 of the file that they are in; the weights beside it are
         unchanged, but for the name of a single file.
     """
+    shared = {
+        name[place.end() :]: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if "shared_expert" in name and (place := _LAYER.match(name))
+    }
     tensors: dict[str, Any] = {}
-    for found in heads:
+    for found in further.heads:
         with safe_open(found.file, framework="pt") as opened:
-            tensors[found.name] = opened.get_tensor(found.name)
+            own = opened.get_tensor(found.name)
+        if further.keep is not None:
+            own = _sliced(found, own, further.keep, shared)
+        tensors[found.name] = own
     save_file(tensors, folder / _OWN_FILE, metadata={"format": "pt"})
     if (folder / SINGLE).is_file():
         (folder / SINGLE).rename(folder / _FIRST)
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     files.write_json(folder / INDEX, index_of(folder, names))
     return {_OWN_FILE: files.checksum(folder / _OWN_FILE)}
+
+
+def _sliced(
+    found: FoundTensor, tensor: torch.Tensor, keep: KeepMask, shared: Shapes
+) -> torch.Tensor:
+    """The tensor of a pruned layer, with the shapes of shared experts given."""
+    place = _EXPERT.match(found.name)
+    if place is None:
+        layer = _LAYER.match(found.name)
+        return fit(found.name[layer.end() :] if layer else "", tensor, shared)
+    (kept,) = keep.arrays.values()
+    atoms = torch.from_numpy(kept[int(place[2])].nonzero()[0])
+    axis = 1 if found.parameter.endswith("down_proj") else 0
+    return tensor.index_select(axis, atoms)

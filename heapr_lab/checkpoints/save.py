@@ -24,14 +24,8 @@ from heapr_lab.checkpoints.folder import (
     save_processor,
     save_tokenizer,
 )
-from heapr_lab.checkpoints.predicting import (
-    Heads,
-    add_heads,
-    are_floats,
-    predicting_heads,
-    said_of,
-    without_predicting,
-)
+from heapr_lab.checkpoints.mtp_head import further_layers
+from heapr_lab.checkpoints.predicting import Further, add_heads, without_predicting
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
@@ -53,6 +47,7 @@ from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
 from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.streaming.stream import stream_of
+from heapr_lab.text.calibration import CalibrationSet
 
 KEEP_FILE = "heapr_keep.parquet"
 MANIFEST_VERSION = 1
@@ -68,6 +63,7 @@ def save_pruned(
     facts: Mapping[str, Any] | None = None,
     max_shard_size: str = "5GB",
     dtype: torch.dtype | None = None,
+    calibration: CalibrationSet | None = None,
     check: Callable[[Path], Mapping[str, Any]] | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -95,6 +91,9 @@ def save_pruned(
             for each layer.
         dtype: of the weights in the files; by default that of the dense model's files,
             if they are on this machine, else of `model`, which is not changed.
+        calibration: windows on which a layer that predicts a further token (MTP) is
+            scored, to be as narrow as all others of a `uniform` checkpoint; without
+            them, or where transformers cannot run it, it is left out of such a one.
         check: called with the folder when it can be loaded, before it has its name; it
             returns further facts. If it raises, nothing is left.
         progress: of a streamed model, called with (parts written, parts in all).
@@ -106,6 +105,7 @@ def save_pruned(
         SpecError: `model` was not made by `prune`; `folder` is not empty, is not
             writable or is being written by another process; or the family's
             configuration cannot express a uniform mask.
+        LayoutError: a part of a layer that predicts further tokens is missing.
         CacheError: the files changed while they were written, or those of an
             interrupted call are of another mask or source.
 
@@ -127,15 +127,16 @@ def save_pruned(
     plan, origin = _plan_of(model, keep), str(source or base)
     written = checkpoint_of(model, keep, dtype)
     written = in_dtype(written, dtype) if stream is None else written
+    width = uniform_width(keep) if structure_of(keep) == "uniform" else None
+    skeleton = _dense_skeleton(model)
+    further = further_layers(model, skeleton, origin, calibration, width=width)
     with new_folder(Path(folder), resume=plan is not None) as partial:
         if plan is not None:
             claim(partial, plan)
         facts |= _padded_by(getattr(written, "heapr_zero_atoms", 0))
-        heads = predicting_heads(_dense_skeleton(model), origin)
-        whole = structure_of(keep) != "uniform" and are_floats(heads)
-        facts |= said_of(heads, kept=whole)
+        facts |= further.said
         checksums = write_weights(
-            written, partial, max_shard_size, heads if whole else (), progress=progress
+            written, partial, max_shard_size, further, progress=progress
         )
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
         facts |= _other_parts(model, partial, base=origin)
@@ -159,6 +160,7 @@ def prune_folder(
     *,
     base: str | None = None,
     facts: Mapping[str, Any] | None = None,
+    calibration: CalibrationSet | None = None,
     check: Callable[[Path], Mapping[str, Any]] | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -175,6 +177,7 @@ def prune_folder(
         base=base or str(source),
         source=source,
         facts=facts,
+        calibration=calibration,
         check=check,
         progress=progress,
     )
@@ -261,7 +264,7 @@ def write_weights(
     model: Any,
     folder: Path,
     max_shard_size: str,
-    heads: Heads,
+    further: Further,
     *,
     progress: Progress | None = None,
 ) -> dict[str, str]:
@@ -271,18 +274,18 @@ def write_weights(
         model: the model.
         folder: an empty one, or that of an interrupted call.
         max_shard_size: of a file.
-        heads: the layers that predict further tokens, which are copied.
+        further: the layers that predict further tokens.
         progress: as in `save_pruned`.
 
     Returns:
         The SHA-256 of each file of weights.
     """
-    if not heads:
+    if not further.heads:
         without_predicting(model.config)
     known = backend_of(model).write(
         model, folder, max_shard_size=max_shard_size, progress=progress or no_report
     )
-    added = add_heads(folder, heads) if heads else {}
+    added = add_heads(folder, further, model) if further.heads else {}
     return known | added if known else checksums_in(folder)
 
 

@@ -274,18 +274,17 @@ class Request:
         base = self.model if named else str(source)
         files = read_source(source)
         facts = export.facts_of(table, made, source=files, seq_len=self.seq_len)
+        options: dict[str, Any] = {"base": base, "facts": facts, "corpora": corpora}
+        if self.importance is None:
+            windows = self.open_bench().calibration_set(self.setting.calibration)
+            options["calibration"] = windows
         with progress_bars() as part:
             if files.dequantised_from or made.differs:
-                export.write_checkpoint(
-                    out, made, self.open_bench(), base=base, facts=facts,
-                    corpora=corpora, part=part,
-                )  # fmt: skip
+                bench = self.open_bench()
+                export.write_checkpoint(out, made, bench, part=part, **options)
             else:
-                bench = self.open_bench() if corpora else None
-                export.slice_checkpoint(
-                    out, source, made.keep, base=base, facts=facts,
-                    bench=bench, corpora=corpora, part=part,
-                )  # fmt: skip
+                options["bench"] = self.open_bench() if corpora else None
+                export.slice_checkpoint(out, source, made.keep, part=part, **options)
         if not has_tokenizer(source):
             say(
                 f"there is no tokenizer in {source}, and so none in {out}: copy the "

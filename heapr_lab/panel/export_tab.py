@@ -160,8 +160,15 @@ class ExportTab(ipw.VBox):
             calibration = recipe.calibration(self.session.calibration)
             table = bench.fitted(calibration).table()
         facts = export.facts_of(table, made, source=bench.source)
+        windows = bench.calibration_set(self.session.calibration)
         export.write_checkpoint(
-            folder, made, bench, facts=facts, corpora=self._corpora(), part=part
+            folder,
+            made,
+            bench,
+            facts=facts,
+            corpora=self._corpora(),
+            calibration=windows,
+            part=part,
         )
 
     def _corpora(self) -> list[str]:

@@ -153,6 +153,7 @@ def slice_checkpoint(
     facts: dict[str, Any],
     bench: Workbench | None = None,
     corpora: Sequence[str] = (),
+    calibration: CalibrationSet | None = None,
     part: StartPart = no_parts,
 ) -> None:
     """Write the sliced model in `source` to `out`, a layer at a time.
@@ -165,6 +166,7 @@ def slice_checkpoint(
         facts: the result of `facts_of`.
         bench: the same model, opened; needed if there are `corpora`.
         corpora: as `write_checkpoint`; the model with the mask stands for the files.
+        calibration: as `save_pruned`.
         part: takes the progress of each part.
 
     Raises:
@@ -182,6 +184,7 @@ def slice_checkpoint(
         out,
         base=base,
         facts=facts,
+        calibration=calibration,
         progress=part("slicing", "layer"),
         check=check,
     )
@@ -194,6 +197,7 @@ def write_checkpoint(
     *,
     facts: dict[str, Any],
     corpora: Sequence[str],
+    calibration: CalibrationSet | None = None,
     base: str | None = None,
     part: StartPart = no_parts,
 ) -> None:
@@ -207,6 +211,7 @@ def write_checkpoint(
         corpora: corpora on whose test splits the card's perplexities are measured, with
             the weights that are written. On the first, the files are compared with the
             model in memory.
+        calibration: as `save_pruned`.
         base: name of the dense model; by default where it was loaded from.
         part: takes the progress of each part.
 
@@ -230,6 +235,7 @@ def write_checkpoint(
         source=None if source is None else source.folder,
         facts=facts,
         dtype=stored,
+        calibration=calibration,
         check=check,
     )
 

@@ -1,0 +1,223 @@
+"""The layer that predicts a further token (MTP): scored, and pruned as all others are.
+
+The slow twin runs the layer's modules one token of loss at a time, in float64.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import run, text_of
+from families import D_VOCAB, tiny_ids, tiny_model
+from keeps import widths_keep, zeroed_twin
+from stored_tensors import changed_tensors, tensors_in
+from tiny_folder import D_VOCAB as TEXT_VOCABULARY
+from tiny_folder import write_text, write_tokenizer
+from torch import nn
+
+from heapr_lab.checkpoints.mtp_head import (
+    MtpHead,
+    head_table,
+    highest,
+    open_head,
+)
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.errors import LayoutError
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.folders import read_weights
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.storage.files import read_json
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.oracle
+
+UNDER_MTP = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+"""Names of what the layer has besides a decoder layer, where it is under `mtp.`."""
+LAST = "model.layers.3."
+FAMILIES = {
+    "deepseek_v3": LAST,
+    "glm4_moe": LAST,
+    "qwen3_next": "mtp.layers.0.",
+    "qwen3_5_moe_text": "mtp.layers.0.",
+}
+"""Where the layer is in the files of each family, as it is published."""
+WIDTH = 4
+
+
+def source_of(folder: Path, family: str, **sizes: int) -> Path:
+    """A tiny model with such a layer, whose tensors are random."""
+    model = tiny_model(family, num_nextn_predict_layers=1, **sizes)
+    model.save_pretrained(folder)
+    last, new = model.config.num_hidden_layers - 1, FAMILIES.get(family, LAST)
+    d_model = model.config.hidden_size
+    extra = {"enorm": (d_model,), "hnorm": (d_model,), "shared_head.norm": (d_model,)}
+    generator = torch.Generator().manual_seed(5)
+    with changed_tensors(folder) as stored:
+        shapes = {
+            name.replace(f"model.layers.{last}.", new): own.shape
+            for name, own in stored.items()
+            if name.startswith(f"model.layers.{last}.")
+        }
+        for name, shape in {**extra, "eh_proj": (d_model, 2 * d_model)}.items():
+            place = f"mtp.{UNDER_MTP[name]}" if new.startswith("mtp") else new + name
+            shapes[f"{place}.weight"] = torch.Size(shape)
+        for name, shape in shapes.items():
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            stored[name] = values * (0.4 if values.dim() > 1 else 0.1)
+    return folder
+
+
+def opened(folder: Path) -> tuple[Any, Any]:
+    """The model in a folder in float64, and its layer."""
+    model = read_weights(folder, dtype=torch.float64)
+    model.set_experts_implementation("eager")
+    name = next(
+        n
+        for n in tensors_in(folder)
+        if ".".join(n.split(".")[:3]) + "." in FAMILIES.values()
+    )
+    layer = open_head(model, folder, name=name)
+    assert layer is not None
+    return model, layer
+
+
+def slow_nll(model: Any, layer: Any, window: torch.Tensor) -> torch.Tensor:
+    """The summed loss of the layer on one window (L,), in words of the paper of MTP."""
+    with torch.no_grad():
+        trunk = model(window[None], output_hidden_states=True, use_cache=False)
+    before = trunk.hidden_states[-1][0, :-1]
+    own = layer.layers[0]
+    embedded = model.get_input_embeddings()(window[1:])
+    joined = torch.cat([own.enorm(embedded), own.hnorm(before)], dim=-1)
+    n = len(joined)
+    positions = torch.arange(1, n + 1)[None]
+    turned = model.get_decoder().rotary_emb(joined[None], position_ids=positions)
+    causal = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
+    states = own.mtp_block(
+        own.eh_proj(joined)[None],
+        attention_mask=causal[None, None],
+        position_embeddings=turned,
+        position_ids=positions,
+        past_key_values=None,
+    )
+    logits = model.lm_head(own.post_norm(states))[0]
+    return sum(
+        nn.functional.cross_entropy(logits[i], window[i + 2]) for i in range(n - 1)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_are_of_the_loss_of_the_layer(tmp_path, family):
+    """Sum h·g of every atom is the derivative of its loss by the atom's size."""
+    model, layer = opened(source_of(tmp_path, family))
+    ids = tiny_ids()
+    table = head_table(model, layer, CalibrationSet.from_ids(ids))
+    (experts,) = find_experts(MtpHead(layer, {}))
+    weight = experts.module.down_proj.requires_grad_()
+    loss = sum(slow_nll(model, layer, window) for window in ids)
+    loss.backward()
+    change = (weight.detach() * weight.grad).sum(
+        2 if experts.module.is_transposed else 1
+    )
+    found = table.frame["sum_hg"].to_numpy().reshape(change.shape)
+    np.testing.assert_allclose(found, change.numpy(), rtol=1e-9, atol=1e-14)
+    assert table.metadata["N"] == ids.numel() - 2 * len(ids)
+
+
+@pytest.mark.parametrize("how", ["memory", "files"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_uniform_checkpoint_has_it_as_narrow_as_all_others(tmp_path, family, how):
+    """Its atoms of the highest scores; it computes what zeroed columns do."""
+    source = source_of(tmp_path / "source", family)
+    model, layer = opened(source)
+    keep = widths_keep(model, WIDTH, structure="uniform")
+    text = CalibrationSet.from_ids(tiny_ids())
+    if how == "memory":
+        save_pruned(
+            prune(model, keep), tmp_path / "out", base=str(source), calibration=text
+        )
+    else:
+        prune_folder(source, keep, tmp_path / "out", calibration=text)
+    pruned, narrow = opened(tmp_path / "out")
+    table = head_table(zeroed_twin(model, keep), layer, text)
+    own = highest(table, WIDTH)
+    assert set(own.by_layer(0).sum(1)) == {WIDTH}
+    (experts,) = find_experts(MtpHead(layer, {}))
+    twin = copy.deepcopy(MtpHead(layer, {}))
+    twin = zeroed_twin(twin, KeepMask.from_arrays({experts.layer: own.by_layer(0)}))
+    window = tiny_ids(seed=7)[0]
+    expected = slow_nll(zeroed_twin(model, keep), twin.body.layer, window)
+    torch.testing.assert_close(slow_nll(pruned, narrow, window), expected)
+    said = read_json(tmp_path / "out" / "heapr_manifest.json")["also pruned"]
+    assert "by its own loss on token ids" in said
+    assert f"| also pruned | {said} |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_speculative_decoding_with_the_pruned_one(tmp_path):
+    """Transformers drafts with it, and decodes what it does without."""
+    source = source_of(tmp_path / "source", "glm4_moe")
+    model = read_weights(source, dtype=torch.float32)
+    keep = widths_keep(model, WIDTH, structure="uniform")
+    text = CalibrationSet.from_ids(tiny_ids())
+    prune_folder(source, keep, tmp_path / "out", calibration=text)
+    again = read_weights(tmp_path / "out", dtype=torch.float32)
+    # The class has the numbers of the layer in models of the published sizes.
+    again._keys_to_ignore_on_load_unexpected = {r"model\.layers\.3\..*"}
+    options = {"max_new_tokens": 12, "do_sample": False, "use_cache": True}
+    prompt = tiny_ids(n_sequences=1)
+    plain = again.generate(prompt, **options)
+    assert plain.tolist() == again.generate(prompt, use_mtp=True, **options).tolist()
+    assert int(plain.max()) < D_VOCAB
+
+
+@pytest.mark.parametrize("method", ["paper", "best"])
+def test_on_the_command_line(tmp_path, method):
+    """With the text that the atoms were scored on, for either way to make weights."""
+    sizes = {"vocab_size": TEXT_VOCABULARY, "max_position_embeddings": 2048}
+    source = source_of(tmp_path / "source", "glm4_moe", **sizes)
+    write_tokenizer(source)
+    write_text(tmp_path / "text.txt")
+    chosen = ("--ratio", 0.5, "--method", method, "--structure", "uniform")
+    run("prune", source, *chosen, "--out", tmp_path / "out", *text_of(tmp_path))
+    said = read_json(tmp_path / "out" / "heapr_manifest.json")["also pruned"]
+    assert "by its own loss on" in said
+    shapes = {
+        own.shape
+        for name, own in tensors_in(tmp_path / "out").items()
+        if "experts.0.up_proj" in name
+    }
+    assert shapes == {(WIDTH, 16)}
+
+
+@pytest.mark.parametrize("lost", ["experts.2.up_proj", "eh_proj"])
+def test_half_of_it_is_refused_before_anything_is_written(tmp_path, lost):
+    """In one line that names it."""
+    source = source_of(tmp_path / "source", "glm4_moe")
+    keep = widths_keep(read_weights(source), WIDTH, structure="uniform")
+    with changed_tensors(source) as stored:
+        (name,) = (n for n in stored if n.startswith(LAST) and lost in n)
+        del stored[name]
+    text = CalibrationSet.from_ids(tiny_ids())
+    with pytest.raises(LayoutError, match=r"layers\.3\..*download"):
+        prune_folder(source, keep, tmp_path / "out", calibration=text)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_of_another_form_it_is_left_out(tmp_path, caplog):
+    """What transformers cannot run is dropped, as without text to score it on."""
+    source = source_of(tmp_path / "source", "deepseek_v32")
+    keep = widths_keep(read_weights(source), WIDTH, structure="uniform")
+    text = CalibrationSet.from_ids(tiny_ids())
+    prune_folder(source, keep, tmp_path / "out", calibration=text)
+    assert not [n for n in tensors_in(tmp_path / "out") if "layers.3." in n]
+    assert "dropped" in read_json(tmp_path / "out" / "heapr_manifest.json")
+    assert "cannot run model.layers.3.*" in caplog.text
