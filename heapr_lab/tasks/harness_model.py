@@ -19,6 +19,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -85,7 +86,6 @@ class PackingHFLM(HFLM):
         self.tokens_at_once = tokens_at_once or default
         self.progress = progress
         self.packs = backend_of(model).runs_whole and _attends_plainly(model)
-        self._compared = False
         self._items: list[Any] = []
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
@@ -129,11 +129,15 @@ class PackingHFLM(HFLM):
         return [_row(requests, group, self.max_length) for group in groups]
 
     def _packs_well(self, requests: list[Request], groups: list[list[int]]) -> bool:
-        """Whether requests are packed, which the first group of several decides."""
+        """Whether requests are packed: the first group of several decides for a model.
+
+        Masks change its experts, and not what a token attends to.
+        """
         several = [group for group in groups if len(group) > 1]
-        if self.packs and several and not self._compared:
-            self._compared = True
-            self.packs = self._agrees([requests[index] for index in several[0]])
+        if self.packs and several and self.model not in _packing:
+            some = [requests[index] for index in several[0]]
+            _packing[self.model] = self._agrees(some)
+        self.packs = self.packs and _packing.get(self.model, True)
         return self.packs
 
     def _agrees(self, some: list[Request]) -> bool:
@@ -180,6 +184,10 @@ class PackingHFLM(HFLM):
             position_ids=seen.sum(2) - 1,
             attention_mask=hidden[:, None],
         )
+
+
+_packing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Of models that were asked: whether packed requests get the harness's answers."""
 
 
 def _attends_plainly(model: Any) -> bool:

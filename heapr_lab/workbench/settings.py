@@ -45,7 +45,7 @@ _ALWAYS_SHOWN = ("estimator", "scope", "granularity", "structure", "multiple")
 PROFILES = {
     "small": Profile("small", 8, 64, 4, 8, n_seeds=2),
     "lab": Profile("lab", 128, 256, 32, 80),
-    "pretrained": Profile("pretrained", 32, 512, 4, 12, n_seeds=2),
+    "pretrained": Profile("pretrained", 32, 512, 4, 8, n_seeds=2),
     "paper": Profile("paper", 128, 2048, None, 500),
 }
 """`small` for tests, `lab` for the lab model, `pretrained` for models of some hundred

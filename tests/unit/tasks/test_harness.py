@@ -231,6 +231,23 @@ def test_packing_that_would_be_wrong_is_not_used(tokenizer, caplog):
     assert [a[0] for a in got] == pytest.approx([a[0] for a in expected], rel=1e-4)
 
 
+def test_packing_is_compared_once_for_a_model(tokenizer, monkeypatch):
+    """Not again for each mask of it: the comparison costs as much as an item's runs."""
+    from heapr_lab.tasks.harness_model import PackingHFLM
+
+    model = byte_model()
+    task = continuation_task(corpus_of(9, n_words=62), n_items=4)
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    agrees, seen = PackingHFLM._agrees, []
+    monkeypatch.setattr(
+        PackingHFLM, "_agrees", lambda own, some: seen.append(own) or agrees(own, some)
+    )
+    first, again = (PackingHFLM(model, tokenizer) for _ in range(2))
+    assert first.loglikelihood(task.instances) == again.loglikelihood(task.instances)
+    assert seen == [first]
+    assert again.packs
+
+
 def test_limit(tokenizer):
     """Only the first items are run, and n says so."""
     task = continuation_task(corpus_of(9), n_items=8)
