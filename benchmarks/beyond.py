@@ -1,16 +1,14 @@
-"""What comes after `compress`: distillation, and text of one's own.
+"""Text that the model writes itself, in place of calibration text.
 
     python benchmarks/beyond.py [--models lab,unbalanced,fine,biased] [--name beyond]
 
 On each model, calibrated on pydocs, at 40 and 60 % of the atoms: Δloss on held-out text
-of pydocs and WikiText-2. Distillation takes 100 steps of 2048 tokens; *4 × text* draws
-them from 512 windows in place of 128. *own text* is calibrated on as many windows that
+of pydocs and WikiText-2. *own text* is calibrated on as many windows that
 the dense model itself wrote, from the first 8 tokens of windows of pydocs. Seconds are
-CPU time, and of each addition alone.
+CPU time.
 """
 
 import argparse
-import copy
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +28,6 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.generation import continuations
-from heapr_lab.refinement.layer_distillation import distill_layers
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -38,7 +35,6 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 RATIOS = (0.4, 0.6)
 CORPUS, OTHER = "pydocs", "wikitext2"
 N_TEST, N_OPENING = 24, 8
-N_STEPS, STEP_TOKENS = 100, 2048
 
 
 @dataclass(frozen=True)
@@ -58,23 +54,6 @@ class Case:
         """Pruned by `compress`."""
         made = fit_compression(self.bench.model, self.windows, ratio=self.ratio)
         return prune(self.bench.model, made.keep, down_projs=made.down_projs)
-
-
-def distilled(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
-    """Layer by layer."""
-    return distill_layers(
-        model, bench.model, windows, n_steps=N_STEPS, batch_tokens=STEP_TOKENS
-    )
-
-
-def on_more_text(model: Any, bench: Workbench, windows: CalibrationSet) -> Any:
-    """The same on four times as many windows, in as many steps."""
-    count = 4 * windows.n_sequences
-    more = bench.calibration_set(Calibration(CORPUS, n_sequences=count))
-    return distilled(model, bench, more)
-
-
-DISTILLED, MORE = "+ distillation", "+ distillation, 4 × text"
 
 
 def own_text(bench: Workbench, windows: CalibrationSet) -> CalibrationSet:
@@ -121,7 +100,7 @@ def main() -> None:
     parser.add_argument("--name", default="beyond", help="of the files written")
     options = parser.parse_args()
     rows = Rows(options.name)
-    details = {"n_test": N_TEST, "n_steps": N_STEPS, "step_tokens": STEP_TOKENS}
+    details = {"n_test": N_TEST}
     for name in options.models.split(","):
         bench = open_workbench(
             model_folder(name), device="cpu", dtype="float32", profile="lab"
@@ -147,20 +126,12 @@ def _measured_rows(name: str, case: Case, suffix: str) -> list[dict[str, Any]]:
     """The rows of one model, text and ratio."""
     found = []
 
-    def timed(label: str, make: Callable[..., Any], *args: Any) -> Any:
+    for label, make in (("heapr", case.heapr), ("compress", case.compress)):
         began = time.process_time()
-        model = make(*args)
+        model = make()
         row = {**_key(name, case.ratio), "variant": label + suffix}
         row["cpu_seconds"] = round(time.process_time() - began, 1)
         found.append(row | measured(case, model))
-        return model
-
-    timed("heapr", case.heapr)
-    model = timed("compress", case.compress)
-    if not suffix:
-        text = case.bench, case.windows
-        timed(MORE, on_more_text, copy.deepcopy(model), *text)
-        timed(DISTILLED, distilled, model, *text)
     return found
 
 

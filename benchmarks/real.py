@@ -161,10 +161,10 @@ class Pruner:
         key = state.fitted_to, state.seed
         if key not in self._measured:
             self._measured.clear()  # the sums of one draw are enough to hold
-            self._measured[key] = Measurements(self.model, self._windows(state))
+            self._measured[key] = Measurements(self.model, self.windows(state))
         return self._measured[key]
 
-    def _windows(self, state: State) -> CalibrationSet:
+    def windows(self, state: State) -> CalibrationSet:
         """The calibration windows of a state."""
         drawn: dict[str, Any] = {"seq_len": SEQ_LEN, "seed": state.seed}
         n_own = round(OWN_SHARE * N_CALIBRATION) if state.fitted_to == WITH_OWN else 0
@@ -254,25 +254,24 @@ def measured(pruner: Pruner, state: State, options: argparse.Namespace) -> Resul
     masked, sizes = pruner.pruned(state)
     fitted = time.process_time()
     with masked:
-        return _read(pruner, options, sizes | {"seconds_fit": round(fitted - began, 1)})
+        sizes |= {"seconds_fit": round(fitted - began, 1)}
+        return read(pruner.model, pruner.tokenizer, options, sizes)
 
 
-def _read(
-    pruner: Pruner, options: argparse.Namespace, sizes: dict[str, Any]
+def read(
+    model: Any, tokenizer: Any, options: argparse.Namespace, sizes: dict[str, Any]
 ) -> Results:
     """Losses and answers of the model as it is now."""
-    model, began = pruner.model, time.process_time()
+    began = time.process_time()
     parts = []
     for corpus in CORPORA:
-        found = load_windows(corpus, pruner.tokenizer, seq_len=SEQ_LEN)
+        found = load_windows(corpus, tokenizer, seq_len=SEQ_LEN)
         ids = found.ids[: options.windows or None]
         losses = stored_perplexity(model, ids).windows
         part = pd.DataFrame({"corpus": corpus, "nll": losses})
         parts.append(part.rename_axis("window").reset_index())
     read = time.process_time()
-    items = task_items(
-        model, pruner.tokenizer, n_items=options.items, seed=options.seed
-    )
+    items = task_items(model, tokenizer, n_items=options.items, seed=options.seed)
     sizes |= {
         "whole": not options.windows,
         "seconds_text": round(read - began, 1),

@@ -37,7 +37,7 @@ Examples:
   heapr-lab prune lab --importance importance.parquet --ratio 40%
   heapr-lab prune lab --ratio 0.3 --structure aligned --multiple 16 --of model
   heapr-lab prune lab --ratio 0.4 --method paper --out as_published
-  heapr-lab prune lab --ratio 0.4 --distill 100 --out distilled
+  heapr-lab prune lab --ratio 0.4 --heal 128 --out healed
   heapr-lab prune lab --max-rise 0.02 --out at_most_two_per_cent
 """
 EVALUATE_EXAMPLES = """\b
@@ -281,13 +281,13 @@ MethodName = Annotated[
         rich_help_panel="Method",
     ),
 ]
-Distill = Annotated[
+Heal = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Steps in which each layer's experts are then trained to return what the "
-        "dense ones return, on the calibration; 100 is a good start. Not with "
-        "--importance.",
+        help="Windows of the corpus on which what is kept is then trained to predict "
+        "the text, and as the dense model does; 128 is a good start. Resumes after an "
+        "interruption. Not with --importance.",
         rich_help_panel="Method",
     ),
 ]

@@ -12,7 +12,7 @@ from heapr_lab.cli.console import print_facts, say
 from heapr_lab.cli.opening import open_bench
 from heapr_lab.cli.prune_checks import (
     check_amount,
-    check_distilled,
+    check_healed,
     check_out,
     is_folder,
     own_share,
@@ -41,7 +41,7 @@ def prune(
     of: options.Of = "atoms",
     method: options.MethodName = "best",
     estimator: options.EstimatorOrMethods = None,
-    distill: options.Distill = 0,
+    heal: options.Heal = 0,
     importance: options.Importance = None,
     engine: options.Engine = None,
     structure: options.Structure = None,
@@ -88,8 +88,8 @@ def prune(
         recipe = MASKED  # of a mask alone
     own = own_share(own_text, importance, default=recipe.own_text)
     share = own if recipe.chooses else 0.0
-    recipe = replace(recipe, own_text=share, distill=distill)
-    check_distilled(recipe, out, table_alone=importance is not None)
+    recipe = replace(recipe, own_text=share, heal=heal)
+    check_healed(recipe, out, table_alone=importance is not None)
     calibration = Calibration(corpus, n_sequences, own_text=own)
     opening = model, profile, seq_len, device, dtype, stream, None
     request = Request(
@@ -152,7 +152,6 @@ class Request:
 
     def run(self, *, in_words: bool) -> dict[str, Any]:
         """Check, select and write; returns the facts to print."""
-        from heapr_lab.models.backend import backend_of
         from heapr_lab.models.loading import model_folder
         from heapr_lab.models.sources import read_source
         from heapr_lab.recipes.export import savings
@@ -162,10 +161,10 @@ class Request:
         measured = self._check(source)
         if self.default_own_text and self._is_streamed():
             return self._without_own_text().run(in_words=in_words)
-        if self.importance is None and self.recipe.distill:
-            backend_of(self.open_bench().model).require_loaded(
-                remedy="leave --distill out, or give --no-stream",
-            )
+        if self.importance is None and self.recipe.heal:
+            from heapr_lab.refinement.healing import check_trainable
+
+            check_trainable(self.open_bench().model)
         table = self._table(source)
         made = self._choose(table)
         if self.out is not None and not self.to_folder:
@@ -186,7 +185,7 @@ class Request:
                 "estimator", self.setting.selection.estimator
             ),
             "compensated": made.compensation is not None,
-            "distillation_steps": self.recipe.distill,
+            "healed_on": self.recipe.heal,
             **_held_out(made.report, in_words=in_words),
             "atoms": made.keep.n_atoms,
             "atoms_kept": made.keep.n_kept,
@@ -276,8 +275,9 @@ class Request:
         facts = export.facts_of(table, made, source=files, seq_len=self.seq_len)
         options: dict[str, Any] = {"base": base, "facts": facts, "corpora": corpora}
         if self.importance is None:
-            windows = self.open_bench().calibration_set(self.setting.calibration)
-            options["calibration"] = windows
+            options["calibration"] = export.text_of_heads(
+                self.open_bench(), made.keep, self.setting.calibration
+            )
         with progress_bars() as part:
             if files.dequantised_from or made.differs:
                 bench = self.open_bench()

@@ -43,7 +43,7 @@ def own_share(asked: float | None, importance: Path | None, *, default: float) -
     return default if asked is None else asked
 
 
-def check_distilled(
+def check_healed(
     recipe: "WeightRecipe", out: Path | None, *, table_alone: bool
 ) -> None:
     """Make sure that there are weights to train, and text.
@@ -51,11 +51,11 @@ def check_distilled(
     Raises:
         SpecError: only a table is given, or no checkpoint is written.
     """
-    if recipe.distill and table_alone:
-        raise SpecError("--distill runs the model: leave --importance out")
-    if recipe.distill and not is_folder(out):
+    if recipe.heal and table_alone:
+        raise SpecError("--heal runs the model: leave --importance out")
+    if recipe.heal and not is_folder(out):
         raise SpecError(
-            "--distill changes weights: give the folder of a checkpoint as --out"
+            "--heal changes weights: give the folder of a checkpoint as --out"
         )
 
 

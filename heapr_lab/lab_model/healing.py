@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from heapr_lab.lab_model.carved_ffn import load_shares
-from heapr_lab.storage.files import replacing
+from heapr_lab.refinement.training_state import restore_training, save_training
 
 _SAVE_SECONDS = 300.0
 _ROWS_AT_ONCE = 512
@@ -170,17 +168,11 @@ def _lift_starved(student: Any, step: float) -> None:
 def _save(
     path: Path, student: Any, optimizer: torch.optim.Optimizer, losses: list[float]
 ) -> None:
-    tensors = {"losses": torch.tensor(losses, dtype=torch.float64)}
+    others = {"losses": torch.tensor(losses, dtype=torch.float64)}
     for index, layer in enumerate(student.model.layers):
-        tensors[f"bias.{index}"] = layer.mlp.bias
-        tensors[f"load.{index}"] = layer.mlp.load
-    for name, own in student.named_parameters():
-        if own.requires_grad:
-            tensors[f"weight.{name}"] = own.detach()
-            for key, value in optimizer.state[own].items():
-                tensors[f"{key}.{name}"] = value
-    with replacing(path) as temporary:
-        save_file(tensors, temporary)
+        others[f"bias.{index}"] = layer.mlp.bias
+        others[f"load.{index}"] = layer.mlp.load
+    save_training(path, _by_name(student), optimizer, others)
 
 
 def _restored(
@@ -189,16 +181,14 @@ def _restored(
     """The losses of the steps that were done; student and optimizer as they were."""
     if not path.exists():
         return []
-    with safe_open(path, "pt") as stored:
-        for index, layer in enumerate(student.model.layers):
-            layer.mlp.bias.copy_(stored.get_tensor(f"bias.{index}"))
-            layer.mlp.load = stored.get_tensor(f"load.{index}")
-        for name, own in student.named_parameters():
-            if own.requires_grad:
-                own.data.copy_(stored.get_tensor(f"weight.{name}"))
-                optimizer.state[own] = {
-                    key: stored.get_tensor(f"{key}.{name}")
-                    for key in ("step", "exp_avg", "exp_avg_sq")
-                }
-        losses: list[float] = stored.get_tensor("losses").tolist()
+    others = restore_training(path, _by_name(student), optimizer)
+    for index, layer in enumerate(student.model.layers):
+        layer.mlp.bias.copy_(others[f"bias.{index}"])
+        layer.mlp.load = others[f"load.{index}"]
+    losses: list[float] = others["losses"].tolist()
     return losses
+
+
+def _by_name(student: Any) -> dict[str, nn.Parameter]:
+    """The parameters that are trained."""
+    return {name: own for name, own in student.named_parameters() if own.requires_grad}

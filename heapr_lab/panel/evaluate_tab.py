@@ -33,7 +33,7 @@ _PAIRED = (
 )
 _MADE = (
     "Masked: the dense model without the pruned atoms. With other weights, what is "
-    "evaluated is what Export writes, before distillation; compress chooses the "
+    "evaluated is what Export writes, before healing; compress chooses the "
     "estimator itself."
 )
 

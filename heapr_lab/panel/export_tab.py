@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
 
 _EVALUATED = (
-    "Evaluate measures these weights, before distillation; the card gives the "
+    "Evaluate measures these weights, before healing; the card gives the "
     "perplexities of what is written."
 )
 
@@ -52,8 +52,8 @@ class ExportTab(ipw.VBox):
         """
         self.session, self.weights, self.own = session, bar.weights, bar.own
         self.folder = ipw.Text("pruned", description="folder", continuous_update=False)
-        self.distill = ipw.IntSlider(
-            0, 0, 400, 25, description="distil [steps]", continuous_update=False,
+        self.heal = ipw.IntSlider(
+            0, 0, 512, 32, description="heal [windows]", continuous_update=False,
             style=WHOLE_LABEL,
         )  # fmt: skip
         self.job = ResultJob(
@@ -68,9 +68,9 @@ class ExportTab(ipw.VBox):
         self.note = ipw.HTML(status(""))
         self.python = ipw.HTML()
         self.code = ipw.Accordion([self.python], titles=["The same as Python"])
-        row = beside(self.folder, self.distill)
+        row = beside(self.folder, self.heal)
         super().__init__([row, self.note, self.job, self.code])
-        self.distill.observe(self.refresh, names="value")
+        self.heal.observe(self.refresh, names="value")
         self.folder.observe(self.refresh_code, names="value")
         self.code.observe(self.refresh_code, names="selected_index")
         self.folder.observe(self.job.check, names="value")
@@ -83,7 +83,7 @@ class ExportTab(ipw.VBox):
     @property
     def _recipe(self) -> WeightRecipe:
         """How weights are made that are written."""
-        return replace(self.session.recipe, distill=self.distill.value)
+        return replace(self.session.recipe, heal=self.heal.value)
 
     @property
     def _calibration(self) -> Calibration:
@@ -160,14 +160,14 @@ class ExportTab(ipw.VBox):
             calibration = recipe.calibration(self.session.calibration)
             table = bench.fitted(calibration).table()
         facts = export.facts_of(table, made, source=bench.source)
-        windows = bench.calibration_set(self.session.calibration)
+        text = export.text_of_heads(bench, made.keep, self.session.calibration)
         export.write_checkpoint(
             folder,
             made,
             bench,
             facts=facts,
             corpora=self._corpora(),
-            calibration=windows,
+            calibration=text,
             part=part,
         )
 

@@ -480,7 +480,7 @@ class PruningSession:
         work = functools.partial(make, self.workbench, self.table, setting)
         if recipe.weights == "unchanged":
             return work(recipe, part=part)
-        fitted = replace(recipe, distill=0)
+        fitted = replace(recipe, heal=0)
         key = selection, fitted
         with self._making:  # a second tab waits for what the first one makes
             if self._last_made is None or self._last_made[0] != key:

@@ -55,7 +55,7 @@ def python_of_model(
         _assigned("calibration", calibration),
         _assigned("selection", selection),
         *_smaller(recipe, selection.estimator),
-        *_distilled(recipe.distill),
+        *_healed(recipe, calibration),
         f"hl.save_pruned(smaller, {folder!r}, tokenizer=bench.tokenizer)",
     )
 
@@ -76,9 +76,10 @@ def _smaller(recipe: WeightRecipe, estimator: str) -> Iterator[str]:
         yield "smaller = hl.prune(bench.model, keep)"
 
 
-def _distilled(n_steps: int) -> Iterator[str]:
-    if n_steps:
-        yield f"hl.distill_layers(smaller, bench.model, windows, n_steps={n_steps})"
+def _healed(recipe: WeightRecipe, calibration: Calibration) -> Iterator[str]:
+    if recipe.heal:
+        yield _assigned("more", recipe.healed_on(calibration))
+        yield "hl.heal(smaller, bench.model, bench.calibration_set(more))"
 
 
 def _opened(opening: Opening) -> str:

@@ -4,12 +4,14 @@ Weights are written in the dtype of the files of the dense model, in whatever dt
 was loaded, and perplexities are measured with the weights that are written.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
 from heapr_lab.checkpoints.stored_type import round_experts, stored_dtype
+from heapr_lab.errors import CorpusError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.sources import (
@@ -139,6 +141,20 @@ def _recorded(table: ImportanceTable, windows: CalibrationSet | None) -> dict[st
         return (table.metadata.get("provenance") or {}).get("calibration") or {}
     sizes = {"n_sequences": windows.n_sequences, "seq_len": windows.seq_len}
     return windows.provenance | sizes
+
+
+def text_of_heads(
+    bench: Workbench, keep: KeepMask, calibration: Calibration
+) -> CalibrationSet | None:
+    """What `save_pruned` scores a layer on that predicts a further token.
+
+    None where no such layer is pruned, or the text is not on this machine.
+    """
+    if structure_of(keep) != "uniform":
+        return None
+    with contextlib.suppress(CorpusError):
+        return bench.calibration_set(calibration)
+    return None
 
 
 # --- writing -------------------------------------------------------------------------

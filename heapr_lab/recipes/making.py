@@ -1,6 +1,6 @@
 """Make the weights of a pruned model, as a recipe says."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -20,9 +20,11 @@ from heapr_lab.refinement.compensation import (
     fit_compensation,
 )
 from heapr_lab.refinement.compress import fit_compression
-from heapr_lab.refinement.layer_distillation import distill_layers
+from heapr_lab.refinement.healing import heal
+from heapr_lab.storage import cache
 from heapr_lab.storage.hashing import without_nan
 from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
@@ -33,6 +35,8 @@ class PruningResult:
 
     keep: KeepMask
     recipe: WeightRecipe = MASKED
+    calibration: Calibration | None = None
+    """What the atoms were measured on, if the model is at hand."""
     windows: CalibrationSet | None = None
     """The windows that weights are fitted to, if any are."""
     compensation: Compensation | None = None
@@ -42,7 +46,7 @@ class PruningResult:
     @property
     def differs(self) -> bool:
         """Whether other weights are written than slices of the dense ones."""
-        return self.compensation is not None or self.recipe.distill > 0
+        return self.compensation is not None or self.recipe.heal > 0
 
 
 def make(
@@ -72,7 +76,7 @@ def make(
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
         uniform_width(keep, stored_dtype(bench.model))
-    made = PruningResult(with_model(keep, table), recipe)
+    made = PruningResult(with_model(keep, table), recipe, setting.calibration)
     if not recipe.fits:
         return made
     calibration = recipe.calibration(setting.calibration)
@@ -116,13 +120,30 @@ def pruned_model(
         pruned.__dict__["heapr_weights"] = describe_weights(compensation, windows)
         errors = records(compensation.report)
         facts |= {"compensation": compensation.settings, "errors": errors}
-    if made.recipe.distill:
-        assert windows is not None
-        step = part(f"distillation on {windows.label}", "step")
-        n_steps = made.recipe.distill
-        distill_layers(pruned, bench.model, windows, n_steps=n_steps, progress=step)
-        facts |= {"distillation": records(pruned.heapr_distillation)}
+    if made.recipe.heal:
+        facts |= {"healing": _heal(pruned, bench, made, part)}
     return pruned, facts
+
+
+def _heal(pruned: Any, bench: Workbench, made: PruningResult, part: StartPart) -> Any:
+    """Heal the model on more of its calibration text; resumes if it was interrupted."""
+    assert made.calibration is not None
+    text = bench.calibration_set(made.recipe.healed_on(made.calibration))
+    key = {
+        "model": bench.identity,
+        "keep": made.keep.fingerprint,
+        "recipe": asdict(made.recipe),
+        "fitted": None if made.windows is None else made.windows.fingerprint,
+        "text": text.fingerprint,
+    }
+    heal(
+        pruned,
+        bench.model,
+        text,
+        state=cache.cache_path("healing", key, extension="safetensors"),
+        progress=part(f"healing on {text.label}", "step"),
+    )
+    return records(pruned.heapr_healing)
 
 
 def records(frame: pd.DataFrame) -> Any:

@@ -12,6 +12,8 @@ WEIGHTS = {
     "unchanged": "as they are",
 }
 """How the kept weights are made, and as text."""
+_TO_HEAL = 4
+"""Windows, at least."""
 _PASSES = {"compress": 4, "compensated": 1, "unchanged": 0}
 
 
@@ -27,8 +29,8 @@ class WeightRecipe:
     """A name in `WEIGHTS`."""
     own_text: float = 0.0
     """Of `compress`: windows that the model writes itself, as in `Calibration`."""
-    distill: int = 0
-    """Steps of `distill_layers` before a checkpoint is written; 0 for none."""
+    heal: int = 0
+    """Windows to heal on before a checkpoint is written: 0 for none, or at least 4."""
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS:
@@ -37,12 +39,14 @@ class WeightRecipe:
             )
         if not self.own_text >= 0:
             raise SpecError(f"own_text is {self.own_text}, expected at least 0")
-        if self.distill < 0:
-            raise SpecError(f"distill is {self.distill}, expected at least 0 steps")
+        if self.heal < 0 or 0 < self.heal < _TO_HEAL:
+            raise SpecError(
+                f"heal is {self.heal}, expected 0, or at least {_TO_HEAL} windows"
+            )
 
     @property
     def text(self) -> str:
-        """The recipe in points, tables and legends, where nothing is distilled."""
+        """The recipe in points, tables and legends, where nothing is healed."""
         if self.weights == "unchanged":
             return "masked"
         own = f", own text {self.own_text:.0%}" if self.own_text else ""
@@ -56,7 +60,7 @@ class WeightRecipe:
     @property
     def fits(self) -> bool:
         """Whether any weights are fitted to text."""
-        return self.weights != "unchanged" or self.distill > 0
+        return self.weights != "unchanged"
 
     @property
     def n_passes(self) -> int:
@@ -74,6 +78,10 @@ class WeightRecipe:
         if not self.chooses:
             return measured_on
         return replace(measured_on, own_text=self.own_text)
+
+    def healed_on(self, measured_on: Calibration) -> Calibration:
+        """The text to heal on: more of what the table was measured on."""
+        return replace(measured_on, n_sequences=self.heal, own_text=0.0)
 
 
 MASKED = WeightRecipe()

@@ -1,1 +1,1 @@
-"""Beyond one shot: compensation, elimination, compress, distillation."""
+"""Beyond one shot: compensation, elimination, compress, healing."""

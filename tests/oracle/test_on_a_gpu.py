@@ -183,9 +183,6 @@ CALLS: dict[str, Callable[[Side], Any]] = {
         side.model, side.keep, side.windows
     ),
     "compress": lambda side: heapr_lab.compress(side.model, side.windows, ratio=0.5),
-    "distill_layers": lambda side: heapr_lab.distill_layers(
-        side.pruned(), side.model, side.windows, n_steps=3
-    ),
     "evaluate_divergence": lambda side: (
         heapr_lab.evaluate_divergence(side.model, side.keep, IDS).kl
     ),
@@ -193,6 +190,7 @@ CALLS: dict[str, Callable[[Side], Any]] = {
         heapr_lab.evaluate_perplexity(side.model, IDS).windows
     ),
     "explore": in_panel,
+    "heal": lambda side: heapr_lab.heal(side.pruned(), side.model, side.windows),
     "load_model": lambda side: side.opened()[0],
     "masking": masked,
     "open_workbench": benched,

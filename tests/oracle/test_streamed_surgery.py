@@ -24,7 +24,7 @@ from heapr_lab.refinement import activation_grams
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.generation import continuations
-from heapr_lab.refinement.layer_distillation import distill_layers
+from heapr_lab.refinement.healing import heal
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     pruned = prune(model, select(table, ratio=0.4))
     refused: dict[str, Callable[[], object]] = {
         "to write text": lambda: continuations(model, WINDOWS.ids, n_new=2),
-        "to distil": lambda: distill_layers(pruned, model, WINDOWS, n_steps=1),
+        "to heal": lambda: heal(pruned, model, WINDOWS),
     }
     for what, run in refused.items():
         with pytest.raises(SpecError, match=f"on disk.*stream=False.* {what}"):

@@ -568,7 +568,7 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
         found[way] = scored["spec_hash"], facts["atoms_kept"], losses, weights
     assert found["--stream"] == found["--no-stream"]
     best = ("prune", tmp_path / "moe", "--ratio", 0.4, "--out", tmp_path / "best")
-    said = refused(*best, "--distill", 5, "--stream", *text_of(tmp_path))
+    said = refused(*best, "--heal", 16, "--stream", *text_of(tmp_path))
     assert "--no-stream" in said
     assert not (tmp_path / "best").exists()
 

@@ -157,19 +157,16 @@ def test_the_method_is_the_best_that_the_inputs_allow(
 
 
 @pytest.mark.parametrize("method", ["best", "paper"])
-def test_prune_and_distil(folder: Path, tmp_path: Path, method: str) -> None:
-    """The experts are trained before they are written; manifest and output say so."""
+def test_prune_and_heal(folder: Path, tmp_path: Path, method: str) -> None:
+    """What is kept is trained before it is written; manifest and output say so."""
     base = ("prune", folder / "moe", "--ratio", 0.6, "--method", method, "--json")
     out = tmp_path / "d"
-    facts = json.loads(run(*base, "--distill", 5, "--out", out, *text_of(folder)))
-    assert facts["distillation_steps"] == 5
+    facts = json.loads(run(*base, "--heal", 16, "--out", out, *text_of(folder)))
+    assert facts["healed_on"] == 16
     manifest = json.loads((tmp_path / "d" / "heapr_manifest.json").read_text())
-    assert "distilled from the dense ones in 5 steps" in manifest["weights"]
-    n_windows = {"best": 10, "paper": 8}[method]  # own text comes with the best
-    assert manifest["weights"].count(f"{n_windows} windows of") == 1
-    assert len(manifest["distillation"]) == 2
-    for row in manifest["distillation"]:
-        assert row["after"] <= row["before"]
+    assert "then healed on 384 tokens of" in manifest["weights"]  # 4 are held out
+    first, *others = (row["held_out"] for row in manifest["healing"])
+    assert min(others) < first
     (change,) = manifest["perplexity"].values()
     evaluated = ("--corpora", folder / "text.txt", *TINY, "--json")
     rows = json.loads(run("evaluate", tmp_path / "d", *evaluated))["results"]
@@ -177,10 +174,10 @@ def test_prune_and_distil(folder: Path, tmp_path: Path, method: str) -> None:
     assert found == pytest.approx(change[1], rel=1e-4)
 
 
-def test_distillation_needs_weights_and_text(folder: Path, tmp_path: Path) -> None:
+def test_healing_needs_weights_and_text(folder: Path, tmp_path: Path) -> None:
     """A table alone, and a mask alone, are refused before anything is loaded."""
     (tmp_path / "nothing").mkdir()
-    base = ("prune", tmp_path / "nothing", "--ratio", 0.4, "--distill", 5)
+    base = ("prune", tmp_path / "nothing", "--ratio", 0.4, "--heal", 16)
     assert "--out" in one_line(*base, "--out", tmp_path / "mask.parquet")
     assert "--out" in one_line(*base)
     table = ("--importance", folder / "table.parquet", "--out", tmp_path / "x")

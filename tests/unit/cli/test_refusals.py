@@ -253,7 +253,7 @@ def test_nothing_to_measure(folder: Path, more: tuple[str, ...]) -> None:
 
 
 WITHDRAWN = (
-    "bias", "distill-sequences", "exclude-layers", "granularity", "host-memory",
+    "bias", "distill", "exclude-layers", "granularity", "host-memory",
     "min-atoms", "perplexity", "protect-unrouted", "scope", "seed",
 )  # fmt: skip
 """Options that `prune` had once."""

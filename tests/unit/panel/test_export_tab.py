@@ -60,9 +60,9 @@ def test_each_control_of_the_tab_is_followed(shown: Explorer) -> None:
     """Options appear in the code when they are set, and only then."""
     tab = shown.export
     tab.weights.value = "compress"
-    tab.own.value, tab.distill.value = 40, 50
+    tab.own.value, tab.heal.value = 40, 64
     assert "own_text=0.4" in code_of(shown)
-    assert "n_steps=50" in code_of(shown)
+    assert "n_sequences=64" in code_of(shown)
     tab.folder.value = "other"
     assert "'other'" in code_of(shown)
     tab.weights.value = "compensated"

@@ -46,7 +46,7 @@ def test_terms_are_found_by_their_words() -> None:
     assert found == [("Compare, and files", "session file")]
     assert [term for _, term in search_terms("")] == ALL
     assert list(search_terms("shrunk zebra")) == []
-    assert find_term("distil [steps]") is TERMS["distil"]
+    assert find_term("heal [windows]") is TERMS["heal"]
     assert find_term("nothing of the kind") is None
 
 

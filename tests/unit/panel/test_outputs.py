@@ -90,14 +90,14 @@ def test_a_label_that_is_no_formula(
 
 
 def test_what_comes_after_is_written(panel: Explorer, tmp_path: Path) -> None:
-    """Distillation is in the manifest."""
+    """Healing is in the manifest."""
     panel.controls.ratio.value = "0.4"
     tab = panel.export
     tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
-    tab.distill.value = 25
+    tab.heal.value = 32
     press(tab.job)
     manifest = read_json(tmp_path / "pruned" / "heapr_manifest.json")
-    assert len(manifest["distillation"]) == 2
+    assert manifest["healing"][0]["tokens"] == 0
 
 
 def test_unchanged_weights_need_no_text(
@@ -112,5 +112,5 @@ def test_unchanged_weights_need_no_text(
     tab = panel.export
     tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
     press(tab.job)
-    tab.folder.value, tab.distill.value = str(tmp_path / "other"), 25
+    tab.folder.value, tab.heal.value = str(tmp_path / "other"), 32
     assert "the corpus is not here" in failed(tab.job)

@@ -185,15 +185,15 @@ def test_another_model_calibration_or_profile(
         fresh(session=file, selection=Selection(0.5))
 
 
-def test_a_session_of_before_recipes_could_distil(
+def test_a_session_of_before_recipes_could_heal(
     fresh: Callable[..., Explorer], tmp_path: Path
 ) -> None:
-    """A file that says nothing of it is opened as it was."""
+    """A file that says nothing of it, or of distillation, is opened as it was."""
     panel, file = used(fresh()), tmp_path / "s.json"
     save(panel, file)
     plain = json.loads(file.read_text())
     for recipe in (plain["way"], *(pin["way"] for pin in plain["pins"])):
-        assert recipe.pop("distill") == 0
+        assert recipe.pop("heal") == 0
     file.write_text(json.dumps(plain))
     other = fresh()
     opened(other, file)

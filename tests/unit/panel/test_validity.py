@@ -261,7 +261,7 @@ def test_what_was_written_is_marked_when_settings_change(
     for control, other in (
         (panel.controls.ratio, "0.6"),
         (panel.weights.weights, "compensated"),
-        (tab.distill, 25),
+        (tab.heal, 32),
         (tab.folder, "elsewhere"),
     ):
         before = control.value

@@ -174,7 +174,7 @@ def test_checkpoints_have_the_same_weights(
     """The code writes the atoms and the numbers that Export writes."""
     own_text = 0.5 if weights == "compress" else 0.0
     calibration = texts(own_text=own_text)
-    recipe = WeightRecipe(weights, own_text, distill=25 * after)
+    recipe = WeightRecipe(weights, own_text, heal=4 * after)
     selection = Selection(0.4, "camera", "layer")
     code = python_of_model(opened(), calibration, selection, recipe, folder="a folder")
     keep = mask_of(code)

@@ -1,0 +1,73 @@
+"""The state of an interrupted training in a file: weights, optimiser, and more."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from heapr_lab.errors import CacheError
+from heapr_lab.storage.files import replacing
+
+_OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
+
+
+def save_training(
+    path: Path,
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    others: Mapping[str, torch.Tensor],
+    *,
+    key: str = "",
+) -> None:
+    """Write the state after a step.
+
+    Args:
+        path: the file.
+        trained: the parameters that are trained, by name.
+        optimizer: an Adam that has taken a step.
+        others: what else to go on with.
+        key: hash of all that determines the training.
+    """
+    tensors = {f"other.{name}": own for name, own in others.items()}
+    for name, own in trained.items():
+        tensors[f"weight.{name}"] = own.detach()
+        for part, value in optimizer.state[own].items():
+            tensors[f"{part}.{name}"] = value
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata={"key": key})
+
+
+def restore_training(
+    path: Path,
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    key: str = "",
+) -> dict[str, torch.Tensor]:
+    """Give parameters and optimiser the state in a file; returns the others.
+
+    Raises:
+        CacheError: the file is of another training, or is damaged.
+    """
+    try:
+        with safe_open(path, "pt") as stored:
+            if (stored.metadata() or {}).get("key", "") != key:
+                raise CacheError(
+                    f"{path} is the state of another training (another model or other "
+                    "text); delete it, or give another file"
+                )
+            found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CacheError(f"{path} is damaged ({error}): delete it") from error
+    for name, own in trained.items():
+        own.data.copy_(found[f"weight.{name}"])
+        optimizer.state[own] = {part: found[f"{part}.{name}"] for part in _OF_ADAM}
+    begin = "other."
+    return {
+        name.removeprefix(begin): own
+        for name, own in found.items()
+        if name.startswith(begin)
+    }

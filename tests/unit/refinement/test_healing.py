@@ -1,0 +1,190 @@
+"""Healing: experts, routers and norms learn from text and from the dense model."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import REPRESENTATIVES, tiny_ids, tiny_model
+from keeps import random_keep
+from torch import nn
+
+from heapr_lab.errors import CacheError, HeaprLabError, SpecError
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.models.experts import sliced_experts
+from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement import healing
+from heapr_lab.refinement.healing import add_gradients, heal
+from heapr_lab.text.calibration import CalibrationSet
+
+_COUNTED = torch.arange(32 * 9).reshape(32, 9) % 48
+TEXT = CalibrationSet.from_ids(_COUNTED)
+"""Each token is the one before it plus one, which can be learnt."""
+
+
+@pytest.fixture
+def dense() -> nn.Module:
+    """A tiny qwen2_moe in float32."""
+    return tiny_model("qwen2_moe", dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two windows a step."""
+    monkeypatch.setattr(healing, "BATCH_TOKENS", 18)
+
+
+def pruned_of(dense: nn.Module) -> nn.Module:
+    """Half of the atoms are gone: one expert is empty, one whole."""
+    return prune(dense, random_keep(dense))
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all weights."""
+    return {name: own.detach().clone() for name, own in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_gradients_are_those_of_whole_logits(family: str) -> None:
+    """Of -log q and KL(p ‖ q) in one expression, in float64."""
+    dense = tiny_model(family)
+    pruned, ids = pruned_of(dense), tiny_ids()
+    found = add_gradients(pruned, dense, ids)
+    names = [name for name, own in pruned.named_parameters() if own.grad is not None]
+    gradients = {name: pruned.get_parameter(name).grad.clone() for name in names}
+    pruned.zero_grad()
+    log_q, log_p = (
+        model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+        for model in (pruned, dense)
+    )
+    nll = F.nll_loss(log_q.flatten(0, 1), ids[:, 1:].flatten())
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    (nll + kl).backward()
+    assert found == pytest.approx((nll + kl).item(), rel=1e-9)
+    assert any("experts" in name for name in names)
+    for name in names:
+        expected = pruned.get_parameter(name).grad
+        torch.testing.assert_close(gradients[name], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2", "nemotron_h"])
+def test_experts_routers_and_norms_learn(family: str) -> None:
+    """The held-out loss falls; all else of both models is untouched."""
+    dense = tiny_model(family, dtype=torch.float32)
+    pruned = pruned_of(dense)
+    before, teacher = weights_of(pruned), weights_of(dense)
+    held_out = TEXT.ids[:8]
+    losses = [evaluate_perplexity(pruned, held_out).nll]
+    assert heal(pruned, dense, TEXT, learning_rate=1e-2) is pruned
+    losses.append(evaluate_perplexity(pruned, held_out).nll)
+    report = pruned.heapr_healing
+    assert report["held_out"].iloc[0] == pytest.approx(losses[0], rel=1e-5)
+    assert report["held_out"].min() == pytest.approx(losses[1], rel=1e-5)
+    assert losses[1] < losses[0]
+    assert report["tokens"].tolist() == [0, 54, 108, 162, 216]
+    of_experts = tuple(f"{name}." for name in sliced_experts(pruned))
+    for name, own in pruned.named_parameters():
+        may = name.startswith(of_experts) or "norm" in name
+        may |= bool(re.search(r"\.(gate|router|shared_expert_gate)\.weight$", name))
+        assert torch.equal(own, before[name]) != (may and own.numel() > 0), name
+        assert own.grad is None
+        assert own.requires_grad
+    for name, own in dense.named_parameters():
+        assert torch.equal(own, teacher[name])
+        assert own.grad is None
+    assert "then healed on 216 tokens of token ids" in pruned.heapr_weights
+
+
+def test_held_out_losses_never_rise(dense: nn.Module) -> None:
+    """Steps that are far too long change nothing."""
+    pruned = pruned_of(dense)
+    before = weights_of(pruned)
+    heal(
+        pruned,
+        dense,
+        CalibrationSet.from_ids(tiny_ids(n_sequences=16)),
+        learning_rate=1.0,
+    )
+    assert pruned.heapr_healing["held_out"].idxmin() == 0
+    for name, own in pruned.named_parameters():
+        assert torch.equal(own, before[name])
+
+
+class Stop(Exception):  # noqa: N818
+    """As Control-C."""
+
+
+def test_an_interrupted_one_resumes(
+    dense: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the weights and the report of one that was not interrupted, to the bit."""
+    whole, halves = pruned_of(dense), pruned_of(dense)
+    heal(whole, dense, TEXT, learning_rate=1e-2)
+    monkeypatch.setattr(healing, "_SAVE_SECONDS", -1.0)
+    state = tmp_path / "state.safetensors"
+
+    def stop_at(step: int, _n_steps: int) -> None:
+        if step == 8:
+            raise Stop
+
+    options = {"learning_rate": 1e-2, "state": state}
+    with pytest.raises(Stop):
+        heal(halves, dense, TEXT, progress=stop_at, **options)
+    seen: list[tuple[int, int]] = []
+    again = pruned_of(dense)
+    heal(again, dense, TEXT, progress=lambda *done: seen.append(done), **options)
+    assert seen == [(step, 12) for step in range(8, 13)]
+    assert not state.exists()
+    assert again.heapr_healing.equals(whole.heapr_healing)
+    for name, own in weights_of(whole).items():
+        assert torch.equal(weights_of(again)[name], own)
+
+
+def test_another_or_a_damaged_state_is_refused(
+    dense: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, and stays."""
+    monkeypatch.setattr(healing, "_SAVE_SECONDS", -1.0)
+    state = tmp_path / "state.safetensors"
+
+    def stop(_step: int, _n_steps: int) -> None:
+        if state.exists():
+            raise Stop
+
+    with pytest.raises(Stop):
+        heal(pruned_of(dense), dense, TEXT, state=state, progress=stop)
+    with pytest.raises(CacheError, match="of another training"):
+        heal(pruned_of(dense), dense, TEXT, state=state, learning_rate=1e-3)
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(CacheError, match="is damaged"):
+        heal(pruned_of(dense), dense, TEXT, state=state)
+    assert state.exists()
+
+
+def test_a_loss_that_is_not_finite_is_an_error(dense: nn.Module) -> None:
+    """With what to do."""
+    pruned = pruned_of(dense)
+    with pytest.raises(HeaprLabError, match=r"smaller learning_rate|not finite"):
+        heal(pruned, dense, TEXT, learning_rate=1e30)
+
+
+def test_what_cannot_be_healed_is_refused(dense: nn.Module) -> None:
+    """Another model, one not sliced, 16 bits, a mask, too little text."""
+    pruned = pruned_of(dense)
+    with pytest.raises(SpecError, match="has 0 layers of sliced experts"):
+        heal(dense, dense, TEXT)
+    with pytest.raises(SpecError, match="expected those of the dense"):
+        heal(pruned, tiny_model("deepseek_v2"), TEXT)
+    low = tiny_model("qwen2_moe", dtype=torch.bfloat16)
+    with pytest.raises(SpecError, match="to heal, load the dense model with dtype"):
+        heal(pruned_of(low), low, TEXT)
+    with (
+        masking(dense, random_keep(dense)),
+        pytest.raises(SpecError, match="begin again"),
+    ):
+        heal(pruned, dense, TEXT)
+    with pytest.raises(SpecError, match="there are 3 windows"):
+        heal(pruned, dense, CalibrationSet.from_ids(TEXT.ids[:3]))
+    with pytest.raises(SpecError, match="must be positive, got 0"):
+        heal(pruned, dense, TEXT, learning_rate=0)
