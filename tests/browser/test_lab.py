@@ -8,7 +8,6 @@ import pytest
 from browser.pages import (
     N_ATOMS,
     TIMEOUT,
-    last_perplexity,
     nameless,
     panels,
     pixels,
@@ -104,15 +103,6 @@ def test_every_control_has_a_name(page: "sync_api.Page") -> None:
         assert nameless(panel.root.locator(".jp-OutputArea-output")) == []
 
 
-def test_the_numbers_are_one_click_away(page: "sync_api.Page") -> None:
-    """Below the picture, a row for each layer."""
-    panel, _ = panels(page)
-    panel.unfold("All numbers")
-    rows = panel.root.get_by_role("row").filter(has_text=re.compile(r"^\s*[01]\s"))
-    expect(rows).to_have_count(2)
-    panel.root.get_by_text("All numbers").click()
-
-
 def test_evaluates(page: "sync_api.Page") -> None:
     """The button measures the dense and the pruned model, and shows both."""
     panel, _ = panels(page)
@@ -125,24 +115,6 @@ def test_evaluates(page: "sync_api.Page") -> None:
     expect(rows.first).to_contain_text("dense")
     expect(panel.root.get_by_text("Last point, masked: 25.0%")).to_be_visible()
     expect(panel.button("Evaluate")).to_be_enabled()
-    assert panel.pixels().std() > 0.01
-
-
-def test_sweeps(page: "sync_api.Page") -> None:
-    """Two estimators at two ratios by one button, which then has nothing left to do."""
-    panel, _ = panels(page)
-    panel.mask()
-    panel.open("Evaluate")
-    panel.enter("ratios", "30%, 60%")
-    names = panel.root.get_by_role("listbox", name="estimators")
-    names.select_option(["heapr", "magnitude"])
-    expect(panel.root.get_by_text("4 of 4 are left to be measured")).to_be_visible()
-    panel.button("Sweep").click()
-    done = panel.root.get_by_text("All 4 are measured on pydocs")
-    expect(done).to_be_visible(timeout=TIMEOUT)
-    rows = panel.root.get_by_role("row").filter(has_text="magnitude, global")
-    expect(rows).to_have_count(2)
-    expect(rows.first).to_contain_text(" ± ")
     assert panel.pixels().std() > 0.01
 
 
@@ -210,39 +182,6 @@ def test_a_cell_chooses_an_expert(page: "sync_api.Page") -> None:
     panel.choice("map of").select_option("kept share")
 
 
-def test_methods_run_next_to_a_pin(page: "sync_api.Page") -> None:
-    """Two methods and a pin in one picture; a refused ratio leaves it there."""
-    panel, _ = panels(page)
-    panel.open("Compare")
-    panel.button("Pin").click()
-    expect(panel.root.get_by_text("1 pinned. A: ")).to_be_visible()
-    before = panel.source()
-    names = panel.root.get_by_role("listbox", name="methods")
-    names.select_option(["heapr", "frequency"])
-    panel.enter("remove", "50%")
-    panel.button("Run methods").click()
-    shown = panel.root.get_by_text("1 pinned, 2 of methods. A: ")
-    expect(shown).to_be_visible(timeout=TIMEOUT)
-    panel.changes_from(before)
-    assert panel.pixels().std() > 0.01
-    row = panel.root.get_by_role("row").filter(has_text="frequency 50%")
-    expect(row).to_contain_text("50.0%")
-    panel.enter("remove", "50")
-    panel.button("Run methods").click()
-    expect(panel.root.get_by_role("alert")).to_contain_text("expected a fraction")
-    expect(shown).to_be_visible()
-    assert nameless(panel.root) == []
-    panel.button("Clear").click()
-    expect(panel.root.get_by_text("Nothing pinned yet")).to_be_visible()
-    panel.enter("remove", "50%")
-    panel.button("Run methods").click()
-    expect(panel.root.get_by_text("0 pinned, 2 of methods.")).to_be_visible(
-        timeout=TIMEOUT
-    )
-    assert panel.root.get_by_role("alert").count() == 0
-    panel.button("Clear").click()
-
-
 def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None:
     """Two pins in one chart and as files; the model is written, and loads again."""
     panel, _ = panels(page)
@@ -267,54 +206,6 @@ def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None
         if hasattr(module, "heapr_widths")
     )
     assert kept == N_ATOMS // 2
-
-
-def test_what_is_evaluated_is_what_is_exported(
-    page: "sync_api.Page", work: Path
-) -> None:
-    """One switch: points, a pin, the losses of a text and the files are of it."""
-    panel, _ = panels(page)
-    panel.type_ratio("0.5")
-    measured = {}
-    for way in ("masked", "compensated"):
-        if way == "masked":
-            panel.mask()
-        else:
-            panel.choice("weights").select_option("compensated (one forward pass)")
-        panel.open("Evaluate")
-        panel.button("Evaluate").click()
-        told = panel.root.get_by_text(f"Last point, {way}: 50.0%")
-        expect(told).to_be_visible(timeout=TIMEOUT)
-        expect(panel.button("Evaluate")).to_be_enabled()
-        measured[way] = last_perplexity(told.inner_text())
-        named = re.compile(rf"pydocs\s*{way}\s*heapr.*50\.0%", re.DOTALL)
-        expect(panel.root.get_by_role("row").filter(has_text=named)).to_have_count(1)
-    panel.open("Inspect")
-    panel.root.get_by_role("textbox", name="text").fill("aaab bbba abab")
-    panel.unfold("Where pruning")
-    panel.button("Compare losses").click()
-    shown = panel.root.get_by_text("by atom, ragged, compensated)")
-    expect(shown).to_be_visible(timeout=TIMEOUT)
-    panel.open("Compare")
-    panel.enter("label", "switched")
-    panel.button("Pin").click()
-    row = panel.root.get_by_role("row").filter(has_text="switched")
-    expect(row).to_contain_text("compensated")
-    panel.open("Export")
-    panel.enter("folder", "compensated")
-    panel.button("Export").click()
-    written = panel.root.get_by_text("Written to compensated")
-    expect(written).to_be_visible(timeout=TIMEOUT)
-    card = (work / "compensated" / "README.md").read_text(encoding="utf-8")
-    assert f"→ {measured['compensated'].replace(',', '')} |" in card
-    assert measured["masked"] != measured["compensated"]
-    assert "| reloaded | Δ nll = 0.0000 on 4 windows of pydocs |" in card
-    panel.enter("folder", "pruned")
-    panel.mask()
-    panel.open("Inspect")
-    expect(panel.root.get_by_text("Out of date").first).to_be_visible()
-    panel.open("Compare")
-    panel.button("Clear").click()
 
 
 def test_what_two_masks_remove(page: "sync_api.Page") -> None:

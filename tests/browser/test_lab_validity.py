@@ -1,6 +1,5 @@
 """In JupyterLab too, what looks valid is valid, or is said to be out of date."""
 
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,34 +65,6 @@ def test_ratios_are_taken_as_they_are_typed(reset: Panel, shots: Path) -> None:
     wait_until_picture_is(reset, grey=False)
 
 
-def test_layers_that_are_none_are_refused(reset: Panel) -> None:
-    """7-5 and 5- are errors, and the old picture is said to be out of date."""
-    for text, why in (("7-5", "runs backwards"), ("5-", "cannot read")):
-        reset.enter("layers not pruned", text)
-        said = reset.root.get_by_role("alert").filter(has_text=why)
-        expect(said).to_have_count(1)
-        expect(reset.root.get_by_text("Out of date: the picture")).to_be_visible()
-        wait_until_picture_is(reset, grey=True)
-        reset.open("Evaluate")
-        reset.button("Evaluate").click()
-        refused = "the settings above are infeasible: layers not pruned: "
-        alert = reset.root.get_by_role("alert").filter(has_text=refused)
-        expect(alert).to_contain_text(why)
-        reset.open("Choose")
-    reset.enter("layers not pruned", "0")
-    expect(reset.root.get_by_role("alert")).to_have_count(0)
-    wait_until_picture_is(reset, grey=False)
-
-
-def test_whole_experts_are_drawn_by_their_own_scores(reset: Panel, shots: Path) -> None:
-    """The histogram is another one than that of atoms."""
-    reset.root.page.wait_for_timeout(1000)  # pictures of earlier settings have come
-    before = reset.source()
-    reset.choice("granularity").select_option("expert")
-    reset.changes_from(before)
-    reset.root.screenshot(path=shots / "choose-experts.png")
-
-
 def test_inspections_are_marked_as_out_of_date(reset: Panel, shots: Path) -> None:
     """With another ratio or text; not once both are as they were."""
     reset.open("Inspect")
@@ -120,36 +91,3 @@ def test_inspections_are_marked_as_out_of_date(reset: Panel, shots: Path) -> Non
     text.fill("")
     text.blur()
     expect(told).to_have_count(1)
-
-
-def test_choices_and_tasks_are_told_apart(reset: Panel, shots: Path) -> None:
-    """Two structures and a task: measured, said so, and drawn one below the other."""
-    reset.open("Evaluate")
-    tasks = reset.root.get_by_role("listbox", name="tasks")
-    tasks.select_option("continuation")
-    for structure in ("uniform", "ragged"):
-        reset.choice("structure").select_option(structure)
-        reset.button("Evaluate").click()
-        expect(reset.button("Evaluate")).to_be_enabled(timeout=TIMEOUT)
-        rows = reset.root.get_by_role("row")
-        named = re.compile(rf"continuation\s*masked\s*heapr.*{structure}", re.DOTALL)
-        expect(rows.filter(has_text=named).first).to_be_visible(timeout=TIMEOUT)
-    expect(reset.root.get_by_text("Last point, masked: 50.0%")).to_be_visible()
-    height = reset.picture.evaluate("image => image.naturalHeight")
-    assert height == 680
-    reset.root.screenshot(path=shots / "evaluate-two.png")
-    tasks.select_option([])
-    reset.open("Choose")
-    reset.unfold("All numbers")
-    expect(reset.root.get_by_text("perplexity on pydocs").first).to_be_visible()
-    reset.open("Compare")
-    if reset.button("Clear").is_enabled():  # pins of another test
-        reset.button("Clear").click()
-    expect(reset.root.get_by_text("Nothing pinned yet")).to_be_visible()
-    reset.button("Pin").click()
-    expect(reset.root.get_by_text("1 pinned.")).to_be_visible()
-    reset.type_ratio("0.25")
-    reset.button("Pin").click()
-    expect(reset.root.get_by_text("2 pinned.")).to_be_visible()
-    reset.root.screenshot(path=shots / "compare-two.png")
-    reset.button("Clear").click()
