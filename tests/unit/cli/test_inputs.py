@@ -1,28 +1,22 @@
 """Tokens, windows and counts that a model cannot be asked with are one line each."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from families import D_VOCAB, tiny_ids, tiny_model
 from keeps import full_keep, random_keep
-from tiny_folder import write_tokenizer
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_divergence, evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.refinement.activation_grams import collect_grams
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.tasks.harness import run_tasks
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.settings import PROFILES
-from heapr_lab.workbench.workbench import Workbench
 
 IDS = tiny_ids(n_sequences=4)
 
@@ -110,24 +104,6 @@ def test_limits_of_tasks_are_whole_numbers(model: nn.Module, limit: Any) -> None
     """The harness would take a half as a share, and 0 as all."""
     with pytest.raises(SpecError, match="limit must be a whole number from 1"):
         run_tasks(model, None, "piqa", limit=limit)
-
-
-@pytest.mark.parametrize("number", [0, -1])
-def test_a_setting_without_windows_is_refused(
-    model: nn.Module, number: int, tmp_path: Path
-) -> None:
-    """Zero is not the profile's number."""
-    write_tokenizer(tmp_path)
-    tokenizer = read_tokenizer(tmp_path)
-    bench = Workbench(model, tokenizer, name="toy", profile=PROFILES["small"])
-    with pytest.raises(SpecError, match=f"n_sequences must be .* got {number}"):
-        bench.calibration_set(Calibration("pydocs", n_sequences=number))
-
-
-def test_sums_of_layers_that_are_not_there(model: nn.Module) -> None:
-    """Named, also beside one that is there."""
-    with pytest.raises(SpecError, match=r"layers \[9\] have no routed experts"):
-        collect_grams(model, CalibrationSet.from_ids(IDS), layers=[0, 9])
 
 
 # --- positions --------------------------------------------------------------------
