@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from heapr_lab.panel.expert_html import expert_html, layer_html
+from heapr_lab.panel.expert_html import expert_html
 
 _BAR = re.compile(r'<rect x="([\d.]+)"[^>]* height="([\d.]+)" style="fill:([^"]*)"')
 _CUT = re.compile(r'<line x1="([\d.]+)"[^>]*stroke-dasharray')
@@ -61,11 +61,3 @@ def test_an_expert_without_scores() -> None:
     page = drawn(np.zeros(3), np.array([True, False, False]))
     assert "No score is above 0" in page
     assert "<svg" not in page
-
-
-def test_layer_table() -> None:
-    """Rows in the order given, each with the numbers of its own expert."""
-    page = layer_html(3, [1, 0], {"kept share": ["10%", "20%"]}, chosen=0)
-    assert page.index("20%") < page.index("10%")
-    assert "<b>▸ 0</b>" in page
-    assert 'tabindex="0"' in page

@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 from html_text import cells, marked
 from pressing import cancel, failed, press
-from tiny_folder import write_model, write_text
 
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.passages import read_passage, token_losses
@@ -19,27 +18,14 @@ from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench, open_workbench
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> PruningSession:
-    """A tiny model on a bench, measured on a text, half of it pruned."""
-    folder = tmp_path_factory.mktemp("reading")
-    write_model(folder / "moe")
-    write_text(folder / "text.txt", n_texts=60)
-    bench = open_workbench(str(folder / "moe"), profile="small")
-    calibration = Calibration(str(folder / "text.txt"))
-    table = bench.importance(calibration)
-    return PruningSession(table, workbench=bench, calibration=calibration)
+from heapr_lab.workbench.workbench import Workbench
 
 
 @pytest.fixture
-def tab(session: PruningSession) -> InspectTab:
+def tab(reading: PruningSession) -> InspectTab:
     """The tab with a short text."""
-    session.choose(Selection(ratio=0.5))
-    tab = InspectTab(session)
+    reading.choose(Selection(ratio=0.5))
+    tab = InspectTab(reading)
     tab.text.value = "the <b>other</b> & 漢"
     tab.n_tokens.value = 5
     return tab
@@ -73,9 +59,9 @@ def test_nearest_the_cut() -> None:
     assert nearest_the_cut(table, KeepMask.full(table), estimator="heapr").empty
 
 
-def test_tab_of_a_table_alone(session: PruningSession) -> None:
+def test_tab_of_a_table_alone(reading: PruningSession) -> None:
     """Without a model there is the map, and text says what the rest needs."""
-    tab = InspectTab(PruningSession(session.table))
+    tab = InspectTab(PruningSession(reading.table))
     tab.refresh()
     assert [c for c in widgets_in(tab) if isinstance(c, ipw.Button)] == []
     tab.map.map.selected = [1, 2]

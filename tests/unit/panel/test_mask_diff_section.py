@@ -257,19 +257,6 @@ def test_an_error_leaves_no_result(
     assert "too much" in failed(section.compare)
 
 
-def test_chance_of_whole_experts_is_said_to_vary_more(
-    section: MaskDiffSection,
-) -> None:
-    """Its deviation is that of single atoms."""
-    section.offer([("A", replace(HALF, granularity="expert"), WeightRecipe())])
-    section.b.value = "pin A"
-    press(section.compare)
-    assert "chance varies more" in section.compare.value
-    section.offer([("A", Selection(0.25), WeightRecipe())])
-    press(section.compare)
-    assert "chance varies more" not in section.compare.value
-
-
 def test_cancel_in_the_middle_of_a_corpus(
     section: MaskDiffSection, corpora: tuple[str, str, str], root: Path
 ) -> None:

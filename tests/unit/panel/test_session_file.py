@@ -12,9 +12,12 @@ from pressing import press
 from random_tables import random_table, small_table
 
 from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.answer import answers
 from heapr_lab.panel.magic import parts_of
 from heapr_lab.panel.map_section import BY_TRAFFIC, DIFFERENCE
 from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import VERSION, Inspected, Mapped, fingerprint_of
 from heapr_lab.pruning.options import Selection
@@ -337,3 +340,22 @@ def test_the_bar_is_in_the_panel() -> None:
     panel = explore(small_table())
     assert isinstance(panel.files, SessionBar)
     assert panel.children[-2:] == (panel.files, panel.help)
+
+
+# --- a session alone --------------------------------------------------------------
+
+
+def test_session_without_architecture() -> None:
+    """A bare table still selects; of parameters nothing is known."""
+    table = ImportanceTable.from_frame(small_table().frame)
+    session = PruningSession(table)
+    assert session.savings() is None
+    assert "4 of 16" not in session.describe()
+    assert "12 of 16 kept" in session.describe()
+    assert [one.of for one in answers(session)[:2]] == ["not in the table"] * 2
+
+
+def test_session_without_a_model_cannot_evaluate() -> None:
+    """Evaluating a table alone is an error that says what to do."""
+    with pytest.raises(SpecError, match="open_workbench"):
+        PruningSession(small_table()).evaluate(("pydocs",))

@@ -269,16 +269,6 @@ def test_pins_and_files_keep_the_way(panel: Explorer, tmp_path: Path) -> None:
     assert pd_frame[name].to_dict() == frame[name].to_dict()
 
 
-def test_export_says_what_the_switch_does(panel: Explorer) -> None:
-    """Its note and the same command follow, though the switch is above the tabs."""
-    panel.weights.weights.value = "compensated"
-    assert "W_down compensated" in panel.export.note.value
-    panel.weights.weights.value = "unchanged"
-    assert "as they are" in panel.export.note.value
-    panel.weights.weights.value = "compress"
-    assert "compensated, or HEAPr" in panel.export.note.value
-
-
 def test_inspect_follows_the_switch(panel: Explorer) -> None:
     """Losses of tokens are of the same weights; another recipe outdates them."""
     tab, session = panel.inspection, panel.session

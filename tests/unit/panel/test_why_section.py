@@ -8,7 +8,6 @@ import pytest
 import torch
 from html_text import cells, marked
 from pressing import failed, press, stale
-from tiny_folder import write_model, write_text
 
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
 from heapr_lab.inspection.passages import read_passage, token_losses
@@ -17,29 +16,15 @@ from heapr_lab.panel import attribution_html as views
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import open_workbench
 
 PRUNED = "half of <it>"
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> PruningSession:
-    """A tiny model on a bench, measured on a text."""
-    folder = tmp_path_factory.mktemp("why")
-    write_model(folder / "moe")
-    write_text(folder / "text.txt", n_texts=60)
-    bench = open_workbench(str(folder / "moe"), profile="small")
-    calibration = Calibration(str(folder / "text.txt"))
-    table = bench.importance(calibration)
-    return PruningSession(table, workbench=bench, calibration=calibration)
-
-
 @pytest.fixture
-def tab(session: PruningSession) -> InspectTab:
+def tab(reading: PruningSession) -> InspectTab:
     """The tab with a short text, half of the model pruned."""
-    session.choose(Selection(ratio=0.5))
-    tab = InspectTab(session)
+    reading.choose(Selection(ratio=0.5))
+    tab = InspectTab(reading)
     tab.text.value = "the <b>other</b> & 漢"
     return tab
 
