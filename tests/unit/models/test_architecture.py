@@ -31,16 +31,6 @@ TOKENS = pd.DataFrame(
 )
 
 
-def test_parameters() -> None:
-    """Pruned atoms take their rows, columns and biases along, nothing else."""
-    assert MODEL.atom_parameters(1) == 3 * 4
-    assert MODEL.atom_parameters(3) == 2 * 5 + 1
-    assert MODEL.routed_parameters == 6 * 12 + 4 * 11
-    assert MODEL.routed_share == pytest.approx(0.116)
-    assert MODEL.parameters() == 1000
-    assert MODEL.parameters(KEEP) == 1000 - 4 * 12 - 1 * 11
-
-
 def test_dense_flops() -> None:
     """Before pruning each layer costs top_k experts, however the tokens spread."""
     # Layer 1: 1 · 3 · 24 = 72; layer 3: 2 · 2 · 20 = 80.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import REPRESENTATIVES, tiny_model
+from families import tiny_model
 from keeps import random_keep
 from safetensors.torch import load_file
 from stored_tensors import INDEX, SINGLE, changed_json, changed_tensors
@@ -172,16 +172,6 @@ def test_a_run_begins_from_a_whole_model(
 
 
 # --- what is whole ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_whole_models_of_every_family_pass(family: str, tmp_path: Path) -> None:
-    """Loaded, and sliced, as their own class saves them."""
-    model: Any = tiny_model(family, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "x")
-    read_weights(tmp_path / "x")
-    prune_folder(tmp_path / "x", random_keep(model), tmp_path / "out")
-    read_weights(tmp_path / "out")
 
 
 def test_a_tied_head_is_no_hole(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """What is active around a call never passes for the model as it is."""
 
+import copy
+import functools
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,21 @@ from tiny_folder import write_model, write_text
 from torch import nn
 
 from heapr_lab.checkpoints.same_model import own_table
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.identity import identity_in_force
+from heapr_lab.models.hooks import masked
+from heapr_lab.models.identity import (
+    architecture_identity,
+    check_unchanged,
+    identity_in_force,
+    model_identity,
+    refuse_autocast,
+    refuse_disturbed,
+    weights_state,
+)
+from heapr_lab.models.weights_hash import block_sums
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.compress import fit_compression
@@ -221,3 +234,257 @@ def test_weights_that_change_during_a_pass(
     assert not state.exists()
     again = bench.perplexity(None, WINDOWS)
     assert again == evaluate_perplexity(model, WINDOWS.ids) != first
+
+
+# --- its parts --------------------------------------------------------------------
+
+
+def keep(*dropped: int) -> torch.Tensor:
+    """The atoms of a layer without some of its first expert's."""
+    kept = torch.ones(4, 8, dtype=torch.bool)
+    kept[0, list(dropped)] = False
+    return kept
+
+
+def active(model: nn.Module, **masks: Any) -> str | None:
+    """What is active under masks of the first layers."""
+    numbers = [int(name.removeprefix("layer")) for name in masks]
+    layers = [find_experts(model)[number] for number in numbers]
+    keeps = [mask[0] for mask in masks.values()]
+    down_projs = [mask[1] for mask in masks.values()]
+    with masked(layers, keeps, down_projs):
+        return identity_in_force(model).get("active")
+
+
+# --- masks ------------------------------------------------------------------------
+
+
+def test_what_an_active_mask_is_known_by(model: nn.Module) -> None:
+    """Layer, atoms and replaced weights; a layer that keeps all is as without."""
+    down = find_experts(model)[0].down.detach()
+    some, all_of_it = (keep(3), None), (keep(), None)
+    assert active(model, layer0=all_of_it, layer1=all_of_it) is None
+    one = active(model, layer0=some)
+    assert one == active(model, layer0=some, layer1=all_of_it)
+    different = [
+        one,
+        active(model, layer1=some),
+        active(model, layer0=(keep(4), None)),
+        active(model, layer0=(keep(3, 4), None)),
+        active(model, layer0=some, layer1=some),
+        active(model, layer0=(keep(3), down)),
+        active(model, layer0=(keep(), down)),
+        active(model, layer0=(keep(), 2 * down)),
+    ]
+    assert None not in different
+    assert len(set(different)) == len(different)
+
+
+def test_a_disturbed_model_is_refused(model: nn.Module) -> None:
+    """The layers that a mask edits are named, and what to do."""
+    layers = find_experts(model)
+    refuse_disturbed(model, remedy="ask")
+    with masked(layers, [keep(), keep()]):
+        refuse_disturbed(model, remedy="ask")
+    said = r"it edits 1 layers \(model\.layers\.1\.mlp\.experts\), .* and ask again$"
+    with (
+        masked(layers, [keep(), keep(1)]),
+        pytest.raises(SpecError, match=said),
+    ):
+        refuse_disturbed(model, remedy="ask again")
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(SpecError, match="autocast"),
+    ):
+        refuse_disturbed(model, remedy="ask")
+
+
+# --- hooks and autocast -----------------------------------------------------------
+
+
+class Watcher:
+    """A hook that is no function."""
+
+    def __call__(self, *_: object) -> None:
+        """Do nothing."""
+
+
+def watch(*_: object) -> None:
+    """A hook that is a function."""
+
+
+@pytest.mark.parametrize(
+    ("hook", "name"),
+    [(Watcher(), "Watcher"), (watch, "watch"), (functools.partial(watch), "watch")],
+)
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_hooks_are_named(
+    model: nn.Module, hook: Callable[..., None], name: str, register: str
+) -> None:
+    """With their module; on the model itself, too."""
+    for module, called in ((model, "model"), (model.lm_head, "lm_head")):
+        handle = getattr(module, register)(hook)
+        said = f"module '{called}' has a hook, {name}, which"
+        try:
+            with pytest.raises(SpecError, match=said):
+                refuse_disturbed(model, remedy="ask")
+            with pytest.raises(SpecError, match=said):
+                identity_in_force(model)
+        finally:
+            handle.remove()
+    refuse_disturbed(model, remedy="ask")
+
+
+@pytest.mark.parametrize(
+    "package", ["accelerate", "heapr_lab", "torch", "transformers"]
+)
+def test_hooks_of_these_packages_are_known(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """They watch, or belong to how the model runs."""
+    monkeypatch.setattr(watch, "__module__", f"{package}.somewhere")
+    handle = model.lm_head.register_forward_hook(watch)
+    refuse_disturbed(model, remedy="ask")
+    monkeypatch.setattr(watch, "__module__", f"{package}_of_another")
+    with pytest.raises(SpecError, match="has a hook, watch"):
+        refuse_disturbed(model, remedy="ask")
+    handle.remove()
+
+
+def test_autocast_of_another_device_does_not_matter() -> None:
+    """Only that of the devices that the weights are on."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        refuse_autocast(nn.Linear(1, 1, device="meta"))
+        said = "autocast to bfloat16 is on.*load the model with dtype='bfloat16'"
+        with pytest.raises(SpecError, match=rf"{said}"):
+            refuse_autocast(nn.Linear(1, 1))
+    with torch.autocast("cpu", enabled=False):
+        refuse_autocast(nn.Linear(1, 1))
+
+
+# --- the state of weights ---------------------------------------------------------
+
+
+class Weights(nn.Module):
+    """Some tensors, and a configuration."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.matrix = nn.Parameter(torch.arange(12.0).reshape(3, 4))
+        self.vector = nn.Parameter(torch.arange(3.0))
+        self.column = nn.Parameter(torch.ones(3, 1))
+        self.row = nn.Parameter(torch.ones(1, 3))
+        self.register_buffer("number", torch.tensor(1.0))
+
+
+@pytest.fixture
+def weights() -> Weights:
+    """Of a tiny configuration."""
+    return Weights(tiny_model("mixtral").config)
+
+
+def test_writing_by_data_is_seen_in_rows_and_columns(weights: Weights) -> None:
+    """In the first value of each, and in all of what is no matrix."""
+    state = weights_state(weights)
+    assert state == weights_state(weights)
+    for tensor, place in [
+        (weights.matrix, (2, 0)),
+        (weights.matrix, (0, 3)),
+        (weights.vector, (2,)),
+        (weights.column, (2, 0)),
+        (weights.row, (0, 2)),
+        (weights.number, ()),
+    ]:
+        before = tensor.data[place].clone()
+        tensor.data[place] = 77.0
+        assert weights_state(weights) != state
+        with pytest.raises(HeaprLabError, match="weights of the model changed"):
+            check_unchanged(weights, state)
+        tensor.data[place] = before
+        assert weights_state(weights) == state
+    check_unchanged(weights, state)
+
+
+def test_what_torch_counts_is_seen_wherever_it_is(weights: Weights) -> None:
+    """Also where the same values are written, or lie elsewhere."""
+    states = [weights_state(weights)]
+    with torch.no_grad():
+        weights.matrix[1, 1] = weights.matrix[1, 1]
+        states.append(weights_state(weights))
+        weights.matrix.data = weights.matrix.data.clone()
+        states.append(weights_state(weights))
+        weights.config.rms_norm_eps = 0.5
+        states.append(weights_state(weights))
+    assert len(set(states)) == 4
+
+
+def test_weights_without_values_or_versions(weights: Weights) -> None:
+    """Those on the meta device, and those made in inference mode."""
+    state = weights_state(weights)
+    assert weights_state(weights.to("meta")) != state
+    with torch.inference_mode():
+        made = Weights(weights.config)
+    assert weights_state(made) == weights_state(made)
+
+
+# --- identity ---------------------------------------------------------------------
+
+
+def test_the_parts_of_an_identity(model: nn.Module) -> None:
+    """Class, configuration, type, and a hash of every tensor with name and shape."""
+    own = tiny_model("qwen2_moe", dtype=torch.float32)
+    found = model_identity(own)
+    assert found.keys() == {"class", "config", "weights", "dtype"}
+    assert (found["class"], found["dtype"]) == ("Qwen2MoeForCausalLM", "float32")
+    sha = hashlib.sha256()
+    for name, tensor in sorted(own.state_dict().items()):
+        sha.update(f"{name}{tuple(tensor.shape)}".encode())
+        sha.update(block_sums(tensor))
+    assert found["weights"] == f"v2:{sha.hexdigest()}"
+    assert architecture_identity(own).items() < found.items()
+    with torch.no_grad():
+        own.lm_head.weight[1, 1] += 1
+    other = model_identity(own)
+    assert {name for name in found if found[name] != other[name]} == {"weights"}
+
+
+def test_what_of_a_configuration_is_the_models(weights: Weights) -> None:
+    """Not where it was read from, with what, or in which type."""
+    before = architecture_identity(weights)
+    changed = copy.deepcopy(weights)
+    changed.config._name_or_path = "elsewhere"
+    changed.config.transformers_version = "0"
+    changed.config.dtype = torch.float16
+    changed.config._other = 1
+    assert architecture_identity(changed) == before
+    changed.config.rms_norm_eps = 0.5
+    assert architecture_identity(changed)["config"] != before["config"]
+    assert architecture_identity(changed)["class"] == before["class"] == "Weights"
+
+
+def test_an_offloaded_tensor_is_named(weights: Weights) -> None:
+    """It has no values to hash."""
+    with pytest.raises(LayoutError, match=r"^column is offloaded, its values are not"):
+        model_identity(weights.to("meta"))
+
+
+def test_a_configuration_is_known_by_its_content(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the order of its entries or the transformers that reads it."""
+    weights.config.own = {"a": 1, "b": Path("x")}
+    before = architecture_identity(weights)
+    weights.config.own = {"b": Path("x"), "a": 1}
+    assert architecture_identity(weights) == before
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "0")
+    assert weights.config.to_dict()["transformers_version"] == "0"
+    assert architecture_identity(weights) == before

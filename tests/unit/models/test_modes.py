@@ -1,6 +1,5 @@
 """Evaluation mode and gradients: put back, shared by threads, one pass at a time."""
 
-import contextlib
 import logging
 import threading
 import time
@@ -16,7 +15,7 @@ from torch import nn
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.modes import differentiating, evaluating
+from heapr_lab.models.modes import evaluating
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -29,29 +28,6 @@ PATIENCE = 30
 def model() -> nn.Module:
     """A tiny qwen2_moe in float64."""
     return tiny_model("qwen2_moe")
-
-
-def test_evaluating_restores_training_mode(model: nn.Module) -> None:
-    """Only modules that were in training mode are put back into it."""
-    model.model.layers[0].train()
-    training = [module.training for module in model.modules()]
-    with evaluating(model):
-        assert not any(module.training for module in model.modules())
-        assert not torch.is_grad_enabled()
-    assert [module.training for module in model.modules()] == training
-    assert any(training)
-    assert not all(training)
-
-
-def test_flags_come_back_after_an_exception(model: nn.Module) -> None:
-    """Inside, only what is trained requires gradients; an error changes nothing."""
-    weight = model.model.norm.weight
-    with contextlib.suppress(KeyError), differentiating(model, [weight]):
-        assert [p for p in model.parameters() if p.requires_grad] == [weight]
-        assert not any(module.training for module in model.modules())
-        weight.grad = torch.ones_like(weight)
-        raise KeyError
-    assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
 # --- threads ----------------------------------------------------------------------

@@ -84,15 +84,6 @@ def test_both_ways_give_the_sums(
         )
 
 
-@pytest.mark.parametrize("tokens", ROUTINGS.values(), ids=list(ROUTINGS))
-def test_totals_of_experts(tokens: list[int]) -> None:
-    """The sums of p and of p·‖out‖ too, in both ways."""
-    _, _, p, counts = rows(tokens)
-    expected = [part.sum() for part in np.split(p.numpy(), np.cumsum(tokens)[:-1])]
-    for total in (moments._totals, moments._totals_cpu):
-        np.testing.assert_allclose(total(p, counts), expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_gradient_shows_in_its_own_expert(value: float) -> None:
     """The check of a pass reads `sum_hg2`: it must not be lost, nor spread."""
